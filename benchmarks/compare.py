@@ -1,0 +1,614 @@
+"""The table of a folder of records: what each variant costs and gains against a base.
+
+    python -m benchmarks.compare runs/h200x1/gpt3-bench
+    python -m benchmarks.compare results/h200x1/gpt3-bench --base graph_te --markdown
+
+Speed-ups come from pairs of runs of one round on one GPU, one boot and one source, as mean paired
+log-ratio with a 95 % Student-t interval; the 10th percentiles beside them say what a quiet host would
+see. A record whose statistic does not follow from its own steps is refused. CPU records show parity and
+replays, never a speed-up. Reads records only: no torch, no GPU.
+"""
+
+import argparse
+import csv
+import io
+import math
+import statistics
+import sys
+from pathlib import Path
+
+from benchmarks import intervals
+from benchmarks.intervals import statistic, tail
+from common import record as records
+
+GIB = 2**30
+SELF_CHECK_TOLERANCE = 1e-3
+CLOCK_TOLERANCE = 0.01
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+def load(folder) -> tuple[list[dict], list[str]]:
+    """All records of a folder by variant and round, and one line for each file that is not a sound record.
+
+    Raises FileNotFoundError when there is no such folder.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    found, faults = [], []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = records.read(path)
+            fault = self_check(record)
+            if not fault and path.name != records.file_name(record["variant"], record["round"]):
+                fault = f"holds {record['variant']}, round {record['round']}, which is not its name"
+        except records.RecordError as error:
+            faults.append(str(error))
+            continue
+        except (TypeError, KeyError, AttributeError) as error:
+            fault = f"a value is not of its schema's type ({type(error).__name__}: {error})"
+        if fault:
+            faults.append(f"{path}: {fault}")
+        else:
+            found.append(record)
+    return sorted(found, key=lambda record: (record["variant"] != "eager", record["variant"], record["round"])), faults
+
+
+def self_check(record: dict) -> str | None:
+    """Why a record contradicts itself, or None: its statistic_ms must follow from its own steps within 0.1 %."""
+    times, batch, given = record["steps"]["gpu_ms"], record["steps"]["batch"], record["statistic_ms"]
+    if given is None or record["status"] != "pass":
+        return None
+    if len(times) != len(batch):
+        return f"{len(times)} step times and {len(batch)} batch kinds"
+    if not times:
+        return f"statistic_ms {given} without any step"
+    follows = statistic(times, batch)
+    if abs(follows - given) > SELF_CHECK_TOLERANCE * follows:
+        return f"statistic_ms {given} does not follow from its steps ({follows:.4f}): edited by hand?"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+
+
+class Mixed(ValueError):
+    """Records that must not stand in one table."""
+
+
+def summarise(found: list[dict], base: str = "eager") -> list[dict]:
+    """One row (a dict) per variant, base first. Raises Mixed for cpu beside cuda, several GPU types, models or loads.
+
+    Times are ms, `*_gib` GiB; speedup, quiet_speedup (10th percentiles) and model_speedup (step less
+    optimizer) come with _low, _high (95 % interval) and _half_width (logarithm). What is not known is None.
+    """
+    if not found:
+        return []
+    _refuse_mixture(found)
+    by_variant: dict[str, list[dict]] = {}
+    for record in found:
+        by_variant.setdefault(record["variant"], []).append(record)
+    names = sorted(by_variant, key=lambda name: name != base)
+    return [_row(name, by_variant[name], by_variant.get(base, []), name == base) for name in names]
+
+
+def _refuse_mixture(found):
+    def values(what):
+        return sorted({what(record) for record in found} - {None, ""})
+
+    devices = values(lambda record: record["device"])
+    if len(devices) > 1:
+        raise Mixed("a table cannot mix cpu and cuda records")
+    gpus = values(lambda record: record["env"]["gpu_name"])
+    if len(gpus) > 1:
+        raise Mixed(f"a table cannot mix GPU types: {', '.join(gpus)}")
+    # A run that came to nothing does not know what a preset became on this GPU, and round 0 has no load.
+    models = sorted({f"{record['model']}/{record['preset']}" for record in found if record["status"] == "pass"})
+    if len(models) > 1:
+        raise Mixed(f"a table cannot mix models or presets: {', '.join(models)}")
+    loads = sorted({record["host_load"] for record in timed(found)})
+    if len(loads) > 1:
+        raise Mixed(f"a table cannot mix host loads: {', '.join(map(str, loads))}")
+
+
+def timed(group: list[dict]) -> list[dict]:
+    return [record for record in group if record["round"] and record["status"] == "pass" and record["statistic_ms"]]
+
+
+def pairs(group: list[dict], base_group: list[dict]) -> list[tuple[dict, dict]]:
+    """(base, variant) of the same round with equal GPU, boot and source."""
+
+    def key(record):
+        env = record["env"]
+        return record["round"], env["gpu_uuid"], env["boot_id"], env["source_hash"], record["host_load"]
+
+    base = {key(record): record for record in timed(base_group)}
+    return [(base[key(record)], record) for record in timed(group) if key(record) in base]
+
+
+def log_ratios(group: list[dict], base_group: list[dict], value=None) -> list[float]:
+    """log(base / variant) of `value(record)`, ms, for each pair; the statistic unless told."""
+    value = value or (lambda record: record["statistic_ms"])
+    both = [(value(a), value(b)) for a, b in pairs(group, base_group)]
+    return [math.log(a / b) for a, b in both if a and b and a > 0 and b > 0]
+
+
+def _row(name, group, base_group, is_base):
+    runs = timed(group)
+    first = next((record for record in group if record["round"] == 0), None)
+    bad = next((record for record in group if record["status"] != "pass"), None)
+    cuda = group[0]["device"] == "cuda"
+    row = {
+        "variant": name,
+        "status": bad["status"] if bad else "pass",
+        "message": bad["message"] if bad else "",
+        "device": group[0]["device"],
+        "is_base": is_base,
+        "num_rounds": len(runs),
+        "num_steps": _median(len(record["steps"]["gpu_ms"]) for record in runs),
+        "step_ms": _median(record["statistic_ms"] for record in runs),
+        "p10_ms": _median(_quiet(record) for record in runs),
+        "tail": _median(tail(record["steps"]["gpu_ms"], record["steps"]["batch"]) for record in runs),
+        "issue_ms": _median(record["issue_ms"] for record in runs),
+        "busy_ms": _median(record["busy_ms"] for record in runs),
+        "idle_fraction": _median(_timed_idle(record) for record in runs),
+        "profiled_idle_fraction": _median(
+            record["idle_fraction"] for record in runs if record["capture"]["num_replays"]
+        ),
+        "profile_stretch": _median(_profile_stretch(record) for record in runs if record["capture"]["num_replays"]),
+        "optimizer_ms": _median(record["optimizer_ms"] for record in runs),
+        "num_kernels": _median(record["num_kernels"] for record in runs),
+        "ceiling": _ceiling(runs) if is_base and cuda else None,
+        "peak_reserved_gib": _gib(runs, "peak_reserved_bytes"),
+        "pool_gib": _gib(runs, "graph_pool_bytes"),
+        "warmup_s": _median(record["capture"]["warmup_s"] for record in runs or group),
+        "capture_s": _median(record["capture"]["capture_s"] for record in runs or group),
+        "compile_cold_s": max(_known(record["capture"]["compile_s"] for record in group), default=None),
+        "compile_warm_s": min(_known(record["capture"]["compile_s"] for record in runs), default=None),
+        "num_graphs": (runs or group)[-1]["capture"]["num_graphs"],
+        "num_operators": sum((runs or group)[-1]["capture"]["nodes"].values()) or None,
+        "replays": _replays(group),
+        "parity": _parity(first or group[0], is_base),
+        "max_rel_diff": (first or group[0])["numerics"]["max_rel_diff"],
+        "energy_j": _median(
+            record["energy_j"] / len(record["steps"]["gpu_ms"]) for record in runs if record["energy_j"] is not None
+        ),
+        "sm_mhz": _median(record["clocks"]["sm_mhz"] for record in runs),
+    }
+    for key in ("speedup", "quiet_speedup", "model_speedup"):
+        row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
+    row["verdict"], row["num_pairs"] = None, 0
+    if cuda and not is_base:
+        _compare(row, group, base_group)
+    return row
+
+
+def _compare(row, group, base_group):
+    values = {
+        "speedup": lambda record: record["statistic_ms"],
+        "quiet_speedup": _quiet,
+        "model_speedup": lambda record: record["optimizer_ms"] and record["statistic_ms"] - record["optimizer_ms"],
+    }
+    for key, value in values.items():
+        ratios = log_ratios(group, base_group, value)
+        if ratios:
+            result = intervals.paired(ratios)
+            row.update(
+                {
+                    key: result.ratio,
+                    f"{key}_low": result.low,
+                    f"{key}_high": result.high,
+                    f"{key}_half_width": result.half_width,
+                }
+            )
+            if key == "speedup":
+                row["verdict"], row["num_pairs"] = result.verdict, result.num_rounds
+
+
+def _quiet(record):
+    return statistic(record["steps"]["gpu_ms"], record["steps"]["batch"], 0.1)
+
+
+def _ceiling(runs):
+    """Step over busy time, the most that removing gaps can gain; blank where the profiled clock was another one."""
+    return _median(
+        record["statistic_ms"] / record["busy_ms"]
+        for record in runs
+        if record["busy_ms"] and abs(record["extra"].get("profiled_clock_ratio", 1.0) - 1.0) <= CLOCK_TOLERANCE
+    )
+
+
+def _timed_idle(record):
+    """What the timed step holds beyond busy time; the same formula for every variant."""
+    return max(0.0, 1 - record["busy_ms"] / record["statistic_ms"]) if record["busy_ms"] else None
+
+
+def _profile_stretch(record):
+    """Profiled over timed length of a replayed step. The profiler costs a replay no host time, so what is beyond
+    one is the profiler's own, in kernels or gaps: busy time may read long by as much."""
+    span = (record["extra"].get("profile") or {}).get("span_ms") if record["busy_ms"] else None
+    return span / record["statistic_ms"] if span else None
+
+
+def _replays(group):
+    counts = [(record["capture"]["num_replays"], record["capture"]["expected_replays"]) for record in group]
+    wrong = next((count for count in counts if count[0] != count[1]), None)
+    if wrong:
+        return f"{wrong[0]} of {wrong[1]}"
+    return "ok" if any(expected for _, expected in counts) else None
+
+
+def _parity(record, is_base):
+    parity = record["numerics"]["parity"]
+    if parity == "bitwise" and is_base:
+        return "reference"
+    if parity != "differs":
+        return parity
+    loss = record["extra"].get("loss_rel_diff")
+    return "differs" if loss is None else f"loss {loss:.1e}"
+
+
+def _known(values):
+    return [value for value in values if value is not None]
+
+
+def _median(values):
+    values = _known(values)
+    return statistics.median(values) if values else None
+
+
+def _gib(runs, key):
+    values = _known(record["memory"][key] for record in runs)
+    return max(values) / GIB if values else None
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables
+
+
+def _number(digits, scale=1.0):
+    return lambda value: f"{value * scale:,.{digits}f}"
+
+
+def _ratio(key):
+    def text(row):
+        if row["is_base"]:
+            return "1"
+        if row[key] is None:
+            return None
+        if row[f"{key}_half_width"] is None:
+            return f"{row[key]:.3f}x"
+        return f"{row[key]:.3f}x [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
+
+    return text
+
+
+def _field(key, text=str):
+    return lambda row: None if row[key] is None else text(row[key])
+
+
+# (heading, cell of a row); three tables, because one would not fit on a screen.
+_GAIN = (
+    ("variant", _field("variant")),
+    ("rounds", _field("num_rounds")),
+    ("step ms", _field("step_ms", _number(2))),
+    ("p95/p50", _field("tail", _number(3))),
+    ("speed-up", _ratio("speedup")),
+    ("verdict", _field("verdict")),
+    ("by p10", _ratio("quiet_speedup")),
+    ("fwd+bwd", _ratio("model_speedup")),
+    ("parity", _field("parity")),
+    ("status", _field("status")),
+)
+_COST = (
+    ("variant", _field("variant")),
+    ("issue ms", _field("issue_ms", _number(2))),
+    ("busy ms", _field("busy_ms", _number(2))),
+    ("idle %", _field("idle_fraction", _number(1, 100))),
+    ("profiled idle %", _field("profiled_idle_fraction", _number(1, 100))),
+    ("optimizer ms", _field("optimizer_ms", _number(2))),
+    ("reserved GiB", _field("peak_reserved_gib", _number(2))),
+    ("pool GiB", _field("pool_gib", _number(2))),
+    ("warm-up+capture s", lambda row: _sum_text(row["warmup_s"], row["capture_s"])),
+    ("compile s cold/warm", lambda row: _cold_warm(row)),
+    ("graphs", _field("num_graphs")),
+    ("replays", _field("replays")),
+    ("J/step", _field("energy_j", _number(1))),
+    ("SM MHz", _field("sm_mhz", _number(0))),
+)
+_CPU = (
+    ("variant", _field("variant")),
+    ("rounds", _field("num_rounds")),
+    ("parity", _field("parity")),
+    ("replays", _field("replays")),
+    ("graphs", _field("num_graphs")),
+    ("operators", _field("num_operators")),
+    ("step ms", _field("step_ms", _number(2))),
+    ("warm-up+capture s", lambda row: _sum_text(row["warmup_s"], row["capture_s"])),
+    ("status", _field("status")),
+)
+
+
+def _sum_text(*seconds):
+    known = _known(seconds)
+    return f"{sum(known):.2f}" if known else None
+
+
+def _cold_warm(row):
+    if not row["compile_cold_s"]:
+        return None
+    warm = row["compile_warm_s"]
+    return f"{row['compile_cold_s']:.1f} / " + ("-" if warm is None else f"{warm:.1f}")
+
+
+def _tables(rows):
+    if not rows:
+        return []
+    return [_CPU] if rows[0]["device"] == "cpu" else [_GAIN, _COST]
+
+
+def _cells(rows, columns):
+    """Heading and rows as text, without the columns that nobody filled."""
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    kept = [i for i in range(len(columns)) if any(line[i] is not None for line in cells)]
+    heading = [columns[i][0] for i in kept]
+    return [heading] + [["-" if line[i] is None else line[i] for i in kept] for line in cells]
+
+
+def console_table(rows: list[dict]) -> str:
+    """Aligned ASCII tables, the first column to the left, numbers to the right."""
+    blocks = []
+    for columns in _tables(rows):
+        lines = _cells(rows, columns)
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        blocks.append(
+            "\n".join(
+                "  ".join(
+                    cell.rjust(width) if i else cell.ljust(width)
+                    for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+                ).rstrip()
+                for line in lines
+            )
+        )
+    return "\n\n".join(blocks + _faults_of_rows(rows))
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """The same as Markdown tables."""
+    blocks = []
+    for columns in _tables(rows):
+        heading, *lines = _cells(rows, columns)
+        rule = ["---"] + ["---:"] * (len(heading) - 1)
+        blocks.append(
+            "\n".join(
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [heading, rule, *lines]
+            )
+        )
+    return "\n\n".join(blocks + _faults_of_rows(rows, "- "))
+
+
+def _faults_of_rows(rows, mark=""):
+    lines = [f"{mark}{row['variant']}: {row['status']}: {_short(row['message'])}" for row in rows if row["message"]]
+    return ["\n".join(lines)] if lines else []
+
+
+def _short(text, limit=200):
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def headline(rows: list[dict]) -> str:
+    """What could be gained at most, to be read before any gain; empty where busy time is not known."""
+    row = next((row for row in rows if row["is_base"]), None)
+    if row is None or row["device"] != "cuda" or row["step_ms"] is None or row["busy_ms"] is None:
+        return ""
+    text = f"{row['variant']}: step {row['step_ms']:.1f} ms, busy {row['busy_ms']:.1f} ms"
+    if row["ceiling"] is None:
+        return f"{text} (no ceiling: profiled at another clock)"
+    stretch = max((other["profile_stretch"] or 1.0 for other in rows), default=1.0)
+    # Said where it changes the second decimal.
+    if round(row["ceiling"] * stretch, 2) <= round(row["ceiling"], 2):
+        return f"{text} -> at most {row['ceiling']:.2f}x to gain"
+    return (
+        f"{text} -> at most {row['ceiling']:.2f}x to gain, {row['ceiling'] * stretch:.2f}x if busy reads "
+        f"{100 * (stretch - 1):.1f} % long (replays take that much longer under the profiler)"
+    )
+
+
+def notes(found: list[dict], rows: list[dict], faults: list[str]) -> list[str]:
+    """What a reader of the table must know: machine, versions, source, rounds, host, doubts."""
+    if not found:
+        return [f"skipped: {fault}" for fault in faults]
+    env = found[-1]["env"]
+    lines = [_machine(found[-1])]
+    runs = timed(found)
+    sha = f"git {env['git_sha'][:12]}{' (changed)' if env['git_dirty'] else ''}, " if env["git_sha"] else ""
+    lines.append(f"{sha}source {env['source_hash']}, {found[-1]['model']} preset {found[-1]['preset']}")
+    if runs:
+        steps = [len(record["steps"]["gpu_ms"]) for record in runs]
+        count = _span(str(min(steps)), str(max(steps)))
+        lines.append(f"{len({record['round'] for record in runs})} rounds x {count} steps" + _load_text(runs))
+    host = _host(runs)
+    if host:
+        lines.append(host)
+    unsettled = [record for record in runs if record["extra"].get("settle", {}).get("settled") is False]
+    if unsettled:
+        names = ", ".join(sorted(f"{record['variant']} r{record['round']}" for record in unsettled))
+        lines.append(f"step time or clock had not settled within 1 % when the window began: {names}")
+    lines += _source_notes(found)
+    # What the scripts say of the configuration that really ran, once each.
+    lines += dict.fromkeys(note for record in found for note in record["extra"].get("notes") or [])
+    for row in rows:
+        lines += _row_notes(row, found)
+    if rows and rows[0]["device"] == "cpu":
+        lines.append("CPU: parity and replays; a host graph says nothing about the speed of a GPU")
+    return lines + [f"skipped: {fault}" for fault in faults] + ([f"{len(faults)} files skipped"] if faults else [])
+
+
+def _machine(record):
+    env = record["env"]
+    versions = (
+        ("torch", "torch"),
+        ("cuda", "CUDA"),
+        ("transformer_engine", "Transformer Engine"),
+        ("driver", "driver"),
+    )
+    named = ", ".join(f"{name} {env[key]}" for key, name in versions if env[key])
+    where = f"{env['gpu_name']} x{env['world_size']}" if record["device"] == "cuda" else f"CPU ({env['cpu']})"
+    return f"{where}, {named}" if named else where
+
+
+def _load_text(runs):
+    load = runs[0]["host_load"]
+    return f", {load} busy processes beside each" if load else ""
+
+
+def _host(runs):
+    seen = [record["extra"]["host"] for record in runs if isinstance(record["extra"].get("host"), dict)]
+    steal = _known(host.get("steal_fraction") for host in seen)
+    busy = _known(host.get("busy_fraction") for host in seen)
+    load = _known(host.get("load_1m_end") for host in seen)
+    parts = []
+    if steal:
+        parts.append(f"steal up to {100 * max(steal):.1f} %")
+    if busy:
+        parts.append(f"busy {_span(f'{100 * min(busy):.0f}', f'{100 * max(busy):.0f}')} %")
+    if load:
+        parts.append(f"load {_span(f'{min(load):.1f}', f'{max(load):.1f}')}")
+    return f"host: {', '.join(parts)}" if parts else ""
+
+
+def _span(low, high):
+    return low if low == high else f"{low} to {high}"
+
+
+def _source_notes(found):
+    from common import environment
+
+    lines = []
+    hashes = sorted({str(record["env"]["source_hash"]) for record in found})
+    if len(hashes) > 1:
+        lines.append(f"records of {len(hashes)} sources ({', '.join(hashes)}): only equal ones are paired")
+    commits = {
+        (record["model"], record["env"]["git_sha"], record["env"]["source_hash"], record["env"]["git_dirty"])
+        for record in found
+        if record["env"]["git_sha"] and record["env"]["source_hash"]
+    }
+    for model, sha, source, dirty in sorted(commits, key=str):
+        expected = environment.source_hash_of_commit(model, sha)
+        if expected and expected != source:
+            why = "measured with uncommitted changes" if dirty else "the records do not belong to it"
+            lines.append(f"source {source} is not that of commit {sha[:12]} ({expected}): {why}")
+    return lines
+
+
+def _row_notes(row, found):
+    lines = []
+    runs = timed([record for record in found if record["variant"] == row["variant"]])
+    if row["device"] == "cuda" and not row["is_base"] and runs:
+        if row["num_pairs"] < len(runs):
+            lines.append(
+                f"{row['variant']}: {len(runs) - row['num_pairs']} of {len(runs)} rounds have no base"
+                " of the same GPU, boot and source"
+            )
+        if row["verdict"] in ("faster", "slower") and not intervals.bears(
+            math.log(row["speedup"]), row["speedup_half_width"]
+        ):
+            lines.append(
+                f"{row['variant']}: {row['verdict']}, but the half-width is over half of the difference:"
+                " its size is not settled"
+            )
+    first = next((r for r in found if r["variant"] == row["variant"] and r["numerics"]["first_difference"]), None)
+    if first:
+        where = first["numerics"]["first_difference"]
+        lines.append(f"{row['variant']}: differs first at step {where['step']} in {where['tensor']}")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+
+
+def record_row(record: dict) -> dict:
+    """One line of summary.csv: what a record says, flat, units in the names."""
+    env, capture, memory = record["env"], record["capture"], record["memory"]
+    has_steps = bool(record["steps"]["gpu_ms"]) and len(record["steps"]["gpu_ms"]) == len(record["steps"]["batch"])
+    return {
+        **{key: record[key] for key in ("model", "preset", "variant", "round", "host_load", "status", "device")},
+        "gpu_name": env["gpu_name"],
+        "gpu_uuid": env["gpu_uuid"],
+        "boot_id": env["boot_id"],
+        "world_size": env["world_size"],
+        "torch": env["torch"],
+        "cuda": env["cuda"],
+        "transformer_engine": env["transformer_engine"],
+        "driver": env["driver"],
+        "git_sha": env["git_sha"],
+        "source_hash": env["source_hash"],
+        "num_steps": len(record["steps"]["gpu_ms"]),
+        "statistic_ms": record["statistic_ms"],
+        "p10_ms": _quiet(record) if has_steps else None,
+        "tail_p95_over_p50": tail(record["steps"]["gpu_ms"], record["steps"]["batch"]) if has_steps else None,
+        **{key: record[key] for key in ("issue_ms", "busy_ms", "optimizer_ms", "rank_skew_ms", "num_kernels")},
+        "idle_fraction": record["idle_fraction"],
+        **{key: memory[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "graph_pool_bytes")},
+        **{key: capture[key] for key in ("warmup_s", "compile_s", "capture_s")},
+        **{key: capture[key] for key in ("num_graphs", "num_replays", "expected_replays")},
+        "energy_j": record["energy_j"],
+        "sm_mhz": record["clocks"]["sm_mhz"],
+        "parity": record["numerics"]["parity"],
+        "max_rel_diff": record["numerics"]["max_rel_diff"],
+        "message": _short(record["message"]),
+    }
+
+
+def report(found, faults, base="eager", markdown=False) -> tuple[str, list[dict]]:
+    """The whole text (headline, tables, notes) and its rows. Raises Mixed."""
+    rows = summarise(found, base)
+    table = markdown_table(rows) if markdown else console_table(rows)
+    below = "\n".join(f"- {line}" if markdown else line for line in notes(found, rows, faults))
+    return "\n\n".join(part for part in (headline(rows), table, below) if part), rows
+
+
+def write_summary(folder, base: str = "eager") -> list[dict]:
+    """Write summary.csv (one row a record) and table.md beside the records; returns the table's rows."""
+    folder = Path(folder)
+    found, faults = load(folder)
+    text, rows = report(found, [fault.replace(f"{folder}/", "") for fault in faults], base, markdown=True)
+    output = io.StringIO()
+    if found:
+        writer = csv.DictWriter(output, list(record_row(found[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(record_row(record) for record in found)
+    (folder / "summary.csv").write_text(output.getvalue())
+    (folder / "table.md").write_text(text + "\n")
+    return rows
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description="The table of a folder of records.", allow_abbrev=False
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder of records, as written by benchmarks.run")
+    parser.add_argument("--base", default="eager", metavar="VARIANT", help="denominator of the speed-ups (eager)")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    args = parser.parse_args(argv)
+    try:
+        found, faults = load(args.folder)
+        names = sorted({record["variant"] for record in found})
+        if found and args.base not in names:
+            parser.exit(2, f"{parser.prog}: no records of {args.base!r}, --base takes one of {', '.join(names)}\n")
+        text, _ = report(found, faults, args.base, args.markdown)
+    except (FileNotFoundError, Mixed) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    print(text)
+    if not found:
+        print(f"{parser.prog}: no records in {args.folder}", file=sys.stderr)
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""FP8 training with delayed scaling, as Transformer Engine runs it and as a stand-in runs it without FP8 hardware.
+
+Both keep the same state machine per GEMM operand: quantise with the scale at hand, record the largest
+magnitude (amax) of what was quantised, and after a microbatch make a new scale from the amax history.
+Weights are quantised once per step, in the first microbatch, into a cache. The scale update is not part
+of a layer: a graphed layer only fills amaxes, and the update runs eagerly between graphs.
+
+A script uses one of `NoScaling`, `TransformerEngineScaling`, `EmulatedScaling`:
+
+    with fp8.forward():                   the layers of one microbatch, called or replayed; scales updated on exit
+    with fp8.backward(replayed=False):    their backward pass
+    with fp8.capturing():                 around captures: no update is recorded
+    with fp8.other_workspace():           captures that will be replayed beside others
+    fp8.reset(), fp8.named_state()        in place; for hashing
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+
+
+class NoScaling:
+    """bf16 layers: nothing to scale, every part does nothing."""
+
+    @contextlib.contextmanager
+    def forward(self):
+        yield
+
+    @contextlib.contextmanager
+    def backward(self, replayed: bool = False):
+        yield
+
+    @contextlib.contextmanager
+    def capturing(self):
+        yield
+
+    @contextlib.contextmanager
+    def other_workspace(self):
+        yield
+
+    def reset(self):
+        """No state."""
+
+    def named_state(self):
+        return iter(())
+
+
+# ------------------------------------------------------------------------------------------------
+# Transformer Engine
+
+
+def transformer_engine():
+    """transformer_engine.pytorch, imported on torch's own cuDNN. Raises ImportError or OSError where it cannot run.
+
+    TE is linked against cuDNN's parts by name, which the loader may find in the CUDA toolkit in another
+    version than torch's; two versions in one process break both ("undefined symbol", "cuDNN version
+    incompatibility"). So all parts next to the file that torch has loaded are loaded first.
+    """
+    if "transformer_engine" not in sys.modules and torch.backends.cudnn.version():
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        loaded = [Path(line.split()[-1]) for line in maps if "/libcudnn.so" in line]
+        for part in sorted(loaded[0].parent.glob("libcudnn*.so.*")) if loaded else ():
+            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+        if loaded:
+            os.environ["CUDNN_HOME"] = str(loaded[0].parent)
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+class TransformerEngineScaling:
+    """DelayedScaling as NVIDIA's GPT-3 submission sets it: hybrid formats, history 1024, "max", margin 0.
+
+    layers: the te modules. Their scales are registered with TE by their first eager call.
+    """
+
+    def __init__(self, layers, amax_history_len: int = 1024):
+        from transformer_engine.common import recipe
+
+        self.layers = layers
+        self._workspace = None
+        self.recipe = recipe.DelayedScaling(
+            margin=0, fp8_format=recipe.Format.HYBRID, amax_history_len=amax_history_len, amax_compute_algo="max"
+        )
+
+    @contextlib.contextmanager
+    def forward(self):
+        te = transformer_engine()
+        # On exit TE updates the forward scales from the amaxes, whether layers were called or replayed.
+        with te.autocast(enabled=True, recipe=self.recipe):
+            yield
+
+    @contextlib.contextmanager
+    def backward(self, replayed: bool = False):
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        yield
+        # Called layers update in the backward of the region's first module; replayed ones cannot.
+        if replayed:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+    @contextlib.contextmanager
+    def capturing(self):
+        from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
+
+        set_capture_start()
+        try:
+            with transformer_engine().autocast(enabled=True, recipe=self.recipe, _graph=True):
+                yield
+        finally:
+            set_capture_end()
+
+    @contextlib.contextmanager
+    def other_workspace(self):
+        """Captures in this block use a second GEMM workspace, so that their replays may run beside the others.
+
+        TE has one workspace a device; split-K GEMMs of two streams in it overwrite each other's sums.
+        """
+        from transformer_engine.pytorch.cpp_extensions import gemm
+
+        original = gemm.get_cublas_workspace
+        if self._workspace is None:
+            self._workspace = torch.empty_like(original(torch.cuda.current_device(), False, False))
+        gemm.get_cublas_workspace = lambda device, ub, grouped_gemm: self._workspace
+        try:
+            yield
+        finally:
+            gemm.get_cublas_workspace = original
+
+    def reset(self):
+        for _, tensor in self._tensors("scale"):
+            tensor.fill_(1.0)
+        for _, tensor in self._tensors("amax_history"):
+            tensor.zero_()
+
+    def named_state(self):
+        yield from self._tensors("scale")
+        yield from self._tensors("amax_history")
+
+    def _tensors(self, what):
+        for index, layer in enumerate(self.layers):
+            for name, module in layer.named_modules():
+                meta = getattr(module, "fp8_meta", {})
+                for key in ("scaling_fwd", "scaling_bwd"):
+                    if key in meta and hasattr(meta[key], what):
+                        yield f"layers.{index}.{name}.{key}.{what}", getattr(meta[key], what)
+
+
+# ------------------------------------------------------------------------------------------------
+# The stand-in: quantise and dequantise around bf16 or fp32 GEMMs
+
+
+class EmulatedScaling(NoScaling):
+    """Delayed scaling without FP8 GEMMs: operands are rounded to FP8 values and multiplied in the layer's dtype.
+
+    Modules are `EmulatedLinear`s found under `layers`. Same histories, scales and weight cache as the
+    real recipe, so that captures meet the same side effects on any machine.
+    """
+
+    def __init__(self, layers, amax_history_len: int = 1024):
+        self.linears = [
+            (f"layers.{index}.{name}", module)
+            for index, layer in enumerate(layers)
+            for name, module in layer.named_modules()
+            if isinstance(module, EmulatedLinear)
+        ]
+        device = self.linears[0][1].weight.device
+        # Rows: input and weight of each linear, then gradient of each; one fused update a direction.
+        self._forward = _ScalingState(2 * len(self.linears), amax_history_len, E4M3_MAX, device)
+        self._backward = _ScalingState(len(self.linears), amax_history_len, E5M2_MAX, device)
+        for index, (_, linear) in enumerate(self.linears):
+            linear.attach(self._forward, 2 * index, self._backward, index)
+
+    @contextlib.contextmanager
+    def forward(self):
+        yield
+        self._forward.update()
+
+    @contextlib.contextmanager
+    def backward(self, replayed: bool = False):
+        yield
+        self._backward.update()
+
+    def reset(self):
+        self._forward.reset()
+        self._backward.reset()
+
+    def named_state(self):
+        for direction in ("forward", "backward"):
+            state = getattr(self, f"_{direction}")
+            yield f"fp8.{direction}.scale", state.scale
+            yield f"fp8.{direction}.amax_history", state.amax_history
+
+
+class _ScalingState:
+    """amax_history [history, rows], scale [rows]: the layout of the real recipe, newest amax in history row 0."""
+
+    def __init__(self, rows, history, largest, device):
+        self.largest = largest
+        self.amax_history = torch.zeros(history, rows, device=device)
+        self.scale = torch.ones(rows, device=device)
+
+    @torch.no_grad()
+    def update(self):
+        amax = self.amax_history.amax(dim=0)
+        usable = (amax > 0) & torch.isfinite(amax)
+        self.scale.copy_(
+            torch.where(usable, (self.largest / amax).clamp(max=torch.finfo(torch.float32).max), self.scale)
+        )
+        self.amax_history.copy_(self.amax_history.roll(-1, 0))
+        self.amax_history[0].zero_()
+
+    def reset(self):
+        self.amax_history.zero_()
+        self.scale.fill_(1.0)
+
+    def quantize(self, tensor, row, dtype):
+        """`tensor` rounded to FP8 at this row's scale, in its own dtype again; the amax is recorded."""
+        slot = self.amax_history[0, row]
+        slot.copy_(torch.maximum(slot, tensor.detach().abs().amax()))
+        scale = self.scale[row]
+        scaled = (tensor.float() * scale).clamp(-self.largest, self.largest)
+        return (scaled.to(dtype).float() / scale).to(tensor.dtype)
+
+
+class EmulatedLinear(torch.nn.Module):
+    """y = x W^T + b with FP8-rounded x, W and dy. Weight gradients accumulate in FP32 `weight.main_grad`.
+
+    weight: [out, in]; bias: [out]. The caller sets `weight.main_grad` (FP32, [out, in]) before the first
+    backward pass. In the first microbatch of a step main_grad is overwritten, later ones add to it.
+    """
+
+    def __init__(self, in_features, out_features, dtype, device):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.empty(out_features, dtype=dtype, device=device))
+        self.register_buffer("weight_cache", torch.empty_like(self.weight), persistent=False)
+
+    def attach(self, forward_state, forward_row, backward_state, backward_row):
+        """Give this linear its rows in the recipe's states: input, then weight; gradient."""
+        self.forward_state, self.forward_row = forward_state, forward_row
+        self.backward_state, self.backward_row = backward_state, backward_row
+
+    def forward(self, x, is_first_microbatch: bool):
+        return _EmulatedLinear.apply(x, self.weight, self.bias, self, is_first_microbatch)
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, module, is_first_microbatch):
+        state, row = module.forward_state, module.forward_row
+        if is_first_microbatch:
+            module.weight_cache.copy_(state.quantize(weight.detach(), row + 1, torch.float8_e4m3fn))
+        x = state.quantize(x, row, torch.float8_e4m3fn)
+        ctx.save_for_backward(x)
+        ctx.module, ctx.is_first_microbatch = module, is_first_microbatch
+        return F.linear(x, module.weight_cache, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        module = ctx.module
+        grad_bias = grad.flatten(0, -2).sum(0)
+        grad = module.backward_state.quantize(grad, module.backward_row, torch.float8_e5m2)
+        grad_x = grad @ module.weight_cache
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        if ctx.is_first_microbatch:
+            module.weight.main_grad.copy_(grad_weight)
+        else:
+            module.weight.main_grad.add_(grad_weight)
+        return grad_x, None, grad_bias, None, None

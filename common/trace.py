@@ -1,0 +1,128 @@
+"""The profile pass: which kernels a step runs, how long the GPU is busy with them, and the gaps.
+
+Kineto sees every kernel inside a graph replay, so eager and graphed steps are read the same way. The
+profiler slows the host, not the kernels: busy time is trusted, the span of an eager step is not.
+"""
+
+import gzip
+import json
+import tempfile
+import time
+from pathlib import Path
+
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def profile(run_steps, num_steps: int, num_heat_steps: int):
+    """(GPU work of num_steps steps, start and end of them in time.monotonic() seconds).
+
+    run_steps(n) issues n steps. num_heat_steps run first, unprofiled, so that power and clock are those of
+    the timed window: a GPU that rested while the profiler started runs faster for a while. The work is
+    dicts of name, category, start_us, duration_us and stream, sorted by start.
+    """
+    import torch
+
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
+        run_steps(num_heat_steps)
+        profiler.step()
+        run_steps(2)
+        torch.cuda.synchronize()
+        profiler.step()
+        start = time.monotonic()
+        run_steps(num_steps)
+        torch.cuda.synchronize()
+        end = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return gpu_work(events), start, end
+
+
+def gpu_work(events: list[dict]) -> list[dict]:
+    """The GPU's kernels and copies out of Chrome trace events, sorted by start."""
+    work = [
+        {
+            "name": event["name"],
+            "category": event["cat"],
+            "start_us": float(event["ts"]),
+            "duration_us": float(event["dur"]),
+            "stream": event.get("tid", 0),
+        }
+        for event in events
+        if event.get("cat") in GPU_WORK and event.get("ph") == "X"
+    ]
+    return sorted(work, key=lambda event: event["start_us"])
+
+
+def busy(work: list[dict]) -> tuple[float, float, list[float]]:
+    """(busy, span, gaps) in microseconds: busy is the union of the intervals, gaps lie between them.
+
+    work: sorted by start, as `gpu_work` returns it; at least one event.
+    """
+    first = work[0]["start_us"]
+    end, covered, gaps = first, 0.0, []
+    for event in work:
+        start, stop = event["start_us"], event["start_us"] + event["duration_us"]
+        if start > end:
+            gaps.append(start - end)
+            covered += stop - start
+        else:
+            covered += max(0.0, stop - end)
+        end = max(end, stop)
+    return covered, end - first, gaps
+
+
+def summarise(work: list[dict], num_steps: int) -> dict:
+    """busy_ms and num_kernels per step, idle_fraction of the span, and the largest kinds of kernel."""
+    busy_us, span_us, gaps = busy(work)
+    by_name: dict[str, list[float]] = {}
+    for event in work:
+        by_name.setdefault(event["name"], []).append(event["duration_us"])
+    top = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:12]
+    return {
+        "busy_ms": busy_us / num_steps / 1e3,
+        "span_ms": span_us / num_steps / 1e3,
+        "num_kernels": len(work) / num_steps,
+        "idle_fraction": 1.0 - busy_us / span_us,
+        "gap_per_kernel_us": sum(gaps) / len(work),
+        "top_kernels": [
+            {"name": name[:100], "num": len(times) / num_steps, "ms": sum(times) / num_steps / 1e3}
+            for name, times in top
+        ],
+    }
+
+
+def write_sidecar(path: Path, work: list[dict], num_steps: int, limit_bytes: int = 200_000) -> Path | None:
+    """One middle step's kernels as a gzipped Chrome trace of at most limit_bytes; None if it cannot be cut out.
+
+    A step is cut by count, which needs the same kernels in each of the later steps.
+    """
+    if len(work) % num_steps:
+        return None
+    per_step = len(work) // num_steps
+    kinds = [sorted(event["name"] for event in work[i : i + per_step]) for i in range(0, len(work), per_step)]
+    if any(kind != kinds[num_steps // 2] for kind in kinds[num_steps // 2 :]):
+        return None
+    start = per_step * (num_steps // 2)
+    step = work[start : start + per_step]
+    origin = step[0]["start_us"]
+    events = [
+        {
+            "name": event["name"][:80],
+            "cat": event["category"],
+            "ph": "X",
+            "ts": round(event["start_us"] - origin, 2),
+            "dur": round(event["duration_us"], 2),
+            "pid": 0,
+            "tid": event["stream"],
+        }
+        for event in step
+    ]
+    data = gzip.compress(json.dumps({"traceEvents": events}, separators=(",", ":")).encode(), 9, mtime=0)
+    if len(data) > limit_bytes:
+        return None
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,32 @@
+"""What holds for all tests: one thread for each process, and a reason to skip where hardware is missing."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+# Before any test imports torch: processes of one test share few cores, and idle threads spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items):
+    lacking = {"gpu": _no_gpu, "slurm": _no_slurm}
+    for marker, find_reason in lacking.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = find_reason() if marked else None
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_gpu():
+    if shutil.which("nvidia-smi"):
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        if answer.stdout.startswith("GPU"):
+            return None
+    return "nvidia-smi -L lists no GPU"
+
+
+def _no_slurm():
+    return None if shutil.which("sbatch") else "no sbatch on PATH"

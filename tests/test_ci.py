@@ -1,0 +1,183 @@
+""".ci/run and .ci/check_records.py: what they run, what they refuse, and what their last line says.
+
+pytest tests/test_ci.py
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common import record as records
+
+CI = Path(__file__).resolve().parent.parent / ".ci"
+VARIANTS = ["eager", "graph", "graph_te"]
+
+spec = importlib.util.spec_from_file_location("check_records", CI / "check_records.py")
+check_records = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_records)
+
+
+def write(folder, variant, number, status="pass", parity="bitwise", **values):
+    record = records.blank(variant=variant, round=number, status=status, **values)
+    record["numerics"]["parity"] = parity
+    records.write(folder / records.file_name(variant, number), record)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two rounds as they are on a machine without a GPU: graph_te cannot run."""
+    for variant in ("eager", "graph"):
+        for number in range(3):
+            write(tmp_path, variant, number)
+    write(tmp_path, "graph_te", 0, status="unsupported", parity=None)
+    return tmp_path
+
+
+def find_faults(folder):
+    return check_records.find_faults(folder, VARIANTS, ["eager", "graph"], 2)
+
+
+# ------------------------------------------------------------------------------------------------
+# check_records.py
+
+
+def test_whole_and_sound_records_have_no_fault(folder):
+    assert find_faults(folder) == []
+
+
+@pytest.mark.parametrize("name", ["eager.r0", "eager.r2", "graph.r1", "graph_te.r0"])
+def test_missing_record(folder, name):
+    (folder / f"{name}.json").unlink()
+    assert find_faults(folder)[0] == f"{name}.json is missing"
+
+
+@pytest.mark.parametrize("status", [status for status in records.STATUSES if status != "pass"])
+def test_status_other_than_pass(folder, status):
+    write(folder, "graph", 1, status=status, message="the reason")
+    assert find_faults(folder) == [f"graph.r1.json: {status}: the reason"]
+
+
+def test_variant_that_may_be_unsupported_must_pass_where_it_runs(folder):
+    for number in range(3):
+        write(folder, "graph_te", number, parity="differs")
+    assert find_faults(folder) == []
+    write(folder, "graph_te", 2, status="oom", parity=None, message="no memory")
+    assert find_faults(folder) == ["graph_te.r2.json: oom: no memory"]
+
+
+@pytest.mark.parametrize("parity", [None, "differs"])
+@pytest.mark.parametrize(("variant", "number"), [("eager", 0), ("graph", 0), ("graph", 2)])
+def test_parity_other_than_bitwise(folder, variant, number, parity):
+    write(folder, variant, number, parity=parity)
+    assert find_faults(folder) == [f"{variant}.r{number}.json: parity is {parity}, not bitwise"]
+
+
+@pytest.mark.parametrize("text", ["", '{"schema": 1, "mod', "[]", '{"schema": 99}'])
+def test_damaged_record_is_a_fault(folder, text):
+    (folder / "graph.r2.json").write_text(text)
+    (fault,) = find_faults(folder)
+    assert "graph.r2.json" in fault
+
+
+def test_record_of_another_run_under_the_name_is_a_fault(folder):
+    shutil.copy(folder / "eager.r1.json", folder / "graph.r1.json")
+    assert find_faults(folder) == ["graph.r1.json holds eager, round 1"]
+
+
+def test_bitwise_variant_that_the_model_does_not_have_is_a_fault(folder):
+    assert check_records.find_faults(folder, ["eager"], ["eager", "graph"], 2) == [
+        "graph is not a variant of the model"
+    ]
+
+
+def test_exit_status_follows_the_faults(folder, monkeypatch, capsys):
+    monkeypatch.setattr(check_records, "describe_variants", lambda model: VARIANTS)
+    arguments = [str(folder), "--model", "fake", "--rounds", "2"]
+    assert check_records.main(arguments) == 0
+    assert check_records.main([*arguments[:-1], "3"]) == 1
+    assert "eager.r3.json is missing" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------
+# run
+
+FAKE_MAKE = """#!/bin/bash
+echo "make $*" >>"$CALLS"
+case $1 in
+test) echo "==== 12 passed, 2 skipped, 9 deselected in 3.21s ====" ;;
+test-slow) echo "${SLOW_SUMMARY:-3 passed, 18 deselected in 61.00s (0:01:01)}" ;;
+esac
+[ "$1" != "${FAILING:-}" ] || exit 2
+"""
+
+# Stands for the checker's interpreter.
+FAKE_PYTHON = """#!/bin/bash
+echo "python $*" >>"$CALLS"
+[ "${FAILING:-}" != records ] || exit 1
+"""
+
+
+def run_ci(tmp_path, **variables):
+    """A copy of .ci/run among fakes: (exit status, output lines, calls)."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(CI / "run", tmp_path / ".ci")
+    for name, text in (("make", FAKE_MAKE), ("python", FAKE_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "work").mkdir()
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "CALLS": str(tmp_path / "calls"),
+        "TMPDIR": str(tmp_path / "work"),
+        "CI": "true",
+        **variables,
+    }
+    answer = subprocess.run(
+        [tmp_path / ".ci" / "run"], cwd="/", env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert not list((tmp_path / "work").iterdir()), "the temporary folder is left behind"
+    return answer.returncode, answer.stdout.splitlines(), (tmp_path / "calls").read_text().splitlines()
+
+
+def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
+    status, lines, calls = run_ci(tmp_path)
+    assert status == 0
+    assert calls[:3] == ["make lint", "make test", "make test-slow"]
+    assert calls[3].startswith("make bench MODEL=gpt3 PRESET=tiny ROUNDS=2 OUT=")
+    folder = calls[3].partition("OUT=")[2]
+    assert calls[4:] == [f"python .ci/check_records.py {folder} --model gpt3 --rounds 2"]
+    assert lines[-1].startswith("15 passed, 2 skipped in ")
+
+
+@pytest.mark.parametrize(
+    ("failing", "num_calls", "status", "passed"),
+    [("lint", 1, 2, 0), ("test", 2, 2, 12), ("test-slow", 3, 2, 15), ("bench", 4, 2, 15), ("records", 5, 1, 15)],
+)
+def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, passed):
+    returned, lines, calls = run_ci(tmp_path, FAILING=failing)
+    assert (returned, len(calls)) == (status, num_calls)
+    assert lines[-2] == f"step {failing} failed with exit status {status}"
+    assert lines[-1].startswith(f"1 failed, {passed} passed, ")
+
+
+def test_ci_counts_failed_tests(tmp_path):
+    summary = "2 failed, 1 passed, 1 error in 4.00s"
+    _, lines, _ = run_ci(tmp_path, FAILING="test-slow", SLOW_SUMMARY=summary)
+    assert lines[-1].startswith("3 failed, 13 passed, 2 skipped in ")
+
+
+def test_checker_asks_the_training_script_for_its_variants(tmp_path, monkeypatch):
+    (tmp_path / "fake").mkdir()
+    text = json.dumps({"variants": {"eager": "", "graph": ""}})
+    (tmp_path / "fake" / "train.py").write_text(f"import sys\nassert sys.argv[1:] == ['--describe']\nprint({text!r})\n")
+    monkeypatch.chdir(tmp_path)
+    assert check_records.describe_variants("fake") == ["eager", "graph"]
+    (tmp_path / "fake" / "train.py").write_text("raise SystemExit(2)\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        check_records.describe_variants("fake")

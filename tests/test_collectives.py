@@ -1,0 +1,303 @@
+"""common/collectives: operators and buckets on one process, and two gloo processes on loopback."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import collectives
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Recorder(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls.append((function, args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
+
+
+def loss_of(net, x):
+    return net(x).square().mean()
+
+
+# --- one process
+
+
+def test_one_process_needs_no_group_and_still_shows_the_operator():
+    bucket = torch.arange(3.0)
+    with Recorder() as recorder:
+        collectives.all_reduce_mean_(bucket)
+        collectives.broadcast_([bucket])
+    (reduce, reduce_args, _), (broadcast, _, _) = recorder.calls
+    assert reduce is torch.ops.graphs.all_reduce_mean_.default
+    assert reduce_args[0][0] is bucket
+    assert broadcast is torch.ops.graphs.broadcast_.default
+    assert bucket.tolist() == [0, 1, 2]
+
+
+def test_schemas_say_what_is_written():
+    mutated = {
+        name: [argument.name for argument in operator.default._schema.arguments if argument.is_write]
+        for name in ("all_reduce_mean_", "broadcast_", "send", "recv_")
+        for operator in [getattr(torch.ops.graphs, name)]
+    }
+    assert mutated == {"all_reduce_mean_": ["tensors"], "broadcast_": ["tensors"], "send": [], "recv_": ["tensor"]}
+
+
+def test_shape_inference():
+    collectives.all_reduce_mean_(torch.empty(3, device="meta"))
+
+
+def test_missing_group_is_one_line(monkeypatch):
+    tensor = torch.zeros(2)
+    with pytest.raises(ValueError, match="call collectives.init"):
+        collectives.send(tensor, 1)
+    with pytest.raises(ValueError, match="call collectives.init"):
+        collectives.recv_(tensor, 1)
+    with pytest.raises(ValueError, match="call collectives.init"):
+        collectives.all_reduce_mean_(tensor, "tensor_parallel")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="call collectives.init"):
+        collectives.all_reduce_mean_(tensor)
+
+
+def test_init_without_torchrun():
+    assert collectives.init("cpu") == (0, 0, 1)
+    assert not torch.distributed.is_initialized()
+    collectives.shutdown()
+
+
+def test_init_names_missing_variables(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start .* torchrun"):
+        collectives.init("cpu")
+
+
+def test_init_with_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="local rank 0 has no GPU .* lower --nproc-per-node"):
+        collectives.init("cuda")
+
+
+# --- buckets
+
+
+def test_gradients_are_views_of_buckets():
+    net, reference = model(), model()
+    buckets = collectives.GradientBuckets(net.parameters(), bucket_bytes=1 << 20)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for _ in range(2):
+        loss_of(net, x).backward()
+        loss_of(reference, x).backward()
+    (flat,) = buckets.flats
+    storage = flat.untyped_storage().data_ptr()
+    for parameter, expected in zip(net.parameters(), reference.parameters(), strict=False):
+        assert torch.equal(parameter.grad, expected.grad)
+        assert parameter.grad.untyped_storage().data_ptr() == storage
+        assert (parameter.grad.data_ptr() - flat.data_ptr()) % 512 == 0
+    buckets.zero_()
+    assert all(not parameter.grad.any() for parameter in net.parameters())
+
+
+def test_existing_gradients_keep_their_values():
+    net = model()
+    loss_of(net, torch.ones(1, 5, dtype=torch.float64)).backward()
+    before = [parameter.grad.clone() for parameter in net.parameters()]
+    buckets = collectives.GradientBuckets(net.parameters(), bucket_bytes=1 << 20)
+    assert all(torch.equal(parameter.grad, value) for parameter, value in zip(net.parameters(), before, strict=False))
+    assert all(parameter.grad._base is buckets.flats[0] for parameter in net.parameters())
+
+
+def test_gradient_tensors_move_into_buckets():
+    main_grads = [torch.full((3, 2), 1.0), torch.full((5,), 2.0)]
+    buckets = collectives.GradientBuckets(main_grads, bucket_bytes=1 << 20)
+    assert main_grads[0].tolist() == [[1, 1]] * 3 and main_grads[1].tolist() == [2] * 5
+    main_grads[1].add_(1)
+    assert buckets.flats[0].sum().item() == 6 + 15
+
+
+def test_buckets_hold_one_dtype_and_no_more_than_asked():
+    sizes = [100, 128, 4, 1000, 3]
+    tensors = [torch.zeros(size) for size in sizes] + [torch.zeros(7, dtype=torch.float64)]
+    buckets = collectives.GradientBuckets(tensors, bucket_bytes=1024)
+    assert [(flat.dtype, flat.numel()) for flat in buckets.flats] == [
+        (torch.float32, 256),  # 100 and 128, each padded to 128
+        (torch.float32, 128),  # 4: the next does not fit
+        (torch.float32, 1024),  # 1000 alone is more than a bucket
+        (torch.float32, 128),
+        (torch.float64, 64),
+    ]
+
+
+def test_buckets_are_reduced_in_one_operator_in_order():
+    buckets = collectives.GradientBuckets([torch.zeros(300), torch.zeros(300)], bucket_bytes=1)
+    with Recorder() as recorder:
+        buckets.all_reduce_mean()
+    ((function, args, _),) = recorder.calls
+    assert function is torch.ops.graphs.all_reduce_mean_.default
+    assert [tensor.data_ptr() for tensor in args[0]] == [flat.data_ptr() for flat in buckets.flats]
+    assert len(buckets.flats) == 2
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_replaced_gradient_is_an_error(set_to_none):
+    net = model()
+    buckets = collectives.GradientBuckets(net.parameters(), bucket_bytes=1 << 20)
+    loss_of(net, torch.ones(1, 5, dtype=torch.float64)).backward()
+    buckets.all_reduce_mean()
+    net.zero_grad(set_to_none=set_to_none)
+    if set_to_none:
+        with pytest.raises(ValueError, match="gradient 0 was replaced.*zero_"):
+            buckets.all_reduce_mean()
+    else:
+        buckets.all_reduce_mean()
+
+
+def test_bucket_arguments():
+    with pytest.raises(ValueError, match="bucket_bytes"):
+        collectives.GradientBuckets([torch.zeros(1)], bucket_bytes=0)
+    with pytest.raises(ValueError, match="no tensors"):
+        collectives.GradientBuckets([], bucket_bytes=1)
+
+
+# --- two processes
+
+
+def worker():
+    """One rank: what it saw goes to stdout as JSON."""
+    rank, local_rank, world_size = collectives.init("cpu", timeout_s=30)
+    net = model()
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5)
+    buckets = collectives.GradientBuckets(net.parameters(), bucket_bytes=600)
+    loss_of(net, x.chunk(world_size)[rank]).backward()
+    buckets.all_reduce_mean()
+    result = {"ranks": [rank, local_rank, world_size], "num_buckets": len(buckets.flats)}
+    result["grads"] = [parameter.grad.tolist() for parameter in net.parameters()]
+
+    own = torch.full((3,), float(rank))
+    with Recorder() as recorder:
+        if rank == 0:
+            collectives.send(own + 10, 1)
+            collectives.recv_(own, 1)
+        else:
+            collectives.recv_(own, 0)
+            collectives.send(own + 10, 0)
+    result["exchanged"] = own.tolist()
+    result["operators"] = [str(call[0]) for call in recorder.calls if "graphs" in str(call[0])]
+    result["foreign"] = [str(call[0]) for call in recorder.calls if "c10d" in str(call[0])]
+
+    weights = [torch.full((2,), rank + 1.0), torch.full((1,), rank + 5.0)]
+    collectives.broadcast_(weights, source=1)
+    result["broadcast"] = [weight.tolist() for weight in weights]
+
+    # A recorded call does its work again on the same buffer, which is what a host graph's replay is.
+    value = torch.full((2,), 2.0 * rank)
+    with Recorder() as recorder:
+        collectives.all_reduce_mean_(value)
+    value.fill_(4.0 * rank)
+    function, args, _ = recorder.calls[0]
+    function(*args)
+    result["replayed"] = value.tolist()
+
+    lonely = [torch.distributed.new_group([index]) for index in range(world_size)][rank]
+    value = torch.full((1,), float(rank))
+    collectives.all_reduce_mean_(value, lonely.group_name)
+    result["own_group"] = value.tolist()
+    half = torch.full((4,), float(rank), dtype=torch.bfloat16)
+    collectives.all_reduce_mean_(half)
+    result["bfloat16"] = half.tolist()
+    try:
+        collectives.all_reduce_mean_(value, "nobody")
+    except ValueError as error:
+        result["unknown_group"] = str(error)
+    collectives.shutdown()
+    print(json.dumps(result))
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variables = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", "from tests.test_collectives import worker; worker()"]
+    children = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [child.communicate(timeout=60) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, (_, errors) in zip(children, outputs, strict=False):
+        assert child.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+
+
+def test_init_under_torchrun(two_ranks):
+    assert [result["ranks"] for result in two_ranks] == [[0, 0, 2], [1, 1, 2]]
+
+
+def test_averaged_gradients_are_those_of_the_whole_batch(two_ranks):
+    net = model()
+    loss_of(net, torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5)).backward()
+    for result in two_ranks:
+        assert result["num_buckets"] > 1
+        for parameter, gradient in zip(net.parameters(), result["grads"], strict=False):
+            torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), parameter.grad)
+    assert two_ranks[0]["grads"] == two_ranks[1]["grads"]
+
+
+def test_send_and_receive(two_ranks):
+    assert [result["exchanged"] for result in two_ranks] == [[20.0] * 3, [10.0] * 3]
+    names = ["graphs.send.default", "graphs.recv_.default"]
+    assert [result["operators"] for result in two_ranks] == [names, names[::-1]]
+    assert [result["foreign"] for result in two_ranks] == [[], []]
+
+
+def test_broadcast(two_ranks):
+    assert [result["broadcast"] for result in two_ranks] == [[[2.0, 2.0], [6.0]]] * 2
+
+
+def test_recorded_call_can_be_run_again(two_ranks):
+    assert [result["replayed"] for result in two_ranks] == [[2.0, 2.0]] * 2
+
+
+def test_groups(two_ranks):
+    assert [result["own_group"] for result in two_ranks] == [[0.0], [1.0]]
+    assert all("no process group named 'nobody'" in result["unknown_group"] for result in two_ranks)
+
+
+def test_bfloat16(two_ranks):
+    assert [result["bfloat16"] for result in two_ranks] == [[0.5] * 4] * 2

@@ -1,0 +1,172 @@
+"""What every model promises the harness: each folder with a train.py, each of its variants, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import pytest
+
+from common import record as records
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = sorted(path.parent.name for path in ROOT.glob("*/train.py"))
+# As on a machine without a GPU, whatever this one has.
+CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def train(model, *arguments, python=()):
+    command = [sys.executable, *python, "-m", f"{model}.train", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=CPU_ONLY, capture_output=True, text=True, timeout=300)
+
+
+def describe(model):
+    """What the script says of itself; nothing where it fails, which test_describe then shows."""
+    try:
+        return json.loads(train(model, "--describe").stdout)
+    except ValueError:
+        return {"variants": {}}
+
+
+DESCRIBED = {model: describe(model) for model in MODELS}
+EACH = [(model, variant) for model in MODELS for variant in DESCRIBED[model]["variants"]]
+
+
+@pytest.fixture(scope="module")
+def parity_runs(tmp_path_factory):
+    """(model, variant, repetition) -> a future of (process, path of the record); two processes at a time."""
+    folder = tmp_path_factory.mktemp("contract")
+
+    def run(model, variant, repetition):
+        path = folder / model / f"{variant}.{repetition}.json"
+        flags = ("--preset", "tiny", "--variant", variant, "--parity", "--steps", "20", "--record", str(path))
+        return train(model, *flags), path
+
+    wanted = [(model, "eager", 1) for model in MODELS] + [(*pair, 0) for pair in EACH]
+    with ThreadPoolExecutor(2) as pool:
+        yield {key: pool.submit(run, *key) for key in wanted}
+        pool.shutdown(cancel_futures=True)
+
+
+def read(parity_runs, *key):
+    """Record and sidecar (None without one) of a run that ended well."""
+    process, path = parity_runs[key].result()
+    assert process.returncode == 0, process.stderr
+    sidecar = path.with_suffix(".parity.npz")
+    if not sidecar.exists():
+        return records.read(path), None
+    with numpy.load(sidecar) as arrays:
+        return records.read(path), {name: arrays[name] for name in arrays.files}
+
+
+def test_there_are_models():
+    assert "gpt3" in MODELS
+    assert {model for model, _ in EACH} == set(MODELS)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_describe(model):
+    answer = train(model, "--describe")
+    assert answer.returncode == 0, answer.stderr
+    described = json.loads(answer.stdout)
+    assert described["model"] == model
+    assert {"tiny", "bench"} <= set(described["presets"])
+    assert "eager" in described["variants"]
+    assert all(isinstance(line, str) and line for line in described["variants"].values())
+    fields = {"--" + name.replace("_", "-") for name in described["presets"]["tiny"]}
+    assert fields == {flag["flag"] for flag in described["flags"]}
+
+
+@pytest.mark.parametrize("flag", ["--describe", "--help"])
+@pytest.mark.parametrize("model", MODELS)
+def test_answers_at_once_and_without_torch(model, flag):
+    imported = train(model, flag, python=("-X", "importtime")).stderr
+    names = {line.rpartition("|")[2].strip() for line in imported.splitlines() if line.startswith("import time:")}
+    assert "argparse" in names
+    assert not names & {"torch", "numpy"}
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        train(model, flag)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--variant", "nope"), ("--variant", "'nope'", "eager")),
+        (("--preset", "nope"), ("--preset", "'nope'", "tiny")),
+        (("--steps", "many"), ("--steps", "'many'", "int")),
+        (("--nope",), ("--nope",)),
+    ],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_mistake_is_one_line_and_exit_status_two(model, arguments, words):
+    answer = train(model, *arguments)
+    assert answer.returncode == 2
+    assert answer.stdout == "" and len(answer.stderr.splitlines()) == 1
+    assert all(word in answer.stderr for word in words)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_eager_runs_are_equal(parity_runs, model):
+    (first, arrays), (second, again) = (read(parity_runs, model, "eager", repetition) for repetition in (0, 1))
+    assert first["status"] == second["status"] == "pass", first["message"]
+    assert first["numerics"]["state_hash"] == second["numerics"]["state_hash"]
+    assert (arrays["hashes"] == again["hashes"]).all()
+    # A model that does not learn would pass every comparison: all that is hashed moves, and the loss falls.
+    moved = (arrays["hashes"] != arrays["hashes"][:1]).any(0)
+    assert moved.mean() > 0.9, arrays["names"][~moved]
+    losses = first["numerics"]["loss"]
+    assert sum(losses[-5:]) < sum(losses[:5])
+
+
+@pytest.mark.parametrize("model, variant", EACH)
+def test_tiny_passes_or_says_why_not(parity_runs, model, variant):
+    process, _ = parity_runs[model, variant, 0].result()
+    record, arrays = read(parity_runs, model, variant, 0)
+    assert json.loads(process.stdout.splitlines()[-1]) == record
+    assert (record["model"], record["preset"], record["variant"]) == (model, "tiny", variant)
+    assert record["device"] == "cpu"
+    assert record["statistic_ms"] is None and not record["steps"]["gpu_ms"]
+    if record["status"] == "unsupported":
+        assert record["message"] and arrays is None
+        return
+    assert record["status"] == "pass", record["message"]
+    assert record["message"] == ""
+    assert len(record["numerics"]["loss"]) == len(record["numerics"]["grad_norm"]) == len(arrays["hashes"]) == 20
+    assert record["flops_per_step"] > 0 and record["flops_convention"] and record["items_per_step"] > 0
+
+
+@pytest.mark.parametrize("model, variant", EACH)
+def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_runs, model, variant):
+    record, arrays = read(parity_runs, model, variant, 0)
+    capture = record["capture"]
+    assert capture["num_replays"] == capture["expected_replays"]
+    assert capture["num_fallbacks"] == 0
+    if record["status"] == "unsupported":
+        pytest.skip(record["message"])
+    if variant.startswith("graph"):
+        assert capture["num_graphs"] > 0
+    if capture["num_graphs"] == 0:
+        assert capture["num_replays"] == 0
+        return
+    assert capture["num_replays"] > 0
+    eager, reference = read(parity_runs, model, "eager", 0)
+    assert arrays["names"].tolist() == reference["names"].tolist()
+    differ = numpy.argwhere(arrays["hashes"] != reference["hashes"])
+    assert not len(differ), f"first at step {differ[0][0]}: {arrays['names'][differ[0][1]]}"
+    for name in ("loss", "grad_norm", "state_hash"):
+        assert record["numerics"][name] == eager["numerics"][name], name
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_some_variant_graphs(parity_runs, model):
+    """On any machine, so that the capture is tested where there is no GPU."""
+    variants = [variant for name, variant in EACH if name == model]
+    assert any(read(parity_runs, model, variant, 0)[0]["capture"]["num_graphs"] for variant in variants)

@@ -1,0 +1,437 @@
+"""common/environment: the record's env, source hashes, samplers. nvidia-smi and NVML are fakes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from common import environment, record
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def wait_until(condition, timeout_s=10):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition was not met in time"
+        time.sleep(0.01)
+
+
+# --- describe_environment
+
+
+def test_env_has_exactly_the_keys_of_the_record():
+    env = environment.describe_environment("gpt3", "cpu", 2)
+    assert list(env) == list(record.TEMPLATE["env"])
+    assert env["world_size"] == 2 and env["num_gpus"] == 0 and env["gpu_name"] is None
+    assert env["source_hash"] == environment.source_hash("gpt3")
+    assert re.fullmatch(r"[0-9a-f-]{36}", env["boot_id"])
+    assert env["cpu"].endswith(f"{os.cpu_count()} cores")
+    assert env["torch"]
+
+
+def test_env_does_not_tell_the_machines_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "secret-node-17")
+    env = environment.describe_environment("gpt3", "cpu", 1)
+    assert re.fullmatch(r"[0-9a-f]{12}", env["host"])
+    assert "secret-node-17" not in str(env)
+    monkeypatch.setattr(socket, "gethostname", lambda: "secret-node-18")
+    assert environment.describe_environment("gpt3", "cpu", 1)["host"] != env["host"]
+
+
+def test_env_keeps_the_variables_that_matter(monkeypatch):
+    wanted = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "x",
+        "NVTE_FLASH_ATTN": "1",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCHINDUCTOR_FREEZING": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TRITON_CACHE_DIR": "c",
+    }
+    unwanted = {"PATH": os.environ["PATH"], "MY_CUDA_": "1", "API_TOKEN": "t", "TORCHELASTIC_RUN_ID": "7"}
+    monkeypatch.setattr(os, "environ", wanted | unwanted)
+    assert environment.describe_environment("gpt3", "cpu", 1)["variables"] == wanted
+
+
+def test_slurm_is_described_inside_a_job_only(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert environment.describe_environment("gpt3", "cpu", 1)["slurm"] == {}
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    slurm = environment.describe_environment("gpt3", "cpu", 1)["slurm"]
+    assert slurm["job_id"] == "42" and slurm["nodelist"] == "n[1-2]" and slurm["num_tasks"] == "8"
+
+
+def test_torch_is_not_imported_on_the_cpu():
+    code = (
+        "import sys; from common.environment import describe_environment as d; d('gpt3', 'cpu', 1); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_gpu_fields(monkeypatch):
+    import torch
+
+    properties = types.SimpleNamespace(name="NVIDIA H200", uuid="1b2c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: {3: properties}[index])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(environment, "_driver", lambda: "580.1")
+    env = environment.describe_environment("gpt3", torch.device("cuda:3"), 1)
+    assert list(env) == list(record.TEMPLATE["env"])
+    seen = {key: env[key] for key in ("gpu_name", "gpu_uuid", "num_gpus", "driver", "cuda", "cudnn", "nccl")}
+    assert seen == {
+        "gpu_name": "NVIDIA H200",
+        "gpu_uuid": "GPU-1b2c",
+        "num_gpus": 4,
+        "driver": "580.1",
+        "cuda": "13.0",
+        "cudnn": "9.19.0",
+        "nccl": "2.28.9",
+    }
+
+
+# --- source
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with common/, two models (one of them a dotted package), committed."""
+    files = {
+        "common/__init__.py": "",
+        "common/a.py": "a = 1\n",
+        "gpt3/train.py": "train\n",
+        "gpt3/deep/b.py": "b\n",
+        "gpt3/README.md": "words\n",
+        "tests/fake_model/train.py": "fake\n",
+        "tests/test_other.py": "other\n",
+        "benchmarks/run.py": "run\n",
+        ".gitignore": "scratch*\n__pycache__\n",
+    }
+    root = tmp_path / "repository"
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    git(root, "init", "-q")
+    git(root, "add", "-A")
+    commit(root)
+    return root
+
+
+def git(root, *arguments):
+    command = ["git", "-C", root, "-c", "user.name=n", "-c", "user.email=e", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def commit(root):
+    git(root, "commit", "-q", "-a", "-m", "m", "--no-gpg-sign")
+
+
+@pytest.mark.parametrize("model", ["gpt3", "tests.fake_model"])
+def test_hash_of_the_tree_is_that_of_its_commit(repository, model):
+    sha = git(repository, "rev-parse", "HEAD")
+    value = environment.source_hash(model, repository)
+    assert re.fullmatch(r"[0-9a-f]{16}", value)
+    assert environment.source_hash_of_commit(model, sha, repository) == value
+
+
+@pytest.mark.parametrize("name", ["common/a.py", "gpt3/train.py", "gpt3/deep/b.py", "common/new.py", "gpt3/scratch.py"])
+def test_hash_follows_what_runs(repository, name):
+    before = environment.source_hash("gpt3", repository)
+    sha = git(repository, "rev-parse", "HEAD")
+    (repository / name).write_text("changed\n")
+    after = environment.source_hash("gpt3", repository)
+    assert after != before
+    assert environment.source_hash_of_commit("gpt3", sha, repository) == before
+    git(repository, "add", "-f", name)
+    commit(repository)
+    assert environment.source_hash_of_commit("gpt3", "HEAD", repository) == after
+
+
+@pytest.mark.parametrize("name", ["gpt3/README.md", "tests/fake_model/train.py", "benchmarks/run.py", "top.py"])
+def test_hash_ignores_what_does_not_run(repository, name):
+    before = environment.source_hash("gpt3", repository)
+    (repository / name).write_text("changed\n")
+    (repository / "gpt3" / "__pycache__").mkdir()
+    (repository / "gpt3" / "__pycache__" / "train.cpython-312.pyc").write_bytes(b"x")
+    assert environment.source_hash("gpt3", repository) == before
+
+
+def test_hash_sees_a_rename_and_moved_borders(repository):
+    before = environment.source_hash("gpt3", repository)
+    (repository / "gpt3/train.py").rename(repository / "gpt3/trail.py")
+    renamed = environment.source_hash("gpt3", repository)
+    assert renamed != before
+    two_files = environment._hash_files({"a": b"x", "b": b"y"})
+    assert environment._hash_files({"a": b"xb\0y"}) != two_files
+    assert environment._hash_files({"a": b"xb\x001\0y"}) != two_files
+
+
+def test_hash_of_unknown_things(repository, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="no folder gpt9"):
+        environment.source_hash("gpt9", repository)
+    assert environment.source_hash_of_commit("gpt3", "0" * 40, repository) is None
+    assert environment.source_hash_of_commit("gpt9", "HEAD", repository) is None
+    assert environment.source_hash_of_commit("gpt3", "HEAD", tmp_path) is None
+    monkeypatch.setenv("PATH", "")
+    assert environment.source_hash_of_commit("gpt3", "HEAD", repository) is None
+
+
+def test_git_state_is_clean_after_a_commit(repository, monkeypatch):
+    monkeypatch.setenv("SOURCE_SHA", "not this one")
+    (repository / "benchmarks/new.py").write_text("does not run\n")
+    (repository / "gpt3/notes.txt").write_text("does not run\n")
+    assert environment.git_state("gpt3", repository) == (git(repository, "rev-parse", "HEAD"), False)
+
+
+@pytest.mark.parametrize("name", ["benchmarks/run.py", "gpt3/README.md", "gpt3/new.py", "common/scratch.py"])
+def test_git_state_is_dirty_for_tracked_changes_and_new_modules(repository, name):
+    (repository / name).write_text("changed\n")
+    assert environment.git_state("gpt3", repository)[1] is True
+
+
+def test_git_state_inside_a_hook(repository, tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q", "elsewhere")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere" / ".git"))
+    assert environment.git_state("gpt3", repository)[1] is False
+
+
+@pytest.mark.parametrize("text, dirty", [("0", False), ("false", False), ("1", True), ("", None)])
+def test_git_state_from_the_environment(tmp_path, monkeypatch, text, dirty):
+    monkeypatch.setenv("SOURCE_SHA", "abc")
+    monkeypatch.setenv("SOURCE_DIRTY", text)
+    assert environment.git_state("gpt3", tmp_path) == ("abc", dirty)
+    monkeypatch.delenv("SOURCE_SHA")
+    assert environment.git_state("gpt3", tmp_path)[0] is None
+
+
+# --- GpuSampler
+
+FAKE_NVIDIA_SMI = """#!/bin/sh
+echo "$$ $*" > "{folder}/call"
+while read -r line; do echo "$line"; sleep 0.05; done < "{folder}/samples"
+exec sleep 100
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """nvidia_smi(lines) puts a fake on PATH that prints them, 50 ms apart, and then waits."""
+
+    def install(*lines):
+        (tmp_path / "samples").write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / "nvidia-smi").write_text(FAKE_NVIDIA_SMI.format(folder=tmp_path))
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return tmp_path
+
+    return install
+
+
+def test_sampler_between_and_latest(nvidia_smi):
+    folder = nvidia_smi(
+        "1000, 100.5, 40, 0x0000000000000001",
+        "1500, 300.0, 44, 0x0000000000000000",
+        "[N/A], 400.0, 43, 0x0000000000000024",
+        "a line of another kind",
+        "1800, [N/A], [N/A], [N/A]",
+    )
+    sampler = environment.GpuSampler("GPU-1")
+    t0 = time.monotonic()
+    sampler.start()
+    wait_until(lambda: sampler.latest_sm_mhz() == 1800)
+    t1 = time.monotonic()
+    assert sampler.between(t0, t1) == {
+        "sm_mhz": 1500,
+        "power_w": 300,
+        "temperature_c": 44,
+        "throttle": ["gpu_idle", "sw_power_cap", "sw_thermal_slowdown"],
+    }
+    times = [row[0] for row in sampler._samples(0)]
+    assert t0 < times[0] < times[1] - 0.04 < times[2] - 0.08 < t1
+    late = sampler.between(times[1], times[1])
+    assert late == {"sm_mhz": 1500, "power_w": 300, "temperature_c": 44, "throttle": []}
+    assert (folder / "call").read_text().split(" ", 1)[1].split() == [
+        "--query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "250",
+        "-i",
+        "GPU-1",
+    ]
+    sampler.stop()
+    assert sampler.between(t0, t1)["sm_mhz"] == 1500
+    pid = int((folder / "call").read_text().split()[0])
+    wait_until(lambda: not alive(pid))
+
+
+def test_latest_reads_on_past_many_samples(nvidia_smi):
+    nvidia_smi("1980, 345.67, 45, 0x0000000000000004")
+    sampler = environment.GpuSampler(0)
+    sampler.start()
+    wait_until(lambda: sampler.latest_sm_mhz() == 1980)
+    sampler.stop()
+    line, unfinished = b"1.0, 1000, 1.0, 1, 0x0000000000000000\n", b"3.0, 1800, 1.0, 1, 0x00"
+    newest = b"2.0, 1700, 1.0, 1, 0x0\n"
+    # The 512 bytes that are read begin at the comma of a line's time stamp.
+    newest = newest.rjust((512 - len(unfinished) - len(line[3:])) % len(line) + len(line), b"0")
+    os.write(sampler._file.fileno(), line * 100 + newest + unfinished)
+    assert sampler.latest_sm_mhz() == 1700
+    assert len(sampler._samples(0)) == 102
+
+
+def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
+    nvidia_smi("1000, 1, 1, 0x00000000000001FF")
+    sampler = environment.GpuSampler(0)
+    sampler.start()
+    wait_until(lambda: sampler.latest_sm_mhz())
+    sampler.stop()
+    assert sampler.between(0, time.monotonic())["throttle"] == [
+        "gpu_idle",
+        "applications_clocks_setting",
+        "sw_power_cap",
+        "hw_slowdown",
+        "sync_boost",
+        "sw_thermal_slowdown",
+        "hw_thermal_slowdown",
+        "hw_power_brake_slowdown",
+        "display_clock_setting",
+    ]
+
+
+def test_sampler_without_nvidia_smi_or_samples(nvidia_smi, monkeypatch, tmp_path):
+    nothing = {"sm_mhz": None, "power_w": None, "temperature_c": None, "throttle": []}
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    sampler = environment.GpuSampler(0)
+    sampler.start()
+    assert sampler.between(0, 1e9) == nothing and sampler.latest_sm_mhz() is None
+    sampler.stop()
+    monkeypatch.undo()
+    nvidia_smi()
+    sampler.start()
+    wait_until((tmp_path / "call").exists)
+    assert sampler.between(0, 1e9) == nothing and sampler.latest_sm_mhz() is None
+    sampler.stop()
+
+
+def test_sampler_ends_with_a_killed_parent(nvidia_smi):
+    folder = nvidia_smi("1000, 1, 1, 0x0")
+    code = (
+        "import time; from common.environment import GpuSampler; s = GpuSampler(0); s.start(); "
+        "print(s._child.pid, flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    stamper = int(parent.stdout.readline())
+    wait_until(lambda: (folder / "call").exists() and (folder / "call").read_text())
+    child = int((folder / "call").read_text().split()[0])
+    assert alive(stamper) and alive(child)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not alive(stamper) and not alive(child))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# --- energy
+
+
+class FakeNvml:
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != "GPU-1":
+            raise self.NVMLError
+        return "handle"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return {"handle": 12_345}[handle]
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.1"
+
+
+@pytest.fixture
+def no_cached_nvml():
+    environment._nvml.cache_clear()
+    yield
+    environment._nvml.cache_clear()
+
+
+def test_energy_is_in_joules(monkeypatch, no_cached_nvml):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert environment.energy_joules("GPU-1") == 12.345
+    assert environment.energy_joules("GPU-2") is None
+    assert environment.energy_joules(None) is None
+    assert environment._driver() == "580.1"
+
+
+def test_energy_without_nvml(monkeypatch, no_cached_nvml):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert environment.energy_joules("GPU-1") is None
+
+
+# --- HostActivity
+
+
+def write_proc(folder, ticks, load):
+    (folder / "stat").write_text(f"cpu  {ticks}\ncpu0 {ticks}\n")
+    (folder / "loadavg").write_text(f"{load} 0.07 0.08 2/88 3852\n")
+
+
+def test_host_activity_is_a_difference(tmp_path):
+    write_proc(tmp_path, "1000 10 100 5000 50 5 5 30 7 0", 0.5)
+    activity = environment.HostActivity(tmp_path)
+    activity.start()
+    # user +100, nice +10, system +20, idle +40, iowait +10, irq +4, softirq +6, steal +10: 200; guest is part of user.
+    write_proc(tmp_path, "1100 20 120 5040 60 9 11 40 99 0", 1.5)
+    assert activity.stop() == {
+        "steal_fraction": 0.05,
+        "busy_fraction": 0.7,
+        "load_1m_start": 0.5,
+        "load_1m_end": 1.5,
+        "num_cores": os.cpu_count(),
+    }
+
+
+def test_host_activity_without_proc_or_time(tmp_path):
+    activity = environment.HostActivity(tmp_path)
+    activity.start()
+    assert activity.stop()["steal_fraction"] is None and activity.stop()["load_1m_end"] is None
+    write_proc(tmp_path, "1 1 1 1 1 1 1 1", 0.1)
+    activity.start()
+    assert activity.stop()["busy_fraction"] is None
+
+
+def test_host_activity_on_this_machine():
+    activity = environment.HostActivity()
+    activity.start()
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        pass
+    assert 0.1 < activity.stop()["busy_fraction"] <= 1

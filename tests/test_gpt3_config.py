@@ -1,0 +1,112 @@
+"""gpt3/config: parameter counts against what is built, the presets' widths, what fits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpt3.config import CONTEXT_BYTES, PRESETS, Config, fit, layer_parameters, num_parameters, predicted_bytes, require
+from gpt3.model import Embedding, PlainLayer
+
+TINY, BENCH = PRESETS["tiny"], PRESETS["bench"]
+FULL = replace(BENCH, heads=96, ffn=49152, vocab=51200)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        BENCH,
+        FULL,
+        replace(TINY, layers=3, precision="bf16"),
+        # No two widths alike, attention narrower and wider than hidden.
+        Config(layers=1, hidden=48, heads=2, head_dim=16, ffn=80, vocab=37, sequence=11),
+        Config(layers=1, hidden=32, heads=3, head_dim=16, ffn=16, vocab=5, sequence=7, precision="bf16"),
+    ],
+)
+def test_counted_parameters_are_the_built_ones(config):
+    layer = PlainLayer(config, torch.bfloat16, "meta")
+    embedding = Embedding(config, torch.bfloat16, "meta")
+    assert layer_parameters(config) == sum(parameter.numel() for parameter in layer.parameters())
+    assert num_parameters(config) == config.layers * layer_parameters(config) + sum(
+        parameter.numel() for parameter in embedding.parameters()
+    )
+
+
+def test_full_width_layer():
+    """12 hidden^2 weights, 1,811.94 M; biases of q k v, projection and both feed-forward matrices; two norms."""
+    assert 12 * 12288**2 == 1_811_939_328
+    assert layer_parameters(FULL) == 1_811_939_328 + (36864 + 12288 + 49152 + 12288) + 4 * 12288
+
+
+def test_whole_model_is_gpt3_175b():
+    assert num_parameters(replace(FULL, layers=96)) / 1e9 == pytest.approx(174.6, rel=1e-3)
+
+
+def test_bench_is_an_eighth_of_gpt3():
+    assert (BENCH.hidden, BENCH.head_dim, BENCH.sequence, BENCH.microbatch) == (12288, 128, 2048, 1)
+    assert (8 * BENCH.heads, 8 * BENCH.heads * BENCH.head_dim, 8 * BENCH.ffn) == (96, 12288, 49152)
+    assert 8 * BENCH.vocab == 51200  # 50,257 padded to a multiple of 128 x 8
+    assert (BENCH.layers, BENCH.microbatches, BENCH.precision, BENCH.amax_history) == (8, 4, "fp8", 1024)
+
+
+def test_tiny_has_more_than_one_of_everything():
+    """Chained layers, accumulated microbatches and rotating batches all need two."""
+    assert min(TINY.layers, TINY.heads, TINY.microbatches, TINY.batches) >= 2
+    assert TINY.precision == "fp8"
+    assert num_parameters(TINY) < 1e6
+
+
+def test_fit_takes_the_most_layers_that_fit():
+    for layers in (1, 3, 8):
+        need = predicted_bytes(replace(BENCH, layers=layers))
+        assert fit(BENCH, need) == replace(BENCH, layers=layers)
+        if layers > 1:
+            assert fit(BENCH, need - 1).layers == layers - 1
+    assert fit(BENCH, 2**50) == BENCH
+
+
+def test_fit_says_what_to_change_when_not_even_one_layer_fits():
+    one = predicted_bytes(replace(BENCH, layers=1))
+    with pytest.raises(ValueError, match=r"one layer needs .* GiB, .* GiB are free: .*--sequence .*--preset tiny"):
+        fit(BENCH, one - 1)
+
+
+def test_prediction_grows_with_every_size():
+    for name in ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "sequence", "microbatch"):
+        assert predicted_bytes(replace(BENCH, **{name: 2 * getattr(BENCH, name)})) > predicted_bytes(BENCH), name
+    assert predicted_bytes(replace(BENCH, precision="bf16")) < predicted_bytes(BENCH)
+    # Eighteen bytes a parameter at the very least.
+    assert predicted_bytes(BENCH) > 18 * num_parameters(BENCH)
+
+
+def test_host_that_is_too_small_is_told_to_run_tiny():
+    need = predicted_bytes(BENCH) - CONTEXT_BYTES
+    require(BENCH, need)
+    require(BENCH, None)
+    with pytest.raises(ValueError, match="there is none, and the host has .* GiB free: run --preset tiny"):
+        require(BENCH, need - 1)
+
+
+@pytest.mark.parametrize(
+    "fields, flag",
+    [
+        ({"layers": 0}, "--layers 0"),
+        ({"head_dim": -1}, "--head-dim -1"),
+        ({"microbatches": 0}, "--microbatches"),
+        ({"batches": 0}, "--batches"),
+        ({"min_steps": 0}, "--min-steps"),
+        ({"amax_history": 0}, "--amax-history"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"lr": -1e-3}, "--lr -0.001"),
+        ({"ffn": 250}, "--precision fp8 needs"),
+        ({"heads": 3, "head_dim": 8}, "--precision fp8 needs"),
+    ],
+)
+def test_mistake_names_the_flag(fields, flag):
+    with pytest.raises(ValueError, match=flag):
+        replace(TINY, **fields)
+
+
+def test_odd_widths_are_fine_in_bf16():
+    assert replace(TINY, ffn=250, precision="bf16").ffn == 250

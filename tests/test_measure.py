@@ -1,0 +1,617 @@
+"""common/measure: small workloads on the CPU that sleep, jitter, leak, lie and fail, and what the record says of it."""
+
+import contextlib
+import functools
+import gc
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from benchmarks.intervals import tail
+from common import measure
+from common import record as records
+from common.capture import CaptureError, Pool
+from common.config import Arguments, Run
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+DECAY = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    min_steps: int = 12
+    min_window_s: float = 0.0
+    warmup_min_s: float = 0.0
+    warmup_max_s: float = 0.0
+
+
+class State:
+    """A vector of weights that shrinks in every step; the loss depends on weights and input."""
+
+    def __init__(self, classes=1):
+        self.classes = classes
+        generator = torch.Generator().manual_seed(0)
+        self.batches = torch.randn(4, 8, generator=generator)
+        self.weight, self.input, self.loss = torch.ones(8), torch.zeros(8), torch.zeros(())
+        self.moment = torch.zeros(3)
+        self.losses = {}
+
+    def reset(self):
+        self.weight.fill_(1.0)
+        self.moment.zero_()
+        self.losses.clear()
+
+    def named_state(self):
+        yield "weight", self.weight
+        yield "moment", self.moment
+
+    def read_losses(self, count):
+        return [self.losses[index] for index in range(count)]
+
+    def read_grad_norms(self, count):
+        return [2 * self.losses[index] for index in range(count)]
+
+    def batch_class(self, index):
+        return index % self.classes
+
+    def compute(self):
+        self.loss.copy_((self.weight * self.input).square().sum())
+        self.weight.mul_(DECAY)
+
+
+def eager_step(state, index, compute=None):
+    state.input.copy_(state.batches[index % 4])
+    (compute or state.compute)()
+    state.losses[index] = float(state.loss)
+
+
+def expected_losses(count):
+    batches = State().batches.double()
+    return [float((batches[index % 4] * DECAY**index).square().sum()) for index in range(count)]
+
+
+class Variant:
+    """An eager variant; `before(i)` runs first in every step."""
+
+    strategy, replays, pools = "none", 0, ()
+
+    def __init__(self, state, before=lambda index: None):
+        self.state, self.before, self.closed, self.indices = state, before, 0, []
+        self.capture = measure.Capture(strategy=self.strategy, pools=list(self.pools))
+        with self.capture.timed("warmup_s"):
+            for index in range(3):
+                eager_step(state, index)
+
+    def step(self, index):
+        self.indices.append(index)
+        self.before(index)
+        eager_step(self.state, index, self.compute)
+
+    def compute(self):
+        self.state.compute()
+
+    def replays_of(self, index):
+        return self.replays
+
+    def close(self):
+        self.closed += 1
+
+
+class Graphed(Variant):
+    strategy, replays = "one graph", 1
+
+    def __init__(self, state, promised=1):
+        self.pools, self.replays = [Pool(CPU)], promised
+        super().__init__(state)
+        with self.capture.timed("capture_s"):
+            self.graph, _ = self.pools[0].capture(self.captured(state))
+
+    def captured(self, state):
+        return state.compute
+
+    def compute(self):
+        self.graph.replay()
+
+    def close(self):
+        super().close()
+        self.pools[0].release()
+
+
+class IgnoresInput(Graphed):
+    def captured(self, state):
+        state.input, original = state.input.clone(), state.input
+        frozen, state.input = state.input, original
+
+        def compute():
+            state.loss.copy_((state.weight * frozen).square().sum())
+            state.weight.mul_(DECAY)
+
+        self.frozen = frozen
+        return compute
+
+
+class StaleWeights(Graphed):
+    def captured(self, state):
+        self.cache = torch.ones(8)
+
+        def compute():
+            state.loss.copy_((self.cache * state.input).square().sum())
+            state.weight.mul_(DECAY)
+
+        return compute
+
+
+class FallsBack(Graphed):
+    """Right losses, no replay."""
+
+    def compute(self):
+        self.state.compute()
+
+
+class Measured:
+    """One `measure.run`: its record, what it printed, the variant and the state it made."""
+
+    def __init__(self, make, folder, read_output, config=None, state=None, reference=eager_step, **run):
+        self.made, self.states = [], []
+        self.path = folder / "run.json"
+
+        def build(config, device):
+            self.states.append((state or State)())
+            return self.states[-1]
+
+        def make_variant(state):
+            self.made.append(make(state))
+            return self.made[-1]
+
+        workload = measure.Workload(
+            model="tests.fake_model",
+            build=build,
+            variants={"it": make_variant},
+            reference=reference,
+            card=["a card"],
+            notes=["a note"],
+            flops_per_step=1e9,
+            flops_convention="none",
+            items_per_step=10,
+            unit="samples",
+        )
+        options = Run(preset="tiny", variant="it", record=str(self.path), **run)
+        read_output()
+        try:
+            self.record = measure.run(workload, Arguments(config=config or Config(), run=options), CPU)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        self.lines = read_output().splitlines()
+        self.variant = self.made[0] if self.made else None
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    def go(make=Variant, **more):
+        return Measured(make, tmp_path, lambda: capsys.readouterr().out, **more)
+
+    return go
+
+
+def last(seconds):
+    """Wait until `seconds` after the call, to some microseconds."""
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - 1e-3))
+    while time.perf_counter() < end:
+        pass
+
+
+def sleeping(seconds_of):
+    return lambda state: Variant(state, before=lambda index: last(seconds_of(index)))
+
+
+def on_a_quiet_host(test):
+    """Up to three attempts: a host that takes the processor away in mid-step makes the sleeps themselves longer."""
+
+    @functools.wraps(test)
+    def attempts(*args, **kwargs):
+        for left in (2, 1, 0):
+            try:
+                return test(*args, **kwargs)
+            except AssertionError:
+                if not left:
+                    raise
+
+    return attempts
+
+
+# --- known times
+
+
+@on_a_quiet_host
+def test_known_sleep_is_measured_within_two_percent(run):
+    record = run(sleeping(lambda index: 0.008), config=Config(min_steps=30)).record
+    assert record["statistic_ms"] == pytest.approx(8.0, rel=0.02)
+    assert record["steps"]["wall_ms"] == pytest.approx(sum(record["steps"]["gpu_ms"]), rel=0.02)
+    assert record["extra"]["items_per_s"] == pytest.approx(10 / 0.008, rel=0.02)
+
+
+@on_a_quiet_host
+def test_known_jitter_shows_in_median_and_tail_within_two_percent(run):
+    generator = random.Random(3)
+    # Every eighth step or so takes half as long again, so that the 95th percentile is the slow kind.
+    ms = [generator.uniform(5.7, 6.3) * (1.5 if generator.random() < 0.12 else 1) for _ in range(160)]
+    record = run(sleeping(lambda index: ms[index] / 1e3), config=Config(min_steps=160)).record
+    steps = record["steps"]
+    assert record["statistic_ms"] == pytest.approx(statistics.median(ms), rel=0.02)
+    wanted = numpy.percentile(ms, 95) / statistics.median(ms)
+    assert wanted > 1.4
+    assert tail(steps["gpu_ms"], steps["batch"]) == pytest.approx(wanted, rel=0.02)
+    assert numpy.percentile(steps["gpu_ms"], 95) == pytest.approx(numpy.percentile(ms, 95), rel=0.02)
+
+
+@on_a_quiet_host
+def test_batches_of_different_length_give_the_mean_of_their_medians(run):
+    length_ms = (3.0, 5.0, 13.0)
+
+    def seconds_of(index):
+        # One slow step of each kind, which medians ignore.
+        return 1e-3 * length_ms[index % 3] * (3 if 9 <= index < 12 else 1)
+
+    result = run(sleeping(seconds_of), config=Config(min_steps=33), state=lambda: State(classes=3))
+    assert result.record["steps"]["batch"] == [index % 3 for index in range(33)]
+    assert result.record["statistic_ms"] == pytest.approx(7.0, rel=0.02)
+
+
+def test_statistic():
+    assert measure.statistic([1, 9, 2], [0, 0, 0]) == 2
+    # The kinds weigh the same, however often each came.
+    assert measure.statistic([1, 10, 1, 1, 30, 1], "abaaba") == (1 + 20) / 2
+
+
+@on_a_quiet_host
+def test_window_has_the_steps_and_the_seconds_asked_for(run):
+    config = Config(min_steps=5, min_window_s=0.2, warmup_max_s=0.05)
+    by_seconds = run(sleeping(lambda index: 0.004), config=config).record["steps"]
+    assert 45 <= len(by_seconds["gpu_ms"]) <= 55
+    assert by_seconds["wall_ms"] >= 190
+    assert len(run(config=Config(min_steps=7)).record["steps"]["gpu_ms"]) == 7
+    assert len(run(config=Config(min_steps=7), steps=31).record["steps"]["gpu_ms"]) == 31
+
+
+@on_a_quiet_host
+def test_slow_first_steps_are_warmed_up_away(run, monkeypatch):
+    """Steps are slow, and evenly so, for a tenth of a second: the floor keeps them out of the window."""
+    monkeypatch.setattr(measure, "SETTLE_BLOCK_S", 0.02)
+
+    def make(state):
+        start = time.perf_counter()
+        return Variant(state, before=lambda index: last(0.012 if time.perf_counter() - start < 0.1 else 0.003))
+
+    record = run(make, config=Config(warmup_min_s=0.2, warmup_max_s=2.0)).record
+    assert record["extra"]["settle"]["seconds"] >= 0.2
+    assert record["extra"]["settle"]["settled"]
+    assert max(record["steps"]["gpu_ms"]) < 11
+    assert record["statistic_ms"] == pytest.approx(3.0, rel=0.05)
+
+
+def test_warm_up_that_never_settles_ends_at_its_ceiling(run):
+    length = iter(0.002 * 1.05**index for index in range(1000))
+    config = Config(warmup_min_s=0.05, warmup_max_s=0.3)
+    settle = run(lambda state: Variant(state, before=lambda index: last(next(length))), config=config).record["extra"][
+        "settle"
+    ]
+    assert not settle["settled"]
+    assert 0.3 <= settle["seconds"] < 0.6
+
+
+LEAK = """
+import json, sys, torch
+from pathlib import Path
+from tests import test_measure as t
+
+kept = []
+def leak(index):
+    kept.append(torch.ones(2**18))
+
+def peak(before, steps):
+    make = lambda state: t.Variant(state, before=before)
+    result = t.Measured(make, Path(sys.argv[1]), str, config=t.Config(min_steps=steps))
+    return result.record["memory"]["peak_allocated_bytes"]
+
+plain = peak(lambda index: None, 400)
+print(json.dumps([peak(leak, 400) - plain, 2**20 * len(kept)]))
+"""
+
+
+def test_leak_shows_in_peak_memory_within_two_percent(tmp_path):
+    command = [sys.executable, "-c", LEAK, str(tmp_path)]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    grown, leaked = json.loads(answer.stdout.splitlines()[-1])
+    assert leaked >= 400 * 2**20
+    assert grown == pytest.approx(leaked, rel=0.02)
+
+
+# --- graphs that lie
+
+
+def test_graph_is_measured_and_its_replays_are_counted(run):
+    result = run(Graphed)
+    capture = result.record["capture"]
+    assert result.record["status"] == "pass"
+    assert capture["num_replays"] == capture["expected_replays"] == 12
+    assert (capture["strategy"], capture["num_graphs"]) == ("one graph", 1)
+    assert capture["warmup_s"] > 0 and capture["capture_s"] > 0 and capture["compile_s"] == 0
+    assert result.record["capture"]["nodes"]
+    assert result.record["memory"]["graph_pool_bytes"] > 0
+
+
+def test_too_few_replays_are_visible(run):
+    promised = run(lambda state: Graphed(state, promised=2)).record["capture"]
+    assert (promised["num_replays"], promised["expected_replays"]) == (12, 24)
+    fallback = run(FallsBack).record["capture"]
+    assert (fallback["num_replays"], fallback["expected_replays"]) == (0, 12)
+    in_parity = run(FallsBack, parity=True).record["capture"]
+    assert (in_parity["num_replays"], in_parity["expected_replays"]) == (0, 20)
+
+
+@pytest.mark.parametrize("make, step", [(IgnoresInput, 0), (StaleWeights, 1)])
+def test_canary_catches_a_replay_of_the_wrong_data(run, make, step):
+    result = run(make)
+    assert result.record["status"] == "capture_failed"
+    assert f"canary: step {step} " in result.record["message"]
+    assert result.record["statistic_ms"] is None
+    assert result.variant.closed == 1
+
+
+def test_canary_holds_a_changed_model_against_the_unchanged_one(run):
+    """A variant that rewrites the model rewrites eager too; `as_eager` keeps it from being compared with itself."""
+
+    class Rewrites(Graphed):
+        scale = 1.0
+
+        def step(self, index):
+            super().step(index)
+            self.state.losses[index] *= self.scale
+
+        @contextlib.contextmanager
+        def as_eager(self):
+            self.scale, kept = 1.0, self.scale
+            yield
+            self.scale = kept
+
+    def make(state):
+        variant = Rewrites(state)
+        variant.scale = 1.5
+        return made.setdefault("it", variant)
+
+    made = {}
+    through_the_variant = lambda state, index: made["it"].step(index)  # noqa: E731
+    assert run(make, reference=through_the_variant).record["status"] == "capture_failed"
+    del Rewrites.as_eager
+    made.clear()
+    assert run(make, reference=through_the_variant).record["status"] == "pass"
+
+
+def test_warm_up_and_capture_leave_no_trace(run):
+    for make in (Variant, Graphed):
+        result = run(make, config=Config(warmup_min_s=0.02, warmup_max_s=0.02))
+        assert result.record["numerics"]["loss"] == pytest.approx(expected_losses(12), rel=1e-5)
+        assert result.record["numerics"]["grad_norm"] == pytest.approx([2 * x for x in expected_losses(12)], rel=1e-5)
+        parity = run(make, parity=True)
+        assert parity.record["numerics"]["loss"] == pytest.approx(expected_losses(20), rel=1e-5)
+
+
+# --- passes
+
+
+def test_parity_hashes_every_step_and_times_nothing(run):
+    seen = []
+
+    def note(index):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+
+    runs = [run(lambda state: Variant(state, before=note), parity=True), run(Graphed, parity=True)]
+    arrays = []
+    for result in runs:
+        record = result.record
+        assert record["status"] == "pass"
+        assert record["statistic_ms"] is None and record["steps"] == {"gpu_ms": [], "batch": [], "wall_ms": None}
+        assert result.variant.indices == list(range(20))
+        with numpy.load(result.path.with_suffix(".parity.npz")) as sidecar:
+            arrays.append({name: sidecar[name] for name in sidecar.files})
+        assert arrays[-1]["loss"].tolist() == record["numerics"]["loss"]
+        assert len(set(arrays[-1]["hashes"][:, 0].tolist())) == 20
+    assert runs[0].record["numerics"]["state_hash"] == runs[1].record["numerics"]["state_hash"]
+    assert (arrays[0]["hashes"] == arrays[1]["hashes"]).all()
+    assert seen == [True] * 20
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_parity_takes_more_than_twenty_steps_when_asked(run):
+    assert len(run(parity=True, steps=27).record["numerics"]["loss"]) == 27
+
+
+def test_parity_hash_sees_one_bit(run):
+    def minus_zero(state):
+        def before(index):
+            if index == 13:
+                state.moment[1] = -0.0
+
+        return Variant(state, before=before)
+
+    hashes, digests = [], []
+    for make in (Variant, minus_zero):
+        result = run(make, parity=True)
+        digests.append(result.record["numerics"]["state_hash"])
+        with numpy.load(result.path.with_suffix(".parity.npz")) as sidecar:
+            hashes.append(sidecar["hashes"])
+            assert sidecar["names"].tolist() == ["weight", "moment"]
+    assert digests[0] != digests[1]
+    assert (hashes[0] != hashes[1]).tolist() == [[False, index >= 13] for index in range(20)]
+
+
+def test_marks_and_sections_do_nothing_outside_their_passes(run):
+    entered = []
+
+    def before(index):
+        measure.mark()
+        with measure.section("optimizer"):
+            entered.append(index)
+        measure.mark()
+
+    record = run(lambda state: Variant(state, before=before)).record
+    assert record["status"] == "pass" and len(entered) >= 12
+    assert record["issue_ms"] is None and record["optimizer_ms"] is None
+    assert "num_marks" not in record["extra"] and "sections_ms" not in record["extra"]
+
+
+def test_section_lets_errors_through():
+    with pytest.raises(KeyError), measure.section("optimizer"):
+        raise KeyError("x")
+
+
+def test_no_garbage_is_collected_in_the_window(run):
+    enabled = []
+    result = run(lambda state: Variant(state, before=lambda index: enabled.append(gc.isenabled())))
+    assert enabled[-12:] == [False] * 12
+    assert gc.isenabled()
+    assert result.record["status"] == "pass"
+
+
+# --- faults
+
+
+def failing(error, at=5):
+    def before(index):
+        if index == at:
+            raise error
+
+    return lambda state: Variant(state, before=before)
+
+
+OOM = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is "
+    "free. Of the allocated memory 130.00 GiB is allocated by PyTorch."
+)
+
+
+@pytest.mark.parametrize("parity", [False, True])
+@pytest.mark.parametrize(
+    "error, status, message",
+    [
+        (measure.Unsupported("needs a GPU: make te"), "unsupported", "needs a GPU: make te"),
+        (torch.OutOfMemoryError(OOM), "oom", "out of memory: asked for 20.00 GiB, 1.50 GiB free"),
+        (CaptureError("aten::item at train.py:3"), "capture_failed", "aten::item at train.py:3"),
+        (FloatingPointError("loss is nan at step 5"), "numerics_failed", "loss is nan at step 5"),
+        (ValueError("--layers 0: takes more"), "failed", "--layers 0: takes more"),
+        (KeyError("slot"), "failed", "KeyError: 'slot'"),
+    ],
+)
+def test_errors_become_statuses(run, error, status, message, parity):
+    result = run(failing(error), parity=parity)
+    assert (result.record["status"], result.record["message"]) == (status, message)
+    assert result.variant.closed == 1
+    assert records.check(result.record) is None
+    assert json.loads(result.lines[-1]) == records.read(result.path)
+    assert f"{status}: {message}" in result.lines
+
+
+def test_error_while_a_variant_is_made(run):
+    def make(state):
+        raise measure.Unsupported("no compiler here")
+
+    result = run(make)
+    assert (result.record["status"], result.record["message"]) == ("unsupported", "no compiler here")
+    assert json.loads(result.lines[-1])["status"] == "unsupported"
+
+
+@pytest.mark.parametrize("parity", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_not_finite(run, bad, parity):
+    class Diverges(State):
+        def read_losses(self, count):
+            return [bad if index == 4 else loss for index, loss in enumerate(super().read_losses(count))]
+
+    result = run(state=Diverges, parity=parity)
+    assert result.record["status"] == "numerics_failed"
+    assert result.record["message"] == f"loss is {bad} at step 4"
+    assert result.variant.closed == 1
+    assert json.loads(result.lines[-1])["status"] == "numerics_failed"
+
+
+def test_loss_that_is_nan_in_eager_and_graph_alike_is_not_the_captures_fault(run):
+    class Diverges(State):
+        def __init__(self):
+            super().__init__()
+            self.batches[1] = math.nan
+
+    assert run(Graphed, state=Diverges).record["status"] == "numerics_failed"
+
+
+def test_window_shorter_than_the_presets_has_as_many_norms_as_losses(run):
+    class Logged(State):
+        """Losses and norms in buffers of fixed length, as the models keep them."""
+
+        def read_losses(self, count):
+            return [self.losses.get(index, 0.0) for index in range(count)]
+
+        read_grad_norms = read_losses
+
+    numerics = run(state=Logged, steps=5).record["numerics"]
+    assert len(numerics["loss"]) == len(numerics["grad_norm"]) == 5
+
+
+# --- the record
+
+
+def test_record_is_valid_and_the_last_line_on_stdout(run):
+    result = run(Graphed)
+    assert records.check(result.record) is None
+    written = records.read(result.path)
+    assert json.loads(result.lines[-1]) == written
+    assert written["status"] == "pass"
+    assert written["config"] == vars(Config())
+    assert written["extra"]["notes"] == ["a note"]
+    assert (written["flops_per_step"], written["items_per_step"], written["unit"]) == (1e9, 10, "samples")
+    assert {"a card", "a note"} <= set(result.lines)
+    assert any(line.startswith("replays") and "12 of 12" in line for line in result.lines)
+
+
+def test_closed_once_after_a_pass(run):
+    for parity in (False, True):
+        assert run(Graphed, parity=parity).variant.closed == 1
+
+
+def test_close_that_fails_does_not_lose_the_record(run):
+    class Clings(Variant):
+        def close(self):
+            raise RuntimeError("a graph is still in use")
+
+    result = run(Clings)
+    assert result.record["status"] == "failed"
+    assert "a graph is still in use" in result.record["message"]
+    assert json.loads(result.lines[-1]) == records.read(result.path)
+    # What went wrong first is what is told.
+    first = run(lambda state: Clings(state, before=lambda index: {}[index]))
+    assert first.record["message"] == "KeyError: 0"
+
+
+def test_seeds_are_set_before_the_build(run):
+    drawn = []
+
+    class Draws(State):
+        def __init__(self):
+            super().__init__()
+            drawn.append(torch.rand(()).item())
+
+    run(state=Draws)
+    torch.manual_seed(7)
+    run(state=Draws)
+    assert drawn[0] == drawn[1]
