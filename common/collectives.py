@@ -14,6 +14,7 @@ group in a run of one process the reductions and broadcasts do nothing, but rema
 """
 
 import datetime
+import importlib
 import os
 
 import torch
@@ -221,6 +222,10 @@ def init(device, timeout_s=300) -> tuple[int, int, int]:
             )
         torch.cuda.set_device(local_rank)
     if world_size > 1:
+        # Its functions take the default group as a default argument, bound when the module is imported. Imported later
+        # (torch._dynamo does, an optimizer imports that), it would hold the group beyond shutdown, and a worker
+        # thread of gloo that outlives the interpreter aborts the process (pytorch issue 190489).
+        importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
             timeout=datetime.timedelta(seconds=timeout_s),

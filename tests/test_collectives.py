@@ -1,5 +1,6 @@
 """common/collectives: operators and buckets on one process, and two gloo processes on loopback."""
 
+import importlib
 import json
 import os
 import socket
@@ -188,6 +189,7 @@ def test_bucket_arguments():
 def worker():
     """One rank: what it saw goes to stdout as JSON."""
     rank, local_rank, world_size = collectives.init("cpu", timeout_s=30)
+    importlib.import_module("torch._dynamo")  # as an optimizer does
     net = model()
     x = torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5)
     buckets = collectives.GradientBuckets(net.parameters(), bucket_bytes=600)
@@ -232,8 +234,15 @@ def worker():
         collectives.all_reduce_mean_(value, "nobody")
     except ValueError as error:
         result["unknown_group"] = str(error)
+    lonely = None
+    result["threads"] = thread_names()
     collectives.shutdown()
+    result["threads_left"] = thread_names()
     print(json.dumps(result))
+
+
+def thread_names():
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +306,13 @@ def test_recorded_call_can_be_run_again(two_ranks):
 def test_groups(two_ranks):
     assert [result["own_group"] for result in two_ranks] == [[0.0], [1.0]]
     assert all("no process group named 'nobody'" in result["unknown_group"] for result in two_ranks)
+
+
+def test_no_thread_outlives_the_process_group(two_ranks):
+    """A gloo worker that wakes while the interpreter ends aborts the process after a good run, once in a while."""
+    for result in two_ranks:
+        assert any("gloo" in name for name in result["threads"])
+        assert not any("gloo" in name for name in result["threads_left"])
 
 
 def test_bfloat16(two_ranks):
