@@ -6,16 +6,18 @@ command line are answered in a fraction of a second, on machines without torch t
 
     args = parse("gpt3", Config, PRESETS, VARIANTS)
     args.config      the preset with the fields given on the command line replaced
-    args.run         what concerns this run only: variant, round, parity, steps, record
+    args.run         what concerns this run only: variant, round, parity, steps, record, log, profile
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 # ------------------------------------------------------------------------------------------------
 # What concerns one run and not the model
@@ -32,6 +34,21 @@ class Run:
     parity: bool = False
     record: str = ""
     profile_steps: int = 12
+    mllog: str = ""
+    profile: str = ""
+
+    def __post_init__(self):
+        if min(self.steps, self.round, self.profile_steps) < 0:
+            raise ValueError("--steps, --round and --profile-steps take a number from 0 up")
+        if self.profile and not self.profile.endswith((".json", ".json.gz")):
+            raise ValueError(f"--profile {self.profile}: takes a path that ends in .json or .json.gz")
+        for flag, path in (("--mllog", self.mllog), ("--profile", self.profile)):
+            if path and self.parity:
+                raise ValueError(f"{flag} needs a run without --parity")
+            if path not in ("", "-"):
+                _require_writable(flag, Path(path))
+        if self.mllog and self.profile:
+            raise ValueError("--mllog logs timed steps and --profile times none: take one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,21 +59,25 @@ class Arguments:
     run: Run
 
 
-def option(default, help, choices=None):
-    """A field of a Config: its default, what a user does with it, and the allowed values if they are few."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def option(default, help, choices=None, is_path=False):
+    """A field of a Config: its default, what a user does with it, and the allowed values if they are few.
+
+    is_path: the text names a file or folder; the harness takes a relative one from where it was called.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "is_path": is_path})
 
 
 # ------------------------------------------------------------------------------------------------
 # Command line
 
 
-def parse(model, config_class, presets, variants, argv=None) -> Arguments:
+def parse(model, config_class, presets, variants, argv=None, about=None) -> Arguments:
     """Parse `argv` (default: the process's own).
 
     model: the package's name, as in `python -m gpt3.train`. presets: name -> config_class instance.
-    variants: name -> one line of help. On `--describe` and `--help` it prints and exits with 0. Any
-    mistake is one line on stderr that names what is allowed, and exit status 2.
+    variants: name -> one line of help. about: what else `--describe` tells the harness, see `describe`.
+    On `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr that names
+    what is allowed, and exit status 2.
     """
     parser = _Parser(prog=f"python -m {model}.train", allow_abbrev=False)
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
@@ -70,6 +91,10 @@ def parse(model, config_class, presets, variants, argv=None) -> Arguments:
     parser.add_argument("--record", default="", metavar="PATH", help="where to write the record")
     parser.add_argument(
         "--profile-steps", type=int, default=12, metavar="N", help="steps in the profile pass (0: none)"
+    )
+    parser.add_argument("--mllog", default="", metavar="PATH", help="write :::MLLOG lines of the run (-: to stdout)")
+    parser.add_argument(
+        "--profile", default="", metavar="PATH", help="time nothing, trace a few steps for a viewer (.json, .json.gz)"
     )
     group = parser.add_argument_group("model")
     types = typing.get_type_hints(config_class)
@@ -88,18 +113,16 @@ def parse(model, config_class, presets, variants, argv=None) -> Arguments:
     values = vars(values)
     asked_to_describe = values.pop("describe")
     overrides = {key[7:]: values.pop(key) for key in list(values) if key.startswith("config_")}
-    run = Run(**values)
     try:
+        run = Run(**values)
         _known("preset", run.preset, presets)
         _known("variant", run.variant, variants)
-        if run.steps < 0 or run.round < 0 or run.profile_steps < 0:
-            raise ValueError("--steps, --round and --profile-steps take a number from 0 up")
         given = {name: value for name, value in overrides.items() if value is not None}
         config = dataclasses.replace(presets[run.preset], **given)
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
-        print(json.dumps(describe(model, config_class, presets, variants)))
+        print(json.dumps(describe(model, config_class, presets, variants, about)))
         sys.exit(0)
     return Arguments(config=config, run=run)
 
@@ -114,8 +137,13 @@ def mistakes_in_one_line(model):
         sys.exit(2)
 
 
-def describe(model, config_class, presets, variants) -> dict:
-    """What the harness needs to know of a script: its presets, variants and flags, as plain data."""
+def describe(model, config_class, presets, variants, about=None) -> dict:
+    """What the harness needs to know of a script, as plain data: presets, variants, flags, and what `about` adds.
+
+    about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance" (variant -> relative
+    difference of losses allowed in round 0), "parity_steps" (steps of round 0), "sweeps" (quantity
+    that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it).
+    """
     types = typing.get_type_hints(config_class)
     return {
         "model": model,
@@ -124,13 +152,23 @@ def describe(model, config_class, presets, variants) -> dict:
         "flags": [
             {
                 "flag": "--" + field.name.replace("_", "-"),
-                "type": types[field.name].__name__,
+                "type": "path" if field.metadata.get("is_path") else types[field.name].__name__,
                 "default": field.default,
                 "help": field.metadata["help"],
             }
             for field in dataclasses.fields(config_class)
         ],
+        **(about or {}),
     }
+
+
+def _require_writable(flag, path):
+    """Asked now, since what goes there is written after minutes of work."""
+    if path.is_dir():
+        raise ValueError(f"{flag} {path}: takes the path of a file, this is a folder")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"{flag} {path}: cannot write in {folder}")
 
 
 def _known(what, name, table):

@@ -5,8 +5,9 @@ A training script hands over how to build its state and its variants; `run` does
     build -> variant (warm-up and capture, timed apart) -> canary -> settle -> timed window
           -> issue pass -> section pass -> profile pass -> record
 
-Each pass starts from the same seeded state (`state.reset()`), so that warm-up and capture leave no
-trace. In the timed window nothing synchronises and nothing is printed.
+Window and parity start from the same seeded state (`state.reset()`), so that warm-up and capture leave
+no trace. In the timed window nothing synchronises and nothing is printed. With --profile the steps after
+settling are traced for people to look at, and nothing is timed.
 
 The state a script builds:
     reset()               everything a step reads or writes, back to the seeded start, in place
@@ -14,6 +15,9 @@ The state a script builds:
     read_losses(n)        losses of steps 0..n-1 as floats (after the window; may wait for the device)
     read_grad_norms(n)    the same for gradient norms
     batch_class(i)        which kind of batch step i has: batches of one shape are one class
+    evaluate()            only for --mllog: mean loss over held-out batches, eager, on every rank; training
+                          state stays as it is. Raises Unsupported where the data leaves nothing to hold out
+    close()               where it holds something open, such as data workers; its dict goes into extra
 A variant (what VARIANTS maps a name to, made from the state):
     step(i)               one training step on batch i
     replays_of(i)         graph replays that step i must make
@@ -24,6 +28,7 @@ A variant (what VARIANTS maps a name to, made from the state):
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import statistics
@@ -35,7 +40,7 @@ from pathlib import Path
 
 import torch
 
-from common import environment, memory, trace
+from common import console, environment, memory, mllog, trace
 from common import record as records
 from common.capture import CaptureError
 from common.state_hash import StateHasher
@@ -78,6 +83,7 @@ class Workload:
     """What a training script hands to `run`. flops_per_step and items_per_step are per GPU.
 
     card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
+    hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
     """
 
     model: str
@@ -91,32 +97,43 @@ class Workload:
     items_per_step: float
     unit: str
     peak_flops: float | None = None
+    hyperparameters: dict = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------
 # Marks and sections: places in a step that only their own pass looks at
 
 _marks = None
-_sections = None
+_open_section = None
+_nothing = contextlib.nullcontext()
 
 
-def mark() -> None:
-    """A place, at most some 800 launches after the last one, where the issue pass may drain the GPU's queue."""
+def mark(tensor=None) -> None:
+    """A place, at most some 800 launches after the last one, where the issue pass may drain the GPU's queue.
+
+    tensor: the place in the backward pass where its gradient is ready is one as well.
+    """
     if _marks is not None:
         _marks()
+        if tensor is not None and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: _marks() if _marks is not None else None)
+
+
+def section(name: str):
+    """A context for a named part of the step: events in the section pass, a range in a profile, else nothing.
+
+    Outside of these it costs 0.15 us of host time. Parts are phases of a microbatch, not layers.
+    """
+    return _nothing if _open_section is None else _open_section(name)
 
 
 @contextlib.contextmanager
-def section(name: str):
-    """A named part of the step; the section pass puts events around it, otherwise it does nothing."""
-    if _sections is None:
-        yield
-        return
+def _between_events(pairs, name):
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     yield
     end.record()
-    _sections.setdefault(name, []).append((begin, end))
+    pairs.append((name, begin, end))
 
 
 def synchronize() -> None:
@@ -153,9 +170,11 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         unit=workload.unit,
     )
     record["extra"]["notes"] = list(workload.notes)
+    log = mllog.Log(options.mllog if rank == 0 else "", workload.hyperparameters)
     if rank == 0:
-        _print_card(record, workload)
-    variant = None
+        console.print_card(record, workload)
+    log.begin(record)
+    state = variant = None
     try:
         with _process_settings(device, options.parity):
             state = workload.build(config, device)
@@ -163,9 +182,12 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
             record["status"] = "pass"
             if options.parity:
                 _parity_pass(record, state, variant, options)
+            elif options.profile:
+                _canary(state, variant, workload.reference, device)
+                _traced_pass(record, state, variant, config, options, device, rank)
             else:
                 _canary(state, variant, workload.reference, device)
-                _timed_passes(record, workload, state, variant, config, options, device)
+                _timed_passes(record, workload, state, variant, config, options, device, log)
     except Unsupported as error:
         record.update(status="unsupported", message=str(error))
     except torch.OutOfMemoryError as error:
@@ -180,19 +202,27 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     except Exception as error:
         traceback.print_exc()
         record.update(status="failed", message=f"{type(error).__name__}: {str(error)[:300]}")
-    if variant is not None:
-        try:
-            variant.close()
-        except Exception as error:
-            traceback.print_exc()
-            if record["status"] == "pass":
-                record.update(status="failed", message=f"close: {type(error).__name__}: {str(error)[:300]}")
+    # Graphs end before what they were captured over.
+    _close(variant, record)
+    _close(state, record)
+    log.finish(record)
     if rank == 0:
-        _print_end(record, workload)
+        console.print_end(record, workload)
         if options.record:
             records.write(options.record, record)
         print(records.dumps(record), flush=True)
     return record
+
+
+def _close(opened, record):
+    if not hasattr(opened, "close"):
+        return
+    try:
+        record["extra"].update(opened.close() or {})
+    except Exception as error:
+        traceback.print_exc()
+        if record["status"] == "pass":
+            record.update(status="failed", message=f"close: {type(error).__name__}: {str(error)[:300]}")
 
 
 @contextlib.contextmanager
@@ -258,7 +288,7 @@ def _canary(state, variant, reference, device):
             raise CaptureError(f"canary: step {index} replayed gives loss {ours:.6g}, eager {eager:.6g}")
 
 
-def _timed_passes(record, workload, state, variant, config, options, device):
+def _timed_passes(record, workload, state, variant, config, options, device, log):
     host = environment.HostActivity()
     host.start()
     sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
@@ -270,14 +300,21 @@ def _timed_passes(record, workload, state, variant, config, options, device):
         state.reset()
         num_steps = max(options.steps or config.min_steps, int(config.min_window_s * 1e3 / settle["step_ms"]) + 1)
         num_steps = _of_first_rank(num_steps)
-        _window(record, variant, num_steps, device, sampler)
+        log.end_init(variant.capture, settle["seconds"])
+        window_start = _window(record, variant, num_steps, device, sampler)
         losses = state.read_losses(num_steps)
+        log.window(record, losses, window_start)
         norms = state.read_grad_norms(min(config.min_steps, num_steps))
         record["numerics"].update(loss=losses[: config.min_steps], grad_norm=norms)
         _require_finite(losses)
         record["steps"]["batch"] = [state.batch_class(index) for index in range(num_steps)]
         record["statistic_ms"] = statistic(record["steps"]["gpu_ms"], record["steps"]["batch"])
         record["extra"].update(settle=settle, host=host.stop(), items_per_s=_rate(record))
+        # Before an evaluation, whose activations are not the step's.
+        record["memory"] = memory.account(device, variant.capture.pools)
+        record["extra"]["allocator"] = memory.allocator_events(device)
+        if options.mllog and hasattr(state, "evaluate"):
+            _evaluate(record, state, variant, num_steps, log)
         if device.type == "cuda":
             _issue_pass(record, variant)
             _section_pass(record, variant)
@@ -286,8 +323,6 @@ def _timed_passes(record, workload, state, variant, config, options, device):
     finally:
         if sampler:
             sampler.stop()
-    record["memory"] = memory.account(device, variant.capture.pools)
-    record["extra"]["allocator"] = memory.allocator_events(device)
     record["capture"]["nodes"] = _nodes(variant)
 
 
@@ -319,7 +354,10 @@ def _settle(variant, config, device, sampler):
 
 
 def _window(record, variant, num_steps, device, sampler):
-    """The timed steps. CUDA: events at step boundaries and no synchronisation inside. CPU: wall time per step."""
+    """The timed steps. CUDA: events at step boundaries and no synchronisation inside. CPU: wall time per step.
+
+    Returns time.monotonic() at the start of the first.
+    """
     replays_before = variant.capture.num_replays
     energy = environment.energy_joules(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
     gc.collect()
@@ -359,6 +397,22 @@ def _window(record, variant, num_steps, device, sampler):
     # Events that do not add up to the wall clock were not recorded where the step is.
     assert abs(sum(step_ms) / (wall * 1e3) - 1) < 0.05, (sum(step_ms), wall * 1e3)
     _fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+    return window_start
+
+
+def _evaluate(record, state, variant, num_steps, log):
+    """Mean loss over held-out batches after the window, for the log and as extra.eval_loss.
+
+    What was timed stands, whether an evaluation is possible or not.
+    """
+    start = time.monotonic()
+    try:
+        with getattr(variant, "as_eager", contextlib.nullcontext)():
+            record["extra"]["eval_loss"] = state.evaluate()
+    except (Unsupported, torch.OutOfMemoryError) as error:
+        record["extra"]["notes"].append(f"no evaluation: {str(error).splitlines()[0]}")
+    else:
+        log.evaluation(record["extra"]["eval_loss"], num_steps, start)
 
 
 def _issue_pass(record, variant, num_steps=8):
@@ -392,19 +446,21 @@ def _issue_pass(record, variant, num_steps=8):
 
 
 def _section_pass(record, variant, num_steps=12):
-    """Device time of the step's sections, from events around them."""
-    global _sections
-    _sections = {}
+    """Device time a step of its sections, from events around them; two that overlap on two streams both count."""
+    global _open_section
+    steps = [[] for _ in range(num_steps)]
     try:
-        for index in range(num_steps):
+        for index, pairs in enumerate(steps):
+            _open_section = functools.partial(_between_events, pairs)
             variant.step(index)
-        torch.cuda.synchronize()
-        times = {
-            name: statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-            for name, pairs in _sections.items()
-        }
     finally:
-        _sections = None
+        _open_section = None
+    torch.cuda.synchronize()
+    totals: dict[str, list[float]] = {}
+    for index, pairs in enumerate(steps):
+        for name, begin, end in pairs:
+            totals.setdefault(name, [0.0] * num_steps)[index] += begin.elapsed_time(end)
+    times = {name: statistics.median(per_step) for name, per_step in totals.items()}
     record["optimizer_ms"] = times.pop("optimizer", None)
     record["extra"]["sections_ms"] = times
 
@@ -437,6 +493,36 @@ def _profile_pass(record, variant, options, sampler):
         record["extra"]["profiled_clock_ratio"] = clock / timed_clock
     if options.record:
         trace.write_sidecar(Path(options.record).with_suffix(".trace.json.gz"), work, num_steps)
+
+
+def _traced_pass(record, state, variant, config, options, device, rank):
+    """With --profile: a few steady steps as a Chrome trace, each section a range in it; nothing is timed."""
+    global _open_section
+    sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
+    if sampler:
+        sampler.start()
+    try:
+        state.reset()
+        record["extra"]["settle"] = _settle(variant, config, device, sampler)
+    finally:
+        if sampler:
+            sampler.stop()
+    state.reset()
+    replays_before = variant.capture.num_replays
+    _open_section = trace.named_range
+    try:
+        # All ranks make the same steps; rank 0 traces its own.
+        events = trace.trace_steps(variant.step, device.type == "cuda")
+    finally:
+        _open_section = None
+    num_steps = trace.UNTRACED_STEPS + trace.TRACED_STEPS
+    _fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+    losses, norms = state.read_losses(num_steps), state.read_grad_norms(num_steps)
+    record["numerics"].update(loss=losses, grad_norm=norms)
+    _require_finite(losses)
+    if rank == 0:
+        trace.write(options.profile, events)
+        trace.report(options.profile, events)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -504,63 +590,3 @@ def _slowest_rank(step_ms):
     torch.distributed.all_gather_object(every, step_ms)
     slowest = [max(times) for times in zip(*every, strict=True)]
     return slowest, statistics.median(max(times) - min(times) for times in zip(*every, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------
-# What people see
-
-
-def _print_card(record, workload):
-    env = record["env"]
-    where = f"{env['gpu_name']} x{env['num_gpus']}" if record["device"] == "cuda" else f"CPU, {env['cpu']}"
-    print(f"{record['model']}/{record['preset']}  {record['variant']}  {where}  torch {env['torch']}")
-    for line in [*workload.card, *workload.notes]:
-        print(line)
-    sys.stdout.flush()
-
-
-def _print_end(record, workload):
-    capture, status = record["capture"], record["status"]
-    if capture["strategy"]:
-        seconds = ", ".join(
-            f"{name[:-2]} {capture[name]:.2f} s" for name in ("warmup_s", "compile_s", "capture_s") if capture[name]
-        )
-        print(f"{capture['strategy']}" + (f" | {seconds}" if seconds else ""))
-    losses, times = record["numerics"]["loss"], record["steps"]["gpu_ms"]
-    for index in range(0, len(losses), max(1, len(losses) // 10)):
-        timing = f"  {times[index]:9.2f} ms" if times else ""
-        print(f"step {index:4d}{timing}  loss {losses[index]:9.5f}")
-    if status != "pass":
-        print(f"{status}: {record['message']}")
-        return
-    if record["statistic_ms"]:
-        _print_table(record, workload)
-
-
-def _print_table(record, workload):
-    ms, kind = record["statistic_ms"], record["device"]
-    ordered = sorted(record["steps"]["gpu_ms"])
-    p95 = statistics.quantiles(ordered, n=20, method="inclusive")[-1] if len(ordered) > 1 else ordered[0]
-    rows = [
-        ("step", f"{ms:.2f} ms", f"median of {len(ordered)}"),
-        ("tail", f"{p95 / ms:.3f}", "p95 over median"),
-        ("rate", f"{record['extra']['items_per_s']:,.0f} {record['unit']}/s", ""),
-    ]
-    if kind == "cuda":
-        tflops = record["flops_per_step"] / ms / 1e9
-        share = f"{100 * tflops * 1e12 / workload.peak_flops:.1f} % of the named peak" if workload.peak_flops else ""
-        rows.append(("compute", f"{tflops:.0f} TFLOP/s", share))
-        rows.append(("issue", _or_dash(record["issue_ms"], "ms"), "host time to issue a step"))
-        rows.append(("busy", _or_dash(record["busy_ms"], "ms"), "GPU time with a kernel running"))
-        rows.append(("optimizer", _or_dash(record["optimizer_ms"], "ms"), ""))
-        rows.append(("reserved", memory.gib(record["memory"]["peak_reserved_bytes"]), "peak"))
-    if record["capture"]["num_graphs"]:
-        replays = f"{record['capture']['num_replays']} of {record['capture']['expected_replays']}"
-        rows.append(("replays", replays, f"{record['capture']['num_graphs']} graphs"))
-        rows.append(("pool", memory.gib(record["memory"]["graph_pool_bytes"]), ""))
-    for name, value, note in rows:
-        print(f"{name:10s} {value:>16s}  {note}".rstrip())
-
-
-def _or_dash(value, unit):
-    return "-" if value is None else f"{value:.2f} {unit}"

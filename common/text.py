@@ -59,17 +59,41 @@ class TokenFile:
         rank or variant draws batch `index` without having drawn those before. Raises ValueError when the file is
         shorter than one window.
         """
+        return self._windows(self._starts([seed, index], num_sequences, sequence_length), sequence_length)
+
+    def held_out(self, num_sequences, sequence_length, num_batches, batch_sequences, seed=0) -> np.ndarray:
+        """int64 [num_sequences, sequence_length + 1]: windows that share no place with training batches.
+
+        Those are the batches 0 .. num_batches - 1 of batch_sequences each that `batch` draws with this seed. Text that
+        the file itself repeats is not noticed. Raises LookupError where so little is left that windows are not found.
+        """
+        seen = [self._starts([seed, index], batch_sequences, sequence_length) for index in range(num_batches)]
+        seen = np.sort(np.concatenate(seen))
+        # One seed component more than any batch has, and enough draws for a file of which a tenth is left.
+        drawn = self._starts([seed, 0, 1], 100 * num_sequences, sequence_length)
+        after = np.searchsorted(seen, drawn)
+        distance = np.minimum(
+            np.abs(drawn - seen[np.minimum(after, len(seen) - 1)]), np.abs(drawn - seen[np.maximum(after - 1, 0)])
+        )
+        free = drawn[distance > sequence_length]
+        if len(free) < num_sequences:
+            raise LookupError(f"training batches leave no {num_sequences} windows of {self.name} to hold out")
+        return self._windows(free[:num_sequences], sequence_length)
+
+    def _starts(self, seeds, num_sequences, sequence_length):
         num_starts = self.num_tokens - sequence_length
         if num_starts < 1:
             raise ValueError(
                 f"--data: {self.name} has {self.num_tokens} tokens, one window of sequence length {sequence_length} "
                 f"needs {sequence_length + 1}; give more text or a shorter sequence"
             )
-        starts = np.random.default_rng([seed, index]).integers(num_starts, size=num_sequences)
-        batch = np.empty((num_sequences, sequence_length + 1), dtype=np.int64)
-        for row, start in zip(batch, starts, strict=True):
+        return np.random.default_rng(seeds).integers(num_starts, size=num_sequences)
+
+    def _windows(self, starts, sequence_length):
+        windows = np.empty((len(starts), sequence_length + 1), dtype=np.int64)
+        for row, start in zip(windows, starts, strict=True):
             row[:] = self.tokens[start : start + sequence_length + 1]
-        return batch
+        return windows
 
 
 def open_tokens(data, cache_dir) -> TokenFile:

@@ -1,16 +1,25 @@
-"""The profile pass: which kernels a step runs, how long the GPU is busy with them, and the gaps.
+"""Profiles of steps: the profile pass, which measures, and the trace of --profile, which people look at.
 
-Kineto sees every kernel inside a graph replay, so eager and graphed steps are read the same way. The
-profiler slows the host, not the kernels: busy time is trusted, the span of an eager step is not.
+The pass: which kernels a step runs, how long the GPU is busy with them, and the gaps. Kineto sees every
+kernel inside a graph replay, so eager and graphed steps are read the same way. The profiler slows the
+host, not the kernels: busy time is trusted, the span of an eager step is not.
 """
 
+import contextlib
 import gzip
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+UNTRACED_STEPS = 2
+TRACED_STEPS = 3
+
+
+# ------------------------------------------------------------------------------------------------
+# The profile pass
 
 
 def profile(run_steps, num_steps: int, num_heat_steps: int):
@@ -126,3 +135,67 @@ def write_sidecar(path: Path, work: list[dict], num_steps: int, limit_bytes: int
         return None
     path.write_bytes(data)
     return path
+
+
+# ------------------------------------------------------------------------------------------------
+# The trace of --profile
+
+
+@contextlib.contextmanager
+def named_range(name: str):
+    """A range of that name in torch's profiler and, with CUDA, in NVTX, where Nsight Systems shows it."""
+    import torch
+
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else contextlib.nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
+
+
+def trace_steps(step, cuda: bool) -> dict:
+    """The Chrome trace, as an object, of TRACED_STEPS steps after UNTRACED_STEPS with the profiler on.
+
+    step(index) makes step `index`, counted from 0. Host operators are in it and, with CUDA, kernels.
+    """
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    schedule = torch.profiler.schedule(wait=0, warmup=UNTRACED_STEPS, active=TRACED_STEPS, repeat=1)
+    last = UNTRACED_STEPS + TRACED_STEPS - 1
+    with torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
+        for index in range(last + 1):
+            step(index)
+            if cuda and index in (UNTRACED_STEPS - 1, last):
+                # What was issued before the trace is not in it, and what was issued in it is.
+                torch.cuda.synchronize()
+            profiler.step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())
+
+
+def sections(trace: dict) -> dict[str, float]:
+    """Host ms a step of each of the script's sections, in order of appearance; # and : are in torch's own ranges."""
+    times: dict[str, float] = {}
+    for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0)):
+        if event.get("cat") == "user_annotation" and not set("#:") & set(event["name"]):
+            times[event["name"]] = times.get(event["name"], 0.0) + event["dur"] / 1e3 / TRACED_STEPS
+    return times
+
+
+def report(path: str, trace: dict) -> None:
+    """Print where the trace is and its sections."""
+    print(f"traced, not timed: {TRACED_STEPS} steps in {path}, for https://ui.perfetto.dev")
+    print(f"{'section':16s}{'host ms':>9s}  a step, slowed by the profiler")
+    for name, ms in sections(trace).items():
+        print(f"{name:16s}{ms:9.3f}")
+
+
+def write(path: str, trace: dict) -> None:
+    """Write a Chrome trace whole or not at all, compressed where the name ends in .gz."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    data = json.dumps({**trace, "traceName": target.name}, separators=(",", ":")).encode()
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_bytes(gzip.compress(data, 6, mtime=0) if target.suffix == ".gz" else data)
+    partial.replace(target)

@@ -24,7 +24,9 @@ class Config:
     )
     amax_history: int = option(1024, "steps in the amax history of delayed scaling")
     lr: float = option(2e-5, "learning rate of Adam")
-    data: str = option("", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)")
+    data: str = option(
+        "", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)", is_path=True
+    )
     batches: int = option(8, "different batches that rotate")
     min_steps: int = option(50, "timed steps at least")
     min_window_s: float = option(5.0, "timed seconds at least")
@@ -74,6 +76,10 @@ VARIANTS = {
     "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
 }
 
+# width is the share of the layers that this GPU has, 96 heads and ffn 49152 divided by the tensor-parallel size;
+# hidden size and vocabulary stay as they are.
+SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", "ffn"], "layers": ["layers"]}
+ABOUT = {"sweeps": SWEEPS}
 
 CONTEXT_BYTES = 2 * 2**30
 

@@ -12,11 +12,11 @@ and what changes from step to step in a real run (schedules, communication, logg
 
 from common.config import mistakes_in_one_line, parse
 from gpt3 import config as gpt3_config
-from gpt3.config import PRESETS, VARIANTS, Config
+from gpt3.config import ABOUT, PRESETS, VARIANTS, Config
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("gpt3", Config, PRESETS, VARIANTS)
+    args = parse("gpt3", Config, PRESETS, VARIANTS, about=ABOUT)
 
 import contextlib
 import sys
@@ -26,8 +26,8 @@ import torch
 
 from common import collectives, environment, flops, measure, precision
 from common.capture import Pool
-from common.measure import Capture, Unsupported, mark
-from gpt3.state import State
+from common.measure import Capture, Unsupported, mark, section
+from gpt3.state import State, hyperparameters
 
 # ------------------------------------------------------------------------------------------------
 # The eager step
@@ -37,13 +37,14 @@ def eager_step(state: State, index: int):
     """One training step: microbatches one after the other, then clip and Adam. Nothing here waits for the device."""
     state.begin_step(index)
     for microbatch in range(state.config.microbatches):
-        hidden = state.embedding(state.inputs["tokens"][microbatch])
-        with state.fp8.forward():
+        with section("embedding"):
+            hidden = state.embedding(state.inputs["tokens"][microbatch])
+        with section("forward"), state.fp8.forward():
             for layer in state.layers:
                 hidden = layer(hidden, is_first_microbatch=microbatch == 0)
         loss = state.microbatch_loss(hidden, microbatch)
         mark()
-        with state.fp8.backward():
+        with section("backward"), state.fp8.backward():
             loss.backward()
         mark()
     state.end_step(index)
@@ -119,18 +120,20 @@ class Graphed:
         state = self.state
         state.begin_step(index)
         for microbatch in range(state.config.microbatches):
-            embedded = state.embedding(state.inputs["tokens"][microbatch])
-            self.x.detach().copy_(embedded.detach())
-            with state.fp8.forward():
+            with section("embedding"):
+                embedded = state.embedding(state.inputs["tokens"][microbatch])
+                self.x.detach().copy_(embedded.detach())
+            with section("forward"), state.fp8.forward():
                 replay(self.forward[microbatch])
             hidden = self.y[microbatch].detach().requires_grad_()
             loss = state.microbatch_loss(hidden, microbatch)
             mark()
-            loss.backward()
-            self.grad_y.copy_(hidden.grad)
-            with state.fp8.backward(replayed=True):
-                replay(self.backward[microbatch])
-            embedded.backward(self.grad_x[microbatch])
+            with section("backward"):
+                loss.backward()
+                self.grad_y.copy_(hidden.grad)
+                with state.fp8.backward(replayed=True):
+                    replay(self.backward[microbatch])
+                embedded.backward(self.grad_x[microbatch])
             mark()
         state.end_step(index)
 
@@ -193,9 +196,10 @@ class GraphedOverlap:
             following = None
             if microbatch + 1 < state.config.microbatches:
                 following = self._forward(microbatch + 1, self.side)
-            with state.fp8.backward(replayed=True):
-                replay(self.backward[microbatch])
-            embedded.backward(self.grad_x[microbatch])
+            with section("backward"):
+                with state.fp8.backward(replayed=True):
+                    replay(self.backward[microbatch])
+                embedded.backward(self.grad_x[microbatch])
             mark()
             if self.side:
                 torch.cuda.current_stream().wait_stream(self.side)
@@ -205,16 +209,19 @@ class GraphedOverlap:
         state.end_step(index)
 
     def _forward(self, microbatch, stream):
-        embedded = self.state.embedding(self.state.inputs["tokens"][microbatch])
-        self.x[microbatch % 2].detach().copy_(embedded.detach())
-        with _beside(stream), self.state.fp8.forward():
+        with section("embedding"):
+            embedded = self.state.embedding(self.state.inputs["tokens"][microbatch])
+            self.x[microbatch % 2].detach().copy_(embedded.detach())
+        with _beside(stream), section("forward"), self.state.fp8.forward():
             replay(self.forward[microbatch])
         return embedded
 
     def _loss(self, microbatch):
         hidden = self.y[microbatch].detach().requires_grad_()
-        self.state.microbatch_loss(hidden, microbatch).backward()
-        self.grad_y.copy_(hidden.grad)
+        loss = self.state.microbatch_loss(hidden, microbatch)
+        with section("backward"):
+            loss.backward()
+            self.grad_y.copy_(hidden.grad)
         mark()
 
     def replays_of(self, index: int) -> int:
@@ -301,13 +308,15 @@ class GraphedByTransformerEngine:
         state = self.state
         state.begin_step(index, accumulate_all=True)
         for microbatch in range(state.config.microbatches):
-            hidden = state.embedding(state.inputs["tokens"][microbatch])
-            with state.fp8.forward():
+            with section("embedding"):
+                hidden = state.embedding(state.inputs["tokens"][microbatch])
+            with section("forward"), state.fp8.forward():
                 for layer in self.layers:
                     hidden = layer(hidden, is_first_microbatch=microbatch == 0)
             loss = state.microbatch_loss(hidden, microbatch)
             mark()
-            loss.backward()
+            with section("backward"):
+                loss.backward()
             mark()
         state.end_step(index)
 
@@ -470,6 +479,7 @@ def main(args):
             items_per_step=config.sequence * sequences,
             unit="tokens",
             peak_flops=flops.peak_flops(gpu, config.precision),
+            hyperparameters=hyperparameters(config, world_size),
         )
         return measure.run(workload, args, device, rank, world_size)
     finally:

@@ -59,6 +59,8 @@ def test_without_flags_the_first_preset_and_variant():
 
 
 def test_run_options():
+    assert parse("--mllog", "-").run == config.Run(preset="tiny", variant="eager", mllog="-")
+    assert parse("--profile", "new/x.json.gz").run.profile == "new/x.json.gz"
     argv = "--preset bench --variant graph --steps 20 --round 3 --parity --record out/x.json --profile-steps 0"
     assert parse(*argv.split()).run == config.Run(
         preset="bench", variant="graph", steps=20, round=3, parity=True, record="out/x.json", profile_steps=0
@@ -125,6 +127,12 @@ def test_the_command_line_of_the_process_is_the_default(monkeypatch):
         ("--layer 3", ["--layer"]),
         ("graph", ["graph"]),
         ("--precision fp8 --layers 3", ["--layers must be even with --precision fp8"]),
+        ("--mllog .", ["--mllog .", "a file", "folder"]),
+        ("--mllog /dev/null/x", ["--mllog /dev/null/x", "cannot write in /dev/null"]),
+        ("--mllog x --parity", ["--mllog", "--parity"]),
+        ("--profile x.pt", ["--profile x.pt", ".json.gz"]),
+        ("--profile x.json --parity", ["--profile", "--parity"]),
+        ("--profile x.json --mllog -", ["--profile", "--mllog"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_what_is_allowed(capsys, argv, told):

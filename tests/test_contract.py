@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy
 import pytest
+from mlperf_logging.compliance_checker import mlp_compliance
 
 from common import record as records
+from common import trace
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = sorted(path.parent.name for path in ROOT.glob("*/train.py"))
@@ -34,6 +36,8 @@ def describe(model):
 
 DESCRIBED = {model: describe(model) for model in MODELS}
 EACH = [(model, variant) for model in MODELS for variant in DESCRIBED[model]["variants"]]
+# What looks inside a run is the same code for all variants: a plain one, a graphed one, one that cannot run here.
+LOOKED_AT = [pair for pair in EACH if pair[1] in ("eager", "graph", "compile")]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +51,23 @@ def parity_runs(tmp_path_factory):
         return train(model, *flags), path
 
     wanted = [(model, "eager", 1) for model in MODELS] + [(*pair, 0) for pair in EACH]
+    with ThreadPoolExecutor(2) as pool:
+        yield {key: pool.submit(run, *key) for key in wanted}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def looks_inside(tmp_path_factory):
+    """(model, variant, "--mllog" or "--profile") -> a future of (process, path of what the flag asks for)."""
+    folder = tmp_path_factory.mktemp("looks")
+    # A warm-up and a window of a few steps, in the words that every Config has.
+    short = ("--min-steps", "4", "--min-window-s", "0", "--warmup-min-s", "0", "--warmup-max-s", "0")
+
+    def run(model, variant, flag):
+        path = folder / model / f"{variant}{flag}.json"
+        return train(model, "--preset", "tiny", "--variant", variant, *short, flag, str(path)), path
+
+    wanted = [(*pair, flag) for pair in LOOKED_AT for flag in ("--mllog", "--profile")]
     with ThreadPoolExecutor(2) as pool:
         yield {key: pool.submit(run, *key) for key in wanted}
         pool.shutdown(cancel_futures=True)
@@ -79,6 +100,8 @@ def test_describe(model):
     assert all(isinstance(line, str) and line for line in described["variants"].values())
     fields = {"--" + name.replace("_", "-") for name in described["presets"]["tiny"]}
     assert fields == {flag["flag"] for flag in described["flags"]}
+    swept = [field for fields in described.get("sweeps", {}).values() for field in fields]
+    assert all(isinstance(described["presets"]["tiny"][field], int) for field in swept)
 
 
 @pytest.mark.parametrize("flag", ["--describe", "--help"])
@@ -170,3 +193,32 @@ def test_some_variant_graphs(parity_runs, model):
     """On any machine, so that the capture is tested where there is no GPU."""
     variants = [variant for name, variant in EACH if name == model]
     assert any(read(parity_runs, model, variant, 0)[0]["capture"]["num_graphs"] for variant in variants)
+
+
+@pytest.mark.parametrize("model, variant", LOOKED_AT)
+def test_log_passes_the_official_checker_by_our_rules(looks_inside, model, variant):
+    process, path = looks_inside[model, variant, "--mllog"].result()
+    assert process.returncode == 0, process.stderr
+    checker = mlp_compliance.make_checker("training", "5.1.0", quiet=False, werror=False)
+    passes = mlp_compliance.main(str(path), str(ROOT / "common" / "mllog_rules.yaml"), checker)[0]
+    status = json.loads(process.stdout.splitlines()[-1])["status"]
+    assert passes == (status == "pass"), f"{checker.overwritable} {checker.not_overwritable}"
+    last = json.loads(path.read_text().splitlines()[-1].removeprefix(":::MLLOG "))
+    assert last["key"] == "run_stop"
+    assert last["metadata"]["status"] == ("success" if status == "pass" else "aborted")
+
+
+@pytest.mark.parametrize("model, variant", LOOKED_AT)
+def test_profile_has_the_sections_of_the_step(looks_inside, model, variant):
+    process, path = looks_inside[model, variant, "--profile"].result()
+    assert process.returncode == 0, process.stderr
+    record = json.loads(process.stdout.splitlines()[-1])
+    assert record["statistic_ms"] is None and not record["steps"]["gpu_ms"]
+    if record["status"] == "unsupported":
+        assert not path.exists()
+        return
+    assert record["status"] == "pass", record["message"]
+    sections = trace.sections(json.loads(path.read_text()))
+    # A graph of the whole iteration is one section, whatever is in it.
+    assert {"data", "replay" if "replay" in sections else "optimizer"} <= set(sections) and len(sections) >= 3
+    assert all(ms > 0 for ms in sections.values())

@@ -19,9 +19,11 @@ from common import record as records
 from common.config import Arguments, Run
 from common.measure import Unsupported
 from common.state_hash import StateHasher
+from common.text import write_megatron
+from gpt3 import state as gpt3_state
 from gpt3 import train
 from gpt3.config import PRESETS, VARIANTS
-from gpt3.state import State
+from gpt3.state import State, hyperparameters
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -103,6 +105,55 @@ def test_evaluation_between_steps_leaves_replays_right(name, precision):
     graphed, losses = with_evaluation(variant.step)
     assert_equal(graphed, eager, state)
     assert losses == eager_losses and len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("name", ["eager", *GRAPHED])
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_evaluation_leaves_training_as_it_was(name, precision):
+    state = State(replace(TINY, precision=precision), CPU)
+    variant = train.MAKE_VARIANT[name](state)
+    expected = follow(state, variant.step, 9)
+    losses = []
+
+    def step(index):
+        variant.step(index)
+        if index % 4 == 1:
+            before = [tensor.clone() for _, tensor in state.named_state()]
+            losses.append(state.evaluate())
+            assert losses[-1] == state.evaluate()
+            assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
+
+    assert_equal(follow(state, step, 9), expected, state)
+    assert len(set(losses)) == 2 and all(3 < loss < 6 for loss in losses)
+
+
+def test_evaluation_reads_text_that_no_rank_trains_on(tmp_path):
+    write_megatron(tmp_path / "places", [range(4000)])
+    config = replace(TINY, sequence=16, vocab=4096, data=str(tmp_path / "places"))
+
+    def places(batches):
+        return {int(place) for batch in batches for rows in batch.values() for place in rows.ravel()}
+
+    held_out = places(gpt3_state._held_out_batches(config, world_size=3))
+    assert len(held_out) > 100
+    for rank in range(3):
+        assert not held_out & places(gpt3_state._batches(config, CPU, rank))
+
+
+def test_evaluation_needs_text_that_training_leaves_out(tmp_path):
+    (tmp_path / "short.txt").write_text("a" * 80)
+    state = State(replace(TINY, sequence=16, data=str(tmp_path)), CPU)
+    with pytest.raises(Unsupported, match="hold out"):
+        state.evaluate()
+
+
+def test_hyperparameters_are_those_of_the_step():
+    said = hyperparameters(replace(TINY, microbatches=3, microbatch=2), world_size=4)
+    assert said["global_batch_size"] == 24 and said["gradient_accumulation_steps"] == 3
+    group = State(TINY, CPU).adam._adam.param_groups[0]
+    assert (said["opt_adamw_beta_1"], said["opt_adamw_beta_2"]) == group["betas"]
+    assert (said["opt_adamw_epsilon"], said["opt_adamw_weight_decay"]) == (group["eps"], group["weight_decay"])
+    assert said["opt_base_learning_rate"] == pytest.approx(float(group["lr"]))
 
 
 @pytest.mark.parametrize("name", GRAPHED)

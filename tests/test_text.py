@@ -288,3 +288,24 @@ def test_short_file_says_what_is_needed():
 def test_works_without_torch():
     code = "import sys; sys.modules['torch'] = None; import common.text, common.flops, common.environment"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# --- held-out windows
+
+
+@pytest.mark.parametrize("num_tokens, length", [(20_000, 64), (500, 2)])
+def test_held_out_windows_share_no_place_with_training_windows(num_tokens, length):
+    tokens = text.TokenFile(np.arange(num_tokens), "places")
+    seen = {place for index in range(6) for row in tokens.batch(index, 5, length) for place in row}
+    rows = tokens.held_out(40, length, num_batches=6, batch_sequences=5)
+    assert rows.shape == (40, length + 1) and rows.dtype == np.int64
+    assert (np.diff(rows) == 1).all() and not seen & set(rows.ravel())
+    # Windows of batches that are not trained on may be among them.
+    more = {place for index in range(6, 40) for row in tokens.batch(index, 5, length) for place in row}
+    assert more & set(rows.ravel())
+    assert (rows == tokens.held_out(40, length, num_batches=6, batch_sequences=5)).all()
+
+
+def test_held_out_is_refused_where_training_leaves_too_little():
+    with pytest.raises(LookupError, match="places"):
+        text.TokenFile(np.arange(300), "places").held_out(4, 64, num_batches=6, batch_sequences=5)

@@ -31,9 +31,20 @@ class Config:
     nondeterministic: bool = config.option(False, "no two runs have the same bits")
     pretend_gpu: bool = config.option(False, "the record says that a GPU was used")
     fail_times: int = config.option(0, "leave no record this many times, counted in a file beside the record")
+    batch: int = config.option(1, "step times grow with it")
+    width: int = config.option(4, "nothing depends on it")
+    inner: int = config.option(6, "goes with width")
+    issue_ms: float = config.option(0.0, "an eager step takes at least this; above 0 graph gains by that alone")
+    only: str = config.option("", "unsupported: no variant can run here")
+    data: str = config.option("", "is not read", is_path=True)
+
+    def __post_init__(self):
+        if self.batch == 3:
+            raise ValueError("--batch 3: the fake takes every number but this")
 
 
 PRESETS = {"tiny": Config(), "bench": Config(min_steps=60)}
+ABOUT = {"sweeps": {"batch": ["batch"], "width": ["width", "inner"]}}
 VARIANTS = {
     "eager": "the reference",
     "graph": "bitwise equal and 1.25 x faster",
@@ -52,7 +63,7 @@ VARIANTS = {
 
 
 def main():
-    arguments = config.parse("tests.fake_model", Config, PRESETS, VARIANTS)
+    arguments = config.parse("tests.fake_model", Config, PRESETS, VARIANTS, about=ABOUT)
     run, settings = arguments.run, arguments.config
     print(f"fake {run.variant} round {run.round}", flush=True)
     time.sleep(settings.seconds)
@@ -136,7 +147,7 @@ def new_record(run, settings):
         items_per_step=1,
         unit="samples",
     )
-    if run.variant == "unsupported":
+    if "unsupported" in (run.variant, settings.only):
         record.update(status="unsupported", message="needs hardware that nobody has")
         records.write(run.record, record)
         print(records.dumps(record))
@@ -145,7 +156,8 @@ def new_record(run, settings):
 
 
 def time_steps(record, settings, random, num_steps, variant):
-    step_ms = settings.step_ms / (1.0 if variant == "eager" else SPEEDUP)
+    step_ms = settings.step_ms * settings.batch / (1.0 if variant == "eager" or settings.issue_ms else SPEEDUP)
+    step_ms = max(step_ms, settings.issue_ms) if variant == "eager" else step_ms
     step_ms *= 1 + settings.run_noise * random.gauss(0, 1)
     times = [round(step_ms * (1 + settings.noise * random.gauss(0, 1)), 4) for _ in range(num_steps)]
     statistic = median(times) * (0.9 if variant == "edited" else 1.0)

@@ -1,0 +1,226 @@
+"""--profile: a Chrome trace whose ranges are the script's own sections, with the operators inside them."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import measure, trace
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICK = ("--warmup-min-s", "0.1", "--warmup-max-s", "0.2")
+SECTIONS = ["data", "zero gradients", "embedding", "forward", "loss", "backward", "optimizer"]
+VARIANTS = {"eager": "eager.json.gz", "graph": "new folder/graph.json", "graph_overlap": "overlap.json"}
+
+
+def train(*flags):
+    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", *QUICK, *map(str, flags)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    """variant -> (path of its trace, the trace, stdout)."""
+    folder = tmp_path_factory.mktemp("profile")
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.map(lambda item: train("--variant", item[0], "--profile", folder / item[1]), VARIANTS.items())
+    found = {}
+    for (variant, name), run in zip(VARIANTS.items(), runs, strict=True):
+        assert run.returncode == 0, run.stderr
+        data = (folder / name).read_bytes()
+        found[variant] = folder / name, json.loads(gzip.decompress(data) if name.endswith(".gz") else data), run.stdout
+    return found
+
+
+def of(events, category, name=None):
+    return [event for event in events if event.get("cat") == category and name in (None, event["name"])]
+
+
+def inside(inner, outer):
+    """Chrome traces round to a nanosecond; operators of backward may run in a thread of their own."""
+    return outer["ts"] - 0.01 <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 0.01
+
+
+def operators(events, section):
+    """Names of the operators that ran inside the ranges of that name."""
+    ranges = of(events, "user_annotation", section)
+    return {op["name"] for op in of(events, "cpu_op") for outer in ranges if inside(op, outer)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_section_is_a_range_within_a_step(profiles, variant):
+    events = profiles[variant][1]["traceEvents"]
+    steps = [event for event in of(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
+    assert len(steps) == trace.TRACED_STEPS
+    ranges = [event for event in of(events, "user_annotation") if "#" not in event["name"]]
+    assert sorted({event["name"] for event in ranges}) == sorted(SECTIONS)
+    for event in ranges:
+        assert sum(inside(event, step) for step in steps) == 1
+        assert not any(inside(event, other) for other in ranges if other is not event), event["name"]
+    per_step = {name: len(of(events, "user_annotation", name)) / len(steps) for name in SECTIONS}
+    # Two microbatches; overlapping splits each backward into the head's and the layers'.
+    assert per_step["forward"] == per_step["loss"] == per_step["embedding"] == 2
+    assert per_step["backward"] == (4 if variant == "graph_overlap" else 2)
+    assert per_step["data"] == per_step["zero gradients"] == per_step["optimizer"] == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_operators_lie_in_the_section_that_names_them(profiles, variant):
+    events = profiles[variant][1]["traceEvents"]
+    assert "aten::copy_" in operators(events, "data")
+    assert "aten::embedding" in operators(events, "embedding")
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in operators(events, "forward")
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu_backward" in operators(events, "backward")
+    assert {"aten::_log_softmax_backward_data", "aten::embedding_dense_backward"} <= operators(events, "backward")
+    assert "aten::_log_softmax" in operators(events, "loss")
+    assert "aten::_fused_adamw_" in operators(events, "optimizer")
+    for other in set(SECTIONS) - {"optimizer"}:
+        assert "aten::_fused_adamw_" not in operators(events, other)
+    # Eager layers are called; replayed ones run without the operators that autograd sees first.
+    assert ("_EmulatedLinear" in operators(events, "forward")) == (variant == "eager")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sections_hold_nearly_all_of_a_step(profiles, variant):
+    events = profiles[variant][1]["traceEvents"]
+    steps = [event for event in of(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
+    total_ms = sum(step["dur"] for step in steps) / 1e3 / len(steps)
+    assert 0.9 * total_ms < sum(trace.sections(profiles[variant][1]).values()) <= total_ms
+
+
+def test_trace_names_no_path_of_the_machine(profiles):
+    path, content, _ = profiles["graph"]
+    assert content["traceName"] == "graph.json" and str(path.parent) not in path.read_text()
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_profiled_run_says_where_the_trace_is_and_times_nothing(profiles, variant):
+    path, _, out = profiles[variant]
+    lines = out.splitlines()
+    record = json.loads(lines[-1])
+    assert record["status"] == "pass" and record["variant"] == variant
+    assert record["statistic_ms"] is None and not record["steps"]["gpu_ms"] and record["steps"]["wall_ms"] is None
+    assert record["capture"]["num_replays"] == record["capture"]["expected_replays"]
+    assert (record["capture"]["num_replays"] > 0) == (variant != "eager")
+    (place,) = [index for index, line in enumerate(lines) if line.startswith("traced, not timed: 3 steps in")]
+    assert str(path) in lines[place]
+    assert [line[:16].rstrip() for line in lines[place + 2 : place + 2 + len(SECTIONS)]] == SECTIONS
+    assert " ms  loss" not in out
+
+
+# --- sections
+
+
+def test_section_is_nothing_outside_of_a_pass():
+    assert measure.section("a") is measure.section("b")
+    with torch.profiler.profile() as profiler, measure.section("a section"):
+        torch.ones(2).sum()
+    assert "a section" not in {event.name for event in profiler.events()}
+
+
+def test_a_step_that_fails_under_the_profile_ends_the_ranges(tmp_path, monkeypatch):
+    def fail(step, cuda):
+        with measure.section("a"):
+            raise RuntimeError("lost")
+
+    monkeypatch.setattr(trace, "trace_steps", fail)
+    with pytest.raises(RuntimeError, match="lost"):
+        traced_pass(Steps(), tmp_path / "x.json")
+    assert measure.section("a") is measure.section("b") and not list(tmp_path.iterdir())
+
+
+class Steps:
+    """State and variant in one."""
+
+    def __init__(self):
+        self.indices, self.capture = [], measure.Capture(strategy="none")
+
+    def reset(self):
+        self.indices.clear()
+
+    def step(self, index):
+        with measure.section("all"), measure.section("part"):
+            torch.ones(8).sum()
+        self.indices.append(index)
+
+    def replays_of(self, index):
+        return 0
+
+    def read_losses(self, count):
+        assert count == len(self.indices)
+        return [1.0] * count
+
+    read_grad_norms = read_losses
+
+
+def traced_pass(steps, path, rank=0):
+    class Options:
+        profile = str(path)
+
+    class Config:
+        warmup_min_s = warmup_max_s = 0.0
+
+    record = measure.records.blank()
+    measure._traced_pass(record, steps, steps, Config, Options, torch.device("cpu"), rank)
+    return record
+
+
+def test_only_rank_zero_writes_and_every_rank_makes_the_same_steps(tmp_path):
+    made = []
+    for rank in (0, 1):
+        steps = Steps()
+        traced_pass(steps, tmp_path / f"{rank}.json", rank)
+        made.append(steps.indices)
+    assert made[0] == made[1] == list(range(trace.UNTRACED_STEPS + trace.TRACED_STEPS))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+
+
+def test_sections_are_summed_over_a_step_in_order_of_appearance():
+    def event(name, ts, dur, cat="user_annotation"):
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        event("late", 50.0, 3000.0),
+        event("early", 10.0, 600.0),
+        event("early", 70.0, 900.0),
+        event("ProfilerStep#2", 0.0, 9000.0),
+        event("Optimizer.step#AdamW.step", 0.0, 9000.0),
+        event("gloo:all_reduce", 0.0, 9000.0),
+        event("aten::add", 0.0, 9000.0, "cpu_op"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert trace.sections({"traceEvents": events}) == pytest.approx({"early": 0.5, "late": 1.0})
+    assert list(trace.sections({"traceEvents": events})) == ["early", "late"]
+
+
+@pytest.mark.gpu
+def test_section_pass_sums_a_step_and_takes_sections_on_a_side_stream():
+    side = torch.cuda.Stream()
+    x = torch.ones(4096, 4096, device="cuda")
+
+    class Two:
+        def step(self, index):
+            for _ in range(2):
+                with measure.section("main"):
+                    x @ x
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side), measure.section("side"):
+                    x @ x
+                torch.cuda.current_stream().wait_stream(side)
+            with measure.section("optimizer"):
+                x @ x
+
+    record = measure.records.blank()
+    measure._section_pass(record, Two())
+    times = record["extra"]["sections_ms"]
+    assert set(times) == {"main", "side"}
+    for name in times:
+        assert times[name] == pytest.approx(2 * record["optimizer_ms"], rel=0.2)
