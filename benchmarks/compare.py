@@ -3,6 +3,8 @@
     python -m benchmarks.compare runs/h200x1/gpt3-bench
     python -m benchmarks.compare results/h200x1/gpt3-bench --base graph_te --markdown
 
+A folder that holds no records but folders of them is shown as `benchmarks.overview` shows it.
+
 Speed-ups come from pairs of runs of one round on one GPU, one boot and one source, as mean paired
 log-ratio with a 95 % Student-t interval; the 10th percentiles beside them say what a quiet host would
 see. A record whose statistic does not follow from its own steps is refused. CPU records show parity and
@@ -13,16 +15,19 @@ import argparse
 import csv
 import io
 import math
+import signal
 import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import intervals
+from benchmarks import intervals, tables
 from benchmarks.intervals import statistic, tail
+from benchmarks.tables import console_table, headline, markdown_table
 from common import record as records
 
 GIB = 2**30
 SELF_CHECK_TOLERANCE = 1e-3
+WALL_TOLERANCE = 0.05
 CLOCK_TOLERANCE = 0.01
 
 # ------------------------------------------------------------------------------------------------
@@ -41,7 +46,7 @@ def load(folder) -> tuple[list[dict], list[str]]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = records.read(path)
-            fault = self_check(record)
+            fault = _wrong_type(record) or self_check(record)
             if not fault and path.name != records.file_name(record["variant"], record["round"]):
                 fault = f"holds {record['variant']}, round {record['round']}, which is not its name"
         except records.RecordError as error:
@@ -56,8 +61,45 @@ def load(folder) -> tuple[list[dict], list[str]]:
     return sorted(found, key=lambda record: (record["variant"] != "eager", record["variant"], record["round"])), faults
 
 
+_WORDS = ("model", "preset", "variant", "message", "device")
+# In a record names end in their unit and counts begin with num_; these numbers have neither.
+_UNITS = ("_ms", "_s", "_j", "_mhz", "_bytes", "_fraction", "_replays")
+_NUMBERS = ("round", "host_load", "world_size", "items_per_step", "max_rel_diff")
+
+
+def _wrong_type(record):
+    """The first value that is not of its schema's type, in words, or None."""
+    for key in _WORDS:
+        if not isinstance(record[key], str):
+            return f"{key} is {record[key]!r}, not text"
+    for key, default in records.TEMPLATE.items():
+        if not isinstance(default, dict):
+            default, group, values = {key: default}, "", record
+        else:
+            group, values = f"{key}.", record[key]
+        for name, each in default.items():
+            if _is_number(name, each) and not _is_known(values[name]):
+                return f"{group}{name} is {values[name]!r}, not a number"
+    return None
+
+
+def _is_number(key, default):
+    named = key.endswith(_UNITS) or key.startswith("num_") or key in _NUMBERS
+    return named and not isinstance(default, list)
+
+
+def _is_known(value):
+    """A number, or None for what was not measured. Python reads NaN and infinity from JSON, which has neither."""
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+
+
 def self_check(record: dict) -> str | None:
-    """Why a record contradicts itself, or None: its statistic_ms must follow from its own steps within 0.1 %."""
+    """Why a record contradicts itself, or None.
+
+    Of a timed run: statistic_ms follows from the steps, and the rate and an ungraphed run's idle fraction
+    from statistic_ms, within 0.1 %; the steps of one rank fill the window's wall time within 5 %. (A step
+    of several ranks is its slowest rank's, so that their sum is no rank's wall time.)
+    """
     times, batch, given = record["steps"]["gpu_ms"], record["steps"]["batch"], record["statistic_ms"]
     if given is None or record["status"] != "pass":
         return None
@@ -65,10 +107,28 @@ def self_check(record: dict) -> str | None:
         return f"{len(times)} step times and {len(batch)} batch kinds"
     if not times:
         return f"statistic_ms {given} without any step"
+    odd = next((ms for ms in times if not 0 < ms < math.inf), None)
+    if odd is not None:
+        return f"a step of {odd} ms"
     follows = statistic(times, batch)
-    if abs(follows - given) > SELF_CHECK_TOLERANCE * follows:
+    if not _agree(given, follows):
         return f"statistic_ms {given} does not follow from its steps ({follows:.4f}): edited by hand?"
+    wall = record["steps"]["wall_ms"]
+    if wall is not None and record["env"]["world_size"] == 1 and not _agree(wall, sum(times), WALL_TOLERANCE):
+        return f"wall_ms {wall} is not the time of its steps ({sum(times):.1f}): edited by hand?"
+    rate = record["extra"].get("items_per_s")
+    if rate and record["items_per_step"] and not _agree(rate, record["items_per_step"] / given * 1e3):
+        return f"items_per_s {rate} does not follow from statistic_ms {given}: edited by hand?"
+    idle, busy = record["idle_fraction"], record["busy_ms"]
+    if None not in (idle, busy) and not record["capture"]["num_replays"]:
+        follows = max(0.0, 1 - busy / given)
+        if not abs(idle - follows) <= SELF_CHECK_TOLERANCE:
+            return f"idle_fraction {idle} does not follow from busy_ms {busy} ({follows:.4f}): edited by hand?"
     return None
+
+
+def _agree(given, follows, tolerance=SELF_CHECK_TOLERANCE):
+    return abs(given - follows) <= tolerance * abs(follows)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -92,7 +152,7 @@ def summarise(found: list[dict], base: str = "eager") -> list[dict]:
     for record in found:
         by_variant.setdefault(record["variant"], []).append(record)
     names = sorted(by_variant, key=lambda name: name != base)
-    return [_row(name, by_variant[name], by_variant.get(base, []), name == base) for name in names]
+    return [_row(name, by_variant[name], by_variant.get(base, []), base) for name in names]
 
 
 def _refuse_mixture(found):
@@ -136,7 +196,8 @@ def log_ratios(group: list[dict], base_group: list[dict], value=None) -> list[fl
     return [math.log(a / b) for a, b in both if a and b and a > 0 and b > 0]
 
 
-def _row(name, group, base_group, is_base):
+def _row(name, group, base_group, base):
+    is_base = name == base
     runs = timed(group)
     first = next((record for record in group if record["round"] == 0), None)
     bad = next((record for record in group if record["status"] != "pass"), None)
@@ -147,6 +208,7 @@ def _row(name, group, base_group, is_base):
         "message": bad["message"] if bad else "",
         "device": group[0]["device"],
         "is_base": is_base,
+        "strategy": next(iter(_known(record["capture"]["strategy"] for record in runs or group)), None),
         "num_rounds": len(runs),
         "num_steps": _median(len(record["steps"]["gpu_ms"]) for record in runs),
         "step_ms": _median(record["statistic_ms"] for record in runs),
@@ -181,12 +243,12 @@ def _row(name, group, base_group, is_base):
     for key in ("speedup", "quiet_speedup", "model_speedup"):
         row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
     row["verdict"], row["num_pairs"] = None, 0
-    if cuda and not is_base:
-        _compare(row, group, base_group)
+    if cuda and not is_base and runs:
+        _compare(row, group, base_group, base)
     return row
 
 
-def _compare(row, group, base_group):
+def _compare(row, group, base_group, base):
     values = {
         "speedup": lambda record: record["statistic_ms"],
         "quiet_speedup": _quiet,
@@ -206,6 +268,8 @@ def _compare(row, group, base_group):
             )
             if key == "speedup":
                 row["verdict"], row["num_pairs"] = result.verdict, result.num_rounds
+    if not row["num_pairs"]:
+        row["verdict"] = f"no {base} of the same round"
 
 
 def _quiet(record):
@@ -266,156 +330,7 @@ def _gib(runs, key):
 
 
 # ------------------------------------------------------------------------------------------------
-# Tables
-
-
-def _number(digits, scale=1.0):
-    return lambda value: f"{value * scale:,.{digits}f}"
-
-
-def _ratio(key):
-    def text(row):
-        if row["is_base"]:
-            return "1"
-        if row[key] is None:
-            return None
-        if row[f"{key}_half_width"] is None:
-            return f"{row[key]:.3f}x"
-        return f"{row[key]:.3f}x [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
-
-    return text
-
-
-def _field(key, text=str):
-    return lambda row: None if row[key] is None else text(row[key])
-
-
-# (heading, cell of a row); three tables, because one would not fit on a screen.
-_GAIN = (
-    ("variant", _field("variant")),
-    ("rounds", _field("num_rounds")),
-    ("step ms", _field("step_ms", _number(2))),
-    ("p95/p50", _field("tail", _number(3))),
-    ("speed-up", _ratio("speedup")),
-    ("verdict", _field("verdict")),
-    ("by p10", _ratio("quiet_speedup")),
-    ("fwd+bwd", _ratio("model_speedup")),
-    ("parity", _field("parity")),
-    ("status", _field("status")),
-)
-_COST = (
-    ("variant", _field("variant")),
-    ("issue ms", _field("issue_ms", _number(2))),
-    ("busy ms", _field("busy_ms", _number(2))),
-    ("idle %", _field("idle_fraction", _number(1, 100))),
-    ("profiled idle %", _field("profiled_idle_fraction", _number(1, 100))),
-    ("optimizer ms", _field("optimizer_ms", _number(2))),
-    ("reserved GiB", _field("peak_reserved_gib", _number(2))),
-    ("pool GiB", _field("pool_gib", _number(2))),
-    ("warm-up+capture s", lambda row: _sum_text(row["warmup_s"], row["capture_s"])),
-    ("compile s cold/warm", lambda row: _cold_warm(row)),
-    ("graphs", _field("num_graphs")),
-    ("replays", _field("replays")),
-    ("J/step", _field("energy_j", _number(1))),
-    ("SM MHz", _field("sm_mhz", _number(0))),
-)
-_CPU = (
-    ("variant", _field("variant")),
-    ("rounds", _field("num_rounds")),
-    ("parity", _field("parity")),
-    ("replays", _field("replays")),
-    ("graphs", _field("num_graphs")),
-    ("operators", _field("num_operators")),
-    ("step ms", _field("step_ms", _number(2))),
-    ("warm-up+capture s", lambda row: _sum_text(row["warmup_s"], row["capture_s"])),
-    ("status", _field("status")),
-)
-
-
-def _sum_text(*seconds):
-    known = _known(seconds)
-    return f"{sum(known):.2f}" if known else None
-
-
-def _cold_warm(row):
-    if not row["compile_cold_s"]:
-        return None
-    warm = row["compile_warm_s"]
-    return f"{row['compile_cold_s']:.1f} / " + ("-" if warm is None else f"{warm:.1f}")
-
-
-def _tables(rows):
-    if not rows:
-        return []
-    return [_CPU] if rows[0]["device"] == "cpu" else [_GAIN, _COST]
-
-
-def _cells(rows, columns):
-    """Heading and rows as text, without the columns that nobody filled."""
-    cells = [[cell(row) for _, cell in columns] for row in rows]
-    kept = [i for i in range(len(columns)) if any(line[i] is not None for line in cells)]
-    heading = [columns[i][0] for i in kept]
-    return [heading] + [["-" if line[i] is None else line[i] for i in kept] for line in cells]
-
-
-def console_table(rows: list[dict]) -> str:
-    """Aligned ASCII tables, the first column to the left, numbers to the right."""
-    blocks = []
-    for columns in _tables(rows):
-        lines = _cells(rows, columns)
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        blocks.append(
-            "\n".join(
-                "  ".join(
-                    cell.rjust(width) if i else cell.ljust(width)
-                    for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-                ).rstrip()
-                for line in lines
-            )
-        )
-    return "\n\n".join(blocks + _faults_of_rows(rows))
-
-
-def markdown_table(rows: list[dict]) -> str:
-    """The same as Markdown tables."""
-    blocks = []
-    for columns in _tables(rows):
-        heading, *lines = _cells(rows, columns)
-        rule = ["---"] + ["---:"] * (len(heading) - 1)
-        blocks.append(
-            "\n".join(
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [heading, rule, *lines]
-            )
-        )
-    return "\n\n".join(blocks + _faults_of_rows(rows, "- "))
-
-
-def _faults_of_rows(rows, mark=""):
-    lines = [f"{mark}{row['variant']}: {row['status']}: {_short(row['message'])}" for row in rows if row["message"]]
-    return ["\n".join(lines)] if lines else []
-
-
-def _short(text, limit=200):
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def headline(rows: list[dict]) -> str:
-    """What could be gained at most, to be read before any gain; empty where busy time is not known."""
-    row = next((row for row in rows if row["is_base"]), None)
-    if row is None or row["device"] != "cuda" or row["step_ms"] is None or row["busy_ms"] is None:
-        return ""
-    text = f"{row['variant']}: step {row['step_ms']:.1f} ms, busy {row['busy_ms']:.1f} ms"
-    if row["ceiling"] is None:
-        return f"{text} (no ceiling: profiled at another clock)"
-    stretch = max((other["profile_stretch"] or 1.0 for other in rows), default=1.0)
-    # Said where it changes the second decimal.
-    if round(row["ceiling"] * stretch, 2) <= round(row["ceiling"], 2):
-        return f"{text} -> at most {row['ceiling']:.2f}x to gain"
-    return (
-        f"{text} -> at most {row['ceiling']:.2f}x to gain, {row['ceiling'] * stretch:.2f}x if busy reads "
-        f"{100 * (stretch - 1):.1f} % long (replays take that much longer under the profiler)"
-    )
+# Notes
 
 
 def notes(found: list[dict], rows: list[dict], faults: list[str]) -> list[str]:
@@ -561,7 +476,7 @@ def record_row(record: dict) -> dict:
         "sm_mhz": record["clocks"]["sm_mhz"],
         "parity": record["numerics"]["parity"],
         "max_rel_diff": record["numerics"]["max_rel_diff"],
-        "message": _short(record["message"]),
+        "message": tables.short(record["message"]),
     }
 
 
@@ -592,12 +507,20 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare", description="The table of a folder of records.", allow_abbrev=False
     )
-    parser.add_argument("folder", metavar="DIR", help="folder of records, as written by benchmarks.run")
+    parser.add_argument(
+        "folder", metavar="DIR", help="folder of records, as written by benchmarks.run, or of such folders"
+    )
     parser.add_argument("--base", default="eager", metavar="VARIANT", help="denominator of the speed-ups (eager)")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     args = parser.parse_args(argv)
     try:
         found, faults = load(args.folder)
+        if not found and not faults:
+            from benchmarks import overview, overview_rows
+
+            # Of folders of records, the comparison of all.
+            if overview_rows.find_folders(args.folder)[0]:
+                return overview.main([args.folder, *(["--markdown"] if args.markdown else [])])
         names = sorted({record["variant"] for record in found})
         if found and args.base not in names:
             parser.exit(2, f"{parser.prog}: no records of {args.base!r}, --base takes one of {', '.join(names)}\n")
@@ -611,4 +534,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

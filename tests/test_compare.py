@@ -159,7 +159,7 @@ def test_replays_parity_compile_and_memory_columns():
 
 def test_several_kinds_of_batch():
     times, batch = [1.0, 10.0] * 10, ["short", "long"] * 10
-    record = make(steps={"gpu_ms": times, "batch": batch}, statistic_ms=5.5)
+    record = make(steps={"gpu_ms": times, "batch": batch, "wall_ms": sum(times)}, statistic_ms=5.5)
     assert compare.self_check(record) is None
     assert row_of([record], "eager")["tail"] == 1.0
     record["statistic_ms"] = 1.0
@@ -283,3 +283,70 @@ def test_runs_that_had_not_settled_are_named():
     found[0]["extra"]["settle"] = {"settled": False}
     lines = compare.notes(found, compare.summarise(found), [])
     assert any("had not settled" in line and f"{found[0]['variant']} r{found[0]['round']}" in line for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# Records that contradict themselves, and rows without a base
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda record: record["steps"].update(wall_ms=300.0), "wall_ms 300.0 is not the time of its steps"),
+        (lambda record: record["steps"]["gpu_ms"].__setitem__(3, -1.0), "a step of -1.0 ms"),
+        (lambda record: record["steps"]["gpu_ms"].__setitem__(3, float("inf")), "a step of inf ms"),
+        (lambda record: record["steps"]["gpu_ms"].__setitem__(3, float("nan")), "a step of nan ms"),
+        (lambda record: record.update(statistic_ms=float("nan")), "does not follow"),
+        (lambda record: record["extra"].update(items_per_s=90.0), "items_per_s 90.0 does not follow"),
+        (lambda record: record.update(busy_ms=6.0), "idle_fraction 0.2 does not follow from busy_ms 6.0"),
+        (lambda record: record["steps"]["batch"].pop(), "20 step times and 19 batch kinds"),
+        (lambda record: record["steps"].update(gpu_ms=[], batch=[]), "without any step"),
+    ],
+)
+def test_contradictions_in_a_record_are_found(change, what):
+    record = make(idle_fraction=0.2, items_per_step=1, extra={"items_per_s": 100.0})
+    assert compare.self_check(record) is None
+    change(record)
+    assert what in compare.self_check(record)
+
+
+def test_what_need_not_agree_is_not_asked():
+    many_ranks = make(steps={"wall_ms": 150.0}, env={"world_size": 2})
+    replayed = make("graph", idle_fraction=0.05, capture={"num_replays": 20})
+    for record in (many_ranks, replayed, make(steps={"wall_ms": None})):
+        assert compare.self_check(record) is None
+
+
+@pytest.mark.parametrize("lost", [lambda found: found[1::2], lambda found: [found[0], found[3]]])
+def test_without_eager_of_the_same_round_there_is_no_ratio(lost):
+    """No eager at all, and eager of another round."""
+    found = lost(session())
+    row = row_of(found)
+    assert (row["speedup"], row["quiet_speedup"], row["model_speedup"], row["num_pairs"]) == (None, None, None, 0)
+    assert row["verdict"] == "no eager of the same round"
+    assert "no eager of the same round" in compare.console_table(compare.summarise(found))
+    assert any("rounds have no base" in note for note in compare.notes(found, compare.summarise(found), []))
+
+
+def test_a_variant_without_timed_rounds_misses_no_base():
+    assert row_of([*session(), make("graph_te", 0)], "graph_te")["verdict"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda record: record.update(issue_ms="fast"), "issue_ms is 'fast', not a number"),
+        (lambda record: record.update(busy_ms=float("nan")), "busy_ms is nan, not a number"),
+        (lambda record: record["memory"].update(graph_pool_bytes=[1]), "memory.graph_pool_bytes is [1], not a number"),
+        (lambda record: record["env"].update(world_size="2"), "env.world_size is '2', not a number"),
+        (lambda record: record.update(model=None), "model is None, not text"),
+        (lambda record: record["steps"].update(gpu_ms=[None] * 20), "not of its schema's type"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_and_not_a_traceback(tmp_path, change, what):
+    record = make("graph", 1)
+    change(record)
+    put(tmp_path, *session())
+    (tmp_path / "graph.r1.json").write_text(json.dumps(record))
+    found, faults = compare.load(tmp_path)
+    assert len(found) == 5 and len(faults) == 1 and what in faults[0]

@@ -1,42 +1,144 @@
-"""Every row of a table in a README is a row of a table that was made from committed records."""
+"""The tables in the READMEs and the committed overview are what the committed records say."""
 
-from pathlib import Path
+import csv
+import io
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import compare, overview, overview_rows, readme
+from tests.test_compare import make, put, session
+
+ROOT = readme.ROOT
+AGAIN = "run make readme and look at the difference"
 
 
-def rows(path):
-    """Data rows of the Markdown tables that `compare` writes: those under a header that begins with `variant`."""
-    lines, found, inside = path.read_text().splitlines(), [], False
-    for line in lines:
-        if line.startswith("| variant |"):
-            inside = True
-        elif not line.startswith("|"):
-            inside = False
-        elif inside and not line.startswith("| ---"):
-            found.append(line)
-    return found
+def block(words, body=""):
+    return f"<!-- table: {words} -->\n{body}<!-- end -->\n"
 
 
-def test_every_row_of_the_readme_stands_in_a_committed_table():
-    committed = {line for table in (ROOT / "results").rglob("table.md") for line in rows(table)}
-    shown = rows(ROOT / "README.md")
-    assert shown and set(shown) <= committed
+@pytest.fixture
+def root(tmp_path):
+    put(tmp_path / "results" / "one", *session())
+    return tmp_path
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "results").glob("*/*")), ids=lambda path: path.name)
+def rendered(root, words, body=""):
+    (root / "README.md").write_text(f"before\n\n{block(words, body)}\nafter\n")
+    return readme.render(root / "README.md", root)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is committed
+
+
+def test_no_table_in_a_readme_is_stale():
+    assert [str(path.relative_to(ROOT)) for path in readme.stale()] == [], AGAIN
+
+
+def test_tables_of_results_in_the_readmes_are_all_made_from_records():
+    """A table typed by hand would look the same; those of the console output are indented."""
+    for path in readme.files():
+        outside = readme._BLOCK.sub("", path.read_text())
+        assert "| variant |" not in outside and "speed-up |" not in outside, path
+    assert {"README.md", "gpt3/README.md"} <= {
+        path.relative_to(ROOT).as_posix() for path in readme.files() if readme._BEGIN in path.read_text()
+    }
+
+
+def test_the_committed_overview_is_not_stale():
+    blocks, faults, refused = overview_rows.read(ROOT / "results")
+    assert blocks and not faults and not refused
+    for path, text in overview.files_of(ROOT / "results", blocks, faults).items():
+        assert path.read_text() == text, AGAIN
+
+
+@pytest.mark.parametrize("folder", overview_rows.find_folders(ROOT / "results")[0], ids=lambda path: path.name)
 def test_committed_tables_follow_from_their_records(folder):
-    from benchmarks import compare
-
     found, faults = compare.load(folder)
     assert found and not faults
-    written = rows(folder / "table.md")
-    assert written == rows_of(compare.markdown_table(compare.summarise(found)))
-
-
-def rows_of(table):
-    return [
-        line for line in table.splitlines() if line.startswith("| ") and not line.startswith(("| variant", "| ---"))
+    table = compare.markdown_table(compare.summarise(found))
+    written = (folder / "table.md").read_text().splitlines()
+    assert [line for line in table.splitlines() if line.startswith("|")] == [
+        line for line in written if line.startswith("|")
     ]
+    lines = list(csv.DictReader(io.StringIO((folder / "summary.csv").read_text())))
+    assert len(lines) == len(found)
+
+
+# ------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def test_a_block_is_filled_and_the_rest_of_the_file_kept(root):
+    text = rendered(root, "compare results/one gain")
+    assert text.startswith("before\n\n<!-- table: compare results/one gain -->\n\n| variant |")
+    assert text.endswith("|\n\n<!-- end -->\n\nafter\n")
+    assert "| graph | 3 | 8.00 |" in text and "issue ms" not in text and "at most" not in text
+
+
+def test_filling_twice_changes_nothing_and_old_rows_go(root):
+    once = rendered(root, "compare results/one", body="| graph | 1.5x |\n")
+    assert "1.5x" not in once and "at most 1.25x to gain" in once and "busy ms" in once
+    (root / "README.md").write_text(once)
+    assert readme.render(root / "README.md", root) == once and readme.stale(root) == []
+
+
+def test_a_changed_record_makes_its_block_stale(root):
+    (root / "README.md").write_text(rendered(root, "compare results/one gain"))
+    assert readme.stale(root) == []
+    put(root / "results" / "one", make("graph", 1, 7.0))
+    assert readme.stale(root) == [root / "README.md"]
+    assert readme.update("prog", root) == 0 and readme.stale(root) == []
+    assert "| graph | 3 | 8.00 |" in (root / "README.md").read_text()
+
+
+def test_blocks_of_a_models_readme_link_from_its_own_folder(root):
+    (root / "fake").mkdir()
+    path = root / "fake" / "README.md"
+    path.write_text(block("overview results summary"))
+    assert "| [fake/bench](../results/one) | graph |" in readme.render(path, root)
+    assert readme.files(root) == [path]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("compare results/two gain", "no folder"),
+        ("overview other", "no folder"),
+        ("overview results/two", "no folder"),
+        ("compare results gain", "no records"),
+        ("compare results/one gian", "no part 'gian', takes headline, gain, cost"),
+        ("overview results sumary", "no part 'sumary'"),
+        ("compare", "takes 'compare FOLDER"),
+        ("comparison results/one", "takes 'compare FOLDER"),
+    ],
+)
+def test_a_marker_that_cannot_be_filled_is_named(root, words, what):
+    with pytest.raises(readme.ReadmeError, match=what) as error:
+        rendered(root, words)
+    assert str(error.value).startswith(f"README.md: <!-- table: {words} -->: ") and str(root) not in str(error.value)
+
+
+def test_no_table_is_made_from_unsound_records(root):
+    record = make("graph", 4)
+    record["statistic_ms"] *= 2
+    put(root / "results" / "one", record)
+    for words in ("compare results/one", "overview results"):
+        with pytest.raises(readme.ReadmeError, match="edited by hand"):
+            rendered(root, words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table: compare results/one -->\n",
+        "<!-- end -->\n",
+        "<!-- table: compare results/one -->\n<!-- table: compare results/one -->\n<!-- end -->\n",
+        "<!-- table: compare results/one --> <!-- end -->\n",
+    ],
+)
+def test_markers_without_partner_are_refused_and_nothing_is_written(root, text, capsys):
+    (root / "README.md").write_text(text)
+    assert readme.update("prog", root) == 2
+    assert "needs its own" in capsys.readouterr().err
+    assert (root / "README.md").read_text() == text

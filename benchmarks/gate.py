@@ -1,0 +1,321 @@
+"""The regression gate: a newer set of results against an earlier one. Exit 0: holds, 1: changed, 2: not comparable.
+
+    python -m benchmarks.gate runs/h200x1/gpt3-bench --against results/h200x1/gpt3-bench
+    python -m benchmarks.gate results --against ../main/results --tolerance 1
+
+Each side is one folder of records or a root of folders. Rows are matched by GPU type, model, preset, number of
+GPUs, host load and variant; where a side has several folders of one such row, by the folder's path or name too.
+Of each row are judged, up and down alike, because a sudden gain is suspect too:
+
+  speed-up   against eager, each side's paired rounds. Drift and differences between GPUs fall on eager and graph
+             alike and cancel: this is the sharp one, on any GPU of the type.
+  step ms    the statistic of the timed rounds. It sees what slows eager and graph alike, which the speed-up
+             cannot. On another GPU of the type 3 % more are allowed, because two of them differ by about 1 %.
+  reserved, kernels   the peak reserved memory and the kernels of a step, within the tolerance.
+  graphs, status, parity   must not change, except for the better in status and parity.
+
+A change of time is one beyond the tolerance whose 95 % interval excludes no change. Two sessions are not paired:
+the interval is Student's of two samples of log times, with one scatter for both, since one harness measured both.
+One beyond the tolerance whose interval includes no change is `unclear`, and so is an interval too wide to judge
+by: more rounds settle both. With one round there is no interval, and the tolerance alone decides. In simulation
+(tests/test_gate.py: scatter 0.3 %, sessions 0.3 % and GPUs 1 % off) under 1 % of comparisons without a change
+fail, and of changes of 5 % in one variant over 98 % are found, with 2 rounds and with more. Of CPU records no time
+is judged.
+"""
+
+import argparse
+import json
+import math
+import signal
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import compare, intervals, overview_rows, tables
+
+TOLERANCE_PERCENT = 2.0
+# Two GPUs of one type, each off by about 1 %, differ by less than this in 97 of 100 cases.
+OTHER_GPU_PERCENT = 3.0
+
+
+class CannotCompare(ValueError):
+    """Two sets of results of which no row can be set against another."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One quantity of one row. change: new over base less 1, low and high its 95 % interval; None where not known."""
+
+    row: str
+    quantity: str
+    base: str
+    new: str
+    change: float | None
+    low: float | None
+    high: float | None
+    allowed: float | None
+    verdict: str  # ok, changed, unclear, missing, better
+
+
+# ------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def difference(base: list[float], new: list[float]) -> tuple[float, float | None]:
+    """Mean of `new` less mean of `base`, and half of its 95 % interval; None where a side has one value."""
+    mean = statistics.fmean(new) - statistics.fmean(base)
+    if min(len(base), len(new)) < 2:
+        return mean, None
+    degrees = len(base) + len(new) - 2
+    variance = sum(statistics.variance(values) * (len(values) - 1) for values in (base, new)) / degrees
+    return mean, intervals.student_t(degrees) * math.sqrt(variance * (1 / len(base) + 1 / len(new)))
+
+
+def judge_time(base: list[float], new: list[float], allowed: float) -> tuple[str, float, float | None, float | None]:
+    """Verdict, change and its interval, of logarithms per round; `allowed` is a fraction."""
+    mean, half_width = difference(base, new)
+    change = math.expm1(mean)
+    beyond = not -allowed <= change <= allowed
+    if half_width is None:
+        return "changed" if beyond else "ok", change, None, None
+    low, high = math.expm1(mean - half_width), math.expm1(mean + half_width)
+    if beyond:
+        return "changed" if abs(mean) > half_width else "unclear", change, low, high
+    return "unclear" if half_width > math.log1p(2 * allowed) else "ok", change, low, high
+
+
+# ------------------------------------------------------------------------------------------------
+# Which row against which
+
+
+def read(root) -> list[overview_rows.Block]:
+    """Blocks of a side. Raises CannotCompare for a folder without records, an unsound record or a mixture."""
+    try:
+        blocks, faults, refused = overview_rows.read(root)
+    except FileNotFoundError as error:
+        raise CannotCompare(str(error)) from None
+    if faults or refused:
+        raise CannotCompare(f"{root}: {(faults + refused)[0]}")
+    if not blocks:
+        raise CannotCompare(f"no records in or below {root}")
+    return blocks
+
+
+def match(base: list, new: list) -> list[tuple]:
+    """(block of the base, its block in the new set or None), for each block of the base.
+
+    Raises CannotCompare for other devices, nothing in common, several folders that could be meant, or
+    a configuration that computes something else.
+    """
+    kinds = [{(block.device, block.gpu if block.device == "cuda" else "") for block in side} for side in (base, new)]
+    if not kinds[0] & kinds[1]:
+        names = [", ".join(sorted(gpu or "CPU" for _, gpu in kind)) for kind in kinds]
+        raise CannotCompare(f"the base is of {names[0]}, the new results are of {names[1]}")
+    matched = [(block, _partner(block, base, new)) for block in base]
+    if not any(partner for _, partner in matched):
+        raise CannotCompare(f"no row in common: the base has {_names(base)}, the new results have {_names(new)}")
+    for block, partner in matched:
+        for key in sorted(set(block.work) & set(partner.work)) if partner else ():
+            if block.work[key] != partner.work[key]:
+                raise CannotCompare(f"{block.name}: {key} was {block.work[key]!r} and is {partner.work[key]!r}")
+    return matched
+
+
+def _key(block):
+    # CPUs of two machines may be compared: no time of theirs is judged.
+    gpu = block.gpu if block.device == "cuda" else ""
+    return block.device, gpu, block.model, block.preset, block.num_gpus, block.host_load
+
+
+def _partner(block, base, new):
+    candidates = [other for other in new if _key(other) == _key(block)]
+    alone = sum(_key(other) == _key(block) for other in base) == 1
+    if len(candidates) == 1 and (alone or candidates[0].folder.name == block.folder.name):
+        return candidates[0]
+    for same in (lambda other: other.name == block.name, lambda other: other.folder.name == block.folder.name):
+        named = [other for other in candidates if same(other)]
+        if len(named) == 1:
+            return named[0]
+    if candidates and alone:
+        raise CannotCompare(f"{block.name} may be any of {', '.join(other.name for other in candidates)}: name one")
+    return None
+
+
+def _names(blocks):
+    return ", ".join(sorted({f"{block.model}/{block.preset} x{block.num_gpus}" for block in blocks}))
+
+
+# ------------------------------------------------------------------------------------------------
+# Judging
+
+
+def judge(matched: list[tuple], tolerance: float) -> list[Judged]:
+    """Every quantity of every row of the base. tolerance: a fraction."""
+    labels = overview_rows.labels_of([block for block, _ in matched])
+    judged = []
+    for block, partner in matched:
+        new_rows = {row["variant"]: row for row in partner.rows} if partner else {}
+        for row in block.rows:
+            name = f"{labels[id(block)]} {row['variant']}"
+            other = new_rows.get(row["variant"])
+            if other is None:
+                judged.append(Judged(name, "row", row["status"], "missing", None, None, None, None, "missing"))
+            else:
+                judged += _judge_row(name, block, partner, row, other, tolerance)
+    return judged
+
+
+def _judge_row(name, block, partner, row, other, tolerance):
+    judged = [_judge_word(name, "status", row["status"], other["status"], best="pass")]
+    if (row["status"], other["status"]) != ("pass", "pass"):
+        return judged
+    judged.append(_judge_word(name, "parity", row["parity"], other["parity"], best="bitwise"))
+    judged.append(_judge_word(name, "replays", row["replays"], other["replays"], best="ok"))
+    judged.append(_judge_word(name, "graphs", row["num_graphs"], other["num_graphs"]))
+    if block.device == "cuda":
+        judged += _judge_times(name, row, _groups(block, row), _groups(partner, row), tolerance)
+        for quantity, key, text in (
+            ("reserved GiB", "peak_reserved_gib", tables.number(2)),
+            ("kernels", "num_kernels", tables.number(0)),
+        ):
+            judged.append(_judge_number(name, quantity, row[key], other[key], tolerance, text))
+    else:
+        judged.append(_judge_word(name, "operators", row["num_operators"], other["num_operators"]))
+    return [each for each in judged if each]
+
+
+def _groups(block, row):
+    """Records of the variant and of eager, the base of speed-ups."""
+    return [[r for r in block.found if r["variant"] == variant] for variant in (row["variant"], overview_rows.BASE)]
+
+
+def _judge_times(name, row, base, new, tolerance):
+    same_gpu = len({record["env"]["gpu_uuid"] for group in (base[0], new[0]) for record in compare.timed(group)}) == 1
+    allowed = tolerance if same_gpu else tolerance + OTHER_GPU_PERCENT / 100
+    steps = [[math.log(record["statistic_ms"]) for record in compare.timed(side[0])] for side in (base, new)]
+    judged = [_judge_logs(name, "step ms", *steps, allowed, tables.number(2))]
+    if not row["is_base"]:
+        ratios = [compare.log_ratios(*side) for side in (base, new)]
+        judged.append(_judge_logs(name, "speed-up", *ratios, tolerance, lambda value: f"{value:.3f}x"))
+    return judged
+
+
+def _judge_logs(name, quantity, base, new, allowed, text):
+    if not base:
+        return None
+    shown = text(math.exp(statistics.fmean(base)))
+    if not new:
+        return Judged(name, quantity, shown, "missing", None, None, None, allowed, "missing")
+    verdict, change, low, high = judge_time(base, new, allowed)
+    return Judged(name, quantity, shown, text(math.exp(statistics.fmean(new))), change, low, high, allowed, verdict)
+
+
+def _judge_number(name, quantity, base, new, tolerance, text):
+    if base is None:
+        return None
+    if new is None:
+        return Judged(name, quantity, text(base), "missing", None, None, None, tolerance, "missing")
+    change = new / base - 1 if base else float(new != base)
+    verdict = "ok" if abs(change) <= tolerance else "changed"
+    return Judged(name, quantity, text(base), text(new), change, None, None, tolerance, verdict)
+
+
+def _judge_word(name, quantity, base, new, best=None):
+    verdict = "ok" if base == new else "better" if best is not None and new == best else "changed"
+    return Judged(name, quantity, str(base or "-"), str(new or "-"), None, None, None, None, verdict)
+
+
+# ------------------------------------------------------------------------------------------------
+# Text
+
+_COLUMNS = (
+    ("row", tables.field("row")),
+    ("quantity", tables.field("quantity")),
+    ("base", tables.field("base")),
+    ("now", tables.field("new")),
+    ("change", tables.field("change", lambda value: f"{100 * value:+.2f} %")),
+    ("95 %", lambda row: None if row["low"] is None else f"{100 * row['low']:+.2f} to {100 * row['high']:+.2f} %"),
+    ("allowed", tables.field("allowed", lambda value: f"{100 * value:g} %")),
+    ("verdict", tables.field("verdict")),
+)
+
+
+def text_of(matched, judged, every=False) -> str:
+    """What changed, or with `every` all quantities; then what differs in machine and versions, and one line of sum."""
+    shown = [asdict(each) for each in judged if every or each.verdict != "ok"]
+    parts = [tables.aligned(tables.cells(shown, _COLUMNS), 2)] if shown else []
+    parts.append("\n".join(_machines(matched)))
+    counts = {verdict: sum(each.verdict == verdict for each in judged) for verdict in ("changed", "missing", "unclear")}
+    num_rows = len({each.row for each in judged})
+    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "all hold"
+    parts.append(f"{len(judged)} quantities of {num_rows} rows: {found}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _machines(matched):
+    lines = []
+    for block, partner in matched:
+        if partner is None:
+            continue
+        changes = []
+        for key in ("gpu_uuid", "driver", "cuda", "cudnn", "torch", "transformer_engine", "source_hash"):
+            values = [_values(side, key) for side in (block, partner)]
+            if values[0] != values[1]:
+                changes.append("another GPU of the type" if key == "gpu_uuid" else f"{key} {values[0]} -> {values[1]}")
+        if changes:
+            lines.append(f"{block.name}: {', '.join(changes)}")
+    return lines
+
+
+def _values(block, key):
+    return "/".join(sorted({str(record["env"][key]) for record in compare.timed(block.found) or block.found}))
+
+
+# ------------------------------------------------------------------------------------------------
+# Command
+
+
+def _percent(text):
+    try:
+        value = float(text.removesuffix("%").strip())
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and below 100")
+    return value / 100
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gate",
+        description="A newer set of results against an earlier one.",
+        epilog="exit status: 0 all hold, 1 something changed or is missing, 2 the two cannot be compared",
+        allow_abbrev=False,
+    )
+    parser.add_argument("new", metavar="DIR", help="the newer results: a folder of records, or of such folders")
+    parser.add_argument("--against", required=True, metavar="BASE", help="the earlier results, of either kind")
+    parser.add_argument(
+        "--tolerance", type=_percent, default=TOLERANCE_PERCENT / 100, metavar="PERCENT", help="allowed change (2)"
+    )
+    parser.add_argument("--all", action="store_true", help="print what holds too")
+    parser.add_argument("--json", action="store_true", help="print JSON, every quantity")
+    args = parser.parse_args(argv)
+    try:
+        if Path(args.new).resolve() == Path(args.against).resolve():
+            raise CannotCompare(f"{args.new} is the base itself: --against takes the earlier results")
+        matched = match(read(args.against), read(args.new))
+    except CannotCompare as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    judged = judge(matched, args.tolerance)
+    failed = any(each.verdict in ("changed", "missing") for each in judged)
+    if args.json:
+        print(json.dumps({"schema": 1, "holds": not failed, "judged": [asdict(each) for each in judged]}, indent=1))
+    else:
+        print(text_of(matched, judged, args.all))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main())

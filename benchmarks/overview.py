@@ -1,0 +1,128 @@
+"""One comparison over all folders of records below a root: every model, preset and variant against eager.
+
+    python -m benchmarks.overview results
+    python -m benchmarks.overview results --markdown            also --csv, --json; to stdout
+    python -m benchmarks.overview results --write --readme      results/overview.*, and the tables in the READMEs
+
+Each folder is a block of rows of its own: what ran in different sessions is never paired. GPU types and CPUs
+stand under headings of their own. A folder measured beside busy processes joins the quiet folder of the same
+work as its column "busy host". Break-even is the number of steps after which the variant has paid for its
+warm-up, compilation and capture; eager warms up too, so it is an upper bound. A folder that holds sweep.json
+is a sweep, with a table of its own. Reads records only: no torch, no GPU.
+"""
+
+import argparse
+import csv
+import io
+import json
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import overview_tables, readme
+from benchmarks.overview_rows import read, rows_of
+from benchmarks.published import PUBLISHED
+
+SCHEMA = 1
+
+# ------------------------------------------------------------------------------------------------
+# For programs
+
+
+def document(blocks, faults) -> dict:
+    """The overview as JSON: rows with full precision, folders, published figures."""
+    rows = [{key: value for key, value in row.items() if key != "label"} for row in rows_of(blocks)]
+    folders = [
+        {
+            "folder": block.name,
+            "model": block.model,
+            "preset": block.preset,
+            "device": block.device,
+            "gpu": block.gpu,
+            "num_gpus": block.num_gpus,
+            "host_load": block.host_load,
+            "gpu_uuids": sorted({record["env"]["gpu_uuid"] for record in block.found} - {None}),
+            "source_hashes": sorted(map(str, block.sources)),
+            "git_shas": sorted({record["env"]["git_sha"] for record in block.found} - {None}),
+            "num_records": len(block.found),
+        }
+        for block in blocks
+    ]
+    published = [asdict(each) for each in PUBLISHED]
+    return {"schema": SCHEMA, "rows": rows, "folders": folders, "published": published, "skipped": faults}
+
+
+def csv_text(blocks) -> str:
+    rows = document(blocks, [])["rows"]
+    output = io.StringIO()
+    if rows:
+        writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return output.getvalue()
+
+
+def json_text(blocks, faults) -> str:
+    return json.dumps(document(blocks, faults), indent=1, allow_nan=False) + "\n"
+
+
+def files_of(root, blocks, faults) -> dict[Path, str]:
+    """overview.md, .csv and .json of a root, by path, as text."""
+    root = Path(root)
+    text = overview_tables.text_of(root, blocks, faults, markdown=True, link_from=root)
+    return {
+        root / "overview.md": f"# Every variant against eager\n\n{text}\n",
+        root / "overview.csv": csv_text(blocks),
+        root / "overview.json": json_text(blocks, faults),
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Command
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overview",
+        description="One comparison over all folders of records below a root.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("root", nargs="?", default="results", metavar="DIR", help="folder of folders (results)")
+    form = parser.add_mutually_exclusive_group()
+    for name, text in (("markdown", "Markdown"), ("csv", "CSV, one line a row"), ("json", "JSON, full precision")):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"print {text}")
+    parser.add_argument("--write", action="store_true", help="write overview.md, .csv and .json into DIR")
+    parser.add_argument("--readme", action="store_true", help="make the tables in README.md and */README.md again")
+    args = parser.parse_args(argv)
+    try:
+        blocks, faults, refused = read(args.root)
+    except FileNotFoundError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    for line in refused:
+        print(f"{parser.prog}: refused: {line}", file=sys.stderr)
+    if refused and (args.write or args.readme):
+        parser.exit(2, f"{parser.prog}: nothing written\n")
+    if not blocks:
+        for fault in faults:
+            print(f"skipped: {fault}", file=sys.stderr)
+        parser.exit(2 if refused else 1, f"{parser.prog}: no records in or below {args.root}\n")
+    status = 2 if refused else 0
+    if args.write:
+        for path, text in files_of(args.root, blocks, faults).items():
+            path.write_text(text)
+            print(path)
+    if args.readme:
+        status = max(status, readme.update(parser.prog))
+    if args.form == "csv":
+        print(csv_text(blocks), end="")
+    elif args.form == "json":
+        print(json_text(blocks, faults), end="")
+    elif args.form == "markdown" or not (args.write or args.readme):
+        print(overview_tables.text_of(args.root, blocks, faults, markdown=args.form == "markdown"))
+    return status
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main())

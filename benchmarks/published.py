@@ -1,0 +1,126 @@
+"""What NVIDIA published of CUDA graphs in its MLPerf training submissions: figures as data, each with its source.
+
+The figures are other people's: other GPUs, other scale, and a baseline of their own choice. They stand beside
+what this suite measured and are never mixed into it. `gain` is worded as in the source; `speedups` holds its
+numbers for programs, as (ratio, where). Where page and submission disagree, `remark` says so.
+"""
+
+from dataclasses import dataclass
+
+_GUIDE = "https://docs.nvidia.com/dl-cuda-graph/latest/examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One submission. model: the folder of the suite's own version of it. memory is None where not given.
+
+    gain_range is the gain in one cell of a table.
+    """
+
+    model: str
+    title: str
+    submission: str
+    scope: str
+    graphed: str
+    eager: str
+    mechanism: str
+    graphs: str
+    memory: str | None
+    gain: str
+    gain_range: str
+    speedups: tuple[tuple[float, str], ...]
+    source: str
+    remark: str
+
+
+PUBLISHED = (
+    Published(
+        model="gpt3",
+        title="GPT-3 175B",
+        submission="MLPerf v4.1",
+        scope="per layer",
+        graphed="each layer, forward and backward, for each microbatch",
+        eager="data, embedding, loss, communication between stages, FP8 scale update, optimizer",
+        mechanism="TE make_graphed_callables",
+        graphs="layers x microbatches x 2",
+        memory=None,
+        gain="2.2 % (256 GPUs), 3.0 % (11,616 GPUs)",
+        gain_range="1.022x to 1.030x",
+        speedups=((1.022, "256 GPUs"), (1.030, "11,616 GPUs")),
+        source=f"{_GUIDE}/introduction.html",
+        remark="submitted with graphs on 64 B200 and 11,616 H100 only; on 256 and 512 H100 they are off",
+    ),
+    Published(
+        model="llama2_lora",
+        title="Llama 2 70B LoRA",
+        submission="MLPerf v5.0",
+        scope="per layer",
+        graphed="each layer, forward and backward",
+        eager="data, embedding, loss, FP8 scale update, optimizer",
+        mechanism="Megatron CudaGraphManager",
+        graphs="layers x microbatches x 2",
+        memory="minimal: layers share their buffers",
+        gain="B200 1.2x (64 GPUs), 2.7x (768); GB200 2.4x (36), 6.6x (576)",
+        gain_range="1.2x to 6.6x",
+        speedups=((1.2, "64 B200"), (2.7, "768 B200"), (2.4, "36 GB200"), (6.6, "576 GB200")),
+        source=f"{_GUIDE}/llama2-70b-lora.html",
+        remark="submitted with graphs on 72, 144 and 512 GB200; on 8 GPUs they are off",
+    ),
+    Published(
+        model="llama31",
+        title="Llama 3.1 405B",
+        submission="MLPerf v5.1",
+        scope="forward and backward",
+        graphed="all microbatches of a step, with the communication of every kind",
+        eager="data, gradient clipping, optimizer",
+        mechanism="FullCudaGraphWrapper",
+        graphs="2: training, validation",
+        memory="up to 19 % less than graphs per layer",
+        gain="FP4, 512 GPUs: B200 1.15x, GB200 1.54x, GB300 1.79x; FP8: none on B200 and GB200",
+        gain_range="FP4 1.15x to 1.79x",
+        speedups=((1.15, "512 B200, FP4"), (1.54, "512 GB200, FP4"), (1.79, "512 GB300, FP4")),
+        source=f"{_GUIDE}/llama-31-405b.html",
+        remark="the guide's overview says instead: about 15 to 25 % at large scale, preliminary",
+    ),
+    Published(
+        model="rnnt",
+        title="RNN-T",
+        submission="MLPerf v3.1",
+        scope="encoder, prediction; buckets",
+        graphed="encoder and prediction network, forward and backward; in evaluation the decoder's step",
+        eager="features, joint, loss, scaler, optimizer, moving average",
+        mechanism="own capture function",
+        graphs="buckets x 2 networks x 2",
+        memory=None,
+        gain="significant, without a number",
+        gain_range="no number",
+        speedups=(),
+        source=f"{_GUIDE}/rnnt.html",
+        remark="submitted with graphs in training on 512 H100 only",
+    ),
+    Published(
+        model="stable_diffusion",
+        title="Stable Diffusion v2",
+        submission="MLPerf v5.0",
+        scope="full iteration",
+        graphed="forward, backward, gradient reduction, scaler and optimizer",
+        eager="copy of the batch, learning rate, logging",
+        mechanism="NeMo CUDAGraphCallback",
+        graphs="1",
+        memory=None,
+        gain="up to 1.58x in all: partial 1.33x, last synchronisation 1.09x, full 1.09x",
+        gain_range="up to 1.58x",
+        speedups=(
+            (1.33, "partial graph"),
+            (1.09, "without the last synchronisation"),
+            (1.09, "full iteration"),
+            (1.58, "in all"),
+        ),
+        source=f"{_GUIDE}/stable-diffusion-v2.html",
+        remark="the base of 1.58x still synchronises in every step, which eager here does not",
+    ),
+)
+
+
+def of_model(model: str) -> Published | None:
+    return next((published for published in PUBLISHED if published.model == model), None)

@@ -1,0 +1,98 @@
+"""The tables in the READMEs, made from records.
+
+A block in README.md or <folder>/README.md stands between two markers:
+
+    <!-- table: compare results/h200x1/gpt3-bench headline gain -->
+    <!-- end -->
+
+`compare FOLDER` takes the parts headline, gain and cost (of CPU records: parity), `overview FOLDER` those of
+`benchmarks.overview`; no part means all of them. `python -m benchmarks.overview --readme` fills the blocks, and
+tests/test_readme.py fails where one is not what its records say.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from benchmarks import compare, overview_rows, overview_tables, tables
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BEGIN, _END = "<!-- table:", "<!-- end -->"
+
+
+class ReadmeError(ValueError):
+    """A marker that cannot be filled; the message names the file and the marker."""
+
+
+def files(root=ROOT) -> list[Path]:
+    return [path for path in (root / "README.md", *sorted(root.glob("[!.]*/README.md"))) if path.is_file()]
+
+
+def render(path: Path, root=ROOT) -> str:
+    """The file's text with every block made again. Raises ReadmeError."""
+    text, name = path.read_text(), path.relative_to(root)
+    if not text.count(_BEGIN) == text.count(_END) == len(_BLOCK.findall(text)):
+        raise ReadmeError(f"{name}: each '{_BEGIN} ... -->' needs its own '{_END}'")
+
+    def fill(match):
+        try:
+            table = _table(match[2].split(), Path(root), path.parent)
+        except (ValueError, FileNotFoundError) as error:
+            what = str(error).replace(f"{root}/", "")
+            raise ReadmeError(f"{name}: <!-- table: {match[2]} -->: {what}") from None
+        return f"{match[1]}\n{table}\n\n{match[4]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def _table(words, root, place):
+    kind, folder, parts = words[0], words[1:2], words[2:]
+    if kind not in ("compare", "overview") or not folder:
+        raise ValueError("takes 'compare FOLDER [part ...]' or 'overview FOLDER [part ...]'")
+    return (_compare if kind == "compare" else _overview)(root / folder[0], parts, place)
+
+
+def _compare(folder, parts, place):
+    found, faults = compare.load(folder)
+    rows = compare.summarise(found)
+    if faults or not rows:
+        raise ValueError(faults[0] if faults else f"no records in {folder}")
+    columns = tables.of_folder(rows)
+    _refuse_unknown(parts, ["headline", *columns])
+    texts = {"headline": f"**{tables.headline(rows)}**" if tables.headline(rows) else ""}
+    texts |= {name: tables.piped(tables.cells(rows, each)) for name, each in columns.items()}
+    return "\n\n".join(text for name, text in texts.items() if text and name in (parts or texts))
+
+
+def _overview(folder, parts, place):
+    blocks, faults, refused = overview_rows.read(folder)
+    if faults or refused or not blocks:
+        raise ValueError([*refused, *faults, f"no records in or below {folder}"][0])
+    _refuse_unknown(parts, overview_tables.PARTS)
+    return overview_tables.text_of(folder, blocks, faults, parts or overview_tables.ALL, markdown=True, link_from=place)
+
+
+def _refuse_unknown(parts, known):
+    unknown = [part for part in parts if part not in known]
+    if unknown:
+        raise ValueError(f"no part {unknown[0]!r}, takes {', '.join(known)}")
+
+
+def stale(root=ROOT) -> list[Path]:
+    """Files with a block that is not what its records say. Raises ReadmeError."""
+    return [path for path in files(root) if render(path, root) != path.read_text()]
+
+
+def update(prog: str, root=ROOT) -> int:
+    """Write every stale file, say which, and return the exit status."""
+    try:
+        changed = {path: render(path, root) for path in stale(root)}
+    except ReadmeError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    for path, text in changed.items():
+        path.write_text(text)
+        print(path.relative_to(root))
+    return 0

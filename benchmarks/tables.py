@@ -1,0 +1,170 @@
+"""Tables as text: the cells of rows, aligned for a screen or as Markdown.
+
+Knows the rows of `benchmarks.compare.summarise`; reads no record. Columns are (heading, cell of a row);
+a cell is text, or None where nothing is known.
+"""
+
+NOTHING = "-"
+
+# ------------------------------------------------------------------------------------------------
+# Any table
+
+
+def cells(rows: list[dict], columns) -> list[list[str]]:
+    """Heading and rows as text, without the columns that nobody filled."""
+    lines = [[cell(row) for _, cell in columns] for row in rows]
+    kept = [i for i in range(len(columns)) if any(line[i] is not None for line in lines)]
+    heading = [columns[i][0] for i in kept]
+    return [heading] + [[NOTHING if line[i] is None else line[i] for i in kept] for line in lines]
+
+
+def aligned(lines: list[list[str]], num_left: int = 1) -> str:
+    """ASCII, the first `num_left` columns to the left, numbers to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i >= num_left else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def piped(lines: list[list[str]], num_left: int = 1) -> str:
+    """The same as a Markdown table."""
+    heading, *rest = lines
+    rule = ["---" if i < num_left else "---:" for i in range(len(heading))]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in [heading, rule, *rest]
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Cells
+
+
+def field(key, text=str):
+    return lambda row: None if row[key] is None else text(row[key])
+
+
+def number(digits, scale=1.0):
+    return lambda value: f"{value * scale:,.{digits}f}"
+
+
+def ratio(key):
+    """1 for the base, else the speed-up with its interval where there is one."""
+
+    def text(row):
+        if row["is_base"]:
+            return "1"
+        if row[key] is None:
+            return None
+        if row[f"{key}_half_width"] is None:
+            return f"{row[key]:.3f}x"
+        return f"{row[key]:.3f}x [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
+
+    return text
+
+
+def sum_text(*seconds):
+    known = [value for value in seconds if value is not None]
+    return f"{sum(known):.2f}" if known else None
+
+
+def short(text: str, limit: int = 200) -> str:
+    """One line of at most `limit` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# ------------------------------------------------------------------------------------------------
+# The tables of one folder
+
+
+def _cold_warm(row):
+    if not row["compile_cold_s"]:
+        return None
+    warm = row["compile_warm_s"]
+    return f"{row['compile_cold_s']:.1f} / " + (NOTHING if warm is None else f"{warm:.1f}")
+
+
+# Two for a GPU, because one would not fit on a screen.
+GAIN = (
+    ("variant", field("variant")),
+    ("rounds", field("num_rounds")),
+    ("step ms", field("step_ms", number(2))),
+    ("p95/p50", field("tail", number(3))),
+    ("speed-up", ratio("speedup")),
+    ("verdict", field("verdict")),
+    ("by p10", ratio("quiet_speedup")),
+    ("fwd+bwd", ratio("model_speedup")),
+    ("parity", field("parity")),
+    ("status", field("status")),
+)
+COST = (
+    ("variant", field("variant")),
+    ("issue ms", field("issue_ms", number(2))),
+    ("busy ms", field("busy_ms", number(2))),
+    ("idle %", field("idle_fraction", number(1, 100))),
+    ("profiled idle %", field("profiled_idle_fraction", number(1, 100))),
+    ("optimizer ms", field("optimizer_ms", number(2))),
+    ("reserved GiB", field("peak_reserved_gib", number(2))),
+    ("pool GiB", field("pool_gib", number(2))),
+    ("warm-up+capture s", lambda row: sum_text(row["warmup_s"], row["capture_s"])),
+    ("compile s cold/warm", _cold_warm),
+    ("graphs", field("num_graphs")),
+    ("replays", field("replays")),
+    ("J/step", field("energy_j", number(1))),
+    ("SM MHz", field("sm_mhz", number(0))),
+)
+CPU = (
+    ("variant", field("variant")),
+    ("rounds", field("num_rounds")),
+    ("parity", field("parity")),
+    ("replays", field("replays")),
+    ("graphs", field("num_graphs")),
+    ("operators", field("num_operators")),
+    ("step ms", field("step_ms", number(2))),
+    ("warm-up+capture s", lambda row: sum_text(row["warmup_s"], row["capture_s"])),
+    ("status", field("status")),
+)
+
+
+def of_folder(rows: list[dict]) -> dict:
+    """The columns of each table that rows of one folder have, by name: gain and cost, or on a CPU parity."""
+    if not rows:
+        return {}
+    return {"parity": CPU} if rows[0]["device"] == "cpu" else {"gain": GAIN, "cost": COST}
+
+
+def console_table(rows: list[dict]) -> str:
+    """Aligned ASCII tables, the first column to the left, numbers to the right."""
+    return "\n\n".join([aligned(cells(rows, columns)) for columns in of_folder(rows).values()] + _messages(rows))
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """The same as Markdown tables."""
+    return "\n\n".join([piped(cells(rows, columns)) for columns in of_folder(rows).values()] + _messages(rows, "- "))
+
+
+def _messages(rows, mark=""):
+    lines = [f"{mark}{row['variant']}: {row['status']}: {short(row['message'])}" for row in rows if row["message"]]
+    return ["\n".join(lines)] if lines else []
+
+
+def headline(rows: list[dict]) -> str:
+    """What could be gained at most, to be read before any gain; empty where busy time is not known."""
+    row = next((row for row in rows if row["is_base"]), None)
+    if row is None or row["device"] != "cuda" or row["step_ms"] is None or row["busy_ms"] is None:
+        return ""
+    text = f"{row['variant']}: step {row['step_ms']:.1f} ms, busy {row['busy_ms']:.1f} ms"
+    if row["ceiling"] is None:
+        return f"{text} (no ceiling: profiled at another clock)"
+    stretch = max((other["profile_stretch"] or 1.0 for other in rows), default=1.0)
+    # Said where it changes the second decimal.
+    if round(row["ceiling"] * stretch, 2) <= round(row["ceiling"], 2):
+        return f"{text} -> at most {row['ceiling']:.2f}x to gain"
+    return (
+        f"{text} -> at most {row['ceiling']:.2f}x to gain, {row['ceiling'] * stretch:.2f}x if busy reads "
+        f"{100 * (stretch - 1):.1f} % long (replays take that much longer under the profiler)"
+    )

@@ -1,0 +1,353 @@
+"""Folders of records, their rows and tables: what is set side by side, what never is, and what is refused."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import overview, overview_rows, overview_tables, rounds
+from benchmarks.published import PUBLISHED
+from common import record as records
+from tests.test_compare import make, put, session
+
+RESULTS = rounds.ROOT / "results"
+STRATEGY = {"strategy": "whole step", "num_graphs": 1, "warmup_s": 3.0, "capture_s": 0.5, "compile_s": 0.0}
+
+
+def graphed(steps=((10.0, 8.0), (10.1, 8.1), (9.9, 8.0)), **changes):
+    found = session(steps, **changes)
+    for record in found:
+        if record["variant"] != "eager":
+            record["capture"].update(STRATEGY, num_replays=20, expected_replays=20)
+    return found
+
+
+def on_cpu(**changes):
+    return graphed(device="cpu", env={"gpu_name": None, "gpu_uuid": None, "cpu": "Xeon, 2 cores"}, **changes)
+
+
+def rows_of(root):
+    blocks, faults, refused = overview_rows.read(root)
+    assert not faults and not refused
+    return overview_rows.rows_of(blocks)
+
+
+def text_of(root, **options):
+    blocks, faults, _ = overview_rows.read(root)
+    return overview_tables.text_of(root, blocks, faults, **options)
+
+
+def command(*arguments, module="overview"):
+    return subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)],
+        cwd=rounds.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def test_folders_are_found_at_any_depth_and_by_their_records_alone(tmp_path):
+    put(tmp_path / "a" / "b" / "c", *graphed())
+    put(tmp_path / ".partial", *graphed())
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "overview.json").write_text("{}")
+    put(tmp_path / "sweep" / "batch-1", *graphed())
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    folders, sweeps = overview_rows.find_folders(tmp_path)
+    assert folders == [tmp_path / "a/b/c"] and sweeps == [tmp_path / "sweep"]
+    assert "sweep: a sweep, left out" in text_of(tmp_path)
+    assert overview_rows.find_folders(tmp_path / "sweep")[0] == [tmp_path / "sweep/batch-1"]
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        overview_rows.find_folders(tmp_path / "nothing")
+
+
+def test_one_row_for_each_variant_that_is_not_eager_with_eager_of_the_same_folder(tmp_path):
+    put(tmp_path / "one", *graphed())
+    put(tmp_path / "two", *graphed(((20.0, 10.0), (20.2, 10.0)), model="other"))
+    first, second = rows_of(tmp_path)
+    assert (first["model"], first["variant"], first["eager_ms"], first["step_ms"]) == ("fake", "graph", 10.0, 8.0)
+    assert (second["model"], second["eager_ms"], second["step_ms"]) == ("other", 20.1, 10.0)
+    assert second["speedup"] == pytest.approx((2.0 * 2.02) ** 0.5)
+
+
+def test_folders_of_one_model_are_never_paired_with_each_other(tmp_path):
+    """graph of the second folder has no eager of its own; that of the first would make it 2.5x."""
+    put(tmp_path / "one", *graphed())
+    put(tmp_path / "two", *(record for record in graphed(((9.0, 4.0), (9.0, 4.0))) if record["variant"] == "graph"))
+    first, second = rows_of(tmp_path)
+    assert first["speedup"] == pytest.approx(1.245, abs=0.001)
+    assert second["speedup"] is None and second["eager_ms"] is None and second["break_even_steps"] is None
+    assert second["verdict"] == "no eager of the same round"
+    assert "no eager of the same round" in text_of(tmp_path)
+
+
+def test_labels_tell_folders_of_one_model_apart(tmp_path):
+    for name in ("fake-bench", "fake-bench-overlap", "x/again", "y/again"):
+        put(tmp_path / name, *graphed())
+    put(tmp_path / "two", *graphed(env={"world_size": 2}))
+    labels = [row["label"] for row in rows_of(tmp_path)]
+    assert labels == [
+        "fake/bench x1",
+        "fake/bench x1 overlap",
+        "fake/bench x1 again (x/again)",
+        "fake/bench x1 again (y/again)",
+        "fake/bench x2",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------
+# Quiet and busy
+
+
+def test_the_folder_under_load_is_a_column_found_by_its_records_not_by_its_name(tmp_path):
+    put(tmp_path / "quiet", *graphed())
+    put(tmp_path / "any name", *graphed(((12.0, 8.0), (12.2, 8.1)), host_load=4))
+    put(tmp_path / "busiest", *graphed(((14.0, 8.0), (14.2, 8.1)), host_load=16))
+    (row,) = rows_of(tmp_path)
+    assert (row["host_load"], row["contended_host_load"], row["contended_folder"]) == (0, 16, "busiest")
+    assert row["contended_speedup"] == pytest.approx((14.0 / 8.0 * 14.2 / 8.1) ** 0.5)
+    assert row["speedup"] == pytest.approx(1.245, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"preset": "tiny"}, {"env": {"gpu_name": "NVIDIA A100"}}, {"env": {"world_size": 2}}, {"config": {"layers": 2}}],
+)
+def test_load_on_other_work_or_another_machine_is_a_block_of_its_own(tmp_path, changes):
+    put(tmp_path / "quiet", *graphed(config={"layers": 1, "min_steps": 50}))
+    changes = {"config": {"layers": 1}} | changes
+    put(tmp_path / "loaded", *graphed(host_load=16, **changes))
+    rows = rows_of(tmp_path)
+    assert [row["contended_host_load"] for row in rows] == [None, None]
+    assert sorted(row["host_load"] for row in rows) == [0, 16]
+    assert any("load 16" in row["label"] for row in rows)
+
+
+def test_how_a_run_is_measured_does_not_make_other_work_of_it(tmp_path):
+    put(tmp_path / "quiet", *graphed(config={"layers": 1, "min_steps": 50}))
+    put(tmp_path / "loaded", *graphed(config={"layers": 1, "min_steps": 80}, host_load=16))
+    assert [row["contended_host_load"] for row in rows_of(tmp_path)] == [16]
+
+
+def test_load_belongs_to_the_folder_of_its_source(tmp_path):
+    put(tmp_path / "new", *graphed())
+    put(tmp_path / "old", *graphed(env={"source_hash": "old"}))
+    put(tmp_path / "loaded", *graphed(env={"source_hash": "old"}, host_load=16))
+    assert {row["folder"]: row["contended_host_load"] for row in rows_of(tmp_path)} == {"new": None, "old": 16}
+
+
+# ------------------------------------------------------------------------------------------------
+# Figures of a row
+
+
+def test_break_even_is_setup_over_gain_and_never_without_one(tmp_path):
+    put(tmp_path / "faster", *graphed(((10.0, 8.0),) * 2 + ((10.0, 8.001),)))
+    (row,) = rows_of(tmp_path)
+    assert row["break_even_steps"] == pytest.approx(3500 / 2, rel=1e-3) and not row["break_even_never"]
+    put(tmp_path / "faster", *graphed(((8.0, 10.0),) * 2 + ((8.0, 10.001),)))
+    (row,) = rows_of(tmp_path)
+    assert row["break_even_steps"] is None and row["break_even_never"]
+    assert " never " in text_of(tmp_path, parts=("capture",))
+    put(tmp_path / "faster", *graphed(((10.0, 8.0), (10.0, 11.0), (10.0, 9.0))))
+    (row,) = rows_of(tmp_path)
+    assert row["verdict"] == "unclear" and row["break_even_steps"] is None and not row["break_even_never"]
+
+
+def test_compile_time_is_part_of_break_even(tmp_path):
+    found = graphed(((10.0, 8.0),) * 2 + ((10.0, 8.001),))
+    cold = make("graph", 0, capture={**STRATEGY, "compile_s": 60.0})
+    put(tmp_path / "one", *found, cold)
+    (row,) = rows_of(tmp_path)
+    assert row["compile_s"] == 60.0 and row["break_even_steps"] == pytest.approx(63500 / 2, rel=1e-3)
+
+
+def test_a_status_other_than_pass_stands_where_the_verdict_would(tmp_path):
+    put(tmp_path / "one", *graphed(), make("big", 0, status="oom", message="asked 9 GiB, 2 free"))
+    text = text_of(tmp_path, parts=("speed", "notes"))
+    (line,) = [line for line in text.splitlines() if line.startswith("fake/bench  big")]
+    assert "oom" in line.split()
+    assert "fake/bench big: oom: asked 9 GiB, 2 free" in text
+    assert "big" not in text_of(tmp_path, parts=("cost",))
+
+
+# ------------------------------------------------------------------------------------------------
+# What is never in one table
+
+
+def test_gpu_types_and_cpus_have_headings_of_their_own_and_cpus_no_speed_up(tmp_path):
+    put(tmp_path / "a", *graphed())
+    put(tmp_path / "b", *graphed(env={"gpu_name": "NVIDIA A100"}))
+    put(tmp_path / "c", *on_cpu(numerics={"parity": "bitwise"}))
+    text = text_of(tmp_path, parts=("speed",))
+    parts = text.split("\n\n")
+    assert [part.splitlines()[0] for part in parts[::2]] == ["NVIDIA A100", "NVIDIA H200", "CPU: Xeon, 2 cores"]
+    assert len([line for line in text.splitlines() if line.startswith("fake/bench")]) == 3
+    assert "speed-up" not in parts[-1] and "bitwise" in parts[-1] and "bitwise" not in parts[1]
+    assert rows_of(tmp_path)[-1]["speedup"] is None
+
+
+def test_a_folder_that_mixes_is_refused_by_name_and_the_others_are_shown(tmp_path):
+    put(tmp_path / "good", *graphed())
+    put(tmp_path / "bad", *graphed(), make("other", 1, device="cpu"))
+    put(tmp_path / "worse", *graphed(), make("other", 1, env={"gpu_name": "NVIDIA A100"}))
+    answer = command(tmp_path, "--write")
+    assert answer.returncode == 2 and "nothing written" in answer.stderr and not list(tmp_path.glob("overview*"))
+    answer = command(tmp_path)
+    assert answer.returncode == 2 and answer.stdout.count("fake/bench  graph") == 4
+    assert "refused: bad: a table cannot mix cpu and cuda records" in answer.stderr
+    assert "refused: worse: a table cannot mix GPU types: NVIDIA A100, NVIDIA H200" in answer.stderr
+
+
+def test_unsound_files_are_named_and_left_out(tmp_path):
+    found = graphed()
+    found[1]["statistic_ms"] *= 1.01
+    put(tmp_path / "one", *found)
+    other = json.loads((tmp_path / "one" / "eager.r1.json").read_text()) | {"schema": 2}
+    (tmp_path / "one" / "eager.r3.json").write_text(json.dumps(other))
+    (tmp_path / "one" / "graph.r3.json").write_text('{"schema": 1, "mod')
+    text = text_of(tmp_path)
+    assert "skipped: one/eager.r3.json: schema 2, this code reads schema 1" in text
+    assert "skipped: one/graph.r1.json" in text and "edited by hand" in text
+    assert "skipped: one/graph.r3.json: not a whole JSON document" in text
+    (row,) = overview_rows.rows_of(overview_rows.read(tmp_path)[0])
+    assert row["num_pairs"] == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# NVIDIA's table
+
+
+def test_strategies_have_a_row_for_each_submission_measured_or_not(tmp_path):
+    put(tmp_path / "tiny", *graphed(model="gpt3", preset="tiny"))
+    put(tmp_path / "bench", *graphed(((10.0, 9.0), (10.0, 9.1)), model="gpt3"))
+    put(tmp_path / "load", *graphed(((20.0, 9.0), (20.0, 9.1)), model="gpt3", preset="full", host_load=16))
+    rows = overview_rows.strategies(rows_of(tmp_path))
+    assert [row["model"] for row in rows] == [published.model for published in PUBLISHED]
+    here = rows[0]["here"]
+    assert (here["preset"], here["folder"]) == ("bench", "bench")
+    assert [row["here"] for row in rows[1:]] == [None] * 4
+    text = text_of(tmp_path, parts=("measured", "sources"))
+    assert text.count("not measured yet") == 4
+    (line,) = [line for line in text.splitlines() if line.startswith("GPT-3 175B")]
+    assert "bench graph" in line and "1.022x to 1.030x" in line and "[1." in line
+    for published in PUBLISHED:
+        assert published.source in text
+
+
+def test_strategies_of_a_cpu_show_no_speed_up(tmp_path):
+    put(tmp_path / "tiny", *on_cpu(model="rnnt", preset="tiny"))
+    text = text_of(tmp_path, parts=("measured",))
+    assert "tiny graph" in text and "speed-up" not in text
+
+
+def test_published_figures_stand_beside_graphs_alone(tmp_path):
+    put(tmp_path / "one", *graphed(model="gpt3"), make("compile", 0, model="gpt3", status="unsupported"))
+    lines = [line for line in text_of(tmp_path, parts=("speed",)).splitlines() if line.startswith("gpt3/bench")]
+    assert [line.endswith("1.022x to 1.030x") for line in lines] == [False, True]
+
+
+# ------------------------------------------------------------------------------------------------
+# Forms
+
+
+def test_json_and_csv_hold_what_the_tables_show_with_full_precision(tmp_path):
+    put(tmp_path / "one", *graphed(model="gpt3"))
+    document = json.loads(command(tmp_path, "--json").stdout)
+    assert document["schema"] == 1 and len(document["published"]) == 5
+    (row,) = document["rows"]
+    expected = (10.0 / 8.0 * 10.1 / 8.1 * 9.9 / 8.0) ** (1 / 3)
+    assert row["speedup"] == pytest.approx(expected, rel=1e-12)
+    assert row["published_source"].startswith("https://")
+    (folder,) = document["folders"]
+    assert (folder["folder"], folder["num_records"], folder["gpu_uuids"]) == ("one", 6, ["GPU-0"])
+    (line,) = csv.DictReader(io.StringIO(command(tmp_path, "--csv").stdout))
+    assert set(line) == set(row) and float(line["speedup"]) == row["speedup"] and line["contended_speedup"] == ""
+
+
+def test_written_files_are_stable_ascii_and_without_this_machines_paths(tmp_path):
+    put(tmp_path / "one", *graphed(model="gpt3"))
+    assert command(tmp_path, "--write").returncode == 0
+    names = ("overview.md", "overview.csv", "overview.json")
+    first = [(tmp_path / name).read_text() for name in names]
+    assert command(tmp_path, "--write").returncode == 0
+    assert first == [(tmp_path / name).read_text() for name in names]
+    for text in first:
+        assert text.isascii() and str(tmp_path) not in text and text.endswith("\n") and not text.endswith("\n\n")
+    assert "| [gpt3/bench](one) | graph |" in first[0]
+
+
+def test_markdown_tables_have_one_number_of_cells(tmp_path):
+    put(tmp_path / "one", *graphed(capture={"strategy": "a | b"}))
+    for block in text_of(tmp_path, markdown=True, parts=overview_tables.PARTS).split("\n\n"):
+        lines = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+
+
+def test_console_text_fits_a_wide_screen():
+    blocks, faults, _ = overview_rows.read(RESULTS)
+    text = overview_tables.text_of(RESULTS, blocks, faults, parts=("speed", "host", "capture", "cost", "measured"))
+    assert blocks and max(map(len, text.splitlines())) <= 180 and text.isascii()
+
+
+def test_wrong_folders_are_one_line(tmp_path):
+    answer = command(tmp_path / "nothing")
+    assert answer.returncode == 2 and "no folder" in answer.stderr and answer.stderr.count("\n") == 1
+    answer = command(tmp_path)
+    assert answer.returncode == 1 and "no records in or below" in answer.stderr and answer.stderr.count("\n") == 1
+    put(tmp_path / "eager-only", make("eager", 1), make("eager", 2))
+    answer = command(tmp_path)
+    assert answer.returncode == 0 and "eager alone, nothing to compare" in answer.stdout
+    for form in ("--json", "--csv", "--markdown"):
+        assert command(tmp_path, form).returncode == 0
+
+
+def test_compare_of_folders_of_records_is_the_overview(tmp_path):
+    put(tmp_path / "one", *graphed())
+    assert command(tmp_path, module="compare").stdout == command(tmp_path).stdout
+    assert "p95/p50" in command(tmp_path / "one", module="compare").stdout.splitlines()[2]
+    (tmp_path / "empty").mkdir()
+    answer = command(tmp_path / "empty", module="compare")
+    assert answer.returncode == 1 and "no records" in answer.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# Size
+
+
+def test_two_hundred_records_in_seconds_and_without_torch(tmp_path):
+    source = RESULTS / "h200x1" / "gpt3-bench"
+    found = [records.read(path) for path in sorted(source.glob("*.json"))]
+    count = 0
+    for index in range(20):
+        model = PUBLISHED[index % 5].model
+        for record in found:
+            number = record["round"] + (index // 5 > 1)
+            changed = record | {"model": model, "round": number, "host_load": 16 * (index // 5 % 2)}
+            name = records.file_name(record["variant"], number)
+            records.write(tmp_path / f"h200x1/{model}-bench-{index}" / name, changed)
+            count += 1
+    assert count >= 200
+    code = (
+        "import sys; from benchmarks import overview\n"
+        f"assert overview.main([{str(tmp_path)!r}]) == 0\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
+    )
+    start = time.perf_counter()
+    answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    assert answer.returncode == 0, answer.stderr
+    assert "stable_diffusion/bench" in answer.stdout
+    assert seconds < 5
+
+
+def test_schema_of_the_document_is_its_own():
+    assert overview.document([], [])["schema"] == overview.SCHEMA

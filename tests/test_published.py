@@ -1,0 +1,31 @@
+"""NVIDIA's published figures: complete, sourced, and numbers that stand in the words."""
+
+import re
+
+from benchmarks.published import PUBLISHED, of_model
+
+
+def test_the_five_models_once_each():
+    assert [each.model for each in PUBLISHED] == ["gpt3", "llama2_lora", "llama31", "rnnt", "stable_diffusion"]
+    assert of_model("rnnt").title == "RNN-T" and of_model("other") is None
+
+
+def test_every_figure_has_a_source_and_is_plain_text():
+    for each in PUBLISHED:
+        assert re.fullmatch(r"https://docs\.nvidia\.com/dl-cuda-graph/latest/examples/[a-z0-9-]+\.html", each.source)
+        for text in vars(each).values():
+            if isinstance(text, str):
+                assert text and text.isascii() and "|" not in text
+                assert text == text.strip()
+
+
+def test_numbers_are_those_of_the_words():
+    for each in PUBLISHED:
+        ratios = {float(number) for number in re.findall(r"([\d.]+)x", each.gain)}
+        ratios |= {round(1 + float(number) / 100, 4) for number in re.findall(r"([\d.]+) %", each.gain)}
+        assert {ratio for ratio, _ in each.speedups} == ratios, each.model
+        ends = {float(number) for number in re.findall(r"([\d.]+)x", each.gain_range)}
+        assert ends <= ratios, each.model
+        if len(ends) == 2:
+            assert (min(ends), max(ends)) == (min(ratios), max(ratios)), each.model
+    assert of_model("rnnt").speedups == ()
