@@ -1,0 +1,532 @@
+"""Figures from records made by hand: labels, findings that follow the numbers, what is missing, equal bytes."""
+
+import gzip
+import math
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.text import Text
+
+from benchmarks import plot
+from benchmarks.figures import cost, evidence, speed, steps, style
+from tests.figure_records import POINTS, everything, failed, gpt3, make, put, session, sweep_file, trace_file
+
+ROOT = Path(__file__).parent.parent
+
+
+def pages(root):
+    """name -> page of every figure that can be drawn, and name -> why not."""
+    drawn, missing = {}, {}
+    with style.applied():
+        for name, make_page in plot.figures(evidence.collect(root)):
+            try:
+                drawn[name] = make_page()
+            except evidence.Missing as error:
+                missing[name] = str(error)
+    return drawn, missing
+
+
+def texts(page):
+    """Every text that a page shows."""
+    return [text for text in page.figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+
+
+def words(page):
+    return [text.get_text() for text in texts(page)]
+
+
+def title_of(root, name="speedup"):
+    return pages(root)[0][name].title
+
+
+@pytest.fixture(scope="module")
+def full_root(tmp_path_factory):
+    return everything(tmp_path_factory.mktemp("all"))
+
+
+@pytest.fixture(scope="module")
+def full(full_root):
+    return pages(full_root)
+
+
+# ------------------------------------------------------------------------------------------------
+# All figures
+
+
+def test_every_figure_of_a_full_root_is_drawn(full):
+    drawn, missing = full
+    assert {name.partition("-")[0] for name in drawn} == {
+        "speedup",
+        "step_time",
+        "jitter",
+        "timeline",
+        "memory",
+        "break_even",
+        "scope",
+        "crossover",
+        "scaling",
+    }
+    assert missing["timeline-h200x2-gpt3-bench"] == "no trace beside the records"
+    assert "one number of GPUs" in missing["scaling-rnnt-full"]
+
+
+def extents(page):
+    """(text, its box in pixels) of what is really drawn: axes also keep labels of ticks beyond their limits."""
+    drawn = []
+    draw = Text.draw
+
+    def record(text, renderer):
+        drawn.append(text)
+        draw(text, renderer)
+
+    with style.applied(), mock.patch.object(Text, "draw", record):
+        page.figure.canvas.draw()
+        shown = [text for text in drawn if text.get_visible() and text.get_text().strip()]
+        return [(text.get_text(), text.get_window_extent().extents) for text in shown]
+
+
+def assert_inside(page, name):
+    width, height = page.figure.bbox.width, page.figure.bbox.height
+    for text, (x0, y0, x1, y1) in extents(page):
+        assert x0 > -1 and x1 < width + 1 and y0 > -1 and y1 < height + 1, (name, text)
+
+
+def test_no_text_is_cut_or_says_nan(full):
+    for name, page in full[0].items():
+        assert_inside(page, name)
+        for text in words(page):
+            assert not re.search(r"\b(nan|none|inf)\b", text, re.IGNORECASE), (name, text)
+
+
+def test_texts_do_not_overlap(full):
+    for name, page in full[0].items():
+        boxes = extents(page)
+        for index, (first, (ax0, ay0, ax1, ay1)) in enumerate(boxes):
+            for second, (bx0, by0, bx1, by1) in boxes[index + 1 :]:
+                apart = ax1 <= bx0 + 1 or bx1 <= ax0 + 1 or ay1 <= by0 + 2 or by1 <= ay0 + 2
+                assert apart, (name, first, second)
+
+
+def test_every_row_of_the_records_is_named(full):
+    shown = words(full[0]["speedup"])
+    for label in ("graph", "graph, 16 busy processes", "graph_te", "reduce_overhead", "eager_sync", "compile_graph"):
+        assert label in shown
+    for heading in ("GPT-3 bench", "Llama 2 LoRA bench", "Llama 3.1 bench", "RNN-T full", "Stable Diffusion full"):
+        assert heading in shown
+    assert any(re.fullmatch(r"1\.0\d\dx \[0\.\d+, 1\.\d+\] unclear", text) for text in shown)
+    for name in ("step_time-h200x1-llama2_lora-bench", "memory"):
+        assert {"eager", "compile", "graph", "reduce_overhead", "graph_overlap"} <= set(words(full[0][name]))
+    assert {"eager", "compile", "graph", "partial"} <= set(words(full[0]["timeline-h200x1-rnnt-full"]))
+
+
+def test_what_did_not_run_stands_in_brick_with_its_reason(full):
+    for name, text in (
+        ("speedup", "graph_overlap: oom: CUDA out of memory"),
+        ("speedup", "graph_te: unsupported: graph_te needs a GPU and Transformer Engine: make te"),
+        ("step_time-h200x1-llama2_lora-bench", "oom: CUDA out of memory"),
+        ("memory", "oom: CUDA out of memory"),
+    ):
+        [label] = [artist for artist in texts(full[0][name]) if artist.get_text() == text]
+        assert label.get_color() == style.FAILURE
+
+
+def test_footer_says_gpu_versions_commit_and_rounds(full):
+    assert "NVIDIA H200 x1, torch 2.13.0, CUDA 13.0, driver 580.1, git 0123456789ab, 4 rounds x 100 steps" in words(
+        full[0]["jitter-h200x1-rnnt-full"]
+    )
+    assert any(text.startswith("NVIDIA H200 x1, x2, x4, x8, torch") for text in words(full[0]["speedup"]))
+
+
+def test_variants_of_one_figure_look_different():
+    names = [*style.LOOKS, "graph_a", "graph_b", "eager_x", "compile_y"]
+    looks = [style.look(name, names) for name in names]
+    assert len({look[0] for look in looks}) == len(looks)
+    assert len({look[2] for look in looks}) == len(looks)
+    assert style.look("eager")[0] == "#8c8c8c" and style.look("graph")[0] == "#1b6ca8"
+    assert style.look("compile")[0] == "#d9a441" and style.FAILURE == "#b5402f"
+
+
+def test_files_are_equal_byte_by_byte(tmp_path):
+    root = tmp_path / "results"
+    gpt3(root)
+    assert plot.main([str(root), "--out", str(tmp_path / "a")]) == 0
+    code = (
+        "import sys; from benchmarks import plot\n"
+        "assert 'matplotlib' not in sys.modules, 'for --help'\n"
+        f"assert plot.main([{str(root)!r}, '--out', {str(tmp_path / 'b')!r}]) == 0\n"
+        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
+    )
+    # Another process with other hashes and another taste.
+    (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.facecolor: black\n")
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(names) == 12
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_committed_evidence_makes_small_files(tmp_path, capsys):
+    assert plot.main([str(ROOT / "results"), "--out", str(tmp_path)]) == 0
+    files = list(tmp_path.iterdir())
+    assert {path.suffix for path in files} == {".svg", ".png"}
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    assert max(path.stat().st_size for path in files) < 80_000
+    assert "<dc:date>" not in (tmp_path / "speedup.svg").read_text()
+    assert f"{len(files)} files" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_200_records_are_drawn_in_8_seconds(tmp_path):
+    num = 0
+    for model in ("gpt3", "rnnt", "llama31", "llama2_lora", "stable_diffusion"):
+        found = session({"graph": 1.02, "partial": 1.01, "graph_te": 1.0}, num_rounds=10, model=model)
+        put(tmp_path / "h200x1" / f"{model}-bench", *found)
+        num += len(found)
+    assert num == 200
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "benchmarks.plot", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Of the processor, so that neighbours do not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 8
+
+
+# ------------------------------------------------------------------------------------------------
+# Findings
+
+
+@pytest.mark.parametrize(
+    ("speedup", "noise", "num_rounds", "expected"),
+    [
+        (1.05, 0.002, 4, "GPT-3 bench: graph gains 5.0 %"),
+        (0.95, 0.002, 4, "GPT-3 bench: graph loses 5.0 %"),
+        (1.6, 0.002, 4, "GPT-3 bench: graph is 1.60x as fast"),
+        (0.5, 0.002, 4, "GPT-3 bench: graph takes 2.00x as long"),
+        (1.01, 0.02, 4, "GPT-3 bench: graph is unclear"),
+        (1.0, 0.001, 4, "GPT-3 bench: graph is the same within 0.5 %"),
+        (1.006, 0.0023, 4, "GPT-3 bench: graph is faster, by how much is not settled"),
+        (1.05, 0.0, 1, "GPT-3 bench: graph has no interval (one round)"),
+    ],
+)
+def test_title_claims_what_the_interval_bears(tmp_path, speedup, noise, num_rounds, expected):
+    gpt3(tmp_path, speedup, noise=noise, num_rounds=num_rounds)
+    assert title_of(tmp_path) == expected
+
+
+def test_title_over_models_counts_verdicts(full, tmp_path):
+    expected = "Graphs are faster for 4 of 5 (most RNN-T full, 1.58x), slower for 1 (Llama 3.1 bench, 0.98x)"
+    assert full[0]["speedup"].title == expected
+    for model, speedup, noise in (("gpt3", 0.9, 0.001), ("rnnt", 1.01, 0.03), ("llama31", 1.0, 0.001)):
+        put(tmp_path / f"{model}-bench", *session({"graph": speedup}, noise, model=model))
+    assert title_of(tmp_path) == "Graphs are slower for 1 of 3 (GPT-3 bench, 0.90x), the same for 1, unclear for 1"
+
+
+def test_title_speaks_of_graph_and_not_of_the_best_variant(tmp_path):
+    put(tmp_path, *session({"graph": 1.01, "graph_te": 1.2}))
+    assert pages(tmp_path)[0]["speedup"].title.endswith(": graph gains 1.0 %")
+
+
+def test_load_is_a_row_of_its_own_and_in_the_title(tmp_path):
+    gpt3(tmp_path, 1.009)
+    folder = tmp_path / "h200x1" / "gpt3-bench-load16"
+    put(folder, *session({"graph": 1.1}, noise=0.2, host_load=16))
+    assert title_of(tmp_path).endswith("; beside 16 busy processes the gain is unclear")
+    put(folder, *session({"graph": 1.1}, noise=0.001, host_load=16))
+    assert title_of(tmp_path).endswith("; beside 16 busy processes it gains 10 %")
+    assert title_of(folder) == "GPT-3 bench beside 16 busy processes: graph gains 10 %"
+
+
+def test_hollow_dot_where_nothing_is_significant(tmp_path):
+    def dots(root):
+        page = pages(root)[0]["speedup"]
+        return {
+            line.get_gid(): line.get_markerfacecolor()
+            for line in page.figure.axes[0].get_lines()
+            if line.get_gid() is not None
+        }
+
+    gpt3(tmp_path / "clear", 1.05)
+    gpt3(tmp_path / "unclear", 1.01, noise=0.02)
+    gpt3(tmp_path / "one", 1.05, num_rounds=1)
+    assert dots(tmp_path / "clear") == {"filled-graph": "#1b6ca8"}
+    assert dots(tmp_path / "unclear") == {"hollow-graph": "white"}
+    assert dots(tmp_path / "one") == {"hollow-graph": "white"}
+
+
+def test_step_time_says_what_binds(tmp_path):
+    put(tmp_path / "host", *session({"graph": 1.5}))
+    put(tmp_path / "gpu", *[dict(record, issue_ms=2.0) for record in session({"graph": 1.5})])
+    put(tmp_path / "unknown", *[dict(record, issue_ms=None, busy_ms=None) for record in session({"graph": 1.5})])
+    drawn, _ = pages(tmp_path)
+    assert "eager is bound by the host, busy 8.0 ms and issued in 9.0 ms" in drawn["step_time-host"].title
+    assert "eager is bound by the GPU, busy 8.0 ms and issued in 2.0 ms" in drawn["step_time-gpu"].title
+    assert drawn["step_time-unknown"].title.endswith(": an eager step takes 10 ms")
+
+
+def test_timeline_title_follows_the_traces(tmp_path):
+    folder = gpt3(tmp_path)
+    title = title_of(tmp_path, "timeline-h200x1-gpt3-bench")
+    assert title == "GPT-3 bench: profiled, the GPU idles 16 % of an eager step and 1.9 % of graph's"
+    assert {"7.2 ms, 16 % idle", "timed: 10.0 ms"} <= set(words(pages(tmp_path)[0]["timeline-h200x1-gpt3-bench"]))
+    trace_file(folder, "eager", 100.0)
+    assert "50 % of an eager step" in title_of(tmp_path, "timeline-h200x1-gpt3-bench")
+
+
+def test_jitter_is_relative_to_the_median_of_its_kind_of_batch(tmp_path):
+    record = make(step_ms=15.0, num_steps=10)
+    record["steps"].update(gpu_ms=[10.0, 20.0] * 9 + [12.0, 22.0], batch=[0, 1] * 10)
+    values = steps.relative_steps(evidence.Evidence(tmp_path, [record], []), "eager")
+    assert values == [1.0] * 18 + [1.1, 1.2]
+
+
+def test_break_even(tmp_path):
+    root = tmp_path / "faster"
+    gpt3(root, 1.25, noise=0.001)
+    # 1 s of warm-up and 0.5 s of capture, 2 ms a step.
+    page = pages(root)[0]["break_even"]
+    assert page.title == "GPT-3 bench: graph has paid for warm-up and capture after 750 steps"
+    assert "graph: 750 steps; without warm-up 250" in [text.get_text() for text in page.figure.axes[0].legend_.texts]
+    gpt3(tmp_path / "slower", 0.9)
+    page = pages(tmp_path / "slower")[0]["break_even"]
+    assert page.title == "GPT-3 bench: graph loses 10 %, so its set-up never pays off"
+    assert page.figure.axes[0].legend_.texts[0].get_text() == "graph: never (slower)"
+    gpt3(tmp_path / "unclear", 1.01, noise=0.02)
+    page = pages(tmp_path / "unclear")[0]["break_even"]
+    assert page.title.endswith("has no settled break-even")
+    assert page.figure.axes[0].legend_.texts[0].get_text() == "graph: not settled (unclear)"
+
+
+def test_a_longer_step_never_pays_off():
+    eager = {"step_ms": 10.0}
+    assert cost.break_even_steps({"speedup": 1.25}, eager, 1.5) == pytest.approx(750)
+    assert cost.break_even_steps({"speedup": 1.0}, eager, 1.5) is None
+    assert cost.break_even_steps({"speedup": 0.9}, eager, 1.5) is None
+
+
+def test_memory_title_and_capacity(tmp_path):
+    gpt3(tmp_path)
+    page = pages(tmp_path)[0]["memory"]
+    assert page.title == "GPT-3 bench: graph reserves 3.0 GiB more than eager (+15 %)"
+    bars = [(round(bar.get_x(), 6), round(bar.get_width(), 6)) for bar in page.figure.axes[0].patches]
+    assert bars == [(0, 20), (0, 20), (20, 3)]
+    assert page.figure.axes[0].get_lines()[-1].get_xdata()[0] == pytest.approx(140.4, abs=0.01)
+    put(tmp_path / "other", *session({"graph": 1.1}, env={"gpu_name": "NVIDIA Unheard-of"}))
+    assert not pages(tmp_path / "other")[0]["memory"].figure.axes[0].get_lines()
+
+
+def test_scope_goes_from_nothing_to_most_in_a_replay(full):
+    shown = words(full[0]["scope-h200x1-stable_diffusion-full"])
+    names = [text for text in shown if text in ("eager", "eager_sync", "partial", "graph")]
+    assert names == ["eager", "eager_sync", "partial", "graph"]
+    assert "full iteration; 1 replays a step" in shown or "full iteration; 1 replay a step" in shown
+
+
+def test_bars_begin_at_zero(full):
+    for name, page in full[0].items():
+        if name.startswith(("step_time", "memory", "scope")):
+            assert all(axes.get_xlim()[0] == 0 for axes in page.figure.axes)
+
+
+def test_a_wide_interval_does_not_crush_the_others():
+    row = {"verdict": "faster", "speedup": 1.009, "speedup_low": 1.006, "speedup_high": 1.012}
+    wide = {"verdict": "unclear", "speedup": 1.1, "speedup_low": 0.3, "speedup_high": 4.0}
+    low, high = speed.limits([row, wide])
+    assert low > 0.9 and 1.1 < high < 1.25
+    alone = speed.limits([{**row, "speedup_low": 1.002}])
+    assert alone[0] < 1 / speed.SAME and alone[1] > 1.012
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.99, 1.02), (0.9, 1.3), (0.5, 2.1), (0.05, 40.0), (0.9999, 1.0001)])
+def test_ratio_ticks(low, high):
+    ticks = style.ratio_ticks(low, high)
+    assert 1 <= len(ticks) <= 10 and 1.0 in ticks
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+
+
+def test_near_kernels_are_drawn_as_one():
+    assert steps.merged([(0.0, 1.0), (1.1, 1.0), (4.0, 1.0), (4.2, 0.1)], 0.5) == [(0.0, 2.1), (4.0, 1.0)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Sweeps and several GPUs
+
+
+def test_crossover_is_marked_between_its_points(full, tmp_path):
+    page = full[0]["crossover-h200x1-sweep-gpt3-batch"]
+    assert page.title == "GPT-3 bench: graphs stop paying between batch 4 and 6"
+    shown = words(page)
+    assert {"crossover between 4 and 6", "oom", "2.00", "0.33"} <= set(shown)
+    [mark] = [line for line in page.figure.axes[0].get_lines() if line.get_linestyle() == "--"]
+    assert mark.get_xdata()[0] == pytest.approx(math.sqrt(24))
+    sweep_file(tmp_path, POINTS[:3], None, "graphs still pay at 4")
+    page = pages(tmp_path)[0][f"crossover-{tmp_path.name}"]
+    assert page.title == "GPT-3 bench: graphs still pay at 4"
+    assert not [text for text in words(page) if "crossover" in text]
+
+
+def test_sweeps_without_a_speed_up_or_broken_are_said(tmp_path, capsys):
+    sweep_file(tmp_path / "cpu", [(1, None, 0.0, None, "pass")], None, "CPU: no speed-up is measured here")
+    sweep_file(tmp_path / "empty", [], None, "no point")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "sweep.json").write_text('{"schema": 1, "model')
+    sweep_file(tmp_path / "new", [], None, "", schema=2)
+    put(tmp_path / "cpu" / "batch-1", *session({"graph": 1.1}))
+    assert plot.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not drawn: crossover of cpu: CPU: no speed-up is measured here" in out
+    assert "not drawn: crossover of empty: no point" in out
+    assert "half/sweep.json: " in out and "new/sweep.json: not a sweep of schema 1" in out
+    assert "not drawn: speedup: " in out, "points of a sweep belong to its own figure"
+
+
+def test_scaling_has_one_point_for_each_number_of_gpus(full):
+    page = full[0]["scaling-gpt3-bench"]
+    assert page.title.startswith("GPT-3 bench, graph: on 1 GPU it is faster, by how much is not settled, on 8 GPUs it")
+    assert page.title.endswith(" it gains 9.0 %")
+    [curve] = [line for line in page.figure.axes[0].get_lines() if len(line.get_xdata()) == 4]
+    assert list(curve.get_ydata()) == pytest.approx([1.009, 1.02, 1.05, 1.09], rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is missing or wrong
+
+
+def test_without_eager_there_is_no_speed_up(tmp_path):
+    put(tmp_path, *[record for record in session({"graph": 1.1}) if record["variant"] != "eager"])
+    drawn, missing = pages(tmp_path)
+    assert missing["speedup"] == "no variant has a timed round beside eager's"
+    assert "break_even" in missing
+    assert [name for name in drawn if name.startswith("step_time")]
+
+
+def test_only_failures_and_rounds_of_parity(tmp_path):
+    put(
+        tmp_path,
+        make("eager", 0),
+        failed("graph", "capture_failed", "stream is capturing"),
+    )
+    drawn, missing = pages(tmp_path)
+    assert not drawn and len(missing) == 8
+
+
+def test_a_variant_that_fails_in_one_round_keeps_its_bar(tmp_path):
+    found = session({"graph": 1.1})
+    found[3].update(status="failed", message="killed", statistic_ms=None)
+    found[3]["steps"].update(gpu_ms=[], batch=[])
+    put(tmp_path, *found)
+    drawn, _ = pages(tmp_path)
+    [name] = [name for name in drawn if name.startswith("step_time")]
+    assert "  failed in a round" in words(drawn[name])
+    assert any(text.startswith("graph: failed: killed") for text in words(drawn["speedup"]))
+
+
+def test_a_message_may_hold_anything(tmp_path):
+    message = "\x1b[31mcost $5 and <b> & $\\frac{$\n\nunits: \u00b5s " + "long " * 60
+    put(tmp_path, *session({"graph": 1.1}), failed("partial", "failed", message))
+    assert plot.main([str(tmp_path)]) == 0
+    text = (tmp_path / "figures" / "speedup.svg").read_text()
+    ElementTree.fromstring(text)
+    assert "cost $5 and &lt;b&gt; &amp; $\\frac{$ units" in text
+
+
+def test_huge_and_tiny_numbers_fit(tmp_path):
+    put(tmp_path / "huge", *session({"graph": 80.0, "partial": 0.01}, step_ms=2.5e6))
+    put(tmp_path / "tiny", *session({"graph": 1.0001}, step_ms=0.004))
+    drawn, _ = pages(tmp_path)
+    assert len(drawn) >= 7
+    for name, page in drawn.items():
+        assert_inside(page, name)
+
+
+def test_bad_files_are_named_and_the_rest_is_drawn(tmp_path, capsys):
+    folder = gpt3(tmp_path)
+    (folder / "graph.r9.json").write_text('{"schema": 1, "model"')
+    (folder / "eager.r9.json").write_text('{"schema": 7}')
+    (folder / "notes.json").write_text("[]")
+    (folder / "graph.r1.trace.json.gz").write_bytes(b"\x1f\x8b broken")
+    assert plot.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "skipped: " in out and "graph.r9.json: not a whole JSON document" in out
+    assert "eager.r9.json: schema 7, this code reads schema 1" in out and "notes.json" not in out
+    assert "idles 16 % of a profiled eager step" in out
+    (folder / "eager.r1.trace.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
+    plot.main([str(tmp_path)])
+    assert "eager.r1.trace.json.gz: a trace without any kernel" in capsys.readouterr().out
+
+
+def test_a_mixed_folder_is_refused_by_name_and_the_rest_is_drawn(tmp_path, capsys):
+    gpt3(tmp_path)
+    found = session({"graph": 1.1})
+    found[-1]["env"]["gpu_name"] = "NVIDIA H100"
+    put(tmp_path / "mixed", *found)
+    assert plot.main([str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "mixed: a table cannot mix GPU types" in captured.err
+    assert (tmp_path / "figures" / "speedup.svg").is_file()
+
+
+def test_cpu_records_are_never_drawn(tmp_path, capsys):
+    env = {"gpu_name": None, "gpu_uuid": None}
+    put(tmp_path / "cpux1" / "gpt3-tiny", *session({"graph": 1.3}, device="cpu", preset="tiny", env=env))
+    assert plot.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not drawn: 1 folder of CPU records" in out and "files" not in out
+    assert not (tmp_path / "figures").exists()
+
+
+def test_a_root_that_holds_nothing(tmp_path, capsys):
+    assert plot.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"python -m benchmarks.plot: no records in {tmp_path}\n"
+    with pytest.raises(SystemExit) as exit_:
+        plot.main([str(tmp_path / "absent")])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"python -m benchmarks.plot: no folder {tmp_path}/absent\n"
+
+
+def test_out_that_cannot_be_a_folder_is_one_line(tmp_path, capsys):
+    gpt3(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as exit_:
+        plot.main([str(tmp_path), "--out", str(tmp_path / "file")])
+    assert exit_.value.code == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path):
+    gpt3(tmp_path)
+    code = f"import sys; sys.modules['matplotlib'] = None\nfrom benchmarks import plot\nplot.main([{str(tmp_path)!r}])"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 2
+    assert answer.stderr == "python -m benchmarks.plot: no matplotlib here, figures need it: ./setup.sh plots\n"
+
+
+def test_figures_of_an_earlier_call_are_named(tmp_path, capsys):
+    folder = put(tmp_path / "gpt3-bench", make())
+    (folder / "figures").mkdir()
+    (folder / "figures" / "timeline-gpt3-bench.svg").write_text("<svg/>")
+    plot.main([str(folder)])
+    out = capsys.readouterr().out
+    assert f"from an earlier call: {folder}/figures/timeline-gpt3-bench.svg" in out
+    assert out.count("from an earlier call") == 1
+
+
+def test_folders_are_never_paired(tmp_path):
+    gpt3(tmp_path, 1.05)
+    put(tmp_path / "h200x1" / "gpt3-bench-late", *session({"graph": 1.1}, step_ms=30.0))
+    collection = evidence.collect(tmp_path)
+    assert [(block.key, block.name) for block in collection.blocks] == [
+        ("h200x1-gpt3-bench", "GPT-3 bench"),
+        ("h200x1-gpt3-bench-late", "GPT-3 bench (late)"),
+    ]
+    ratios = [block.first.row("graph")["speedup"] for block in collection.blocks]
+    assert ratios == pytest.approx([1.05, 1.1], rel=1e-3)
+    shutil.rmtree(tmp_path / "h200x1" / "gpt3-bench")
+    assert [block.name for block in evidence.collect(tmp_path).blocks] == ["GPT-3 bench (late)"]
