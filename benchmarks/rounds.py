@@ -8,7 +8,8 @@ As a command it is the launcher that stands between the session and a training s
 
 It adopts whatever the command starts (torchrun gives each worker a session of its own, which a signal
 to a process group does not reach) and ends all of it when the command ends, when it is told to stop, or
-when PARENT_PID is gone, even by kill -9.
+when PARENT_PID is gone, even by kill -9. With --ask before the -- the command gets a SIGTERM and time to
+end first: what it started on other machines, only it can reach.
 """
 
 import ctypes
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TERMINATE_S = 15.0
+# Slurm's srun waits for KillWait (30 s unless a site sets it) and two seconds more.
+ASK_S = 45.0
 
 # What a variant cannot do in one run it cannot do in the next: its record stands as its row. failed and
 # timeout have had their second try by then.
@@ -43,7 +46,7 @@ class _Stop(Exception):
     pass
 
 
-def _launch(parent_pid: int, command: list[str]) -> int:
+def _launch(parent_pid: int, command: list[str], asks: bool) -> int:
     """Run command and return its exit status, 128 + n when signal n ended it. Everything it started ends with it."""
     signal.signal(signal.SIGTERM, _raise_stop)
     on_linux = sys.platform == "linux"
@@ -51,7 +54,7 @@ def _launch(parent_pid: int, command: list[str]) -> int:
     if prctl:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process = None
+    process, last_signal = None, signal.SIGTERM if asks else signal.SIGKILL
     try:
         # The parent may have gone before prctl could ask to be told.
         if os.getppid() != parent_pid:
@@ -60,7 +63,7 @@ def _launch(parent_pid: int, command: list[str]) -> int:
             command,
             start_new_session=True,
             # One thread only here, so nothing can hold a lock across the fork.
-            preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)) if prctl else None,
+            preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, last_signal, 0, 0, 0)) if prctl else None,
         )
         status = _wait(process, parent_pid, on_linux)
     except _Stop:
@@ -70,6 +73,8 @@ def _launch(parent_pid: int, command: list[str]) -> int:
         return 127
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if asks and process is not None:
+            _ask_to_end(process)
         _end_descendants(process)
     return status if status >= 0 else 128 - status
 
@@ -85,6 +90,14 @@ def _wait(process, parent_pid, is_told):
         except subprocess.TimeoutExpired:
             if os.getppid() != parent_pid:
                 raise _Stop from None
+
+
+def _ask_to_end(process):
+    process.terminate()
+    try:
+        process.wait(ASK_S)
+    except subprocess.TimeoutExpired:
+        print(f"still there {ASK_S:g} s after SIGTERM: {process.args[0]}", flush=True)
 
 
 def _end_descendants(process):
@@ -163,14 +176,17 @@ class Outcome:
         return f"exit status {self.exit_status}"
 
 
-def run_child(command: list[str], *, log: Path, limit_s: float, environment: dict) -> Outcome:
+def run_child(command: list[str], *, log: Path, limit_s: float, environment: dict, is_remote: bool = False) -> Outcome:
     """Run command in the repository's root under the launcher, its output appended to `log`.
 
     After limit_s seconds the command and everything it started is killed. An exception here, Ctrl-C
-    included, ends it too before it goes on.
+    included, ends it too before it goes on. is_remote: the command starts others on other machines and
+    ends them on SIGTERM.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "benchmarks.rounds", "--child", str(os.getpid()), "--", *command]
+    if is_remote:
+        launcher.insert(launcher.index("--"), "--ask")
     start = time.monotonic()
     with open(log, "ab") as file:
         process = subprocess.Popen(
@@ -191,11 +207,27 @@ def run_child(command: list[str], *, log: Path, limit_s: float, environment: dic
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(TERMINATE_S)
+                process.wait(TERMINATE_S + (ASK_S if is_remote else 0.0))
             except subprocess.TimeoutExpired:
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
     return Outcome(process.returncode, timed_out, time.monotonic() - start)
+
+
+def from_root(flags: list[str], described: list[dict]) -> list[str]:
+    """`flags` with relative paths made absolute: a script runs in the repository's root, which is not always here."""
+    if Path.cwd() == ROOT:
+        return flags
+    paths = {flag["flag"] for flag in described if flag["type"] == "path"}
+    out = []
+    for previous, text in zip(["", *flags], flags, strict=False):
+        name, equals, value = text.partition("=")
+        if previous in paths and text:
+            text = os.path.abspath(text)
+        elif name in paths and value:
+            text = name + equals + os.path.abspath(value)
+        out.append(text)
+    return out
 
 
 def last_lines(log: Path, num_lines: int = 3, limit: int = 400) -> str:
@@ -459,7 +491,8 @@ def difference(record: dict, fresh: dict, gpus: Gpus, request: dict, host_load: 
     asked = record["extra"].get("request")
     if not isinstance(asked, dict):
         return "it was not written by benchmarks.run"
-    for key, value in request.items():
+    # Records of one node have no such key.
+    for key, value in {"nodes": None, **request}.items():
         if asked.get(key) != value:
             return f"{key} was {_changes(asked.get(key), value)}"
     # Round 0 is never under load.
@@ -519,10 +552,14 @@ def blank_record(*, model, preset, variant, round_index, device, env, status, me
 
 def main(argv=None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if len(argv) < 4 or argv[0] != "--child" or argv[2] != "--" or not argv[1].isdigit():
-        print("usage: python -m benchmarks.rounds --child PARENT_PID -- COMMAND... (the launcher)", file=sys.stderr)
+    split = argv.index("--") if "--" in argv else len(argv)
+    own, command = argv[:split], argv[split + 1 :]
+    asks = own[2:] == ["--ask"]
+    if own[:1] != ["--child"] or not own[1:2] or not own[1].isdigit() or not (asks or len(own) == 2) or not command:
+        usage = "python -m benchmarks.rounds --child PARENT_PID [--ask] -- COMMAND..."
+        print(f"usage: {usage} (the launcher)", file=sys.stderr)
         return 2
-    return _launch(int(argv[1]), argv[3:])
+    return _launch(int(own[1]), command, asks)
 
 
 if __name__ == "__main__":

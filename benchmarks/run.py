@@ -6,8 +6,8 @@
 
 Round 0 is untimed and asks for parity with deterministic kernels; then come timed rounds in ABBA order,
 each run in a process of its own. Records appear one by one in the output folder, and the same command
-goes on where it was stopped. Exit status: 0 when every row is pass, oom or unsupported, 1 otherwise,
-2 for a mistake on the command line, 130 after Ctrl-C.
+goes on where it was stopped. Exit status: 0 when every row is pass, oom or unsupported
+and something was timed, 1 otherwise, 2 for a mistake on the command line, 130 after Ctrl-C.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import compare, intervals, rounds
+from benchmarks import compare, intervals, launch, rounds
 from common import record as records
 
 GPU_PRESETS = ("bench", "full", "mlperf")
@@ -28,6 +28,7 @@ DESCRIBE_LIMIT_S = 120
 PARITY_STEPS = 20
 PARITY_TOLERANCE = 1e-3
 RESERVED_FLAGS = ("--preset", "--variant", "--round", "--steps", "--record", "--parity", "--describe")
+RESERVED_FLAGS += ("--mllog", "--profile")
 # Variants whose kernels are the compiler's own cannot promise eager's bits.
 NOT_BITWISE = ("compile", "reduce_overhead")
 LIMIT_S = {"tiny": 300, "other": 1800}
@@ -45,7 +46,7 @@ class Mistake(ValueError):
 def parse(argv=None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = _Parser(
+    parser = Parser(
         prog="python -m benchmarks.run",
         description="Eager against graphed training steps of one model, in paired rounds.",
         epilog="What follows -- goes to the training script; see python -m MODEL.train --help.",
@@ -55,20 +56,20 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
     parser.add_argument("--variants", metavar="A,B", help="eager always runs; all of the script's unless told")
     parser.add_argument("--rounds", metavar="N", type=_rounds, help="timed rounds (5; tiny: 2), or auto: until +-1 %%")
-    parser.add_argument(
-        "--steps", metavar="N", type=_count, default=0, help="at least this many timed steps (preset's)"
-    )
-    parser.add_argument("--ngpu", metavar="N", type=_positive, default=1, help="GPUs, or ranks on the CPU (1)")
-    parser.add_argument("--host-load", metavar="N", type=_count, default=0, help="busy processes beside timed runs (0)")
-    parser.add_argument("--minutes", metavar="M", type=_amount, help="start no round that cannot end in this time")
+    parser.add_argument("--steps", metavar="N", type=count, default=0, help="at least this many timed steps (preset's)")
+    parser.add_argument("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
+    parser.add_argument("--host-load", metavar="N", type=count, default=0, help="busy processes beside timed runs (0)")
+    parser.add_argument("--minutes", metavar="M", type=amount, help="start no round that cannot end in this time")
     parser.add_argument("--out", metavar="DIR", help="folder (runs/<gpu>x<count>/<model>-<preset>[-load<N>])")
-    parser.add_argument("--limit-s", metavar="S", type=_amount, help="kill a run after this long (1800; tiny: 300)")
+    launch.add_arguments(parser, positive)
+    parser.add_argument("--no-table", action="store_true", help="progress only; the table is in table.md")
+    parser.add_argument("--limit-s", metavar="S", type=amount, help="kill a run after this long (1800; tiny: 300)")
     args = parser.parse_args(argv[:split])
     args.flags = argv[split + 1 :]
     return args
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -79,15 +80,15 @@ def _rounds(text):
     return _number(text, int, 1, "a number of rounds from 1 up, or auto")
 
 
-def _count(text):
+def count(text):
     return _number(text, int, 0, "a number from 0 up")
 
 
-def _positive(text):
+def positive(text):
     return _number(text, int, 1, "a number from 1 up")
 
 
-def _amount(text):
+def amount(text):
     return _number(text, float, 0, "a number above 0", above=True)
 
 
@@ -158,12 +159,13 @@ class Session:
     """One call of the command: what is asked, what this machine is, and the records so far."""
 
     def __init__(self, args):
-        from common import environment
-
         self.model, self.flags, self.args = args.model, args.flags, args
         self.started = time.strftime("%Y%m%dT%H%M%S")
-        self.gpus = rounds.find_gpus()
+        self.launch = _parse_launch(args)
         self.description = describe(self.model, self.flags)
+        self.flags = rounds.from_root(self.flags, self.description["flags"])
+        self.nodes = self._ask_nodes()
+        self.gpus = rounds.Gpus(**self.nodes[0]["gpus"])
         self.preset = choose_preset(args.preset, self.description["presets"], self.gpus)
         self.variants = choose_variants(args.variants, self.description["variants"])
         if self.gpus.names and args.ngpu > len(self.gpus.names):
@@ -173,17 +175,27 @@ class Session:
         self.limit_s = args.limit_s or LIMIT_S[kind]
         self.out = Path(args.out).resolve() if args.out else default_folder(self)
         self.partial = self.out / ".partial"
-        self.env = environment.describe_environment(self.model, "cpu", args.ngpu)
-        self.env.update(driver=self.gpus.driver, cuda=rounds.cuda_version())
+        self.env = self.nodes[0]["env"] | {"world_size": self.launch.world_size}
         self.request = {
             "config": self.description["presets"][self.preset],
             "flags": self.flags,
             "steps": args.steps,
             "num_gpus": args.ngpu,
         }
+        if args.nnodes > 1:
+            self.request["nodes"] = {"count": args.nnodes, "which": launch.digest(self.nodes)}
         self.records: dict[tuple[str, int], dict] = {}
-        self.child_seconds: list[float] = []
+        self.parity_seconds: list[float] = []
+        self.timed_seconds: list[float] = []
+        self.out_of_time = False
         self.start = time.monotonic()
+
+    def _ask_nodes(self):
+        """What the nodes are, by rank: this machine, or those that the launcher reaches."""
+        if not self.launch.prefix:
+            return [launch.describe_here(self.model)]
+        self.out = Path(self.args.out).resolve()
+        return launch.ask_nodes(self.launch, self.model, self.out, self._environment(0))
 
     # -- folder
 
@@ -232,16 +244,20 @@ class Session:
         path, log = self.partial / f"{name}.json", self.out / "logs" / f"{name}.log"
         for left in self.partial.glob(f"{name}.*"):
             left.unlink()
-        launcher = [sys.executable]
-        if self.args.ngpu > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.args.ngpu)]
-        steps = PARITY_STEPS if number == 0 else self.args.steps
-        command = [*launcher, "-m", f"{self.model}.train", "--preset", self.preset, "--variant", variant]
-        command += ["--round", str(number), "--steps", str(steps), "--record", str(path)]
-        command += ["--parity"] * (number == 0) + self.flags
+        steps = self.description.get("parity_steps", PARITY_STEPS) if number == 0 else self.args.steps
+        script = ["-m", f"{self.model}.train", "--preset", self.preset, "--variant", variant]
+        script += ["--round", str(number), "--steps", str(steps), "--record", str(path)]
+        script += ["--mllog", str(log.with_suffix(".mllog"))] if number else ["--parity"]
+        script += self.flags
         with rounds.HostLoad(self.args.host_load if number else 0):
-            outcome = rounds.run_child(command, log=log, limit_s=self.limit_s, environment=self._environment(number))
-        self.child_seconds.append(outcome.seconds)
+            outcome = rounds.run_child(
+                self.launch.command(script),
+                log=log,
+                limit_s=self.limit_s,
+                environment=self._environment(number),
+                is_remote=bool(self.launch.prefix),
+            )
+        (self.timed_seconds if number else self.parity_seconds).append(outcome.seconds)
         return self._collect(outcome, path, log, variant, number)
 
     def _environment(self, number):
@@ -270,6 +286,9 @@ class Session:
             message = f"{outcome.describe()} after its record was written; its log ends: {rounds.last_lines(log)}"
         elif record and record["status"] == "pass" and compare.self_check(record):
             message = compare.self_check(record)
+        elif record and record["status"] == "pass" and record["env"]["world_size"] != self.launch.world_size:
+            asked = f"--nnodes {self.args.nnodes} --ngpu {self.args.ngpu}"
+            message = f"world size {record['env']['world_size']}, {asked} asks for {self.launch.world_size}"
         if record is None:
             record = rounds.blank_record(
                 model=self.model,
@@ -428,9 +447,10 @@ class Session:
                 continue
             spent = time.monotonic() - self.start
             # Before the first timed round, a child of round 0 is the best guess at one of it.
-            guess = longest_s or len(missing) * max(self.child_seconds, default=0.0)
+            guess = longest_s or len(missing) * max(self.parity_seconds, default=0.0)
             if self.args.minutes and spent + guess > self.args.minutes * 60:
-                print(f"--minutes {self.args.minutes:g}: round {number} would take {_duration(guess)}, not started")
+                print(f"--minutes {self.args.minutes:g}: round {number} would take {duration(guess)}, not started")
+                self.out_of_time = True
                 return
             start = time.monotonic()
             for index, variant in enumerate(missing):
@@ -441,6 +461,18 @@ class Session:
                 self._print_line(record, seconds)
             self._judge_losses()
             longest_s = max(longest_s, time.monotonic() - start)
+
+    def is_complete(self) -> bool:
+        """Whether the records so far are all that this session would measure."""
+        number, active = 2 if self.rounds == "auto" else self.rounds, self._active()
+        if any((variant, 0) not in self.records for variant in self.variants):
+            return False
+        while all((variant, r) in self.records for variant in active for r in range(1, number + 1)):
+            wanted = self._wanted(number)
+            if wanted == number:
+                return True
+            number = wanted
+        return False
 
     def _active(self):
         """Variants that are worth another timed run."""
@@ -499,11 +531,12 @@ class Session:
 
     def print_card(self):
         where = f"{self.gpus.names[0]} x{self.args.ngpu}" if self.gpus.names else f"CPU, {self.env['cpu']}"
+        where += f"  {self.args.nnodes} nodes" if self.args.nnodes > 1 else ""
         load = f"  {self.args.host_load} busy processes" if self.args.host_load else ""
         flags = f"  {' '.join(self.flags)}" if self.flags else ""
         print(f"{self.model}/{self.preset}  {where}  torch {self.env['torch']}{load}{flags}")
         print(f"variants {', '.join(self.variants)}  rounds parity + {self.rounds}")
-        print(f"folder   {_shown(self.out)}", flush=True)
+        print(f"folder   {shown(self.out)}", flush=True)
 
     def _print_line(self, record, seconds, note=""):
         step = f"{record['statistic_ms']:10.2f} ms" if record["statistic_ms"] else f"{'-':>13s}"
@@ -511,11 +544,12 @@ class Session:
         status = record["numerics"]["parity"] if record["round"] == 0 and record["status"] == "pass" else None
         width = max(len(variant) for variant in self.variants)
         if not note and self.num_left:
-            mean_s = sum(self.child_seconds) / len(self.child_seconds)
+            seen = self.timed_seconds if record["round"] else self.parity_seconds
+            mean_s = sum(seen) / len(seen)
             least = "at least" if self.rounds == "auto" else "about"
-            note = f"{least} {_duration(self.num_left * mean_s)} left"
+            note = f"{least} {duration(self.num_left * mean_s)} left"
         line = (
-            f"{name:8s}  {record['variant']:{width}s}  {status or record['status']:16s}{step}  {_duration(seconds):>7s}"
+            f"{name:8s}  {record['variant']:{width}s}  {status or record['status']:16s}{step}  {duration(seconds):>7s}"
         )
         print(f"{line}  {note}".rstrip())
         if record["message"]:
@@ -527,7 +561,8 @@ class Session:
         compare.write_summary(self.out)
         found, faults = compare.load(self.out)
         text, rows = compare.report(found, faults)
-        print(f"\n{text}\n\n{_shown(self.out)}/: records, summary.csv, table.md")
+        if not self.args.no_table:
+            print(f"\n{text}\n\n{shown(self.out)}/: records, summary.csv, table.md")
         bad = [
             f"{row['variant']} ({row['status']})"
             for row in rows
@@ -535,7 +570,19 @@ class Session:
         ]
         if bad:
             print(f"not sound: {', '.join(bad)}")
-        return 1 if bad else 0
+        is_timed = any(compare.timed(self._group(variant)) for variant in self.variants)
+        if self.out_of_time and not is_timed:
+            print(f"no timed round fitted into --minutes {self.args.minutes:g}")
+        elif not is_timed:
+            print("no timed round: no variant got beyond round 0")
+        return 1 if bad or not is_timed else 0
+
+
+def _parse_launch(args):
+    try:
+        return launch.parse(args)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
 
 
 def default_folder(session) -> Path:
@@ -544,16 +591,16 @@ def default_folder(session) -> Path:
     return rounds.ROOT / "runs" / device / f"{session.model}-{session.preset}{load}"
 
 
-def _shown(path):
+def shown(path):
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _duration(seconds):
+def duration(seconds):
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-def _interrupt(signum, frame):
+def interrupt(signum, frame):
     raise KeyboardInterrupt
 
 
@@ -563,7 +610,7 @@ def main(argv=None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         # nohup ignores SIGHUP, and means it.
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+            signal.signal(number, interrupt)
     try:
         session = Session(args)
         with rounds.lock_folder(session.out):
@@ -580,7 +627,7 @@ def main(argv=None) -> int:
     except Mistake as mistake:
         print(f"{prog}: {mistake}", file=sys.stderr)
         return 2
-    except (rounds.FolderBusy, compare.Mixed) as error:
+    except (rounds.FolderBusy, launch.NodesDiffer, compare.Mixed) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -33,6 +33,7 @@ _SLURM = {
     "num_nodes": "SLURM_JOB_NUM_NODES",
     "num_tasks": "SLURM_NTASKS",
     "cpus_per_task": "SLURM_CPUS_PER_TASK",
+    "array_job_id": "SLURM_ARRAY_JOB_ID",
     "array_task_id": "SLURM_ARRAY_TASK_ID",
     "restart_count": "SLURM_RESTART_COUNT",
 }

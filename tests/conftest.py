@@ -29,4 +29,7 @@ def _no_gpu():
 
 
 def _no_slurm():
-    return None if shutil.which("sbatch") else "no sbatch on PATH"
+    # The tests start a cluster of their own; Debian keeps its daemons where a plain user's PATH does not look.
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    missing = [name for name in ("sbatch", "slurmctld", "slurmd", "munged") if not shutil.which(name, path=path)]
+    return f"no {missing[0]} here (Debian: apt install slurm-wlm munge)" if missing else None

@@ -5,7 +5,6 @@ pytest tests/test_ci.py
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -115,6 +114,12 @@ esac
 [ "$1" != "${FAILING:-}" ] || exit 2
 """
 
+# What the tests with Slurm need, all there, so that nothing is installed.
+PACKAGED = ("sbatch", "slurmd", "munged", "shellcheck")
+TOOLS = ("awk", "bash", "cat", "dirname", "env", "id", "mktemp", "rm", "tee")
+FAKE_SUDO = '#!/bin/bash\nshift\nexec "$@"\n'
+FAKE_APT = '#!/bin/bash\necho "apt-get $*" >>"$CALLS"\n'
+
 # Stands for the checker's interpreter.
 FAKE_PYTHON = """#!/bin/bash
 echo "python $*" >>"$CALLS"
@@ -122,16 +127,25 @@ echo "python $*" >>"$CALLS"
 """
 
 
-def run_ci(tmp_path, **variables):
+def run_ci(tmp_path, packaged=PACKAGED, **variables):
     """A copy of .ci/run among fakes: (exit status, output lines, calls)."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(CI / "run", tmp_path / ".ci")
-    for name, text in (("make", FAKE_MAKE), ("python", FAKE_PYTHON)):
+    fakes = {name: "#!/bin/bash\n" for name in packaged}
+    for name, text in {
+        "make": FAKE_MAKE,
+        "python": FAKE_PYTHON,
+        "apt-get": FAKE_APT,
+        "sudo": FAKE_SUDO,
+        **fakes,
+    }.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    for name in TOOLS:
+        (tmp_path / name).symlink_to(shutil.which(name))
     (tmp_path / "work").mkdir()
     environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PATH": str(tmp_path),
         "PYTHON": str(tmp_path / "python"),
         "CALLS": str(tmp_path / "calls"),
         "TMPDIR": str(tmp_path / "work"),
@@ -164,6 +178,20 @@ def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, p
     assert (returned, len(calls)) == (status, num_calls)
     assert lines[-2] == f"step {failing} failed with exit status {status}"
     assert lines[-1].startswith(f"1 failed, {passed} passed, ")
+
+
+def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):
+    status, _, calls = run_ci(tmp_path, packaged=("slurmd", "munged"))
+    assert status == 0
+    assert calls[:2] == [
+        "apt-get -qq update",
+        "apt-get -qq install -y --no-install-recommends slurm-wlm munge shellcheck",
+    ]
+    assert calls[2] == "make lint"
+
+
+def test_ci_installs_nothing_that_is_there(tmp_path):
+    assert run_ci(tmp_path)[2][0] == "make lint"
 
 
 def test_ci_counts_failed_tests(tmp_path):

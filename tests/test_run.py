@@ -79,6 +79,7 @@ def test_two_rounds_of_eager_and_graph(tmp_path, capsys):
     assert "| graph | 2 | bitwise | ok |" in (out / "table.md").read_text()
     text = capsys.readouterr().out
     assert text.startswith("tests.fake_model/tiny  CPU") and "left" in text and text.isascii()
+    assert "steps" in text and f"{tmp_path / 'out'}/: records" in text
     # ABBA, parity before all of it.
     lines = [line.split()[:3] for line in text.splitlines() if line.startswith(("parity ", "round "))]
     assert lines[0][:2] == ["parity", "eager"] and lines[1][:2] == ["parity", "graph"]
@@ -107,11 +108,71 @@ def test_auto_stops_on_width(tmp_path, gpu, monkeypatch):
         assert len(list((tmp_path / name).glob("eager.r*.json"))) == 1 + num_rounds
 
 
-def test_minutes_start_no_round_that_cannot_end(tmp_path, capsys):
-    flags = ["--seconds", "0.2"]
-    assert go(tmp_path / "out", "graph", "--rounds", "9", "--minutes", "0.05", flags=flags) == 0
-    assert "not started" in capsys.readouterr().out
-    assert "eager.r1" in names(tmp_path / "out") and "eager.r9" not in names(tmp_path / "out")
+def quick_children(monkeypatch, seconds):
+    """Every child takes seconds(round, variant) on the session's own clock, and no time at all of the test's."""
+    clock = [0.0]
+    original = rounds.run_child
+
+    def child(command, **more):
+        number, variant = (command[command.index(flag) + 1] for flag in ("--round", "--variant"))
+        outcome = original(command, **more)
+        clock[0] += seconds(int(number), variant)
+        return rounds.Outcome(outcome.exit_status, outcome.timed_out, seconds(int(number), variant))
+
+    monkeypatch.setattr(rounds, "run_child", child)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+
+
+def test_minutes_start_no_round_that_cannot_end(tmp_path, capsys, monkeypatch):
+    quick_children(monkeypatch, lambda number, variant: 10.0)
+    # 30 s of parity, then rounds of 20 s.
+    assert go(tmp_path / "out", "graph", "--rounds", "9", "--minutes", "1.5") == 0
+    assert "--minutes 1.5: round 4 would take 20.0 s, not started" in capsys.readouterr().out
+    assert [name for name in names(tmp_path / "out") if "eager" in name] == [f"eager.r{number}" for number in range(4)]
+
+
+def test_minutes_that_leave_no_timed_round_are_a_failure(tmp_path, capsys, monkeypatch):
+    quick_children(monkeypatch, lambda number, variant: 10.0)
+    assert go(tmp_path / "out", "graph", "--minutes", "0.75") == 1
+    assert capsys.readouterr().out.rstrip().endswith("no timed round fitted into --minutes 0.75")
+    assert names(tmp_path / "out") == ["eager.r0", "graph.r0"]
+    # A session that finds its rounds measured before is no failure, however little time it has.
+    assert go(tmp_path / "out", "graph", "--rounds", "1") == 0
+    assert go(tmp_path / "out", "graph", "--rounds", "1", "--minutes", "0.01") == 0
+
+
+def test_nothing_timed_is_a_failure_without_minutes_too(tmp_path, capsys):
+    assert go(tmp_path / "out", "graph", "--rounds", "1", flags=["--only", "unsupported"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("no timed round: no variant got beyond round 0")
+
+
+def test_a_session_without_a_table_shows_its_progress(tmp_path, capsys):
+    assert go(tmp_path / "out", "graph", "--rounds", "1", "--no-table") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("round 1") and len(lines) == 7
+    assert "| graph | 1 |" in (tmp_path / "out" / "table.md").read_text()
+
+
+def test_time_left_is_told_by_rounds_of_the_same_kind(tmp_path, capsys, monkeypatch):
+    quick_children(monkeypatch, lambda number, variant: 30.0 if number else 4.0)
+    assert go(tmp_path / "out", "graph", "--rounds", "2") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("parity ", "round "))]
+    left = [line.rpartition("about ")[2] for line in lines]
+    assert left[0] == "4.0 s left" and left[2:5] == ["90.0 s left", "60.0 s left", "30.0 s left"]
+
+
+def test_relative_paths_of_the_script_are_taken_from_where_the_command_runs(tmp_path, monkeypatch):
+    described = [{"flag": "--data", "type": "path"}, {"flag": "--name", "type": "str"}]
+    flags = ["--data", "corpus", "--name", "x", "--data=a/b", "--name=c", "--data", "/there", "--data=", "--data", ""]
+    monkeypatch.chdir(tmp_path)
+    here = str(tmp_path)
+    expected = ["--data", f"{here}/corpus", "--name", "x", f"--data={here}/a/b", *flags[5:]]
+    assert rounds.from_root(flags, described) == expected
+    monkeypatch.chdir(rounds.ROOT)
+    assert rounds.from_root(flags, described) == flags
+    monkeypatch.chdir(tmp_path)
+    assert go(tmp_path / "out", "graph", "--rounds", "1", flags=["--data", "corpus"]) == 0
+    assert read(tmp_path / "out", "graph.r1")["config"]["data"] == f"{here}/corpus"
 
 
 def test_host_load_is_recorded_and_beside_timed_runs_only(tmp_path, monkeypatch):
@@ -144,6 +205,19 @@ def test_round_0_is_deterministic_and_caches_are_the_folders(tmp_path, monkeypat
     assert environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
     assert environment["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path / "out" / ".cache"))
     assert environment["TRITON_CACHE_DIR"].startswith(str(tmp_path / "out" / ".cache"))
+
+
+def test_timed_rounds_leave_an_mllog_beside_their_output(tmp_path, monkeypatch):
+    seen, run_child = {}, rounds.run_child
+
+    def spy(command, **more):
+        number = command[command.index("--round") + 1]
+        seen[number] = command[command.index("--mllog") + 1] if "--mllog" in command else None
+        return run_child(command, **more)
+
+    monkeypatch.setattr(rounds, "run_child", spy)
+    assert go(tmp_path / "out", "graph", "--rounds", "1") == 0
+    assert seen == {"0": None, "1": str(tmp_path / "out" / "logs" / "graph.r1.mllog")}
 
 
 def test_several_ranks_go_through_torchrun(tmp_path, monkeypatch):

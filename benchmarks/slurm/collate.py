@@ -1,0 +1,57 @@
+"""Tables of what a batch job has measured, and what became of its tasks.
+
+    python -m benchmarks.slurm.collate JOB FOLDER...
+
+Each folder holds the records of one task, and in logs/job-JOB.status the exit status with which the task ended. Writes
+summary.csv and table.md into each folder and prints the tables. Exit status: 0 when every task ended with 0 and left
+records, 1 otherwise, with a line for each that did not.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks import compare
+
+
+def outcome(folder: Path, job: str) -> str | None:
+    """What went wrong with the task of `folder`, in words, or None."""
+    path = folder / "logs" / f"job-{job}.status"
+    if not path.exists():
+        return "did not come to its end (killed, cancelled, or never started)"
+    status = path.read_text().strip()
+    return None if status == "0" else f"ended with exit status {status or 'unknown'}"
+
+
+def collate(folder: Path, job: str) -> list[str]:
+    """Write and print the table of one folder; returns what is wrong with it, in words."""
+    faults = [fault] if (fault := outcome(folder, job)) else []
+    if not any(folder.glob("*.json")):
+        return [*faults, "no records"]
+    try:
+        compare.write_summary(folder)
+        print(f"{folder}\n\n{compare.report(*compare.load(folder))[0]}\n", flush=True)
+    except (compare.Mixed, OSError) as error:
+        faults.append(str(error))
+    return faults
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.slurm.collate", description="Tables of a batch job's records.", allow_abbrev=False
+    )
+    parser.add_argument("job", metavar="JOB", help="id of the job that measured")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="records of one of its tasks")
+    args = parser.parse_args(argv)
+    failed = 0
+    for folder in args.folders:
+        faults = collate(folder, args.job)
+        failed += bool(faults)
+        for fault in faults:
+            print(f"failed: {folder}: {fault}", flush=True)
+    print(f"job {args.job}: {len(args.folders) - failed} of {len(args.folders)} tasks ended well")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
