@@ -193,7 +193,8 @@ class StaticInputs:
     """Device buffers at fixed addresses that a step's batch is copied into.
 
     buffers: name -> tensor on the device. `load(batch)` copies host tensors (pinned, for an asynchronous
-    copy) of the same names, shapes and dtypes; ValueError names the one that does not fit.
+    copy) of the same names, shapes and dtypes; ValueError names the one that does not fit. `check(batch)`
+    only looks.
     """
 
     def __init__(self, buffers: dict[str, torch.Tensor]):
@@ -203,6 +204,11 @@ class StaticInputs:
         return self.buffers[name]
 
     def load(self, batch: dict[str, torch.Tensor]) -> None:
+        self.check(batch)
+        for name, buffer in self.buffers.items():
+            buffer.copy_(batch[name], non_blocking=True)
+
+    def check(self, batch: dict[str, torch.Tensor]) -> None:
         if batch.keys() != self.buffers.keys():
             raise ValueError(f"a batch of {sorted(batch)} where the graph reads {sorted(self.buffers)}")
         for name, buffer in self.buffers.items():
@@ -212,7 +218,6 @@ class StaticInputs:
                     f"input {name!r} is {tuple(source.shape)} {source.dtype}, "
                     f"captured as {tuple(buffer.shape)} {buffer.dtype}"
                 )
-            buffer.copy_(source, non_blocking=True)
 
 
 def _signature(tensor):

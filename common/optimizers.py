@@ -1,8 +1,10 @@
-"""Adam on FP32 masters of low-precision parameters, with gradient clipping, all without a host read.
+"""Adam on FP32 masters of low-precision parameters, with clipping or loss scaling, all without a host read.
 
-Written so that eager and graphed steps share it: the learning rate, the step count and the clip factor
-live on the device; nothing calls `.item()`.
+Written so that eager and graphed steps share it: the learning rate, the step count, the clip factor, the
+loss scale and whether a step overflowed live on the device; nothing calls `.item()`.
 """
+
+import warnings
 
 import torch
 
@@ -15,7 +17,9 @@ class MasterAdam:
     (Megatron's rule: scale by clip / (norm + 1e-6) where that is below one).
     """
 
-    def __init__(self, params, grads, lr: float, betas, eps: float, weight_decay: float, clip: float):
+    def __init__(
+        self, params, grads, lr: float, betas, eps: float, weight_decay: float, clip: float, capturable: bool = False
+    ):
         self.params, self.grads, self.clip = list(params), list(grads), clip
         assert all(grad.dtype == torch.float32 for grad in self.grads)
         device = self.params[0].device
@@ -26,7 +30,7 @@ class MasterAdam:
         self._initial_lr = lr
         self.grad_norm = torch.zeros((), device=device)
         self._adam = torch.optim.AdamW(
-            self.masters, lr=self.lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            self.masters, lr=self.lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=capturable
         )
         # The fused kernel divides gradients by grad_scale and skips where found_inf is 1: torch's
         # GradScaler hands both over the same way. Clipping thus costs no pass of its own.
@@ -62,5 +66,90 @@ class MasterAdam:
         """Let torch make its state tensors now, not in the first step (which may be inside a capture)."""
         self._adam.grad_scale = torch.ones_like(self.grad_norm)
         torch._foreach_zero_(self.grads)
-        self._adam.step()
+        with warnings.catch_warnings():
+            # Of an optimizer that can be captured and runs outside of a capture: this one does both.
+            warnings.filterwarnings("ignore", message=".*capturable=True.*")
+            self._adam.step()
         self.reset()
+
+
+class LossScaler:
+    """The loss scale of FP16 training as device numbers, updated without a host read.
+
+    After each step, with found_inf 1.0 where a gradient was not finite: an overflow lowers the hysteresis tracker by
+    one; while it is above zero only the growth counter starts again, at zero the scale halves too, but not below
+    `floor`. A finite step sets the tracker back to `hysteresis`, and `growth_interval` of them in a row double the
+    scale. That is the rule of apex (update_scale_hysteresis), used by the benchmark; the floor is ours.
+
+    scale, found_inf: 0-d FP32; growth, tracker: 0-d int32; floor_overflows: 0-d int32, overflows in a row at the floor.
+    """
+
+    def __init__(self, device, scale: float, growth_interval: int, hysteresis: int, floor: float = 1.0):
+        self._initial = (scale, 0.0, 0, hysteresis, 0)
+        self.growth_interval, self.hysteresis, self.floor = growth_interval, hysteresis, floor
+        kinds = (torch.float32, torch.float32, torch.int32, torch.int32, torch.int32)
+        self.scale, self.found_inf, self.growth, self.tracker, self.floor_overflows = self._tensors = [
+            torch.zeros((), dtype=dtype, device=device) for dtype in kinds
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        for tensor, value in zip(self._tensors, self._initial, strict=True):
+            tensor.fill_(value)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """What the step that found_inf speaks of means for the next one's scale."""
+        overflow = self.found_inf > 0
+        at_floor = overflow & (self.scale <= self.floor)
+        self.floor_overflows.copy_(torch.where(at_floor, self.floor_overflows + 1, 0))
+        self.tracker.copy_(torch.where(overflow, (self.tracker - 1).clamp_(min=0), self.hysteresis))
+        growth = torch.where(overflow, 0, self.growth + 1)
+        grows = growth >= self.growth_interval
+        self.growth.copy_(torch.where(grows, 0, growth))
+        # A scale that would leave FP32 stays.
+        grown = torch.where(torch.isfinite(self.scale * 2), self.scale * 2, self.scale)
+        lowered = (self.scale / 2).clamp_(min=self.floor)
+        lowers = overflow & (self.tracker <= 0)
+        self.scale.copy_(torch.where(lowers, lowered, torch.where(grows, grown, self.scale)))
+
+    def named_state(self):
+        """(name, tensor) of what goes on from step to step, for hashing."""
+        for name in ("scale", "growth", "tracker", "floor_overflows"):
+            yield f"loss_scale.{name}", getattr(self, name)
+
+
+class ScaledMasterAdam(MasterAdam):
+    """MasterAdam for 16-bit gradients of a scaled loss: no clipping, and an overflow skips the step.
+
+    A skipped step changes neither masters nor moments and does not count in Adam's bias correction. `grad_norm` is the
+    norm of the unscaled gradients, infinite or NaN where the step was skipped.
+    """
+
+    def __init__(self, params, scaler: LossScaler, lr: float, betas, eps: float, weight_decay: float):
+        params = list(params)
+        grads = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+        super().__init__(params, grads, lr, betas, eps, weight_decay, clip=float("inf"), capturable=True)
+        self.scaler = scaler
+        self._adam.grad_scale, self._adam.found_inf = scaler.scale, scaler.found_inf
+
+    def step(self, grads) -> None:
+        """Check, unscale and apply the 16-bit gradients `grads`, then update the scale."""
+        self.check(grads)
+        self.apply(grads)
+        self.scaler.update()
+
+    @torch.no_grad()
+    def check(self, grads) -> None:
+        """Fill grad_norm, and found_inf of the scaler: the norm is not finite where a gradient is not."""
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+        torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
+        self.scaler.found_inf.copy_(torch.isfinite(self.grad_norm).logical_not_())
+        self.grad_norm.div_(self.scaler.scale)
+
+    @torch.no_grad()
+    def apply(self, grads) -> None:
+        """Update masters and parameters; nothing changes where found_inf is 1."""
+        torch._foreach_copy_(self.grads, grads)
+        self._adam.step()
+        torch._foreach_copy_(self.params, self.masters)

@@ -1,0 +1,238 @@
+"""Stable Diffusion v2: what can be set, the presets, the UNet's plan, and arithmetic on it (no torch here)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.config import option
+
+TIMESTEPS = 1000
+CONTEXT_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The UNet of Stable Diffusion v2 as MLPerf trains it, and how a step trains it."""
+
+    batch: int = option(4, "samples on this GPU")
+    channels: int = option(320, "channels of the first level; the levels have 1, 2, 4 and 4 times as many")
+    latent_size: int = option(64, "height and width of the latents")
+    context_tokens: int = option(77, "tokens of a text encoding")
+    context_dim: int = option(1024, "width of a text encoding")
+    head_dim: int = option(64, "size of one attention head")
+    precision: str = option("fp16", "weights and activations; masters are FP32", ("fp16", "bf16"))
+    attention: str = option(
+        "cudnn",
+        "attention on a GPU: cudnn before the others, flash alone, or torch's own order (auto)",
+        ("cudnn", "flash", "auto"),
+    )
+    zero_init: bool = option(
+        False, "start with the benchmark's zero weights (zeros draw less power than training does)"
+    )
+    lr: float = option(7.168e-5, "learning rate after warm-up")
+    lr_warmup: int = option(1000, "steps of linear warm-up")
+    loss_scale: float = option(65536.0, "loss scale at the start")
+    growth_interval: int = option(1000, "finite steps after which the loss scale doubles")
+    hysteresis: int = option(2, "overflows in a row after which the loss scale halves")
+    max_floor_overflows: int = option(20, "overflows in a row with the loss scale at 1 that end a run")
+    data: str = option("", "folder of tar shards (empty: realistic ones are written once)", is_path=True)
+    workers: int = option(2, "processes that read data (0: none)")
+    min_steps: int = option(50, "timed steps at least")
+    min_window_s: float = option(5.0, "timed seconds at least")
+    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
+    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
+
+    def __post_init__(self):
+        counts = ("batch", "channels", "latent_size", "context_tokens", "context_dim", "head_dim")
+        for name in (*counts, "growth_interval", "hysteresis", "max_floor_overflows", "min_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 1 up")
+        for name in ("lr_warmup", "workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up")
+        # Written so that NaN, which compares as false, is refused too.
+        if not 0 <= self.lr < float("inf"):
+            raise ValueError(f"--lr {self.lr}: takes a finite number from 0 up")
+        if not 1 <= self.loss_scale < float("inf"):
+            raise ValueError(f"--loss-scale {self.loss_scale}: takes a finite number from 1 up")
+        if self.latent_size % 8:
+            raise ValueError(f"--latent-size {self.latent_size}: takes a multiple of 8, it is halved three times")
+        if self.channels % 32 or self.channels % self.head_dim:
+            raise ValueError(f"--channels {self.channels}: takes a multiple of 32 and of --head-dim {self.head_dim}")
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+# Batches are the per-GPU shares of the H200 logs of MLPerf v5.0: 4 on 64 GPUs, 32 on 8. The learning rate is 2.8e-7
+# times the global batch, 256 in both.
+PRESETS = {
+    "tiny": Config(
+        batch=2,
+        channels=32,
+        latent_size=16,
+        context_tokens=8,
+        context_dim=64,
+        head_dim=16,
+        precision="bf16",
+        lr=1e-3,
+        lr_warmup=10,
+        growth_interval=20,
+        workers=1,
+        min_window_s=1.5,
+        warmup_min_s=0.3,
+        warmup_max_s=1.5,
+    ),
+    "bench": Config(),
+    "bench_b1": Config(batch=1),
+    "full": Config(batch=32),
+    "mlperf": Config(batch=4, zero_init=True, min_steps=200),
+}
+
+VARIANTS = {
+    "eager": "kernels launched one by one, nothing waits for the GPU",
+    "eager_sync": "eager with the usual .item() calls: loss, overflow, loss scale",
+    "partial": "UNet forward and backward as two graphs; loss, scaling and optimizer eager",
+    "graph": "the full iteration as one graph: forward, loss, backward, scaling, optimizer",
+    "lightning_graph": "the full iteration as one graph, captured and replayed inside the loop of Lightning's Trainer",
+    "compile": "torch.compile of the UNet, no graphs",
+    "compile_graph": "torch.compile of the UNet inside the full-iteration graph",
+    "reduce_overhead": "torch.compile(mode='reduce-overhead') of the UNet: graphs as torch makes them",
+}
+
+# Compiled kernels fuse and round otherwise; their losses may differ by 1e-3 relative.
+ABOUT = {
+    "bitwise": ["eager", "eager_sync", "partial", "graph", "lightning_graph"],
+    "parity_steps": 50,
+    "sweeps": {"batch": ["batch"]},
+}
+
+# ------------------------------------------------------------------------------------------------
+# The UNet's plan
+
+
+class Block(NamedTuple):
+    """One block: kind "conv_in", "res", "down", "up" or "conv_out"; channels; size: height and width at its output.
+
+    attention: a transformer follows. pushes, pops: its output goes to, its input takes from the skip connections.
+    """
+
+    kind: str
+    in_channels: int
+    out_channels: int
+    size: int
+    attention: bool = False
+    pushes: bool = False
+    pops: bool = False
+
+
+MULTIPLIERS = (1, 2, 4, 4)
+RES_BLOCKS = 2
+
+
+def plan(config: Config) -> list[Block]:
+    """The UNet's blocks in the order of the forward pass.
+
+    Source: NeMo 25.04, diffusionmodules/openaimodel.py with MLPerf's settings: channel multipliers 1, 2, 4, 4, two
+    residual blocks a level (three on the way up), transformers at the first three levels and in the middle.
+    """
+    widths = [config.channels * multiplier for multiplier in MULTIPLIERS]
+    size, channels = config.latent_size, config.channels
+    blocks = [Block("conv_in", 4, channels, size, pushes=True)]
+    skips = [channels]
+    for level, width in enumerate(widths):
+        for _ in range(RES_BLOCKS):
+            blocks.append(Block("res", channels, width, size, attention=level < 3, pushes=True))
+            channels = width
+            skips.append(channels)
+        if level < 3:
+            size //= 2
+            blocks.append(Block("down", channels, channels, size, pushes=True))
+            skips.append(channels)
+    blocks += [Block("res", channels, channels, size, attention=True), Block("res", channels, channels, size)]
+    for level, width in reversed(list(enumerate(widths))):
+        for _ in range(RES_BLOCKS + 1):
+            blocks.append(Block("res", channels + skips.pop(), width, size, attention=level < 3, pops=True))
+            channels = width
+        if level > 0:
+            size *= 2
+            blocks.append(Block("up", channels, channels, size))
+    blocks.append(Block("conv_out", channels, 4, size))
+    return blocks
+
+
+def num_parameters(config: Config) -> int:
+    """Parameters of the UNet; 865,910,724 with MLPerf's settings."""
+    emb = 4 * config.channels
+    total = config.channels * emb + emb + emb * emb + emb
+    for block in plan(config):
+        i, o = block.in_channels, block.out_channels
+        if block.kind == "res":
+            total += 2 * i + 9 * i * o + o + emb * o + o + 2 * o + 9 * o * o + o + (i * o + o if i != o else 0)
+        else:
+            total += 9 * i * o + o + (2 * i if block.kind == "conv_out" else 0)
+        if block.attention:
+            total += _transformer_parameters(o, config.context_dim)
+    return total
+
+
+def _transformer_parameters(c, context_dim):
+    self_attention, cross_attention = 4 * c * c + c, 2 * c * c + 2 * context_dim * c + c
+    feed_forward = c * 8 * c + 8 * c + 4 * c * c + c
+    norms, projections = 2 * c + 6 * c, 2 * (c * c + c)
+    return self_attention + cross_attention + feed_forward + norms + projections
+
+
+def flops_per_sample(config: Config) -> float:
+    """FLOP of forward and backward (three times the forward) for one sample; 2,412.77e9 with MLPerf's settings.
+
+    A multiply-add counts as two; convolutions, linear layers and attention in full, nothing recomputed. Formula
+    and the check against FlopCounterMode: facts of the benchmark, tests/test_stable_diffusion_config.py.
+    """
+    emb = 4 * config.channels
+    macs = config.channels * emb + emb * emb
+    for block in plan(config):
+        i, o, area = block.in_channels, block.out_channels, block.size**2
+        if block.kind == "res":
+            macs += 9 * (i * o + o * o) * area + emb * o + (i * o * area if i != o else 0)
+        else:
+            macs += 9 * i * o * area
+        if block.attention:
+            context = config.context_tokens
+            weights = 16 * o * o + 4 * o * o  # self-attention 4, cross-attention 2, feed-forward 12, projections 2
+            macs += weights * area + 2 * context * config.context_dim * o
+            macs += 2 * area * area * o + 2 * area * context * o
+    return 3.0 * 2 * macs
+
+
+def predicted_bytes(config: Config) -> int:
+    """Device memory that a step needs, from sizes alone.
+
+    Per parameter 20 bytes: 16-bit weight and gradient, FP32 gradient, master and two moments. Activations that autograd
+    keeps for the backward, each area x channels x 2 bytes: 3 at the input's and 3 at the output's width of a residual
+    block, 32 of a transformer (0.87 GiB a sample with MLPerf's settings, as counted with saved-tensor hooks). Fifteen
+    percent for workspaces, and CONTEXT_BYTES for CUDA and its libraries.
+    """
+    units = 0
+    for block in plan(config):
+        area = block.size**2
+        if block.kind == "res":
+            units += 3 * area * (block.in_channels + block.out_channels)
+        if block.attention:
+            units += 32 * area * block.out_channels
+    return int(1.15 * (20 * num_parameters(config) + 2 * config.batch * units)) + CONTEXT_BYTES
+
+
+def require(config: Config, available_bytes: int | None) -> None:
+    """ValueError where the config cannot fit; None: the machine does not tell."""
+    need = predicted_bytes(config)
+    if available_bytes is not None and need > available_bytes:
+        raise ValueError(
+            f"--batch {config.batch} needs {need / 2**30:.0f} GiB ({need:,} bytes), "
+            f"{available_bytes / 2**30:.0f} GiB are free: lower --batch, or run --preset tiny"
+        )
+
+
+def learning_rate(config: Config, index: int) -> float:
+    """Linear warm-up over lr_warmup steps, then constant (the benchmark's WarmupHoldPolicy)."""
+    return config.lr * min(1.0, (index + 1) / config.lr_warmup) if config.lr_warmup else config.lr

@@ -1,0 +1,231 @@
+"""What Stable Diffusion's training reads and writes: built once, reset in place, the same for every variant."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from common import collectives, memory
+from common.inputs import DoubleBuffered
+from common.late import LateReader
+from common.measure import Unsupported, section
+from common.optimizers import LossScaler, ScaledMasterAdam
+from stable_diffusion import data
+from stable_diffusion.config import TIMESTEPS, Config, learning_rate, predicted_bytes
+from stable_diffusion.unet import UNet, initialise
+
+SEED = 1234
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+HELD_OUT_BATCHES = 4
+BUCKET_BYTES = 288 * 10**6  # the submission's bucket_cap
+CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_diffusion"
+
+LATENT_SCALE = 0.18215
+REPORT = ("loss", "loss_scale", "grad_norm", "found_inf", "floor_overflows")
+
+
+class State:
+    """UNet, noise schedule, loss scaler, optimizer, data, and the losses seen."""
+
+    num_losses = 4096
+
+    def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
+        self.config, self.device, self.rank = config, device, rank
+        _require_memory(config, device)
+        choose_attention(config.attention)
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
+        with torch.device(device):
+            self.unet = UNet(config).to(memory_format=torch.channels_last)
+        for parameter in self.unet.parameters():
+            parameter.data = parameter.data.to(dtype)
+        # What the step calls; a compiled variant puts its own here.
+        self.model = self.unet
+        initialise(self.unet, config, SEED)
+        self.names, self.parameters = zip(*self.unet.named_parameters(), strict=True)
+        self.root_alpha, self.root_beta = schedule(device)
+        self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
+        self.adam = ScaledMasterAdam(self.parameters, self.scaler, lr=config.lr, **ADAM)
+        self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
+        self.buckets = collectives.GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
+        samples, self.held_out = _samples(config)
+        on_cuda = device.type == "cuda"
+        self.batches = data.Batches(samples, config.batch, rank, world_size, config.workers, on_cuda, SEED)
+        size, tokens = config.latent_size, config.context_tokens
+        shapes = {"moments": (config.batch, 8, size, size), "context": (config.batch, tokens, config.context_dim)}
+        self.inputs = DoubleBuffered(
+            {
+                name: torch.zeros(shape, dtype=self.batches.dtypes[name], device=device)
+                for name, shape in shapes.items()
+            },
+            self.batches,
+        )
+        self.report = torch.zeros(len(REPORT), device=device)
+        self.late = LateReader(device, len(REPORT))
+        self.losses = torch.zeros(self.num_losses, device=device)
+        self.grad_norms = torch.zeros(self.num_losses, device=device)
+
+    def reset(self):
+        torch.manual_seed(SEED)
+        initialise(self.unet, self.config, SEED)
+        self.adam.reset()
+        self.scaler.reset()
+        self.inputs.reset()
+        self.late.reset()
+        self.report.zero_()
+        self.losses.zero_()
+        self.grad_norms.zero_()
+
+    def close(self):
+        """End the data workers; what they dropped goes into the record."""
+        self.batches.close()
+        return {
+            "num_dropped_samples": self.batches.num_dropped,
+            "dropped": [str(one) for one in self.batches.dropped[:20]],
+        }
+
+    # -- one step, part by part; all but begin_step and end_step can be captured
+
+    def begin_step(self, index: int):
+        """The next batch into the static inputs, this step's learning rate into its place."""
+        with section("data"):
+            self.inputs.load()
+            self.adam.lr.fill_(learning_rate(self.config, index))
+
+    def noisy_latents(self, moments):
+        """(x_t, t, target): latents sampled from the moments, noised to random timesteps, and what v is to be."""
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        std = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
+        z = LATENT_SCALE * (mean + std * torch.randn_like(mean))
+        t = torch.randint(0, TIMESTEPS, (len(z),), device=self.device)
+        noise = torch.randn_like(z)
+        root_alpha, root_beta = self.root_alpha[t].view(-1, 1, 1, 1), self.root_beta[t].view(-1, 1, 1, 1)
+        return root_alpha * z + root_beta * noise, t, root_alpha * noise - root_beta * z
+
+    def scaled(self, loss):
+        return loss * self.scaler.scale
+
+    @torch.no_grad()
+    def reduce(self, grads):
+        """The mean of the gradients over all ranks."""
+        if not self.buckets:
+            return grads
+        torch._foreach_copy_(self.reduced, grads)
+        self.buckets.all_reduce_mean()
+        return self.reduced
+
+    @torch.no_grad()
+    def update(self, loss, grads):
+        """Overflow check, AdamW, loss scale."""
+        self.adam.step(grads)
+        self.fill_report(loss)
+
+    @torch.no_grad()
+    def fill_report(self, loss):
+        """What the host reads late; the loss scale is that of the next step."""
+        scaler = self.scaler
+        values = (loss, scaler.scale, self.adam.grad_norm, scaler.found_inf, scaler.floor_overflows.float())
+        torch.stack(values, out=self.report)
+
+    def end_step(self, index: int):
+        """Keep loss and norm, start their copy to the host, and look at what has arrived of earlier steps."""
+        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
+        place = min(index, self.num_losses - 1)
+        with section("report"):
+            self.losses[place].copy_(self.report[0])
+            self.grad_norms[place].copy_(self.report[2])
+            self.late.push(index, self.report)
+        seen = self.late.latest()
+        if seen:
+            self.check(*seen, index)
+
+    def check(self, seen_index: int, report, index: int):
+        """FloatingPointError when the loss scale is at its floor and gradients overflow step after step."""
+        overflows = int(report[REPORT.index("floor_overflows")])
+        if overflows >= self.config.max_floor_overflows:
+            raise FloatingPointError(
+                f"overflow storm: {overflows} steps in a row with the loss scale at {self.scaler.floor:g}, from step "
+                f"{seen_index - overflows + 1} on, detected at step {index}: lower --lr, or train with --precision bf16"
+            )
+
+    # -- what the harness asks
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over HELD_OUT_BATCHES batches that no rank trains on, eager, with the same draws each time.
+
+        Raises Unsupported where the data is too little to hold any out.
+        """
+        if self.held_out is None:
+            raise Unsupported(f"too few samples to hold {HELD_OUT_BATCHES} batches out")
+        batches = data.Batches(self.held_out, self.config.batch, seed=SEED)
+        loss = torch.zeros((), device=self.device)
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(SEED)
+            for _ in range(HELD_OUT_BATCHES):
+                batch = {name: tensor.to(self.device) for name, tensor in batches.next().items()}
+                x, t, target = self.noisy_latents(batch["moments"])
+                loss += F.mse_loss(self.unet(x, t, batch["context"]), target)
+        batches.close()
+        return float(loss) / HELD_OUT_BATCHES
+
+    def named_state(self):
+        yield from zip(self.names, self.parameters, strict=True)
+        yield from self.adam.named_state()
+        yield from self.scaler.named_state()
+
+    def read_losses(self, count: int) -> list[float]:
+        return self.losses[: min(count, self.num_losses)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        return self.grad_norms[: min(count, self.num_losses)].tolist()
+
+    def batch_class(self, index: int) -> int:
+        """All batches have one shape."""
+        return 0
+
+
+def schedule(device):
+    """(sqrt(abar), sqrt(1 - abar)), FP32 [1000]: betas evenly spaced in their roots from 0.00085 to 0.012."""
+    betas = torch.linspace(0.00085**0.5, 0.012**0.5, TIMESTEPS, dtype=torch.float64) ** 2
+    alphas = torch.cumprod(1.0 - betas, dim=0)
+    return alphas.sqrt().float().to(device), (1.0 - alphas).sqrt().float().to(device)
+
+
+def choose_attention(name):
+    """Which kernels SDPA may take on a GPU, process-wide; where none fits, torch takes plain products."""
+    torch.backends.cuda.enable_cudnn_sdp(name != "flash")
+    torch.backends.cuda.enable_flash_sdp(name != "cudnn")
+    torch.backends.cuda.enable_mem_efficient_sdp(name != "flash")
+
+
+def _require_memory(config, device):
+    free, need = memory.free_bytes(device), predicted_bytes(config)
+    if free is not None and need > free:
+        raise torch.OutOfMemoryError(f"--batch {config.batch} needs {need:,} bytes, {free:,} are free: lower --batch")
+
+
+def _samples(config):
+    """What is trained on, and what is held out: the last samples, or None where that would take over an eighth."""
+    sizes = (config.latent_size, config.context_tokens, config.context_dim)
+    samples = data.Samples(config.data or data.ensure_generated(CACHE, *sizes), *sizes)
+    count = HELD_OUT_BATCHES * config.batch
+    if 8 * count > len(samples):
+        return samples, None
+    return samples.part(0, len(samples) - count), samples.part(len(samples) - count, len(samples))
+
+
+def hyperparameters(config: Config, world_size: int) -> dict:
+    """What the MLPerf log says of this training."""
+    return {
+        "seed": SEED,
+        "global_batch_size": config.batch * world_size,
+        "gradient_accumulation_steps": 1,
+        "eval_samples": HELD_OUT_BATCHES * config.batch,
+        "opt_name": "adamw",
+        "opt_base_learning_rate": config.lr,
+        "opt_learning_rate_warmup_steps": config.lr_warmup,
+        "opt_adamw_beta_1": ADAM["betas"][0],
+        "opt_adamw_beta_2": ADAM["betas"][1],
+        "opt_adamw_epsilon": ADAM["eps"],
+        "opt_adamw_weight_decay": ADAM["weight_decay"],
+    }

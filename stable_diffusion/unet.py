@@ -1,0 +1,169 @@
+"""The UNet of Stable Diffusion v2 as MLPerf trains it: 865,910,724 parameters in 686 tensors.
+
+Layout, norms and initialisation follow the benchmark (NeMo 25.04, openaimodel.py and attention.py): residual blocks
+with 16-group norms, transformers with linear projections and heads of 64 channels, text through cross-attention.
+Activations are channels_last, so that a picture is read as tokens without a copy.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.measure import mark
+from stable_diffusion.config import TIMESTEPS, Config, plan
+
+LAST_LAYER_STD = 0.01
+
+
+class UNet(nn.Module):
+    """Predicts v from (x [B, 4, H, W], t [B] of int64, context [B, tokens, context_dim]); result as x, in FP32.
+
+    Takes x and context of any floating dtype and computes in the dtype of its weights.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        emb = 4 * config.channels
+        self.register_buffer("sinusoids", sinusoids(config.channels), persistent=False)
+        self.time_embed = nn.Sequential(nn.Linear(config.channels, emb), nn.SiLU(), nn.Linear(emb, emb))
+        self.plan = plan(config)
+        self.blocks = nn.ModuleList(_block(block, emb) for block in self.plan)
+        self.transformers = nn.ModuleDict(
+            {
+                str(index): Transformer(block.out_channels, config.head_dim, config.context_dim)
+                for index, block in enumerate(self.plan)
+                if block.attention
+            }
+        )
+
+    def forward(self, x, t, context):
+        dtype = self.time_embed[0].weight.dtype
+        emb = F.silu(self.time_embed(self.sinusoids[t].to(dtype)))
+        context = context.to(dtype)
+        h, skips = x.to(dtype, memory_format=torch.channels_last), []
+        for index, (step, block) in enumerate(zip(self.plan, self.blocks, strict=True)):
+            if step.pops:
+                h = torch.cat((h, skips.pop()), dim=1)
+            h = block(h, emb) if step.kind == "res" else block(h)
+            if step.attention:
+                h = self.transformers[str(index)](h, context)
+            if step.pushes:
+                skips.append(h)
+            if not torch.compiler.is_compiling():
+                mark(h)
+        return h.float()
+
+
+def sinusoids(channels, num_timesteps=TIMESTEPS, max_period=10000):
+    """Timestep embeddings [num_timesteps, channels], FP32: cosines, then sines."""
+    frequencies = torch.exp(-math.log(max_period) * torch.arange(channels // 2, dtype=torch.float32) / (channels // 2))
+    angles = torch.arange(num_timesteps, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
+def _block(block, emb):
+    i, o = block.in_channels, block.out_channels
+    if block.kind == "res":
+        return ResBlock(i, o, emb)
+    if block.kind == "down":
+        return nn.Conv2d(i, o, 3, stride=2, padding=1)
+    if block.kind == "up":
+        return nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(i, o, 3, padding=1))
+    if block.kind == "conv_out":
+        return nn.Sequential(nn.GroupNorm(16, i), nn.SiLU(), nn.Conv2d(i, o, 3, padding=1))
+    return nn.Conv2d(i, o, 3, padding=1)
+
+
+class ResBlock(nn.Module):
+    """norm, SiLU, conv, + time embedding, norm, SiLU, conv, + input. 16 groups: MLPerf's rule, 32 elsewhere."""
+
+    def __init__(self, in_channels, out_channels, emb):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(16, in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.emb = nn.Linear(emb, out_channels)
+        self.norm2 = nn.GroupNorm(16, out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.skip = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
+
+    def forward(self, x, emb):
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = h + self.emb(emb)[:, :, None, None]
+        h = self.conv2(F.silu(self.norm2(h)))
+        return self.skip(x) + h
+
+
+class Transformer(nn.Module):
+    """Self-attention, cross-attention to the text and a GEGLU feed-forward over the picture's tokens."""
+
+    def __init__(self, channels, head_dim, context_dim):
+        super().__init__()
+        self.norm = nn.GroupNorm(32, channels, eps=1e-6)
+        self.proj_in = nn.Linear(channels, channels)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
+        self.attention = Attention(channels, channels, head_dim)
+        self.cross_attention = Attention(channels, context_dim, head_dim)
+        self.ff_in = nn.Linear(channels, 8 * channels)
+        self.ff_out = nn.Linear(4 * channels, channels)
+        self.proj_out = nn.Linear(channels, channels)
+
+    def forward(self, x, context):
+        b, c, height, width = x.shape
+        h = self.norm(x).permute(0, 2, 3, 1).reshape(b, height * width, c)
+        h = self.proj_in(h)
+        y = self.norm1(h)
+        h = h + self.attention(y, y)
+        h = h + self.cross_attention(self.norm2(h), context)
+        value, gate = self.ff_in(self.norm3(h)).chunk(2, dim=-1)
+        h = h + self.ff_out(value * F.gelu(gate))
+        return x + self.proj_out(h).view(b, height, width, c).permute(0, 3, 1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head attention of x [B, n, c] to source [B, m, source_dim], without a mask or dropout."""
+
+    def __init__(self, channels, source_dim, head_dim):
+        super().__init__()
+        self.head_dim = head_dim
+        self.to_q = nn.Linear(channels, channels, bias=False)
+        self.to_k = nn.Linear(source_dim, channels, bias=False)
+        self.to_v = nn.Linear(source_dim, channels, bias=False)
+        self.to_out = nn.Linear(channels, channels)
+
+    def forward(self, x, source):
+        q, k, v = (
+            projection(tensor).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection, tensor in ((self.to_q, x), (self.to_k, source), (self.to_v, source))
+        )
+        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@torch.no_grad()
+def initialise(unet: UNet, config: Config, seed: int) -> None:
+    """In place and seeded, on the weights' device: PyTorch's default ranges, norms one and zero.
+
+    The benchmark starts the last layer of every residual branch at zero (`zero_init`). Otherwise it gets small normal
+    numbers, as it has once training has begun: zero activations draw less power and so run faster than real ones.
+    """
+    generator = torch.Generator(unet.time_embed[0].weight.device).manual_seed(seed)
+    last = _last_layers(unet)
+    for module in unet.modules():
+        if isinstance(module, (nn.GroupNorm, nn.LayerNorm)):
+            module.weight.fill_(1.0)
+            module.bias.zero_()
+        elif module in last:
+            module.weight.normal_(0.0, 0.0 if config.zero_init else LAST_LAYER_STD, generator=generator)
+            module.bias.zero_()
+        elif isinstance(module, (nn.Linear, nn.Conv2d)):
+            bound = 1 / math.sqrt(module.weight[0].numel())
+            for parameter in module.parameters():
+                parameter.uniform_(-bound, bound, generator=generator)
+
+
+def _last_layers(unet):
+    """Last convolution of each residual block, last projection of each transformer, the output convolution."""
+    last = {module.conv2 for module in unet.modules() if isinstance(module, ResBlock)}
+    last |= {module.proj_out for module in unet.modules() if isinstance(module, Transformer)}
+    return last | {unet.blocks[-1][-1]}

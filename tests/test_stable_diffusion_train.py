@@ -1,0 +1,281 @@
+"""stable_diffusion/train and state: the ladder's variants against eager, overflows, storms, several ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from common import measure, memory
+from common import record as records
+from common.config import Arguments, Run
+from stable_diffusion.config import PRESETS, learning_rate
+from stable_diffusion.state import State, schedule
+from stable_diffusion.train import MAKE_VARIANT, eager_step, training_step
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+TINY = replace(PRESETS["tiny"], workers=0)
+HOST = ("eager_sync", "partial", "graph")
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run_steps(name, num_steps, config=TINY, overflow_at=()):
+    """The whole state after each step, and the state object; moments are infinite at `overflow_at`."""
+    state = State(config, CPU)
+    variant = MAKE_VARIANT[name](state)
+    original, count = state.batches.next, 0
+
+    def next_batch():
+        nonlocal count
+        batch = original()
+        if count in overflow_at:
+            batch["moments"] = torch.full_like(batch["moments"], float("inf"))
+        count += 1
+        return batch
+
+    state.reset()
+    state.batches.next = next_batch
+    before, states = variant.capture.num_replays, []
+    for index in range(num_steps):
+        variant.step(index)
+        states.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
+    expected = sum(variant.replays_of(index) for index in range(num_steps))
+    assert variant.capture.num_replays - before == expected
+    variant.close()
+    state.close()
+    return states, state
+
+
+def assert_equal(ours, eager):
+    for step, (a, b) in enumerate(zip(ours, eager, strict=True)):
+        differing = [name for name in b if not torch.equal(a[name], b[name])]
+        assert not differing, (step, differing[:3])
+
+
+# --- overflows
+
+
+OVERFLOWS = (2, 3, 4, 7)
+
+
+@pytest.fixture(scope="module")
+def eager_overflows():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager", 10, overflow_at=OVERFLOWS)
+
+
+def test_overflows_change_the_scale_alone(eager_overflows):
+    states, _ = eager_overflows
+    scales = [state["loss_scale.scale"].item() / 65536 for state in states]
+    # The first of three in a row is forgiven; so is the one at step 7, after finite steps.
+    assert scales == [1, 1, 1, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
+    steps = [state["optimizer.0.step"].item() for state in states]
+    assert steps == [1, 2, 2, 2, 2, 3, 4, 4, 5, 6]
+    for index in OVERFLOWS:
+        same = [key for key in states[0] if not key.startswith("loss_scale.")]
+        assert all(torch.equal(states[index][key], states[index - 1][key]) for key in same)
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_overflow_does_what_eager_does(name, eager_overflows):
+    states, state = run_steps(name, 10, overflow_at=OVERFLOWS)
+    assert_equal(states, eager_overflows[0])
+    ours, eager = state.read_grad_norms(10), eager_overflows[1].read_grad_norms(10)
+    assert [norm != norm for norm in ours] == [index in OVERFLOWS for index in range(10)]
+    assert [norm for norm in ours if norm == norm] == [norm for norm in eager if norm == norm]
+
+
+@pytest.mark.parametrize("name", ["eager", "graph"])
+def test_storm_ends_the_run_with_cause_and_detection(name):
+    config = replace(TINY, loss_scale=1.0, max_floor_overflows=3)
+    with pytest.raises(FloatingPointError) as caught:
+        run_steps(name, 12, config, overflow_at=range(4, 12))
+    # Cause at step 4, three in a row by step 6, read one step late.
+    assert "3 steps in a row with the loss scale at 1, from step 4 on, detected at step 7" in str(caught.value)
+
+
+def test_overflows_above_the_floor_or_with_breaks_are_no_storm():
+    config = replace(TINY, loss_scale=2.0, max_floor_overflows=3, growth_interval=1000)
+    run_steps("graph", 10, config, overflow_at=(1, 2, 3, 4, 6, 7, 9))
+
+
+# --- the step
+
+
+def test_randomness_is_drawn_anew_in_each_replay():
+    state = State(TINY, CPU)
+    variant = MAKE_VARIANT["graph"](state)
+    state.reset()
+    batch = state.batches.next()
+    state.batches.next = lambda: {key: tensor.clone() for key, tensor in batch.items()}
+    for index in range(4):
+        variant.step(index)
+    assert len(set(state.read_losses(4))) == 4
+    variant.close()
+    state.close()
+
+
+def test_latents_and_target():
+    state = State(TINY, CPU)
+    state.reset()
+    state.inputs.load()
+    mean, log_variance = state.inputs["moments"].float().chunk(2, dim=1)
+    torch.manual_seed(7)
+    x, t, target = state.noisy_latents(state.inputs["moments"])
+    torch.manual_seed(7)
+    z = 0.18215 * (mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
+    torch.testing.assert_close(t, torch.randint(0, 1000, (2,)))
+    noise = torch.randn_like(z)
+    alpha, sigma = (table[t].view(-1, 1, 1, 1) for table in (state.root_alpha, state.root_beta))
+    torch.testing.assert_close(x, alpha * z + sigma * noise)
+    torch.testing.assert_close(target, alpha * noise - sigma * z)
+    # v and x_t determine the latent: z = alpha x_t - sigma v.
+    torch.testing.assert_close(alpha * x - sigma * target, z, atol=1e-5, rtol=1e-4)
+    state.close()
+
+
+def test_schedule_is_the_benchmark_s():
+    root_alpha, root_beta = schedule(CPU)
+    assert root_alpha.shape == (1000,)
+    torch.testing.assert_close(root_alpha**2 + root_beta**2, torch.ones(1000))
+    # Stable Diffusion's scaled-linear betas: first and last cumulative products.
+    assert root_alpha[0].item() ** 2 == pytest.approx(1 - 0.00085, rel=1e-6)
+    assert root_alpha[-1].item() ** 2 == pytest.approx(0.0046601, rel=1e-3)
+
+
+def test_the_learning_rate_of_a_replay_is_the_step_s():
+    state = State(TINY, CPU)
+    variant = MAKE_VARIANT["graph"](state)
+    state.reset()
+    moved = []
+    for index in range(3):
+        before = [master.clone() for master in state.adam.masters]
+        variant.step(index)
+        moved.append(max((a - b).abs().max().item() for a, b in zip(state.adam.masters, before, strict=True)))
+        assert state.adam.lr.item() == pytest.approx(learning_rate(TINY, index))
+    # Adam moves a weight by about the learning rate, and that doubles from the first step to the second.
+    assert moved[1] > 1.3 * moved[0]
+    variant.close()
+    state.close()
+
+
+def test_reset_starts_the_same_training_again():
+    states, state = run_steps("eager", 3)
+    state = State(TINY, CPU)
+    for _ in range(2):
+        state.reset()
+        again = []
+        for index in range(3):
+            eager_step(state, index)
+            again.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
+        assert_equal(again, states)
+    state.close()
+
+
+def test_training_lowers_the_loss_of_samples_held_out():
+    state = State(TINY, CPU)
+    variant = MAKE_VARIANT["graph"](state)
+    state.reset()
+    before = state.evaluate()
+    for index in range(20):
+        variant.step(index)
+    assert state.evaluate() < 0.93 * before
+    variant.close()
+    state.close()
+
+
+def test_evaluation_leaves_no_trace_and_holds_its_samples_out():
+    state = State(TINY, CPU)
+    state.reset()
+    eager_step(state, 0)
+    saved = {key: tensor.detach().clone() for key, tensor in state.named_state()}
+    random_state = torch.get_rng_state()
+    assert state.evaluate() == state.evaluate()
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert_equal([dict(state.named_state())], [saved])
+    trained = {state.batches.samples.name(index) for index in range(len(state.batches.samples))}
+    assert not trained & {state.held_out.name(index) for index in range(len(state.held_out))}
+    state.close()
+
+
+def test_too_few_samples_leave_nothing_to_hold_out():
+    state = State(replace(TINY, batch=16), CPU)
+    with pytest.raises(measure.Unsupported, match="too few samples"):
+        state.evaluate()
+    state.close()
+
+
+def test_nothing_in_the_step_waits_for_the_device():
+    """A host graph refuses every host read, so what it captures has none."""
+    state = State(TINY, CPU)
+    variant = MAKE_VARIANT["graph"](state)
+    operators = variant.graph.operators()
+    assert not any("_local_scalar_dense" in name for name in operators)
+    assert sum("randn" in name or "normal" in name for name in operators) >= 2
+    training_step(state)
+    variant.close()
+    state.close()
+
+
+# --- rows with a status
+
+
+@pytest.mark.parametrize("name", ["compile", "compile_graph", "reduce_overhead"])
+def test_compiled_variants_are_unsupported_on_the_host(name):
+    state = State(TINY, CPU)
+    with pytest.raises(measure.Unsupported, match="measured on a GPU only"):
+        MAKE_VARIANT[name](state)
+    state.close()
+
+
+def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 10**6)
+    workload = measure.Workload(
+        model="stable_diffusion", build=State, variants=MAKE_VARIANT, reference=eager_step, card=[], notes=[],
+        flops_per_step=1.0, flops_convention="", items_per_step=1, unit="samples",
+    )  # fmt: skip
+    args = Arguments(config=TINY, run=Run(preset="tiny", variant="graph", record=str(tmp_path / "r.json")))
+    record = measure.run(workload, args, CPU)
+    assert record["status"] == "oom"
+    assert "--batch 2 needs" in record["message"] and "1,000,000 are free" in record["message"]
+
+
+# --- processes
+
+
+def python_m(*arguments):
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    return answer.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path):
+    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stable_diffusion.train")
+    hashes = {}
+    for variant in ("eager", "partial", "graph"):
+        path = tmp_path / f"{variant}.json"
+        flags = ("--variant", variant, "--parity", "--steps", "20", "--workers", "0", "--record", str(path))
+        out = python_m(*launch, *flags)
+        record = records.read(path)
+        assert record["status"] == "pass", record["message"]
+        assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == [record]
+        with numpy.load(path.with_suffix(".parity.npz")) as sidecar:
+            hashes[variant] = sidecar["hashes"]
+    assert (hashes["partial"] == hashes["eager"]).all() and (hashes["graph"] == hashes["eager"]).all()

@@ -1,0 +1,103 @@
+"""stable_diffusion/unet: the benchmark's layout, its initialisation, and what its parts compute."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from stable_diffusion.config import PRESETS
+from stable_diffusion.unet import Attention, ResBlock, Transformer, UNet, initialise, sinusoids
+
+TINY = PRESETS["tiny"]
+
+
+@pytest.fixture(scope="module")
+def full():
+    with torch.device("meta"):
+        return UNet(PRESETS["bench"])
+
+
+def test_parameters_and_tensors(full):
+    assert sum(parameter.numel() for parameter in full.parameters()) == 865_910_724
+    assert len(list(full.parameters())) == 686
+
+
+def test_norms_and_heads(full):
+    for module in full.modules():
+        if isinstance(module, ResBlock):
+            assert (module.norm1.num_groups, module.norm2.num_groups) == (16, 16)
+        if isinstance(module, Transformer):
+            assert (module.norm.num_groups, module.norm.eps) == (32, 1e-6)
+    heads = {m.attention.to_q.out_features // m.attention.head_dim for m in full.transformers.values()}
+    assert heads == {5, 10, 20} and {m.attention.head_dim for m in full.transformers.values()} == {64}
+    assert all(module.to_k.bias is None for module in full.modules() if isinstance(module, Attention))
+
+
+def test_shapes_and_dtype_of_the_result():
+    unet = UNet(TINY).to(torch.bfloat16, memory_format=torch.channels_last)
+    v = unet(torch.randn(2, 4, 16, 16), torch.tensor([0, 999]), torch.randn(2, 8, 64))
+    assert v.shape == (2, 4, 16, 16) and v.dtype == torch.float32
+
+
+def test_every_parameter_gets_a_gradient_and_every_input_matters():
+    unet = UNet(TINY)
+    initialise(unet, TINY, 0)
+    x, context = torch.randn(2, 4, 16, 16), torch.randn(2, 8, 64)
+    v = unet(x, torch.tensor([3, 700]), context)
+    grads = torch.autograd.grad(v.square().sum(), list(unet.parameters()))
+    assert all(grad.abs().sum() > 0 for grad in grads)
+    assert not torch.equal(v, unet(x, torch.tensor([4, 700]), context))
+    assert not torch.equal(v, unet(x, torch.tensor([3, 700]), context + 1))
+
+
+def test_sinusoids_are_cosines_then_sines():
+    table = sinusoids(8)
+    assert table.shape == (1000, 8)
+    assert table[0].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    angle = 500 * 10000 ** (-1 / 4)
+    assert table[500, 1].item() == pytest.approx(math.cos(angle), abs=2e-5)
+    assert table[500, 5].item() == pytest.approx(math.sin(angle), abs=2e-5)
+
+
+def test_attention_is_softmax_attention():
+    torch.manual_seed(0)
+    attention = Attention(32, 64, 16)
+    x, source = torch.randn(2, 5, 32), torch.randn(2, 7, 64)
+    q, k, v = attention.to_q(x), attention.to_k(source), attention.to_v(source)
+    heads = []
+    for part in (slice(0, 16), slice(16, 32)):
+        weights = torch.softmax(q[..., part] @ k[..., part].mT / 4, dim=-1)
+        heads.append(weights @ v[..., part])
+    torch.testing.assert_close(attention(x, source), attention.to_out(torch.cat(heads, -1)))
+
+
+def test_start_of_the_benchmark_and_of_the_presets():
+    unet = UNet(TINY)
+    initialise(unet, replace(TINY, zero_init=True), 0)
+    x, t, context = torch.randn(1, 4, 16, 16), torch.tensor([5]), torch.randn(1, 8, 64)
+    assert unet(x, t, context).abs().sum() == 0
+    zero = {name for name, p in unet.named_parameters() if p.ndim > 1 and not p.abs().sum()}
+    # 22 residual blocks, 16 transformers, the output convolution.
+    assert len(zero) == 39
+    initialise(unet, TINY, 0)
+    assert unet(x, t, context).abs().sum() > 0
+
+
+def test_initialise_is_seeded_and_in_place():
+    unet = UNet(TINY)
+    initialise(unet, TINY, 0)
+    addresses = [parameter.data_ptr() for parameter in unet.parameters()]
+    first = [parameter.clone() for parameter in unet.parameters()]
+    with torch.no_grad():
+        for parameter in unet.parameters():
+            parameter.add_(1.0)
+    torch.rand(3)
+    initialise(unet, TINY, 0)
+    assert [parameter.data_ptr() for parameter in unet.parameters()] == addresses
+    assert all(map(torch.equal, first, unet.parameters()))
+    initialise(unet, TINY, 1)
+    assert not torch.equal(first[0], next(unet.parameters()))
+    norm = next(module for module in unet.modules() if isinstance(module, nn.GroupNorm))
+    assert norm.weight.eq(1).all() and norm.bias.eq(0).all()
