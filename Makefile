@@ -9,9 +9,15 @@ flag = $(if $(strip $($1)),$2 "$(strip $($1))")
 bench_flags = $(strip $(call flag,MODEL,--model) $(call flag,PRESET,--preset) $(call flag,VARIANTS,--variants) \
     $(call flag,ROUNDS,--rounds) $(call flag,STEPS,--steps) $(call flag,NGPU,--ngpu) \
     $(call flag,HOST_LOAD,--host-load) $(call flag,MINUTES,--minutes) $(call flag,OUT,--out))
+table = $(if $(strip $(BASE)),gate,compare)
+submit_flags = $(bench_flags) $(strip $(call flag,NODES,--nodes) $(call flag,PARTITION,--partition) \
+    $(call flag,ACCOUNT,--account) $(call flag,TIME,--time) $(call flag,IMAGE,--image) $(call flag,MOUNTS,--mounts) \
+    $(call flag,OVER,--over) $(call flag,VALUES,--values) $(call flag,VARIANT,--variant) $(call flag,SBATCH,--sbatch))
+sweep_flags = $(bench_flags) $(strip $(call flag,OVER,--over) $(call flag,VALUES,--values) \
+    $(call flag,VARIANT,--variant))
 need = $(if $(strip $($1)),,$(error $1 is missing, as in make $@ $1=$2))
 
-.PHONY: help bench compare test test-slow lint format te clean
+.PHONY: help bench sweep compare plots readme submit test test-slow lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -23,7 +29,7 @@ help: ## this list
 	@echo
 	@echo "models: $(models)"
 
-# MODEL      ## bench: the folder of the model, as in MODEL=gpt3
+# MODEL      ## bench, sweep, submit: the folder of the model, as in MODEL=gpt3; so are PRESET to OUT
 # PRESET     ## bench: tiny, bench, or another of the model's (bench where a GPU is found, else tiny)
 # VARIANTS   ## bench: some of the model's, as in VARIANTS=eager,graph (all)
 # ROUNDS     ## bench: number of timed rounds, or auto (5; tiny: 2)
@@ -31,8 +37,19 @@ help: ## this list
 # NGPU       ## bench: number of GPUs, or of ranks on the CPU (1)
 # HOST_LOAD  ## bench: busy processes beside the timed runs (0)
 # MINUTES    ## bench: start no round that would end later
-# OUT        ## bench, compare: folder of the records (runs/...)
-# ARGS       ## bench, compare, test, test-slow: further arguments, as in ARGS="-- --layers 4"
+# OUT        ## bench, compare, plots: folder of the records (bench: runs/...; else results)
+# BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
+# OVER       ## sweep, submit: what is varied, as in OVER=batch; the model says what it has
+# VALUES     ## sweep, submit: just these values, as in VALUES=1,2,4
+# VARIANT    ## sweep, submit: what stands against eager (graph)
+# NODES      ## submit: nodes of one job, NGPU ranks on each (1)
+# PARTITION  ## submit: of Slurm (its default), and so are ACCOUNT and TIME, as in TIME=2:00:00
+# ACCOUNT    ## submit: see PARTITION
+# TIME       ## submit: time limit of a job, which is queued again when it is over
+# IMAGE      ## submit: container (pyxis), as in IMAGE=nvcr.io#nvidia/pytorch:25.09-py3 (none)
+# MOUNTS     ## submit: more mounts for it, as in MOUNTS=/data:/data
+# SBATCH     ## submit: further options of sbatch, as in SBATCH="qos=high gres=gpu:8"
+# ARGS       ## bench, sweep, compare, plots, readme, submit, test, test-slow: the rest, as in ARGS="-- --layers 4"
 # PYTHON     ## all: use this interpreter as it is, without any set-up
 
 bench: ## measure MODEL, eager against graphed
@@ -40,17 +57,35 @@ bench: ## measure MODEL, eager against graphed
 	$(setup) core
 	$(python) -m benchmarks.run $(bench_flags) $(ARGS)
 
-compare: ## print the table of the records in OUT
-	$(call need,OUT,runs/...; a folder of records)
+sweep: ## where graphs stop paying: MODEL at growing values of OVER
+	$(call need,MODEL,$(firstword $(models)); models: $(models))
+	$(call need,OVER,batch)
 	$(setup) core
-	$(python) -m benchmarks.compare "$(strip $(OUT))" $(ARGS)
+	$(python) -m benchmarks.sweep $(sweep_flags) $(ARGS)
+
+compare: ## tables of all results, of the records in OUT, or of OUT against BASE
+	$(setup) core
+	$(python) -m benchmarks.$(table) "$(or $(strip $(OUT)),results)" $(call flag,BASE,--against) $(ARGS)
+
+plots: ## figures of all results, or of the records in OUT, into its figures/
+	$(setup) core plots
+	$(python) -m benchmarks.plot "$(or $(strip $(OUT)),results)" $(ARGS)
+
+readme: ## write results/overview.* and the tables in the READMEs from the records
+	$(setup) core
+	$(python) -m benchmarks.overview results --write --readme $(ARGS)
+
+submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then make the tables
+	$(call need,MODEL,$(firstword $(models)); models: $(models))
+	$(setup) core
+	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
 
 test: ## tests of what runs anywhere, in minutes
-	$(setup) core dev
+	$(setup) core dev plots lightning
 	$(python) -m pytest -m "not slow and not slurm and not gpu" $(ARGS)
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
-	$(setup) core dev
+	$(setup) core dev plots lightning
 	$(python) -m pytest -m "(slow or slurm) and not gpu" $(ARGS)
 
 lint: ## ruff: rules and format

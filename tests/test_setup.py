@@ -123,12 +123,13 @@ def test_second_call_does_no_setup_work(machine, target, program):
     assert only.startswith(f".venv/bin/python {program}")
 
 
-def test_test_after_bench_adds_the_dev_extra_alone(machine):
+def test_test_after_bench_adds_its_extras_alone(machine):
     machine.make("bench", "MODEL=gpt3")
     machine.log()
     machine.make("test")
-    (install,) = matching(machine.log(), "install")
-    assert "dev.txt" in install
+    installs = matching(machine.log(), "install")
+    assert len(installs) == 3
+    assert all(name in line for name, line in zip(("dev.txt", "plots.txt", "lightning.txt"), installs, strict=True))
     machine.make("bench", "MODEL=gpt3")
     assert not matching(machine.log(), "pip")
 
@@ -285,21 +286,32 @@ def test_variables_become_flags_and_empty_ones_do_not(machine):
     assert machine.log()[-1].endswith("-m benchmarks.run --model gpt3")
 
 
-@pytest.mark.parametrize(
-    ("target", "missing", "said"), [("bench", "MODEL", "models: gpt3"), ("compare", "OUT", "OUT=")]
-)
 @pytest.mark.parametrize("given", [False, True])
-def test_missing_model_or_folder_is_one_line_before_any_setup(machine, target, missing, said, given):
-    answer = machine.make(target, *([f"{missing}= "] if given else []))
+def test_missing_model_is_one_line_before_any_setup(machine, given):
+    answer = machine.make("bench", *(["MODEL= "] if given else []))
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
-    assert f"{missing} is missing" in line and said in line
+    assert "MODEL is missing" in line and "models: gpt3" in line
     assert not machine.log()
 
 
 def test_compare_reads_the_folder(machine):
     machine.make("compare", "OUT=runs/a b", "ARGS=--markdown")
     assert machine.log()[-1].endswith("-m benchmarks.compare runs/a b --markdown")
+    machine.make("compare", "OUT= ", "BASE=")
+    assert machine.log()[-1].endswith("-m benchmarks.compare results")
+
+
+def test_compare_with_a_base_is_the_gate(machine):
+    machine.make("compare", "OUT=runs/a b", "BASE=old c", "ARGS=--tolerance 1")
+    assert machine.log()[-1].endswith("-m benchmarks.gate runs/a b --against old c --tolerance 1")
+    machine.make("compare", "BASE=old")
+    assert machine.log()[-1].endswith("-m benchmarks.gate results --against old")
+
+
+def test_readme_writes_tables(machine):
+    machine.make("readme")
+    assert machine.log()[-1].endswith("-m benchmarks.overview results --write --readme")
 
 
 def test_failure_of_a_program_is_not_hidden(machine):
