@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpt3.config import CONTEXT_BYTES, PRESETS, Config, fit, layer_parameters, num_parameters, predicted_bytes, require
+from gpt3.config import (
+    CONTEXT_BYTES,
+    PRESETS,
+    SWEEPS,
+    Config,
+    fit,
+    layer_parameters,
+    num_parameters,
+    predicted_bytes,
+    require,
+)
 from gpt3.model import Embedding, PlainLayer
 
 TINY, BENCH = PRESETS["tiny"], PRESETS["bench"]
@@ -106,6 +116,17 @@ def test_host_that_is_too_small_is_told_to_run_tiny():
 def test_mistake_names_the_flag(fields, flag):
     with pytest.raises(ValueError, match=flag):
         replace(TINY, **fields)
+
+
+def test_sweeps_name_fields_and_doubled_values_are_valid():
+    for preset in PRESETS.values():
+        for first, *others in SWEEPS.values():
+            for value in (getattr(preset, first) * 2, getattr(preset, first) * 4):
+                scaled = {name: getattr(preset, name) * value // getattr(preset, first) for name in (first, *others)}
+                assert predicted_bytes(replace(preset, **scaled)) > predicted_bytes(preset)
+    # The share at tensor-parallel size 4.
+    assert SWEEPS["width"] == ["heads", "ffn"]
+    assert (BENCH.heads * 2 * 4, BENCH.ffn * 2 * 4) == (96, 49152)
 
 
 def test_odd_widths_are_fine_in_bf16():
