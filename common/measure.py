@@ -17,6 +17,7 @@ The state a script builds:
     batch_class(i)        which kind of batch step i has: batches of one shape are one class
     evaluate()            only for --mllog: mean loss over held-out batches, eager, on every rank; training
                           state stays as it is. Raises Unsupported where the data leaves nothing to hold out
+    hyperparameters       where there is more for --mllog than `Workload.hyperparameters`, which only the data tell
     close()               where it holds something open, such as data workers; its dict goes into extra
 A variant (what VARIANTS maps a name to, made from the state):
     step(i)               one training step on batch i
@@ -178,6 +179,7 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     try:
         with _process_settings(device, options.parity):
             state = workload.build(config, device)
+            log.say(getattr(state, "hyperparameters", {}))
             variant = workload.variants[options.variant](state)
             record["status"] = "pass"
             if options.parity:

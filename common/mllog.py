@@ -52,7 +52,11 @@ class Log:
         self._event(POINT, "submission_benchmark", record["model"], preset=record["preset"], variant=record["variant"])
         self._event(POINT, "submission_org", "none, this is not a submission")
         self._event(POINT, "submission_platform", platform)
-        for key, value in self.hyperparameters.items():
+        self.say(self.hyperparameters)
+
+    def say(self, values: dict) -> None:
+        """MLPerf's key -> value, a line each."""
+        for key, value in values.items():
             self._event(POINT, key, value)
 
     def end_init(self, capture, settle_s: float) -> None:

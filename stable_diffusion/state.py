@@ -48,6 +48,7 @@ class State:
         self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
         self.buckets = collectives.GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
         samples, self.held_out = _samples(config)
+        self.hyperparameters = {"train_samples": len(samples)}
         on_cuda = device.type == "cuda"
         self.batches = data.Batches(samples, config.batch, rank, world_size, config.workers, on_cuda, SEED)
         size, tokens = config.latent_size, config.context_tokens
