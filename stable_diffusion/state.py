@@ -1,9 +1,11 @@
 """What Stable Diffusion's training reads and writes: built once, reset in place, the same for every variant."""
 
+import contextlib
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import collectives, memory
 from common.inputs import DoubleBuffered
@@ -32,7 +34,9 @@ class State:
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank = config, device, rank
         _require_memory(config, device)
-        choose_attention(config.attention)
+        # For as long as the state is open: what is compiled or captured later must see it too.
+        self.opened = contextlib.ExitStack()
+        self.opened.enter_context(attention_kernels(config.attention))
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
             self.unet = UNet(config).to(memory_format=torch.channels_last)
@@ -78,6 +82,7 @@ class State:
 
     def close(self):
         """End the data workers; what they dropped goes into the record."""
+        self.opened.close()
         self.batches.close()
         return {
             "num_dropped_samples": self.batches.num_dropped,
@@ -192,11 +197,14 @@ def schedule(device):
     return alphas.sqrt().float().to(device), (1.0 - alphas).sqrt().float().to(device)
 
 
-def choose_attention(name):
-    """Which kernels SDPA may take on a GPU, process-wide; where none fits, torch takes plain products."""
-    torch.backends.cuda.enable_cudnn_sdp(name != "flash")
-    torch.backends.cuda.enable_flash_sdp(name != "cudnn")
-    torch.backends.cuda.enable_mem_efficient_sdp(name != "flash")
+def attention_kernels(name):
+    """A context in which SDPA takes these kernels where they fit, in this order; plain products where none does."""
+    order = {
+        "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+        "flash": [SDPBackend.FLASH_ATTENTION],
+        "auto": None,
+    }[name]
+    return sdpa_kernel([*order, SDPBackend.MATH], set_priority=True) if order else contextlib.nullcontext()
 
 
 def _require_memory(config, device):

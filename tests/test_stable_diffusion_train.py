@@ -230,6 +230,14 @@ def test_nothing_in_the_step_waits_for_the_device():
     state.close()
 
 
+def test_attention_kernels_are_in_force_while_the_state_is_open():
+    before = [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()]
+    state = State(replace(TINY, attention="flash"), CPU)
+    assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
+    state.close()
+    assert before == [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()]
+
+
 # --- rows with a status
 
 

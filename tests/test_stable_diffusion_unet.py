@@ -101,3 +101,16 @@ def test_initialise_is_seeded_and_in_place():
     assert not torch.equal(first[0], next(unet.parameters()))
     norm = next(module for module in unet.modules() if isinstance(module, nn.GroupNorm))
     assert norm.weight.eq(1).all() and norm.bias.eq(0).all()
+
+
+@pytest.mark.slow
+def test_the_compiler_sees_one_graph_and_the_same_numbers():
+    """fullgraph=True fails at a graph break; the backend runs what was traced, forward and backward."""
+    unet = UNet(TINY)
+    initialise(unet, TINY, 0)
+    compiled = torch.compile(unet, backend="aot_eager", dynamic=False, fullgraph=True)
+    arguments = torch.randn(2, 4, 16, 16), torch.tensor([5, 900]), torch.randn(2, 8, 64)
+    results = [model(*arguments) for model in (compiled, unet)]
+    assert torch.equal(*results)
+    grads = [torch.autograd.grad(v.square().mean(), list(unet.parameters())) for v in results]
+    assert all(map(torch.equal, *grads))
