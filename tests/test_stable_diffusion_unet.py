@@ -111,6 +111,6 @@ def test_the_compiler_sees_one_graph_and_the_same_numbers():
     compiled = torch.compile(unet, backend="aot_eager", dynamic=False, fullgraph=True)
     arguments = torch.randn(2, 4, 16, 16), torch.tensor([5, 900]), torch.randn(2, 8, 64)
     results = [model(*arguments) for model in (compiled, unet)]
-    assert torch.equal(*results)
+    torch.testing.assert_close(*results)
     grads = [torch.autograd.grad(v.square().mean(), list(unet.parameters())) for v in results]
-    assert all(map(torch.equal, *grads))
+    torch.testing.assert_close(*grads, atol=1e-7, rtol=1e-3)
