@@ -49,6 +49,10 @@ class Pool:
         if self._host is not None:
             graph, result = self._host.capture(fn, static_inputs)
         else:
+            if not self.graphs:
+                # What eager warm-up leaves in the allocator's cache is of no use to the pool.
+                gc.collect()
+                torch.cuda.empty_cache()
             graph = CudaGraph(static_inputs)
             result = graph.capture(fn, self._handle)
         self.graphs.append(graph)

@@ -163,7 +163,8 @@ class GradientBuckets:
 
     def _move(self, index, view):
         tensor = self.tensors[index]
-        view = view.view(tensor.shape)
+        # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
+        view = view.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else view.view(tensor.shape)
         if tensor.requires_grad:
             if tensor.grad is not None:
                 view.copy_(tensor.grad)
@@ -192,6 +193,18 @@ class GradientBuckets:
         """Clear all gradients in place."""
         for flat in self.flats:
             flat.zero_()
+
+
+def _is_dense(tensor):
+    """Whether the elements fill their memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 # ------------------------------------------------------------------------------------------------

@@ -9,9 +9,14 @@ import torch
 
 
 class LateReader:
-    """Copies of a few device numbers, step by step. num_values: how many FP32 numbers a step has."""
+    """Copies of a few device numbers, step by step.
 
-    def __init__(self, device: torch.device, num_values: int, depth: int = 3):
+    num_values: how many FP32 numbers a step has. exact: always read the step `depth - 1` back, waiting for it, so that
+    several ranks read the same step at the same place.
+    """
+
+    def __init__(self, device: torch.device, num_values: int, depth: int = 3, exact: bool = False):
+        self.exact = exact
         self.on_cuda = torch.device(device).type == "cuda"
         self.slots = [torch.zeros(num_values, pin_memory=self.on_cuda) for _ in range(depth)]
         self.events = [torch.cuda.Event() if self.on_cuda else None for _ in range(depth)]
@@ -38,8 +43,20 @@ class LateReader:
 
         On the CPU, where every copy arrives at once, that is the step before.
         """
+        if self.exact:
+            number = self.num_pushed - len(self.slots)
+            return self._read(number, wait=True) if number >= 0 else None
         for number in range(self.num_pushed - 2, max(-1, self.num_pushed - 1 - len(self.slots)), -1):
-            place = number % len(self.slots)
-            if not self.on_cuda or self.events[place].query():
-                return self.indices[place], self.slots[place].tolist()
+            found = self._read(number, wait=False)
+            if found:
+                return found
         return None
+
+    def _read(self, number, wait):
+        place = number % len(self.slots)
+        if self.on_cuda:
+            if wait:
+                self.events[place].synchronize()
+            elif not self.events[place].query():
+                return None
+        return self.indices[place], self.slots[place].tolist()

@@ -188,8 +188,11 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
                 _canary(state, variant, workload.reference, device)
                 _traced_pass(record, state, variant, config, options, device, rank)
             else:
-                _canary(state, variant, workload.reference, device)
-                _timed_passes(record, workload, state, variant, config, options, device, log)
+                peaks = memory.Peaks(device)
+                # Its eager steps beside a graph's memory are no part of the variant.
+                with peaks.set_aside():
+                    _canary(state, variant, workload.reference, device)
+                _timed_passes(record, workload, state, variant, config, options, device, log, peaks)
     except Unsupported as error:
         record.update(status="unsupported", message=str(error))
     except torch.OutOfMemoryError as error:
@@ -290,7 +293,7 @@ def _canary(state, variant, reference, device):
             raise CaptureError(f"canary: step {index} replayed gives loss {ours:.6g}, eager {eager:.6g}")
 
 
-def _timed_passes(record, workload, state, variant, config, options, device, log):
+def _timed_passes(record, workload, state, variant, config, options, device, log, peaks):
     host = environment.HostActivity()
     host.start()
     sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
@@ -313,7 +316,7 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         record["statistic_ms"] = statistic(record["steps"]["gpu_ms"], record["steps"]["batch"])
         record["extra"].update(settle=settle, host=host.stop(), items_per_s=_rate(record))
         # Before an evaluation, whose activations are not the step's.
-        record["memory"] = memory.account(device, variant.capture.pools)
+        record["memory"] = memory.account(device, variant.capture.pools, peaks)
         record["extra"]["allocator"] = memory.allocator_events(device)
         if options.mllog and hasattr(state, "evaluate"):
             _evaluate(record, state, variant, num_steps, log)

@@ -5,6 +5,8 @@ smaller than they are. Peaks here are over the life of the process; the graph po
 view (graph executables, NCCL, modules: what the allocator cannot see) stand beside them.
 """
 
+import contextlib
+import gc
 import re
 import resource
 import sys
@@ -13,7 +15,27 @@ from pathlib import Path
 import torch
 
 
-def account(device: torch.device, pools) -> dict:
+class Peaks:
+    """Peaks over the process's life, without those of a part that only the measurement needs (`set_aside`)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.allocated = self.reserved = 0
+
+    @contextlib.contextmanager
+    def set_aside(self):
+        """What the block allocates does not count; it leaves an allocator whose cache is empty."""
+        if self.device.type == "cuda":
+            self.allocated = max(self.allocated, torch.cuda.max_memory_allocated(self.device))
+            self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
+        yield
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def account(device: torch.device, pools, peaks: Peaks) -> dict:
     """The record's `memory` object, in bytes. pools: the `common.capture.Pool`s of the run."""
     pool_bytes = sum(pool.bytes() for pool in pools)
     if device.type == "cpu":
@@ -25,8 +47,8 @@ def account(device: torch.device, pools) -> dict:
         }
     free, total = torch.cuda.mem_get_info(device)
     return {
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "peak_allocated_bytes": max(peaks.allocated, torch.cuda.max_memory_allocated(device)),
+        "peak_reserved_bytes": max(peaks.reserved, torch.cuda.max_memory_reserved(device)),
         "graph_pool_bytes": pool_bytes,
         "device_used_bytes": total - free,
     }

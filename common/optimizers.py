@@ -81,26 +81,29 @@ class LossScaler:
     `floor`. A finite step sets the tracker back to `hysteresis`, and `growth_interval` of them in a row double the
     scale. That is the rule of apex (update_scale_hysteresis), used by the benchmark; the floor is ours.
 
-    scale, found_inf: 0-d FP32; growth, tracker: 0-d int32; floor_overflows: 0-d int32, overflows in a row at the floor.
+    scale, found_inf: 0-d FP32; growth, tracker: 0-d int32; floor_overflows: 0-d int32, overflows in a row at the floor;
+    num_skipped: 0-d int32, overflows since the start.
     """
 
     def __init__(self, device, scale: float, growth_interval: int, hysteresis: int, floor: float = 1.0):
-        self._initial = (scale, 0.0, 0, hysteresis, 0)
+        self._initial = (scale, 0.0, 0, hysteresis, 0, 0)
         self.growth_interval, self.hysteresis, self.floor = growth_interval, hysteresis, floor
-        kinds = (torch.float32, torch.float32, torch.int32, torch.int32, torch.int32)
-        self.scale, self.found_inf, self.growth, self.tracker, self.floor_overflows = self._tensors = [
-            torch.zeros((), dtype=dtype, device=device) for dtype in kinds
-        ]
+        self.scale, self.found_inf = (torch.zeros((), device=device) for _ in range(2))
+        self.growth, self.tracker, self.floor_overflows, self.num_skipped = (
+            torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)
+        )
         self.reset()
 
     def reset(self) -> None:
-        for tensor, value in zip(self._tensors, self._initial, strict=True):
+        tensors = (self.scale, self.found_inf, self.growth, self.tracker, self.floor_overflows, self.num_skipped)
+        for tensor, value in zip(tensors, self._initial, strict=True):
             tensor.fill_(value)
 
     @torch.no_grad()
     def update(self) -> None:
         """What the step that found_inf speaks of means for the next one's scale."""
         overflow = self.found_inf > 0
+        self.num_skipped.add_(overflow)
         at_floor = overflow & (self.scale <= self.floor)
         self.floor_overflows.copy_(torch.where(at_floor, self.floor_overflows + 1, 0))
         self.tracker.copy_(torch.where(overflow, (self.tracker - 1).clamp_(min=0), self.hysteresis))
@@ -115,7 +118,7 @@ class LossScaler:
 
     def named_state(self):
         """(name, tensor) of what goes on from step to step, for hashing."""
-        for name in ("scale", "growth", "tracker", "floor_overflows"):
+        for name in ("scale", "growth", "tracker", "floor_overflows", "num_skipped"):
             yield f"loss_scale.{name}", getattr(self, name)
 
 

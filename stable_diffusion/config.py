@@ -7,6 +7,8 @@ from common.config import option
 
 TIMESTEPS = 1000
 CONTEXT_BYTES = 2 * 2**30
+MAX_WORKERS = 64
+MAX_LOSS_SCALE = 2.0**32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,13 @@ class Config:
         for name in ("lr_warmup", "workers"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up")
+        if self.workers > MAX_WORKERS:
+            raise ValueError(f"--workers {self.workers}: takes a number up to {MAX_WORKERS}")
         # Written so that NaN, which compares as false, is refused too.
-        if not 0 <= self.lr < float("inf"):
-            raise ValueError(f"--lr {self.lr}: takes a finite number from 0 up")
-        if not 1 <= self.loss_scale < float("inf"):
-            raise ValueError(f"--loss-scale {self.loss_scale}: takes a finite number from 1 up")
+        if not 0 <= self.lr <= 1:
+            raise ValueError(f"--lr {self.lr}: takes a number from 0 to 1")
+        if not 1 <= self.loss_scale <= MAX_LOSS_SCALE:
+            raise ValueError(f"--loss-scale {self.loss_scale}: takes a number from 1 to {MAX_LOSS_SCALE:.0f}")
         if self.latent_size % 8:
             raise ValueError(f"--latent-size {self.latent_size}: takes a multiple of 8, it is halved three times")
         if self.channels % 32 or self.channels % self.head_dim:

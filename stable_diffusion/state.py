@@ -23,7 +23,8 @@ BUCKET_BYTES = 288 * 10**6  # the submission's bucket_cap
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_diffusion"
 
 LATENT_SCALE = 0.18215
-REPORT = ("loss", "loss_scale", "grad_norm", "found_inf", "floor_overflows")
+REPORT = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
+MIN_STEPS_JUDGED = 20
 
 
 class State:
@@ -52,7 +53,7 @@ class State:
         self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
         self.buckets = collectives.GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
         samples, self.held_out = _samples(config)
-        self.hyperparameters = {"train_samples": len(samples)}
+        self.hyperparameters = {"train_samples": len(samples), "eval_samples": len(self.held_out or ())}
         on_cuda = device.type == "cuda"
         self.batches = data.Batches(samples, config.batch, rank, world_size, config.workers, on_cuda, SEED)
         size, tokens = config.latent_size, config.context_tokens
@@ -65,12 +66,14 @@ class State:
             self.batches,
         )
         self.report = torch.zeros(len(REPORT), device=device)
-        self.late = LateReader(device, len(REPORT))
+        # Ranks that stop must stop at the same step.
+        self.late = LateReader(device, len(REPORT), exact=world_size > 1)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
 
     def reset(self):
-        torch.manual_seed(SEED)
+        # Weights are the same on all ranks, draws each rank's own.
+        torch.manual_seed(SEED + self.rank)
         initialise(self.unet, self.config, SEED)
         self.adam.reset()
         self.scaler.reset()
@@ -81,12 +84,14 @@ class State:
         self.grad_norms.zero_()
 
     def close(self):
-        """End the data workers; what they dropped goes into the record."""
+        """End the data workers. For the record: steps skipped since the last reset, samples dropped."""
         self.opened.close()
         self.batches.close()
+        dropped = self.batches.dropped
         return {
-            "num_dropped_samples": self.batches.num_dropped,
-            "dropped": [str(one) for one in self.batches.dropped[:20]],
+            "num_skipped_steps": int(self.scaler.num_skipped),
+            "num_dropped_samples": len(dropped),
+            "dropped_samples": [str(one) for one in dropped[:20]],
         }
 
     # -- one step, part by part; all but begin_step and end_step can be captured
@@ -129,8 +134,8 @@ class State:
     def fill_report(self, loss):
         """What the host reads late; the loss scale is that of the next step."""
         scaler = self.scaler
-        values = (loss, scaler.scale, self.adam.grad_norm, scaler.found_inf, scaler.floor_overflows.float())
-        torch.stack(values, out=self.report)
+        counts = (scaler.floor_overflows.float(), scaler.num_skipped.float())
+        torch.stack((loss, scaler.scale, self.adam.grad_norm, *counts), out=self.report)
 
     def end_step(self, index: int):
         """Keep loss and norm, start their copy to the host, and look at what has arrived of earlier steps."""
@@ -180,6 +185,12 @@ class State:
         yield from self.scaler.named_state()
 
     def read_losses(self, count: int) -> list[float]:
+        """Raises FloatingPointError where none of many steps trained, which the loss alone does not show."""
+        norms = self.grad_norms[: min(count, self.num_losses)]
+        if count >= MIN_STEPS_JUDGED and not torch.isfinite(norms).any():
+            raise FloatingPointError(
+                f"gradients overflowed in each of {count} steps, nothing was trained: lower --loss-scale"
+            )
         return self.losses[: min(count, self.num_losses)].tolist()
 
     def read_grad_norms(self, count: int) -> list[float]:
@@ -229,7 +240,6 @@ def hyperparameters(config: Config, world_size: int) -> dict:
         "seed": SEED,
         "global_batch_size": config.batch * world_size,
         "gradient_accumulation_steps": 1,
-        "eval_samples": HELD_OUT_BATCHES * config.batch,
         "opt_name": "adamw",
         "opt_base_learning_rate": config.lr,
         "opt_learning_rate_warmup_steps": config.lr_warmup,

@@ -176,6 +176,19 @@ def test_a_replaced_gradient_is_an_error(set_to_none):
         buckets.all_reduce_mean()
 
 
+def test_strides_are_kept_in_buckets():
+    """channels_last gradients stay so; what does not fill its memory is laid out in rows."""
+    dense = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    gaps = torch.randn(6, 8)[:, ::2]
+    values = [dense.clone(memory_format=torch.preserve_format), gaps.clone()]
+    buckets = collectives.GradientBuckets([dense, gaps], bucket_bytes=1 << 20)
+    assert dense.stride() == values[0].stride() and dense.is_contiguous(memory_format=torch.channels_last)
+    assert gaps.is_contiguous()
+    assert all(map(torch.equal, (dense, gaps), values))
+    buckets.flats[0].fill_(2.0)
+    assert dense.eq(2).all() and gaps.eq(2).all()
+
+
 def test_bucket_arguments():
     with pytest.raises(ValueError, match="bucket_bytes"):
         collectives.GradientBuckets([torch.zeros(1)], bucket_bytes=0)

@@ -83,3 +83,13 @@ def test_the_host_runs_ahead_by_depth_and_no_further(on_cuda):
     assert FakeEvent.num_waits == 0
     on_cuda.push(3, torch.zeros(1))
     assert (FakeEvent.num_waits, FakeEvent.finished) == (1, 1)
+
+
+def test_exact_reads_the_same_step_whatever_has_arrived(on_cuda):
+    reader = LateReader(torch.device("cuda"), 1, depth=3, exact=True)
+    found = []
+    for index in range(5):
+        reader.push(index, torch.tensor([float(index)]))
+        found.append(reader.latest())
+    assert found == [None, None, (0, [0.0]), (1, [1.0]), (2, [2.0])]
+    assert FakeEvent.num_waits == 3

@@ -14,6 +14,7 @@ class Rule:
 
     def __init__(self, scale, growth_interval, hysteresis, floor=1.0):
         self.scale, self.growth, self.tracker, self.floor_overflows = scale, 0, hysteresis, 0
+        self.num_skipped = 0
         self.growth_interval, self.hysteresis, self.floor = growth_interval, hysteresis, floor
 
     def update(self, overflow):
@@ -23,6 +24,7 @@ class Rule:
             if self.growth == self.growth_interval:
                 self.scale, self.growth = self.scale * 2, 0
             return
+        self.num_skipped += 1
         self.floor_overflows = self.floor_overflows + 1 if self.scale <= self.floor else 0
         self.growth = 0
         self.tracker = max(0, self.tracker - 1)
@@ -31,7 +33,8 @@ class Rule:
 
 
 def of(scaler):
-    return [scaler.scale.item(), scaler.growth.item(), scaler.tracker.item(), scaler.floor_overflows.item()]
+    tensors = (scaler.scale, scaler.growth, scaler.tracker, scaler.floor_overflows, scaler.num_skipped)
+    return [tensor.item() for tensor in tensors]
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
@@ -45,7 +48,7 @@ def test_scale_follows_the_rule(hysteresis):
         scaler.found_inf.fill_(float(overflow))
         scaler.update()
         rule.update(overflow)
-        assert of(scaler) == [rule.scale, rule.growth, rule.tracker, rule.floor_overflows]
+        assert of(scaler) == [rule.scale, rule.growth, rule.tracker, rule.floor_overflows, rule.num_skipped]
         seen.add(rule.scale)
     assert 1.0 in seen and max(seen) > 64.0
 

@@ -65,18 +65,21 @@ def test_the_account_on_the_cpu():
     big = torch.ones(512 << 20, dtype=torch.uint8)
     num_bytes = big.nbytes
     del big  # the peak is over the life of the process
-    account = memory.account(CPU, pools)
+    account = memory.account(CPU, pools, memory.Peaks(CPU))
     assert set(account) == set(record.TEMPLATE["memory"])
     assert account["graph_pool_bytes"] == 2 * 4000
     assert num_bytes < account["peak_allocated_bytes"] < 1 << 40
     assert account["peak_reserved_bytes"] is None and account["device_used_bytes"] is None, "not measured is not zero"
-    assert memory.account(CPU, [])["graph_pool_bytes"] == 0
+    assert memory.account(CPU, [], memory.Peaks(CPU))["graph_pool_bytes"] == 0
 
 
 def test_the_peak_on_the_cpu_is_not_that_of_the_process_that_started_it():
     """Linux hands the starting process's peak down to getrusage; a small run of a large harness must not show it."""
     big = torch.ones(800 << 20, dtype=torch.uint8)
-    code = "import torch; from common import memory; print(memory.account(torch.device('cpu'), []))"
+    code = (
+        "import torch; from common import memory; cpu = torch.device('cpu'); "
+        "print(memory.account(cpu, [], memory.Peaks(cpu)))"
+    )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 0 < int(re.search(r"'peak_allocated_bytes': (\d+)", answer.stdout)[1]) < big.nbytes
 
@@ -85,13 +88,34 @@ def test_the_account_on_a_gpu(monkeypatch):
     pretend_gpu(
         monkeypatch, mem_get_info=(30 << 30, 80 << 30), max_memory_allocated=41 << 30, max_memory_reserved=45 << 30
     )
-    assert memory.account(CUDA, []) == {
+    assert memory.account(CUDA, [], memory.Peaks(CUDA)) == {
         "peak_allocated_bytes": 41 << 30,
         "peak_reserved_bytes": 45 << 30,
         "graph_pool_bytes": 0,
         "device_used_bytes": 50 << 30,
     }
     assert memory.free_bytes(CUDA) == 30 << 30
+
+
+def test_what_the_measurement_alone_needs_is_no_peak_of_the_variant(monkeypatch):
+    """The peak before the block and after it count, what the block itself reaches does not."""
+    now = {"peak": 20 << 30, "emptied": 0}
+
+    def reset(device=None):
+        now["peak"] = 22 << 30
+
+    pretend_gpu(monkeypatch, mem_get_info=(30 << 30, 80 << 30))
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: now["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: now.update(emptied=now["emptied"] + 1))
+    peaks = memory.Peaks(CUDA)
+    with peaks.set_aside():
+        now["peak"] = 70 << 30
+    assert now["emptied"] == 1
+    assert memory.account(CUDA, [], peaks)["peak_reserved_bytes"] == 22 << 30
+    now["peak"] = 10 << 30
+    assert memory.account(CUDA, [], peaks)["peak_allocated_bytes"] == 20 << 30, "the peak before still counts"
 
 
 def test_what_the_cpu_does_not_have():

@@ -112,6 +112,15 @@ def test_overflows_above_the_floor_or_with_breaks_are_no_storm():
     run_steps("graph", 10, config, overflow_at=(1, 2, 3, 4, 6, 7, 9))
 
 
+def test_a_run_in_which_nothing_trains_is_no_good_run():
+    _, state = run_steps("eager", 3, overflow_at=(1,))
+    assert len(state.read_losses(3)) == 3
+    assert state.close()["num_skipped_steps"] == 1
+    _, state = run_steps("eager", 20, overflow_at=range(20), config=replace(TINY, max_floor_overflows=100))
+    with pytest.raises(FloatingPointError, match="overflowed in each of 20 steps, nothing was trained"):
+        state.read_losses(20)
+
+
 # --- the step
 
 
@@ -145,6 +154,17 @@ def test_latents_and_target():
     # v and x_t determine the latent: z = alpha x_t - sigma v.
     torch.testing.assert_close(alpha * x - sigma * target, z, atol=1e-5, rtol=1e-4)
     state.close()
+
+
+def test_ranks_draw_their_own_noise_for_the_same_weights():
+    ranks = [State(TINY, CPU, rank=rank) for rank in range(2)]
+    drawn = []
+    for state in ranks:
+        state.reset()
+        drawn.append(state.noisy_latents(torch.zeros(2, 8, 16, 16)))
+        state.close()
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    assert all(map(torch.equal, ranks[0].parameters, ranks[1].parameters))
 
 
 def test_schedule_is_the_benchmark_s():
