@@ -3,7 +3,11 @@
     python -m benchmarks.compare runs/h200x1/gpt3-bench
     python -m benchmarks.compare results/h200x1/gpt3-bench --base graph_te --markdown
 
-A folder that holds no records but folders of them is shown as `benchmarks.overview` shows it.
+A root that holds folders of records is shown as `benchmarks.overview` shows it, and so is any folder with --csv or
+--json.
+
+Exit status: 0; 1 where there is nothing to show or a file is no sound record (the rest is shown); 2 for a mistake
+on the command line, records that must not stand in one table, or a folder without eager.
 
 Speed-ups come from pairs of runs of one round on one GPU, one boot and one source, as mean paired
 log-ratio with a 95 % Student-t interval; the 10th percentiles beside them say what a quiet host would
@@ -28,6 +32,8 @@ from common import record as records
 GIB = 2**30
 SELF_CHECK_TOLERANCE = 1e-3
 WALL_TOLERANCE = 0.05
+# What other commands leave beside records.
+OTHER_FILES = ("overview.json", "sweep.json")
 CLOCK_TOLERANCE = 0.01
 
 # ------------------------------------------------------------------------------------------------
@@ -44,6 +50,8 @@ def load(folder) -> tuple[list[dict], list[str]]:
         raise FileNotFoundError(f"no folder {folder}")
     found, faults = [], []
     for path in sorted(folder.glob("*.json")):
+        if path.name in OTHER_FILES:
+            continue
         try:
             record = records.read(path)
             fault = _wrong_type(record) or self_check(record)
@@ -61,36 +69,84 @@ def load(folder) -> tuple[list[dict], list[str]]:
     return sorted(found, key=lambda record: (record["variant"] != "eager", record["variant"], record["round"])), faults
 
 
+# Text that must be there, and text that may be null.
 _WORDS = ("model", "preset", "variant", "message", "device")
+_TEXTS = ("gpu_name", "gpu_uuid", "boot_id", "driver", "cuda", "cudnn", "nccl", "torch", "transformer_engine", "dali")
+_TEXTS += ("python", "host", "cpu", "git_sha", "source_hash", "strategy", "unit", "parity", "state_hash")
 # In a record names end in their unit and counts begin with num_; these numbers have neither.
-_UNITS = ("_ms", "_s", "_j", "_mhz", "_bytes", "_fraction", "_replays")
-_NUMBERS = ("round", "host_load", "world_size", "items_per_step", "max_rel_diff")
+_UNITS = ("_ms", "_s", "_j", "_w", "_c", "_mhz", "_bytes", "_fraction", "_replays", "_per_s", "_ratio", "_rel_diff")
+_NUMBERS = ("round", "host_load", "world_size", "items_per_step", "flops_per_step", "load_1m_start", "load_1m_end")
+_LEAST = {"world_size": 1}
+_LARGEST = 1e300
+# Of the free part of a record, what the tables read.
+_EXTRA = {"notes": list, "settle": dict, "host": dict, "profile": dict, "request": dict}
+_EXTRA |= dict.fromkeys(("items_per_s", "profiled_clock_ratio", "loss_rel_diff"), float)
 
 
 def _wrong_type(record):
-    """The first value that is not of its schema's type, in words, or None."""
-    for key in _WORDS:
-        if not isinstance(record[key], str):
-            return f"{key} is {record[key]!r}, not text"
-    for key, default in records.TEMPLATE.items():
-        if not isinstance(default, dict):
-            default, group, values = {key: default}, "", record
-        else:
-            group, values = f"{key}.", record[key]
-        for name, each in default.items():
-            if _is_number(name, each) and not _is_known(values[name]):
-                return f"{group}{name} is {values[name]!r}, not a number"
-    return None
+    """The first value that is not of its schema's type or cannot be, such as a negative time, in words, or None."""
+    for name, default in records.TEMPLATE.items():
+        group = isinstance(default, dict)
+        for key, blank in default.items() if group else [(name, default)]:
+            fault = _fault(key, record[name][key] if group else record[name], blank)
+            if fault:
+                return f"{name}.{key} {fault}" if group else f"{name} {fault}"
+    extra, first = record["extra"], record["numerics"]["first_difference"]
+    for key, kind in _EXTRA.items():
+        value = extra.get(key)
+        # A profile that saw nothing says so in words, and then there is no busy time.
+        if value is None or (key == "profile" and isinstance(value, str) and record["busy_ms"] is None):
+            continue
+        if kind in _KINDS and not isinstance(value, kind):
+            return f"extra.{key} is {value!r}, not {_KINDS[kind]}"
+        # What was requested is the caller's own and compared as it is.
+        named = {} if key in ("notes", "request") else value if kind is dict else {key: value}
+        for name, each in named.items():
+            fault = _fault(name, each, None)
+            if fault:
+                return f"extra.{key}{f'.{name}' if kind is dict else ''} {fault}"
+    if not all(isinstance(note, str) for note in extra.get("notes") or []):
+        return f"extra.notes is {extra['notes']!r}, not a list of text"
+    if first is not None and not (isinstance(first, dict) and {"step", "tensor"} <= set(first)):
+        return f"numerics.first_difference is {first!r}, not a step and a tensor"
+    odd = next((ms for ms in record["steps"]["gpu_ms"] if ms is None or not _is_known(ms)), 0)
+    if odd != 0:
+        return f"steps.gpu_ms holds {odd!r}, not a number"
+    odd = next((kind for kind in record["steps"]["batch"] if not isinstance(kind, str | int)), 0)
+    if odd != 0:
+        return f"steps.batch holds {odd!r}, not a number or a word"
+    odd = next((num for num in record["capture"]["nodes"].values() if not _is_known(num) or not num or num < 0), 0)
+    return None if odd == 0 else f"capture.nodes holds {odd!r}, not a number"
 
 
-def _is_number(key, default):
-    named = key.endswith(_UNITS) or key.startswith("num_") or key in _NUMBERS
-    return named and not isinstance(default, list)
+_KINDS = {list: "a list", dict: "an object"}
+
+
+def _fault(key, value, blank):
+    """What is wrong with one value, or None. blank: the value in an empty record, which says whether null may be."""
+    for kind, name in _KINDS.items():
+        if isinstance(blank, kind) and not isinstance(value, kind):
+            return f"is {value!r}, not {name}"
+    if isinstance(blank, list | dict):
+        return None
+    if key in _WORDS or (key in _TEXTS and value is not None):
+        return None if isinstance(value, str) else f"is {value!r}, not text"
+    if not (key.endswith(_UNITS) or key.startswith("num_") or key in _NUMBERS):
+        return None
+    if not _is_known(value) or (value is None and blank is not None):
+        return f"is {value!r}, not a number"
+    if isinstance(blank, int) and not isinstance(value, int):
+        return f"is {value!r}, not a whole number"
+    # What is one less a quotient of sums may read a hair below nothing.
+    least = _LEAST.get(key, -SELF_CHECK_TOLERANCE if key.endswith("_fraction") else 0)
+    return f"is {value!r}, less than {least}" if value is not None and value < least else None
 
 
 def _is_known(value):
     """A number, or None for what was not measured. Python reads NaN and infinity from JSON, which has neither."""
-    return value is None or (isinstance(value, int | float) and math.isfinite(value))
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST
+    )
 
 
 def self_check(record: dict) -> str | None:
@@ -176,6 +232,17 @@ def _refuse_mixture(found):
 
 def timed(group: list[dict]) -> list[dict]:
     return [record for record in group if record["round"] and record["status"] == "pass" and record["statistic_ms"]]
+
+
+def missing_base(found: list[dict], base: str = "eager") -> str | None:
+    """Why records have nothing to be compared with, or None: timed runs, of which none is the base's.
+
+    A base that came to nothing (oom, failed, ...) is not missing: its row says so.
+    """
+    group = [record for record in found if record["variant"] == base]
+    if not timed(found) or timed(group) or any(record["status"] != "pass" for record in group):
+        return None
+    return f"timed records, but none of {base!r}"
 
 
 def pairs(group: list[dict], base_group: list[dict]) -> list[tuple[dict, dict]]:
@@ -281,7 +348,7 @@ def _ceiling(runs):
     return _median(
         record["statistic_ms"] / record["busy_ms"]
         for record in runs
-        if record["busy_ms"] and abs(record["extra"].get("profiled_clock_ratio", 1.0) - 1.0) <= CLOCK_TOLERANCE
+        if record["busy_ms"] and abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
     )
 
 
@@ -293,7 +360,8 @@ def _timed_idle(record):
 def _profile_stretch(record):
     """Profiled over timed length of a replayed step. The profiler costs a replay no host time, so what is beyond
     one is the profiler's own, in kernels or gaps: busy time may read long by as much."""
-    span = (record["extra"].get("profile") or {}).get("span_ms") if record["busy_ms"] else None
+    profile = record["extra"].get("profile")
+    span = profile.get("span_ms") if isinstance(profile, dict) and record["busy_ms"] else None
     return span / record["statistic_ms"] if span else None
 
 
@@ -349,7 +417,7 @@ def notes(found: list[dict], rows: list[dict], faults: list[str]) -> list[str]:
     host = _host(runs)
     if host:
         lines.append(host)
-    unsettled = [record for record in runs if record["extra"].get("settle", {}).get("settled") is False]
+    unsettled = [record for record in runs if (record["extra"].get("settle") or {}).get("settled") is False]
     if unsettled:
         names = ", ".join(sorted(f"{record['variant']} r{record['round']}" for record in unsettled))
         lines.append(f"step time or clock had not settled within 1 % when the window began: {names}")
@@ -511,26 +579,35 @@ def main(argv=None) -> int:
         "folder", metavar="DIR", help="folder of records, as written by benchmarks.run, or of such folders"
     )
     parser.add_argument("--base", default="eager", metavar="VARIANT", help="denominator of the speed-ups (eager)")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    form = parser.add_mutually_exclusive_group()
+    for name, text in (("markdown", "Markdown"), ("csv", "the overview as CSV"), ("json", "the overview as JSON")):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"print {text}")
     args = parser.parse_args(argv)
     try:
-        found, faults = load(args.folder)
-        if not found and not faults:
-            from benchmarks import overview, overview_rows
+        from benchmarks import overview, overview_rows
 
-            # Of folders of records, the comparison of all.
-            if overview_rows.find_folders(args.folder)[0]:
-                return overview.main([args.folder, *(["--markdown"] if args.markdown else [])])
+        folders, sweeps = overview_rows.find_folders(args.folder)
+        if args.form in ("csv", "json") or sweeps or any(folder != Path(args.folder) for folder in folders):
+            if args.base != "eager":
+                parser.exit(2, f"{parser.prog}: --base {args.base} is for the tables of one folder of records\n")
+            return overview.main([args.folder, *([f"--{args.form}"] if args.form else [])])
+        found, faults = load(args.folder)
+        # What is at fault is said even where no table follows.
+        for fault in faults:
+            print(f"{parser.prog}: unsound: {fault}", file=sys.stderr)
         names = sorted({record["variant"] for record in found})
-        if found and args.base not in names:
-            parser.exit(2, f"{parser.prog}: no records of {args.base!r}, --base takes one of {', '.join(names)}\n")
-        text, _ = report(found, faults, args.base, args.markdown)
+        if found and (args.base not in names or missing_base(found, args.base)):
+            others = [name for name in names if not missing_base(found, name)]
+            take = f", --base takes one of {', '.join(others)}" if others else ""
+            lack = "no records" if args.base not in names else "no timed records"
+            parser.exit(2, f"{parser.prog}: {args.folder}: {lack} of {args.base!r}{take}\n")
+        text, _ = report(found, faults, args.base, args.form == "markdown")
     except (FileNotFoundError, Mixed) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(text)
     if not found:
         print(f"{parser.prog}: no records in {args.folder}", file=sys.stderr)
-    return 0 if found else 1
+    return 0 if found and not faults else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ status; speedup is None where nothing was timed. Nothing here knows a record or 
 
 import math
 
+from benchmarks import intervals
+
+CPU_FINDING = "CPU: no speed-up is measured here"
 # Furthest from the value where the search begins, as a factor.
 REACH = 64
 # An interval wider than this (half-width, logarithm) says nothing about where a gain ends.
@@ -28,7 +31,7 @@ def kind(point: dict) -> str:
 
 def half_width(point: dict) -> float | None:
     """Half of the interval's width, a logarithm; None for one round."""
-    return None if point["low"] is None else math.log(point["high"] / point["low"]) / 2
+    return None if point.get("low") is None else math.log(point["high"] / point["low"]) / 2
 
 
 def search(measure, first: int, largest: int, num_refining: int) -> None:
@@ -68,6 +71,62 @@ def between(low: int, high: int) -> int | None:
 
 
 # ------------------------------------------------------------------------------------------------
+# Points that were read from a file
+
+
+def checked(points) -> list[dict]:
+    """Points by value, each verdict computed again from its interval. Raises ValueError that names the point."""
+    if not isinstance(points, list):
+        raise ValueError(f"points is {points!r}, not a list")
+    result: dict = {}
+    for index, point in enumerate(points):
+        if not isinstance(point, dict):
+            raise ValueError(f"point {index} is {point!r}, not an object")
+        value = point.get("value")
+        if type(value) is not int or not 1 <= value <= 2**53:
+            raise ValueError(f"point {index}: value is {value!r}, not a whole number from 1 up")
+        if value in result:
+            raise ValueError(f"value {value} stands there twice")
+        fault = _fault(point)
+        if fault:
+            raise ValueError(f"value {value}: {fault}")
+        result[value] = point | {"verdict": _verdict(point)}
+    return [result[value] for value in sorted(result)]
+
+
+_RATIOS = ("speedup", "low", "high")
+_MEASURED = ("ceiling", "issue_ms", "busy_ms", "eager_ms", "graph_ms")
+# A ratio is the middle of its interval on a log axis; of the quotient, for digits cut off by hand.
+_MIDDLE = 1e-3
+
+
+def _fault(point):
+    for key in (*_RATIOS, *_MEASURED):
+        number = point.get(key)
+        if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
+            return f"{key} is {number!r}, not a number from 0 up"
+        if number == 0 and key in _RATIOS:
+            return f"{key} is 0"
+    if not isinstance(point.get("status"), str):
+        return f"status is {point.get('status')!r}, not text"
+    rounds = point.get("rounds", 0)
+    if type(rounds) is not int or rounds < 0:
+        return f"rounds is {rounds!r}, not a count"
+    speedup, low, high = (point.get(key) for key in _RATIOS)
+    if (low is None) != (high is None) or (speedup is None and low is not None):
+        return f"speedup {speedup} with low {low} and high {high}"
+    if low is not None and (low > high or abs(math.log(speedup) - (math.log(low) + math.log(high)) / 2) > _MIDDLE):
+        return f"speedup {speedup} is not the middle of its interval [{low}, {high}]"
+    return None
+
+
+def _verdict(point):
+    if point.get("speedup") is None:
+        return None
+    return intervals.Paired(math.log(point["speedup"]), half_width(point), point.get("rounds", 0)).verdict
+
+
+# ------------------------------------------------------------------------------------------------
 # What the points say
 
 
@@ -91,6 +150,13 @@ def contradictions(points: list[dict]) -> list[int]:
     return [point["value"] for point in points if point["verdict"] in ("same", "slower") and point["value"] < low]
 
 
+def conclusion(points: list[dict], over: str, variant: str, where: str, is_cpu: bool) -> dict:
+    """{"crossover", "finding"}: bracket and sentence of points, and no claim from a CPU's."""
+    if is_cpu:
+        return {"crossover": None, "finding": CPU_FINDING}
+    return {"crossover": bracket(points), "finding": finding(points, over, variant, where)}
+
+
 def finding(points: list[dict], over: str, variant: str, where: str) -> str:
     """One sentence: where graphs stop paying. where: the GPU's name."""
     points = sorted(points, key=lambda point: point["value"])
@@ -111,6 +177,8 @@ def finding(points: list[dict], over: str, variant: str, where: str) -> str:
     measured = [point for point in points if point["speedup"] is not None]
     if measured:
         return f"unclear whether {who} pay{s} at {_range(measured, over)} on {where}: every interval holds 1"
+    if not points:
+        return "no point was measured"
     return "no point has a speed-up: " + ", ".join(f"{over} {point['value']} {point['status']}" for point in points)
 
 

@@ -10,17 +10,23 @@ Of each row are judged, up and down alike, because a sudden gain is suspect too:
   speed-up   against eager, each side's paired rounds. Drift and differences between GPUs fall on eager and graph
              alike and cancel: this is the sharp one, on any GPU of the type.
   step ms    the statistic of the timed rounds. It sees what slows eager and graph alike, which the speed-up
-             cannot. On another GPU of the type 3 % more are allowed, because two of them differ by about 1 %.
+             cannot. On another GPU of the type 3 % more are allowed (5 % by default), because two of them differ by
+             about 1 %.
+  issue ms   the host's time to issue a step, within 20 %, and only on the same GPU, which means the same host:
+             sessions of one host differ by some percent, hosts by more.
   reserved, kernels   the peak reserved memory and the kernels of a step, within the tolerance.
-  graphs, status, parity   must not change, except for the better in status and parity.
+  graphs, replays, status, parity   must not change, except for the better in replays, status and parity.
+
+A row of the base that is gone fails. One that is new is listed as `new`, and fails only where its status is not pass,
+oom or unsupported. A folder on either side whose timed runs lack eager is refused.
 
 A change of time is one beyond the tolerance whose 95 % interval excludes no change. Two sessions are not paired:
 the interval is Student's of two samples of log times, with one scatter for both, since one harness measured both.
 One beyond the tolerance whose interval includes no change is `unclear`, and so is an interval too wide to judge
-by: more rounds settle both. With one round there is no interval, and the tolerance alone decides. In simulation
-(tests/test_gate.py: scatter 0.3 %, sessions 0.3 % and GPUs 1 % off) under 1 % of comparisons without a change
-fail, and of changes of 5 % in one variant over 98 % are found, with 2 rounds and with more. Of CPU records no time
-is judged.
+by: both pass, are listed and counted, and more rounds settle them. With one round there is no interval, and the
+tolerance alone decides. In simulation (tests/test_gate.py: scatter 0.3 %, sessions 0.3 % and GPUs 1 % off) under
+1 % of comparisons without a change fail, and of changes of 5 % in one variant over 98 % are found, with 2 rounds
+and with more. Of CPU records no time is judged.
 """
 
 import argparse
@@ -37,6 +43,11 @@ from benchmarks import compare, intervals, overview_rows, tables
 TOLERANCE_PERCENT = 2.0
 # Two GPUs of one type, each off by about 1 %, differ by less than this in 97 of 100 cases.
 OTHER_GPU_PERCENT = 3.0
+ISSUE_PERCENT = 20.0
+# From this factor on the interval is that of the side with few rounds, and is said so.
+UNEVEN_ROUNDS = 2
+# Of a row that the base does not have; a variant that this machine cannot run is no mistake.
+SOUND = ("pass", "oom", "unsupported")
 
 
 class CannotCompare(ValueError):
@@ -55,7 +66,7 @@ class Judged:
     low: float | None
     high: float | None
     allowed: float | None
-    verdict: str  # ok, changed, unclear, missing, better
+    verdict: str  # ok, changed, unclear, missing, better, new, failed
 
 
 # ------------------------------------------------------------------------------------------------
@@ -103,7 +114,7 @@ def read(root) -> list[overview_rows.Block]:
 
 
 def match(base: list, new: list) -> list[tuple]:
-    """(block of the base, its block in the new set or None), for each block of the base.
+    """(block of the base, its block in the new set), for each block of either; None where a side lacks it.
 
     Raises CannotCompare for other devices, nothing in common, several folders that could be meant, or
     a configuration that computes something else.
@@ -119,7 +130,8 @@ def match(base: list, new: list) -> list[tuple]:
         for key in sorted(set(block.work) & set(partner.work)) if partner else ():
             if block.work[key] != partner.work[key]:
                 raise CannotCompare(f"{block.name}: {key} was {block.work[key]!r} and is {partner.work[key]!r}")
-    return matched
+    taken = {id(partner) for _, partner in matched}
+    return matched + [(None, block) for block in new if id(block) not in taken]
 
 
 def _key(block):
@@ -151,19 +163,24 @@ def _names(blocks):
 
 
 def judge(matched: list[tuple], tolerance: float) -> list[Judged]:
-    """Every quantity of every row of the base. tolerance: a fraction."""
-    labels = overview_rows.labels_of([block for block, _ in matched])
-    judged = []
+    """Every quantity of every row of the base, then the rows that are new. tolerance: a fraction."""
+    labels = overview_rows.labels_of([block or partner for block, partner in matched])
+    judged, fresh = [], []
     for block, partner in matched:
+        label = labels[id(block or partner)]
         new_rows = {row["variant"]: row for row in partner.rows} if partner else {}
-        for row in block.rows:
-            name = f"{labels[id(block)]} {row['variant']}"
+        for variant in new_rows.keys() - {row["variant"] for row in block.rows} if block else new_rows:
+            status = new_rows[variant]["status"]
+            verdict = "new" if status in SOUND else "failed"
+            fresh.append(Judged(f"{label} {variant}", "row", "-", status, None, None, None, None, verdict))
+        for row in block.rows if block else ():
+            name = f"{label} {row['variant']}"
             other = new_rows.get(row["variant"])
             if other is None:
                 judged.append(Judged(name, "row", row["status"], "missing", None, None, None, None, "missing"))
             else:
                 judged += _judge_row(name, block, partner, row, other, tolerance)
-    return judged
+    return judged + sorted(fresh, key=lambda each: each.row)
 
 
 def _judge_row(name, block, partner, row, other, tolerance):
@@ -195,6 +212,9 @@ def _judge_times(name, row, base, new, tolerance):
     allowed = tolerance if same_gpu else tolerance + OTHER_GPU_PERCENT / 100
     steps = [[math.log(record["statistic_ms"]) for record in compare.timed(side[0])] for side in (base, new)]
     judged = [_judge_logs(name, "step ms", *steps, allowed, tables.number(2))]
+    if same_gpu:
+        issues = [[math.log(r["issue_ms"]) for r in compare.timed(side[0]) if r["issue_ms"]] for side in (base, new)]
+        judged.append(_judge_logs(name, "issue ms", *issues, ISSUE_PERCENT / 100, tables.number(2)))
     if not row["is_base"]:
         ratios = [compare.log_ratios(*side) for side in (base, new)]
         judged.append(_judge_logs(name, "speed-up", *ratios, tolerance, lambda value: f"{value:.3f}x"))
@@ -246,7 +266,8 @@ def text_of(matched, judged, every=False) -> str:
     shown = [asdict(each) for each in judged if every or each.verdict != "ok"]
     parts = [tables.aligned(tables.cells(shown, _COLUMNS), 2)] if shown else []
     parts.append("\n".join(_machines(matched)))
-    counts = {verdict: sum(each.verdict == verdict for each in judged) for verdict in ("changed", "missing", "unclear")}
+    verdicts = ("changed", "missing", "failed", "unclear", "new")
+    counts = {verdict: sum(each.verdict == verdict for each in judged) for verdict in verdicts}
     num_rows = len({each.row for each in judged})
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "all hold"
     parts.append(f"{len(judged)} quantities of {num_rows} rows: {found}")
@@ -256,8 +277,14 @@ def text_of(matched, judged, every=False) -> str:
 def _machines(matched):
     lines = []
     for block, partner in matched:
-        if partner is None:
+        if block is None or partner is None:
             continue
+        rounds = [{row["variant"]: row["num_rounds"] for row in side.rows} for side in (block, partner)]
+        for variant in rounds[0]:
+            few, many = sorted(side.get(variant, 0) for side in rounds)
+            if 0 < few * UNEVEN_ROUNDS <= many:
+                numbers = " -> ".join(str(side[variant]) for side in rounds)
+                lines.append(f"{block.name} {variant}: rounds {numbers}: few on one side judge little")
         changes = []
         for key in ("gpu_uuid", "driver", "cuda", "cudnn", "torch", "transformer_engine", "source_hash"):
             values = [_values(side, key) for side in (block, partner)]
@@ -290,7 +317,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gate",
         description="A newer set of results against an earlier one.",
-        epilog="exit status: 0 all hold, 1 something changed or is missing, 2 the two cannot be compared",
+        epilog="exit status: 0 all hold, 1 something changed, is missing or failed, 2 the two cannot be compared",
         allow_abbrev=False,
     )
     parser.add_argument("new", metavar="DIR", help="the newer results: a folder of records, or of such folders")
@@ -308,7 +335,7 @@ def main(argv=None) -> int:
     except CannotCompare as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     judged = judge(matched, args.tolerance)
-    failed = any(each.verdict in ("changed", "missing") for each in judged)
+    failed = any(each.verdict in ("changed", "missing", "failed") for each in judged)
     if args.json:
         print(json.dumps({"schema": 1, "holds": not failed, "judged": [asdict(each) for each in judged]}, indent=1))
     else:

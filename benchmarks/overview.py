@@ -7,8 +7,11 @@
 Each folder is a block of rows of its own: what ran in different sessions is never paired. GPU types and CPUs
 stand under headings of their own. A folder measured beside busy processes joins the quiet folder of the same
 work as its column "busy host". Break-even is the number of steps after which the variant has paid for its
-warm-up, compilation and capture; eager warms up too, so it is an upper bound. A folder that holds sweep.json
+compilation, its capture, and what its warm-up takes beyond eager's. A folder that holds sweep.json
 is a sweep, with a table of its own. Reads records only: no torch, no GPU.
+
+Exit status: 0; 1 where a file is no sound record, a folder cannot be shown, or there is nothing to show (the rest is
+shown, but nothing is written); 2 for a mistake on the command line or in a README's marker.
 """
 
 import argparse
@@ -21,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import overview_tables, readme
-from benchmarks.overview_rows import read, rows_of
+from benchmarks.overview_rows import find_folders, read, rows_of
 from benchmarks.published import PUBLISHED
 
 SCHEMA = 1
@@ -99,28 +102,38 @@ def main(argv=None) -> int:
         blocks, faults, refused = read(args.root)
     except FileNotFoundError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    for fault in faults:
+        print(f"{parser.prog}: unsound: {fault}", file=sys.stderr)
     for line in refused:
         print(f"{parser.prog}: refused: {line}", file=sys.stderr)
-    if refused and (args.write or args.readme):
-        parser.exit(2, f"{parser.prog}: nothing written\n")
+    if (faults or refused) and (args.write or args.readme):
+        parser.exit(1, f"{parser.prog}: nothing written\n")
     if not blocks:
-        for fault in faults:
-            print(f"skipped: {fault}", file=sys.stderr)
-        parser.exit(2 if refused else 1, f"{parser.prog}: no records in or below {args.root}\n")
-    status = 2 if refused else 0
-    if args.write:
-        for path, text in files_of(args.root, blocks, faults).items():
-            path.write_text(text)
-            print(path)
-    if args.readme:
-        status = max(status, readme.update(parser.prog))
+        parser.exit(1, f"{parser.prog}: {_nothing(args.root)}\n")
+    # All texts are made before the first is written.
+    try:
+        texts = files_of(args.root, blocks, faults) if args.write else {}
+        texts |= readme.changed() if args.readme else {}
+    except readme.ReadmeError as error:
+        parser.exit(2, f"{parser.prog}: {error}: nothing written\n")
+    for path, text in texts.items():
+        path.write_text(text)
+        print(path.relative_to(readme.ROOT) if path.is_relative_to(readme.ROOT) else path)
     if args.form == "csv":
         print(csv_text(blocks), end="")
     elif args.form == "json":
         print(json_text(blocks, faults), end="")
     elif args.form == "markdown" or not (args.write or args.readme):
         print(overview_tables.text_of(args.root, blocks, faults, markdown=args.form == "markdown"))
-    return status
+    return 1 if faults or refused else 0
+
+
+def _nothing(root):
+    folders, sweeps = find_folders(root)
+    if folders or not sweeps:
+        return f"no records in or below {root}"
+    more = ", ..." if len(sweeps) > 1 else ""
+    return f"{root} holds sweeps alone: each has its table.md, and is shown by its own name ({sweeps[0]}{more})"
 
 
 if __name__ == "__main__":

@@ -84,13 +84,19 @@ def find_folders(root) -> tuple[list[Path], list[Path]]:
 
 
 def read(root) -> tuple[list[Block], list[str], list[str]]:
-    """Blocks of all folders, a line for each unsound file, and a line for each folder that mixes what must not mix."""
+    """Blocks of all folders, a line for each unsound file, and a line for each folder that cannot be shown: it mixes
+    what must not mix, or has timed runs of everything but eager.
+    """
     root = Path(root)
     blocks, faults, refused = [], [], []
     for folder in find_folders(root)[0]:
         name = folder.relative_to(root).as_posix() if folder != root else folder.resolve().name
         found, unsound = compare.load(folder)
         faults += [fault.replace(f"{folder}/", f"{name}/") for fault in unsound]
+        lack = compare.missing_base(found, BASE)
+        if lack:
+            refused.append(f"{name}: {lack}")
+            continue
         try:
             rows = compare.summarise(found, BASE)
         except compare.Mixed as mixed:
@@ -221,7 +227,7 @@ def _row(block, row, eager, label, loaded):
         result[f"eager_{name}"], result[name] = of_eager(key), row[key]
     result |= {key: row[key] for key in ("pool_gib", "warmup_s", "capture_s")}
     result["compile_s"] = row["compile_cold_s"]
-    result["break_even_steps"] = _break_even_steps(result)
+    result["break_even_steps"] = break_even_steps(row, eager) if row["verdict"] == "faster" else None
     result["break_even_never"] = row["verdict"] in ("slower", "same")
     result["published_gain"] = published.gain if published else None
     result["published_gain_range"] = published.gain_range if published else None
@@ -245,12 +251,27 @@ def _under_load(variant, loaded):
     }
 
 
-def _break_even_steps(row):
-    """Steps that pay for warm-up, compilation and capture; None where a gain is not settled."""
-    if row["verdict"] != "faster":
+def setup_s(row: dict, eager: dict) -> float | None:
+    """Seconds a variant takes before its first step that eager does not; None where the variant's are not known.
+
+    Compilation, capture, and what its warm-up takes beyond eager's. row, eager: of `compare.summarise`.
+    """
+    known = [row[key] for key in ("compile_cold_s", "capture_s", "warmup_s")]
+    if known == [None] * 3:
         return None
-    cost_s = sum(row[key] or 0.0 for key in ("warmup_s", "compile_s", "capture_s"))
-    return cost_s * 1e3 / (row["eager_ms"] * (1 - 1 / row["speedup"]))
+    *own, warmup = (seconds or 0.0 for seconds in known)
+    return sum(own) + max(0.0, warmup - (eager["warmup_s"] or 0.0))
+
+
+def step_gain_ms(row: dict, eager: dict) -> float:
+    """What a step gains, by the speed-up of the paired rounds and not by the difference of two medians."""
+    return eager["step_ms"] * (1 - 1 / row["speedup"])
+
+
+def break_even_steps(row: dict, eager: dict) -> float | None:
+    """Steps after which the seconds of `setup_s` are won back by a variant's shorter step; None: never."""
+    seconds, gain_ms = setup_s(row, eager), step_gain_ms(row, eager)
+    return 1e3 * seconds / gain_ms if seconds is not None and gain_ms > 0 else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -258,20 +279,38 @@ def _break_even_steps(row):
 
 
 def strategies(rows: list[dict]) -> list[dict]:
-    """A row for each submission of NVIDIA's: what it captured and gained, and beside it what was measured here.
+    """Rows for each submission of NVIDIA's: what it captured and gained, and beside it what was measured here.
 
-    Here: of rows of one GPU type or CPU, the model's largest preset on the most GPUs, its variant `graph`
-    (where it has none, the first with graphs), of several folders the one with the most rounds.
+    First the variant that stands for NVIDIA's mechanism (is_nvidias), measured or not; then, where there is one, the
+    best other capture of this suite's own. Both are `here`: of rows of one GPU type or CPU, quiet ones before those
+    under load, then the model's largest preset on the most GPUs. Of several folders NVIDIA's is of the one with the
+    most rounds; best is the highest lower end of the speed-up's interval, without what torch.compile made.
     """
-    return [{**asdict(published), "here": _pick(published.model, rows)} for published in PUBLISHED]
+    found = []
+    for published in PUBLISHED:
+        own = [row for row in rows if row["model"] == published.model]
+        nvidias = [row for row in own if row["variant"] == published.variant]
+        others = [row for row in own if row["variant"] != published.variant and _is_own_capture(row)]
+        here = min(nvidias, key=lambda row: (*_share(row), -row["num_rounds"]), default=None)
+        found.append({**asdict(published), "here": here, "is_nvidias": True})
+        best = min(others, key=lambda row: (*_share(row), -_lower_end(row), -row["num_rounds"]), default=None)
+        if best:
+            found.append({**asdict(published), "here": best, "is_nvidias": False})
+    return found
 
 
-def _pick(model, rows):
-    def rank(row):
-        # A GPU that holds fewer layers names its preset bench-l6.
-        preset = row["preset"].partition("-")[0]
-        size = PRESET_ORDER.index(preset) if preset in PRESET_ORDER else len(PRESET_ORDER)
-        return bool(row["host_load"]), size, -row["num_gpus"], row["variant"] != "graph", -row["num_rounds"]
+def _share(row):
+    # A GPU that holds fewer layers names its preset bench-l6.
+    preset = row["preset"].partition("-")[0]
+    size = PRESET_ORDER.index(preset) if preset in PRESET_ORDER else len(PRESET_ORDER)
+    return bool(row["host_load"]), size, -row["num_gpus"]
 
-    own = [row for row in rows if row["model"] == model and (row["variant"] == "graph" or row["num_graphs"])]
-    return min(own, key=rank) if own else None
+
+def _is_own_capture(row):
+    by_torch = "compile" in row["variant"] or row["variant"] == "reduce_overhead"
+    return row["status"] == "pass" and row["num_graphs"] and not by_torch
+
+
+def _lower_end(row):
+    known = (row["speedup_low"], row["speedup"] and row["speedup"] - 1)
+    return next((value for value in known if value is not None), 0.0)

@@ -1,8 +1,8 @@
 """The overview as text: columns of its tables, headings, sources and notes, for a screen or as Markdown.
 
 Four tables of the same rows in the same order, because one would not fit on a screen (what came to nothing is in
-the first and third alone), then NVIDIA's table of the five strategies: what was submitted, and beside it what was
-measured here.
+the first and third alone), then NVIDIA's table of the five strategies: what was submitted, what its mechanism gains
+here, and below it this suite's best other capture.
 """
 
 import os
@@ -135,8 +135,17 @@ def _measured(row):
     if here is None:
         return "not measured yet"
     status = "" if here["status"] == "pass" else f" ({here['status']})"
-    gpus = f" x{here['num_gpus']}" if here["num_gpus"] > 1 else ""
-    return f"{here['preset']}{gpus} {here['variant']}{status}"
+    # gpt3/bench overlap -> bench overlap
+    return f"{here['label'].partition('/')[2]} {here['variant']}{status}"
+
+
+def _whose(row):
+    return "NVIDIA's" if row["is_nvidias"] else "our best other"
+
+
+def _published_for(row):
+    """Figures are of NVIDIA's own mechanism."""
+    return row["gain_range"] if row["is_nvidias"] else None
 
 
 SUBMITTED = (
@@ -150,6 +159,7 @@ SUBMITTED = (
 )
 MEASURED = (
     ("model", field("title")),
+    ("mechanism", _whose),
     ("measured here", _measured),
     ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 30))),
     ("graphs", _here("num_graphs")),
@@ -158,8 +168,7 @@ MEASURED = (
     ("speed-up", lambda row: row["here"] and _ratio("speedup")(row["here"])),
     ("verdict", _here("verdict")),
     ("parity", _here("parity")),
-    ("NVIDIA published", field("gain_range")),
-    ("source", lambda row: row["link"]),
+    ("NVIDIA published", _published_for),
 )
 
 
@@ -192,7 +201,7 @@ def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None) -> 
         # A CPU shows no speed-up: it stands here only where nothing else was measured.
         for title in on_gpu or list(sections) or [""]:
             heading = f"The same five, measured here{f' on {title}' if title else ''}"
-            table = _table(_linked(strategies(sections.get(title, [])), markdown), MEASURED, markdown, 3)
+            table = _table(strategies(sections.get(title, [])), MEASURED, markdown, 4)
             lines += [_heading(heading, markdown), table]
     if "sources" in parts:
         lines.append(_list([_source(published, markdown) for published in PUBLISHED], markdown))
@@ -270,6 +279,6 @@ def _notes(root, blocks, rows):
     if any(row["device"] == "cpu" for row in rows):
         lines.append("CPU: parity and replays; a host graph says nothing about the speed of a GPU")
     if any(row["break_even_steps"] for row in rows):
-        lines.append("break-even counts all of a variant's warm-up, compilation and capture: eager warms up too")
+        lines.append("break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's")
     lines += [f"{sweep.relative_to(root).as_posix()}: a sweep, left out" for sweep in find_folders(root)[1]]
     return lines

@@ -6,11 +6,13 @@
 Reads every folder of records (benchmarks.run) and every sweep (benchmarks.sweep) at or below ROOT and writes to
 ROOT/figures. A figure whose data is not there is not drawn, which is said in one line. CPU records show
 parity and replays, never a speed-up, and are not drawn. The same records give the same bytes. Exit status:
-0, 1 when a folder was refused or nothing was found, 2 for a mistake on the command line.
+0, 1 when a record, a folder or a sweep was refused or nothing was found, 2 for a mistake on the command line, 130 after
+Ctrl-C.
 """
 
 import argparse
 import itertools
+import signal
 import sys
 import time
 from pathlib import Path
@@ -91,6 +93,9 @@ def main(argv=None) -> int:
         parser.exit(2, f"{parser.prog}: no {error.name} here, figures need it: ./setup.sh plots\n")
     except OSError as error:
         parser.exit(2, f"{parser.prog}: {error.filename}: {error.strerror}\n")
+    except KeyboardInterrupt:
+        print(f"\n{parser.prog}: stopped; figures that are there are whole", file=sys.stderr)
+        return 130
     width = max((len(name) for name, _ in drawn), default=0)
     for name, finding in drawn:
         print(f"{name.ljust(width)}  {finding}")
@@ -101,8 +106,6 @@ def main(argv=None) -> int:
     for (kind, reason), whats in reasons.items():
         where = ", ".join(filter(None, whats))
         print(f"not drawn: {kind}{f' of {where}' if where else ''}: {reason}")
-    for line in collection.skipped:
-        print(f"skipped: {line}")
     if collection.num_cpu_folders:
         count = collection.num_cpu_folders
         print(
@@ -113,12 +116,14 @@ def main(argv=None) -> int:
         print(f"{len(files)} files, {size / 1e3:,.0f} kB in {folder}, {time.monotonic() - start:.1f} s")
         for path in _earlier(folder, files):
             print(f"from an earlier call: {path}")
+    for line in collection.skipped:
+        print(f"{parser.prog}: drawn without it: {line}", file=sys.stderr)
     for line in collection.refused:
         print(f"{parser.prog}: refused: {line}", file=sys.stderr)
     if not (collection.blocks or collection.sweeps or collection.num_cpu_folders or collection.refused):
         print(f"{parser.prog}: no records in {root}", file=sys.stderr)
         return 1
-    return 1 if collection.refused else 0
+    return 1 if collection.refused or collection.skipped else 0
 
 
 def _earlier(folder, files):
@@ -126,4 +131,6 @@ def _earlier(folder, files):
 
 
 if __name__ == "__main__":
+    # Of head and the like: all files are written by then.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

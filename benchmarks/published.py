@@ -12,7 +12,8 @@ _GUIDE = "https://docs.nvidia.com/dl-cuda-graph/latest/examples"
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One submission. model: the folder of the suite's own version of it. memory is None where not given.
+    """One submission. model: the folder of the suite's own version of it, variant: what stands there for NVIDIA's
+    mechanism. memory is None where not given.
 
     gain_range is the gain in one cell of a table.
     """
@@ -24,6 +25,7 @@ class Published:
     graphed: str
     eager: str
     mechanism: str
+    variant: str
     graphs: str
     memory: str | None
     gain: str
@@ -42,6 +44,7 @@ PUBLISHED = (
         graphed="each layer, forward and backward, for each microbatch",
         eager="data, embedding, loss, communication between stages, FP8 scale update, optimizer",
         mechanism="TE make_graphed_callables",
+        variant="graph_te",
         graphs="layers x microbatches x 2",
         memory=None,
         gain="2.2 % (256 GPUs), 3.0 % (11,616 GPUs)",
@@ -58,6 +61,7 @@ PUBLISHED = (
         graphed="each layer, forward and backward",
         eager="data, embedding, loss, FP8 scale update, optimizer",
         mechanism="Megatron CudaGraphManager",
+        variant="graph",
         graphs="layers x microbatches x 2",
         memory="minimal: layers share their buffers",
         gain="B200 1.2x (64 GPUs), 2.7x (768); GB200 2.4x (36), 6.6x (576)",
@@ -74,6 +78,7 @@ PUBLISHED = (
         graphed="all microbatches of a step, with the communication of every kind",
         eager="data, gradient clipping, optimizer",
         mechanism="FullCudaGraphWrapper",
+        variant="graph",
         graphs="2: training, validation",
         memory="up to 19 % less than graphs per layer",
         gain="FP4, 512 GPUs: B200 1.15x, GB200 1.54x, GB300 1.79x; FP8: none on B200 and GB200",
@@ -90,6 +95,7 @@ PUBLISHED = (
         graphed="encoder and prediction network, forward and backward; in evaluation the decoder's step",
         eager="features, joint, loss, scaler, optimizer, moving average",
         mechanism="own capture function",
+        variant="graph",
         graphs="buckets x 2 networks x 2",
         memory=None,
         gain="significant, without a number",
@@ -106,6 +112,7 @@ PUBLISHED = (
         graphed="forward, backward, gradient reduction, scaler and optimizer",
         eager="copy of the batch, learning rate, logging",
         mechanism="NeMo CUDAGraphCallback",
+        variant="lightning_graph",
         graphs="1",
         memory=None,
         gain="up to 1.58x in all: partial 1.33x, last synchronisation 1.09x, full 1.09x",

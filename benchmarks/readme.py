@@ -11,7 +11,6 @@ tests/test_readme.py fails where one is not what its records say.
 """
 
 import re
-import sys
 from pathlib import Path
 
 from benchmarks import compare, overview_rows, overview_tables, tables
@@ -57,8 +56,9 @@ def _table(words, root, place):
 def _compare(folder, parts, place):
     found, faults = compare.load(folder)
     rows = compare.summarise(found)
-    if faults or not rows:
-        raise ValueError(faults[0] if faults else f"no records in {folder}")
+    fault = [*faults, compare.missing_base(found)][0]
+    if fault or not rows:
+        raise ValueError(fault or f"no records in {folder}")
     columns = tables.of_folder(rows)
     _refuse_unknown(parts, ["headline", *columns])
     texts = {"headline": f"**{tables.headline(rows)}**" if tables.headline(rows) else ""}
@@ -85,14 +85,6 @@ def stale(root=ROOT) -> list[Path]:
     return [path for path in files(root) if render(path, root) != path.read_text()]
 
 
-def update(prog: str, root=ROOT) -> int:
-    """Write every stale file, say which, and return the exit status."""
-    try:
-        changed = {path: render(path, root) for path in stale(root)}
-    except ReadmeError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
-    for path, text in changed.items():
-        path.write_text(text)
-        print(path.relative_to(root))
-    return 0
+def changed(root=ROOT) -> dict[Path, str]:
+    """The new text of every stale file. Raises ReadmeError."""
+    return {path: render(path, root) for path in stale(root)}

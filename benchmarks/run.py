@@ -631,6 +631,9 @@ def main(argv=None) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if args.no_table:
+            # Whoever started this says it.
+            return 130
         print("\nstopped; finished records stay, and the same command goes on from here", file=sys.stderr)
         return 130
 

@@ -29,7 +29,6 @@ from benchmarks import compare, crossover, launch, rounds, run, tables
 from common import record as records
 
 SCHEMA = 1
-CPU_FINDING = "CPU: no speed-up is measured here"
 ENV = ("gpu_name", "world_size", "driver", "cuda", "torch", "transformer_engine", "cpu", "git_sha", "git_dirty")
 ENV += ("source_hash",)
 
@@ -44,6 +43,7 @@ def read_point(found: list[dict], variant: str, preset: str) -> dict:
     empty |= {"busy_ms": None, "parity": None, "replays": None, "num_rounds": 0, "num_pairs": 0, "message": ""}
     eager, row = (rows.get(name) or empty for name in ("eager", variant))
     failed = next((one for one in (row, eager) if one.get("status") not in ("pass", None)), None)
+    untimed = " and ".join(name for name in ("eager", variant) if not (rows.get(name) or empty)["num_rounds"])
     point = {
         "speedup": row["speedup"],
         "low": row["speedup_low"],
@@ -57,8 +57,8 @@ def read_point(found: list[dict], variant: str, preset: str) -> dict:
         "rounds": row["num_pairs"] or row["num_rounds"],
         "parity": row["parity"],
         "replays": row["replays"],
-        "status": failed["status"] if failed else "pass" if rows else "failed",
-        "message": failed["message"] if failed else "",
+        "status": failed["status"] if failed else "failed" if untimed else "pass",
+        "message": failed["message"] if failed else f"no timed round of {untimed}" if untimed else "",
     }
     shrunk = next((r["preset"] for r in compare.timed(found) if r["preset"] != preset), None)
     if shrunk:
@@ -283,14 +283,20 @@ class Sweep:
         """Read a point's folder into `points`, or say, and return, why it is left out."""
         folder = self.folder(value)
         self.left_out = [line for line in self.left_out if not line.startswith(f"{folder.name} ")]
-        loaded = compare.load(folder)[0] if folder.is_dir() else []
+        loaded, faults = compare.load(folder) if folder.is_dir() else ([], [])
         found = [record for record in loaded if record["variant"] in ("eager", self.args.variant)]
-        if not found:
-            return None
-        fault = self._foreign(found, value)
+        fault = self._foreign(found, value) if found else None
         if fault:
             self.left_out.append(f"{folder.name} is left out: {fault}")
             return fault
+        if faults:
+            # Without its unsound rounds a point may say anything: it gets no numbers at all.
+            others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            message = f"unsound: {faults[0].replace(f'{folder}/', f'{folder.name}/')}{others}"
+            self.points[value] = self._unmeasured(value, "failed", message)
+            return None
+        if not found:
+            return None
         try:
             point = read_point(found, self.args.variant, self.preset)
         except compare.Mixed as error:
@@ -329,9 +335,7 @@ class Sweep:
     def result(self) -> dict:
         """What sweep.json holds."""
         points = [self.points[value] for value in sorted(self.points)]
-        is_cpu = not self.session.gpus.names
-        where = next(iter(self.session.gpus.names), "")
-        text = crossover.finding(points, self.args.over, self.args.variant, where)
+        gpu = next(iter(self.session.gpus.names), None)
         return {
             "schema": SCHEMA,
             "model": self.args.model,
@@ -341,8 +345,7 @@ class Sweep:
             "variant": self.args.variant,
             "host_load": self.session.args.host_load,
             "points": points,
-            "crossover": None if is_cpu else crossover.bracket(points),
-            "finding": CPU_FINDING if is_cpu else text,
+            **crossover.conclusion(points, self.args.over, self.args.variant, gpu, is_cpu=gpu is None),
             "env": {key: self._common(key) for key in ("device", *ENV)},
         }
 

@@ -156,7 +156,7 @@ def read(path: str | os.PathLike) -> dict:
         raise
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bad JSON or UTF-8, numbers and lists beyond Python's limits
         raise RecordError(f"{path}: not a whole JSON document ({error})") from None
     fault = check(record)
     if fault:

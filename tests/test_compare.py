@@ -340,7 +340,39 @@ def test_a_variant_without_timed_rounds_misses_no_base():
         (lambda record: record["memory"].update(graph_pool_bytes=[1]), "memory.graph_pool_bytes is [1], not a number"),
         (lambda record: record["env"].update(world_size="2"), "env.world_size is '2', not a number"),
         (lambda record: record.update(model=None), "model is None, not text"),
-        (lambda record: record["steps"].update(gpu_ms=[None] * 20), "not of its schema's type"),
+        (lambda record: record["steps"].update(gpu_ms=[None] * 20), "steps.gpu_ms holds None, not a number"),
+        (lambda record: record["steps"].update(gpu_ms="fast"), "steps.gpu_ms is 'fast', not a list"),
+        (lambda record: record["steps"].update(batch=[[1]] * 20), "steps.batch holds [1]"),
+        (lambda record: record["env"].update(gpu_name=5), "env.gpu_name is 5, not text"),
+        (lambda record: record["capture"].update(strategy=5), "capture.strategy is 5, not text"),
+        (lambda record: record["capture"].update(nodes={"kernel": "x"}), "capture.nodes holds 'x'"),
+        (lambda record: record["capture"].update(nodes=None), "capture.nodes is None, not an object"),
+        (lambda record: record.update(host_load=None), "host_load is None, not a number"),
+        (lambda record: record.update(host_load=1.5), "host_load is 1.5, not a whole number"),
+        (lambda record: record.update(optimizer_ms=True), "optimizer_ms is True, not a number"),
+        (lambda record: record.update(optimizer_ms=10**400), "optimizer_ms is , not a number"),
+        (lambda record: record["extra"].update(profile="x"), "extra.profile is 'x', not an object"),
+        (lambda record: record["extra"].update(profile={"span_ms": "x"}), "extra.profile.span_ms is 'x', not a number"),
+        (lambda record: record["extra"].update(notes=5), "extra.notes is 5, not a list"),
+        (lambda record: record["extra"].update(notes=[5]), "extra.notes is [5], not a list of text"),
+        (lambda record: record["extra"].update(settle=3), "extra.settle is 3, not an object"),
+        (lambda record: record["extra"].update(host={"steal_fraction": "x"}), "extra.host.steal_fraction is 'x'"),
+        (lambda record: record["extra"].update(host={"load_1m_end": "x"}), "extra.host.load_1m_end is 'x'"),
+        (lambda record: record["extra"].update(profiled_clock_ratio="x"), "extra.profiled_clock_ratio is 'x'"),
+        (lambda record: record["extra"].update(items_per_s="x"), "extra.items_per_s is 'x'"),
+        (lambda record: record["numerics"].update(first_difference="x"), "numerics.first_difference is 'x'"),
+        (
+            lambda record: record["numerics"].update(first_difference={"step": 3}),
+            "numerics.first_difference is {'step': 3}",
+        ),
+        (lambda record: record.update(busy_ms=-1.0), "busy_ms is -1.0, less than 0"),
+        (lambda record: record.update(issue_ms=-1.0), "issue_ms is -1.0, less than 0"),
+        (lambda record: record.update(optimizer_ms=-1.0), "optimizer_ms is -1.0, less than 0"),
+        (lambda record: record.update(num_kernels=-1), "num_kernels is -1, less than 0"),
+        (lambda record: record.update(energy_j=-1.0), "energy_j is -1.0, less than 0"),
+        (lambda record: record["memory"].update(graph_pool_bytes=-1), "memory.graph_pool_bytes is -1, less than 0"),
+        (lambda record: record["capture"].update(warmup_s=-1.0), "capture.warmup_s is -1.0, less than 0"),
+        (lambda record: record["env"].update(world_size=0), "env.world_size is 0, less than 1"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_and_not_a_traceback(tmp_path, change, what):
@@ -349,4 +381,76 @@ def test_a_value_of_the_wrong_type_is_named_and_not_a_traceback(tmp_path, change
     put(tmp_path, *session())
     (tmp_path / "graph.r1.json").write_text(json.dumps(record))
     found, faults = compare.load(tmp_path)
-    assert len(found) == 5 and len(faults) == 1 and what in faults[0]
+    assert len(found) == 5 and len(faults) == 1 and f"graph.r1.json: {what}" in faults[0].replace(f"{10**400}", "")
+
+
+def test_null_and_words_stand_where_a_run_may_leave_them(tmp_path):
+    """A profile that saw no kernels, a ratio that was not measured, another program's request."""
+    extra = {"profile": "the profiler saw no kernels", "profiled_clock_ratio": None, "host": None, "settle": None}
+    found = session(busy_ms=None, extra=extra | {"notes": None, "request": {"limit_s": "none"}}, energy_j=None)
+    put(tmp_path, *found)
+    kept, faults = compare.load(tmp_path)
+    assert len(kept) == 6 and not faults
+    compare.report(kept, faults)
+
+
+def test_a_fraction_may_read_a_hair_below_nothing():
+    assert compare._wrong_type(make(idle_fraction=-1e-16)) is None
+    assert "idle_fraction is -0.5" in compare._wrong_type(make(idle_fraction=-0.5))
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "1" * 5000, "\udcff"])
+def test_no_file_brings_the_reader_down(tmp_path, text):
+    put(tmp_path, *session())
+    (tmp_path / "graph.r1.json").write_bytes(text.encode(errors="surrogateescape"))
+    found, faults = compare.load(tmp_path)
+    assert len(found) == 5 and "graph.r1.json: not a whole JSON document" in faults[0]
+
+
+def test_files_of_other_commands_are_no_faulty_records(tmp_path):
+    put(tmp_path, *session())
+    for name in compare.OTHER_FILES:
+        (tmp_path / name).write_text("{}")
+    assert compare.load(tmp_path)[1] == []
+
+
+def test_an_unsound_record_fails_and_the_rest_is_shown(tmp_path):
+    put(tmp_path, *session())
+    assert command(str(tmp_path)).returncode == 0
+    record = make("graph", 1, 8.0)
+    put(tmp_path, record | {"statistic_ms": 99.0})
+    answer = command(str(tmp_path))
+    assert answer.returncode == 1 and "1.242x" in answer.stdout
+    assert "unsound:" in answer.stderr and "statistic_ms 99.0 does not follow" in answer.stderr
+
+
+@pytest.mark.parametrize("kept", [[], ["eager.r0"]])
+def test_a_folder_without_timed_eager_is_refused_by_name(tmp_path, kept):
+    put(tmp_path, *session(), make("eager", 0))
+    for path in tmp_path.glob("eager.*"):
+        if path.stem not in kept:
+            path.unlink()
+    answer = command(str(tmp_path))
+    assert answer.returncode == 2 and not answer.stdout and answer.stderr.count("\n") == 1
+    assert str(tmp_path) in answer.stderr and "of 'eager', --base takes one of graph" in answer.stderr
+    assert command(str(tmp_path), "--base", "graph").returncode == 0
+
+
+def test_eager_that_came_to_nothing_is_a_row_and_not_missing():
+    found = [*session()[1::2], make("eager", 0, status="oom", message="asked 9 GiB")]
+    assert compare.missing_base(found) is None and compare.missing_base(found[:-1])
+    assert compare.missing_base([make("eager", 0), make("graph", 0)]) is None
+
+
+def test_the_committed_results_are_shown_in_every_form():
+    """Their root holds overview.json beside the folders of records."""
+    root = rounds.ROOT / "results"
+    assert (root / "overview.json").is_file()
+    answer = command(str(root))
+    assert answer.returncode == 0 and "NVIDIA H200" in answer.stdout and "skipped" not in answer.stdout + answer.stderr
+    rows = json.loads(command(str(root), "--json").stdout)["rows"]
+    assert len(list(csv.DictReader(command(str(root), "--csv").stdout.splitlines()))) == len(rows) > 4
+    assert command(str(root), "--markdown").stdout.startswith("**NVIDIA H200**")
+    answer = command(str(root), "--base", "graph")
+    assert answer.returncode == 2 and "one folder" in answer.stderr
+    assert len(json.loads(command(str(root / "h200x1" / "gpt3-bench"), "--json").stdout)["rows"]) == 4

@@ -171,20 +171,69 @@ def test_status_may_change_for_the_better_only(tmp_path):
     assert run(tmp_path / "base", tmp_path / "new").returncode == 0
 
 
-def test_rows_that_are_gone_fail_and_new_ones_do_not(tmp_path):
+def test_rows_that_are_gone_fail_and_new_ones_are_listed(tmp_path):
     folder_of(tmp_path / "base")
     folder_of(tmp_path / "new")
     put(tmp_path / "base", make("more", 0))
     assert failures(tmp_path / "new", tmp_path / "base") == [("fake/bench more", "row", "missing")]
     answer = run(tmp_path / "new", tmp_path / "base")
     assert answer.returncode == 1 and "fake/bench more" in answer.stdout
-    assert failures(tmp_path / "base", tmp_path / "new") == []
+    assert failures(tmp_path / "base", tmp_path / "new") == [("fake/bench more", "row", "new")]
+    answer = run(tmp_path / "base", tmp_path / "new")
+    assert answer.returncode == 0 and "fake/bench more" in answer.stdout and answer.stdout.endswith("rows: 1 new\n")
     folder_of(tmp_path / "root" / "one")
     folder_of(tmp_path / "root" / "two", model="other")
     assert {failure[0] for failure in failures(tmp_path / "new", tmp_path / "root")} == {
         "other/bench eager",
         "other/bench graph",
     }
+    folder_of(tmp_path / "base", model="fake")
+    (tmp_path / "base" / "more.r0.json").unlink()
+    assert failures(tmp_path / "root", tmp_path / "base") == [
+        ("other/bench eager", "row", "new"),
+        ("other/bench graph", "row", "new"),
+    ]
+
+
+@pytest.mark.parametrize(("status", "code"), [("unsupported", 0), ("oom", 0), ("failed", 1), ("numerics_failed", 1)])
+def test_a_new_row_fails_by_its_status_alone(tmp_path, status, code):
+    folder_of(tmp_path / "base")
+    folder_of(tmp_path / "new")
+    put(tmp_path / "new", make("more", 0, status=status, message="no"))
+    answer = run(tmp_path / "new", tmp_path / "base")
+    (line,) = [line for line in answer.stdout.splitlines() if line.startswith("fake/bench more")]
+    assert answer.returncode == code and line.split()[-1] == ("failed" if code else "new") and status in line
+
+
+@pytest.mark.parametrize("side", ["base", "new"])
+def test_a_side_without_eager_is_refused_by_name(tmp_path, side):
+    for name in ("base", "new"):
+        folder_of(tmp_path / name / "bench")
+    for path in (tmp_path / side / "bench").glob("eager.*"):
+        path.unlink()
+    answer = run(tmp_path / "new", tmp_path / "base")
+    assert answer.returncode == 2 and not answer.stdout and answer.stderr.count("\n") == 1
+    assert f"{tmp_path / side}: bench: timed records, but none of 'eager'" in answer.stderr
+
+
+def test_very_different_numbers_of_rounds_are_said(tmp_path):
+    folder_of(tmp_path / "base", ((10.0, 8.0), (10.01, 8.01)) * 2)
+    folder_of(tmp_path / "new", ((10.0, 8.0), (10.01, 8.01)))
+    answer = run(tmp_path / "new", tmp_path / "base")
+    assert answer.returncode == 0 and "base graph: rounds 4 -> 2" in answer.stdout
+    folder_of(tmp_path / "new")
+    assert "rounds" not in run(tmp_path / "new", tmp_path / "base").stdout
+
+
+@pytest.mark.parametrize(("factor", "verdicts"), [(1.15, []), (1.3, ["changed"]), (0.7, ["changed"])])
+def test_issue_time_is_judged_with_much_room_and_on_the_same_gpu_alone(tmp_path, factor, verdicts):
+    folder_of(tmp_path / "base", issue_ms=5.0)
+    folder_of(tmp_path / "new", issue_ms=5.0 * factor)
+    found = failures(tmp_path / "new", tmp_path / "base")
+    assert [verdict for _, quantity, verdict in found if quantity == "issue ms"] == verdicts * 2
+    assert len(found) == 2 * len(verdicts)
+    folder_of(tmp_path / "new", issue_ms=5.0 * factor, env={"gpu_uuid": "GPU-1"})
+    assert failures(tmp_path / "new", tmp_path / "base") == []
 
 
 def test_without_eager_of_the_same_round_the_speed_up_is_missing(tmp_path):

@@ -80,9 +80,11 @@ def test_one_row_for_each_variant_that_is_not_eager_with_eager_of_the_same_folde
 
 
 def test_folders_of_one_model_are_never_paired_with_each_other(tmp_path):
-    """graph of the second folder has no eager of its own; that of the first would make it 2.5x."""
+    """graph of the second folder has no eager of its own round; that of the first would make it 2.5x."""
     put(tmp_path / "one", *graphed())
-    put(tmp_path / "two", *(record for record in graphed(((9.0, 4.0), (9.0, 4.0))) if record["variant"] == "graph"))
+    lost = make("eager", 0, status="oom", message="asked 9 GiB")
+    found = [record for record in graphed(((9.0, 4.0), (9.0, 4.0))) if record["variant"] == "graph"]
+    put(tmp_path / "two", *found, lost)
     first, second = rows_of(tmp_path)
     assert first["speedup"] == pytest.approx(1.245, abs=0.001)
     assert second["speedup"] is None and second["eager_ms"] is None and second["break_even_steps"] is None
@@ -200,9 +202,9 @@ def test_a_folder_that_mixes_is_refused_by_name_and_the_others_are_shown(tmp_pat
     put(tmp_path / "bad", *graphed(), make("other", 1, device="cpu"))
     put(tmp_path / "worse", *graphed(), make("other", 1, env={"gpu_name": "NVIDIA A100"}))
     answer = command(tmp_path, "--write")
-    assert answer.returncode == 2 and "nothing written" in answer.stderr and not list(tmp_path.glob("overview*"))
+    assert answer.returncode == 1 and "nothing written" in answer.stderr and not list(tmp_path.glob("overview*"))
     answer = command(tmp_path)
-    assert answer.returncode == 2 and answer.stdout.count("fake/bench  graph") == 4
+    assert answer.returncode == 1 and answer.stdout.count("fake/bench  graph") == 4
     assert "refused: bad: a table cannot mix cpu and cuda records" in answer.stderr
     assert "refused: worse: a table cannot mix GPU types: NVIDIA A100, NVIDIA H200" in answer.stderr
 
@@ -220,6 +222,20 @@ def test_unsound_files_are_named_and_left_out(tmp_path):
     assert "skipped: one/graph.r3.json: not a whole JSON document" in text
     (row,) = overview_rows.rows_of(overview_rows.read(tmp_path)[0])
     assert row["num_pairs"] == 1
+    for form in ((), ("--csv",), ("--json",)):
+        answer = command(tmp_path, *form)
+        assert answer.returncode == 1 and answer.stderr.count("unsound: one/") == 3 and "graph" in answer.stdout
+
+
+def test_a_folder_without_eager_is_refused_by_name_and_the_others_are_shown(tmp_path):
+    put(tmp_path / "good", *graphed())
+    put(tmp_path / "bad", *(record for record in graphed(model="other") if record["variant"] == "graph"))
+    answer = command(tmp_path)
+    assert answer.returncode == 1 and "fake/bench  graph" in answer.stdout and "other/bench" not in answer.stdout
+    assert "refused: bad: timed records, but none of 'eager'" in answer.stderr
+    assert command(tmp_path, "--write").returncode == 1 and not list(tmp_path.glob("overview*"))
+    answer = command(tmp_path / "bad", "--json")
+    assert answer.returncode == 1 and not answer.stdout and "refused: bad" in answer.stderr
 
 
 # ------------------------------------------------------------------------------------------------
@@ -231,16 +247,40 @@ def test_strategies_have_a_row_for_each_submission_measured_or_not(tmp_path):
     put(tmp_path / "bench", *graphed(((10.0, 9.0), (10.0, 9.1)), model="gpt3"))
     put(tmp_path / "load", *graphed(((20.0, 9.0), (20.0, 9.1)), model="gpt3", preset="full", host_load=16))
     rows = overview_rows.strategies(rows_of(tmp_path))
-    assert [row["model"] for row in rows] == [published.model for published in PUBLISHED]
-    here = rows[0]["here"]
-    assert (here["preset"], here["folder"]) == ("bench", "bench")
-    assert [row["here"] for row in rows[1:]] == [None] * 4
+    assert [row["model"] for row in rows] == ["gpt3"] + [published.model for published in PUBLISHED]
+    here = rows[1]["here"]
+    assert (here["preset"], here["folder"]) == ("bench", "bench") and not rows[1]["is_nvidias"]
+    assert [row["here"] for row in rows if row["is_nvidias"]] == [None] * 5
     text = text_of(tmp_path, parts=("measured", "sources"))
-    assert text.count("not measured yet") == 4
-    (line,) = [line for line in text.splitlines() if line.startswith("GPT-3 175B")]
-    assert "bench graph" in line and "1.022x to 1.030x" in line and "[1." in line
+    assert text.count("not measured yet") == 5
+    nvidias, ours = [line for line in text.splitlines() if line.startswith("GPT-3 175B")]
+    assert "NVIDIA's" in nvidias and "not measured yet" in nvidias and "1.022x to 1.030x" in nvidias
+    assert "our best other" in ours and "bench graph" in ours and "[1." in ours and "1.022x" not in ours
     for published in PUBLISHED:
         assert published.source in text
+
+
+def test_nvidias_mechanism_has_its_own_row_and_ours_is_the_best_of_the_rest(tmp_path):
+    def more(variant, *steps):
+        found = [record for record in graphed(steps, model="gpt3") if record["variant"] == "graph"]
+        return [record | {"variant": variant} for record in found]
+
+    put(tmp_path / "one", *graphed(model="gpt3"), *more("graph_te", (1.0, 11.0), (1.0, 11.1), (1.0, 11.0)))
+    put(tmp_path / "two", *graphed(model="gpt3"), *more("graph_overlap", (1.0, 7.0), (1.0, 7.1), (1.0, 7.0)))
+    put(tmp_path / "two", *more("graph_te", (1.0, 9.0)), *more("reduce_overhead", (1.0, 5.0), (1.0, 5.1), (1.0, 5.0)))
+    # A higher ratio with an interval that says nothing.
+    put(tmp_path / "three", *graphed(model="gpt3"), *more("wild", (1.0, 3.0), (1.0, 12.0), (1.0, 3.0)))
+    nvidias, ours, *rest = overview_rows.strategies(rows_of(tmp_path))
+    assert nvidias["is_nvidias"] and nvidias["here"]["variant"] == "graph_te" and nvidias["here"]["folder"] == "one"
+    assert nvidias["here"]["verdict"] == "slower"
+    assert not ours["is_nvidias"] and ours["here"]["variant"] == "graph_overlap"
+    assert [row["model"] for row in rest] == [published.model for published in PUBLISHED[1:]]
+
+
+def test_a_model_whose_own_capture_is_nvidias_has_one_row(tmp_path):
+    put(tmp_path / "one", *graphed(model="rnnt"))
+    rows = [row for row in overview_rows.strategies(rows_of(tmp_path)) if row["model"] == "rnnt"]
+    assert [(row["is_nvidias"], row["here"]["variant"]) for row in rows] == [(True, "graph")]
 
 
 def test_strategies_of_a_cpu_show_no_speed_up(tmp_path):
@@ -317,6 +357,26 @@ def test_compare_of_folders_of_records_is_the_overview(tmp_path):
     (tmp_path / "empty").mkdir()
     answer = command(tmp_path / "empty", module="compare")
     assert answer.returncode == 1 and "no records" in answer.stderr
+
+
+def test_files_of_the_overview_and_of_a_sweep_hide_no_folder(tmp_path):
+    put(tmp_path / "one", *graphed())
+    for name in ("overview.json", "sweep.json"):
+        (tmp_path / name).write_text("{}")
+    answer = command(tmp_path, module="compare")
+    assert answer.returncode == 0 and "fake/bench  graph" in answer.stdout and not answer.stderr
+    assert len(json.loads(command(tmp_path, "--json", module="compare").stdout)["rows"]) == 1
+    assert len(command(tmp_path, "--csv", module="compare").stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("module", ["compare", "overview"])
+def test_a_root_of_sweeps_alone_says_so(tmp_path, module):
+    put(tmp_path / "sweep" / "batch-1", *graphed())
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    answer = command(tmp_path, module=module)
+    assert answer.returncode == 1 and not answer.stdout and answer.stderr.count("\n") == 1
+    assert "sweeps alone" in answer.stderr and str(tmp_path / "sweep") in answer.stderr
+    assert command(tmp_path / "sweep", module=module).returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------

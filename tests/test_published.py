@@ -1,13 +1,22 @@
 """NVIDIA's published figures: complete, sourced, and numbers that stand in the words."""
 
+import importlib
 import re
 
+from benchmarks import rounds
 from benchmarks.published import PUBLISHED, of_model
 
 
 def test_the_five_models_once_each():
     assert [each.model for each in PUBLISHED] == ["gpt3", "llama2_lora", "llama31", "rnnt", "stable_diffusion"]
     assert of_model("rnnt").title == "RNN-T" and of_model("other") is None
+
+
+def test_the_variant_of_nvidias_mechanism_is_one_of_the_models():
+    for each in PUBLISHED:
+        if (rounds.ROOT / each.model / "config.py").is_file():
+            assert each.variant in importlib.import_module(f"{each.model}.config").VARIANTS, each.model
+    assert of_model("gpt3").variant == "graph_te"
 
 
 def test_every_figure_has_a_source_and_is_plain_text():

@@ -88,7 +88,9 @@ def test_a_changed_record_makes_its_block_stale(root):
     assert readme.stale(root) == []
     put(root / "results" / "one", make("graph", 1, 7.0))
     assert readme.stale(root) == [root / "README.md"]
-    assert readme.update("prog", root) == 0 and readme.stale(root) == []
+    ((path, text),) = readme.changed(root).items()
+    path.write_text(text)
+    assert readme.stale(root) == [] and readme.changed(root) == {}
     assert "| graph | 3 | 8.00 |" in (root / "README.md").read_text()
 
 
@@ -137,8 +139,37 @@ def test_no_table_is_made_from_unsound_records(root):
         "<!-- table: compare results/one --> <!-- end -->\n",
     ],
 )
-def test_markers_without_partner_are_refused_and_nothing_is_written(root, text, capsys):
+def test_markers_without_partner_are_refused(root, text):
     (root / "README.md").write_text(text)
-    assert readme.update("prog", root) == 2
-    assert "needs its own" in capsys.readouterr().err
-    assert (root / "README.md").read_text() == text
+    with pytest.raises(readme.ReadmeError, match="needs its own"):
+        readme.changed(root)
+
+
+def test_nothing_is_written_before_all_is_known_to_be_sound(root, monkeypatch, capsys):
+    """Neither where a marker cannot be filled nor where a record is unsound: no overview beside old READMEs."""
+    monkeypatch.setattr(overview.readme.changed, "__defaults__", (root,))
+    results, stale = root / "results", block("compare results/one gian")
+    (root / "README.md").write_text(stale)
+    with pytest.raises(SystemExit, match="2"):
+        overview.main([str(results), "--write", "--readme"])
+    assert "no part 'gian'" in capsys.readouterr().err and not list(results.glob("overview*"))
+    (root / "README.md").write_text(block("compare results/one gain"))
+    record = make("graph", 1) | {"statistic_ms": 99.0}
+    put(results / "one", record)
+    for flags in (["--write"], ["--readme"], ["--write", "--readme"]):
+        with pytest.raises(SystemExit, match="1"):
+            overview.main([str(results), *flags])
+        output = capsys.readouterr()
+        assert "one/graph.r1.json: statistic_ms 99.0" in output.err and "nothing written" in output.err
+    assert not list(results.glob("overview*")) and "| graph |" not in (root / "README.md").read_text()
+    put(results / "one", make("graph", 1, 8.0))
+    assert overview.main([str(results), "--write", "--readme"]) == 0
+    assert len(list(results.glob("overview*"))) == 3 and "| graph |" in (root / "README.md").read_text()
+
+
+def test_no_table_is_made_without_eager(root):
+    for path in (root / "results" / "one").glob("eager.*"):
+        path.unlink()
+    for words in ("compare results/one", "overview results"):
+        with pytest.raises(readme.ReadmeError, match="none of 'eager'"):
+            rendered(root, words)

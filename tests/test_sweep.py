@@ -332,6 +332,53 @@ def test_a_failing_point_is_a_row_ends_the_search_and_is_run_again(tmp_path, gpu
     assert runner.calls[2:] == [2, 4]
 
 
+@pytest.mark.parametrize("num_bad", [1, 2])
+def test_an_unsound_record_takes_the_numbers_from_its_point(tmp_path, gpu, capsys, num_bad):
+    out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
+    assert go(out, runner, *FAST) == 0
+    for number in range(1, 1 + num_bad):
+        path = out / "batch-2" / f"graph.r{number}.json"
+        record = json.loads(path.read_text()) | {"statistic_ms": 99.0}
+        path.write_text(json.dumps(record))
+    capsys.readouterr()
+    # benchmarks.run would measure it again; this one runs nothing.
+    assert go(out, lambda argv: 0, *FAST, "--values", "2") == 1
+    text = capsys.readouterr().out
+    bad = next(one for one in result(out)["points"] if one["value"] == 2)
+    assert (bad["status"], bad["speedup"], bad["rounds"]) == ("failed", None, 0)
+    assert bad["message"].startswith("unsound: batch-2/graph.r1.json: statistic_ms 99.0 does not follow")
+    assert bad["message"].endswith("(and 1 more)") == (num_bad == 2)
+    assert "batch 2: unsound: batch-2/graph.r1.json" in text and "not sound: batch 2 (failed)" in text
+
+
+def test_a_point_with_only_unsound_records_is_a_row_of_every_call(tmp_path, gpu):
+    out = tmp_path / "out"
+    assert go(out, Runner(hard(7.0)), *FAST, "--values", "1,2") == 0
+    for path in (out / "batch-1").glob("*.json"):
+        path.write_text("{")
+    assert go(out, Runner(hard(7.0)), *FAST, "--values", "2") == 1
+    assert [(one["value"], one["status"]) for one in result(out)["points"]] == [(1, "failed"), (2, "pass")]
+
+
+@pytest.mark.parametrize(
+    ("untimed", "message"),
+    [(["graph"], "no timed round of graph"), (["eager", "graph"], "no timed round of eager and graph")],
+)
+def test_a_point_without_a_timed_round_does_not_pass(tmp_path, gpu, untimed, message):
+    out, whole = tmp_path / "out", Runner(hard(7.0))
+
+    def runner(argv):
+        whole(argv)
+        for variant in untimed:
+            for path in (out / "batch-1").glob(f"{variant}.r[1-9].json"):
+                path.unlink()
+        return 0
+
+    assert go(out, runner, *FAST, "--values", "1") == 1
+    (only,) = result(out)["points"]
+    assert (only["status"], only["speedup"], only["message"]) == ("failed", None, message)
+
+
 def test_a_session_that_leaves_no_record_is_a_row(tmp_path, gpu):
     assert go(tmp_path / "out", lambda argv: 2, *FAST) == 1
     (only,) = result(tmp_path / "out")["points"]
@@ -499,7 +546,7 @@ def test_an_interrupted_sweep_leaves_no_process(tmp_path, no_gpu, number):
     assert until(lambda: processes_with(str(out)) == [], 20)
     if number != signal.SIGKILL:
         assert process.returncode == 130
-        assert "the same command goes on" in stderr and "Traceback" not in stderr
+        assert stderr.count("the same command goes on") == 1 and "Traceback" not in stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from benchmarks.figures.evidence import (
 )
 from benchmarks.figures.steps import name_rows
 from benchmarks.figures.style import FAILURE, FAINT, INK, Page, look, width_of
+from benchmarks.overview_rows import break_even_steps, setup_s, step_gain_ms
 
 REST = "#c9c9c9"
 # Memory of a GPU as nvidia-smi states it, MiB. The records do not hold it; of others no line is drawn.
@@ -129,23 +130,6 @@ def _memory_title(blocks):
 # Break-even
 
 
-def break_even_steps(row: dict, eager: dict, seconds: float) -> float | None:
-    """Steps after which `seconds` of set-up are won back by a variant's shorter step; None: never."""
-    gain_ms = step_gain_ms(row, eager)
-    return 1e3 * seconds / gain_ms if gain_ms > 0 else None
-
-
-def step_gain_ms(row: dict, eager: dict) -> float:
-    """What a step gains, by the speed-up of the paired rounds and not by the difference of two medians."""
-    return eager["step_ms"] * (1 - 1 / row["speedup"])
-
-
-def setup_s(row: dict) -> float | None:
-    """Seconds before a variant's first step: warm-up, compilation and capture."""
-    known = [value for value in (row["warmup_s"], row["capture_s"], row["compile_cold_s"]) if value is not None]
-    return sum(known) if known else None
-
-
 def break_even(blocks: list[Block]) -> Page:
     """Cumulative time beyond eager's against steps: starts at the set-up seconds, falls where a step is shorter."""
     panels = [(block, _payers(block.first)) for block in blocks]
@@ -158,8 +142,8 @@ def break_even(blocks: list[Block]) -> Page:
     num_lines = math.ceil(len(panels) / num_columns)
     page = Page(
         _break_even_title(panels),
-        "Cumulative time beyond eager's: begins with all of warm-up, compilation and capture (eager warms up nearly as "
-        "long) and falls by what a step gains. Ring: set-up is paid.",
+        "Cumulative time beyond eager's: begins with compilation, capture and what warm-up takes beyond eager's, and "
+        "falls by what a step gains. Ring: set-up is paid.",
         provenance([block.first for block, _ in panels]),
         num_lines * (height + gap) + 0.02,
     )
@@ -180,34 +164,33 @@ def _payers(evidence):
     return [
         row
         for row in evidence.rows
-        if family(row["variant"]) != "eager" and row["step_ms"] is not None and row["speedup"] and setup_s(row)
+        if family(row["variant"]) != "eager" and row["step_ms"] is not None and row["speedup"]
+        if setup_s(row, eager) is not None
     ]
 
 
 def _break_even_panel(axes, evidence, rows):
     eager = evidence.eager
-    crossings = {
-        row["variant"]: break_even_steps(row, eager, setup_s(row)) for row in rows if row["verdict"] == "faster"
-    }
+    crossings = {row["variant"]: break_even_steps(row, eager) for row in rows if row["verdict"] == "faster"}
     # Compilation takes minutes: where a graph is there, its crossing sets the scale, and a compiler's may lie outside.
     graphed = [row for row in rows if family(row["variant"]) == "graph"] or rows
     known = [crossings[row["variant"]] for row in graphed if crossings.get(row["variant"])]
     horizon = 1.6 * max(known or [steps for steps in crossings.values() if steps] or [1250.0])
-    highest = 1.35 * max(setup_s(row) for row in graphed)
+    highest = 1.35 * max(setup_s(row, eager) for row in graphed) or 1.0
     variants = [row["variant"] for row in rows]
     axes.axhline(0, color=look("eager")[0], linewidth=2)
     for row in rows:
         colour, _, _, dashes = look(row["variant"], variants)
-        start, slope = setup_s(row), -step_gain_ms(row, eager) / 1e3
+        start, slope = setup_s(row, eager), -step_gain_ms(row, eager) / 1e3
         axes.plot(
             [0, horizon],
             [start, start + slope * horizon],
             color=colour,
             linestyle=dashes,
-            label=f"{row['variant']}: {_pay_words(row, crossings.get(row['variant']))}",
+            label=f"{row['variant']}: {_pay_words(row, eager, crossings.get(row['variant']))}",
         )
         steps = crossings.get(row["variant"])
-        if steps:
+        if steps is not None:
             axes.plot(
                 [steps], [0], "o", color=colour, markerfacecolor="white", markersize=7, markeredgewidth=1.6, zorder=5
             )
@@ -230,10 +213,9 @@ def _break_even_panel(axes, evidence, rows):
     axes.text(horizon, 0, "eager ", ha="right", va="bottom", fontsize=8, color=FAINT)
 
 
-def _pay_words(row, steps):
-    if row["verdict"] == "faster" and steps:
-        alone = (row["capture_s"] or 0.0) + (row["compile_cold_s"] or 0.0)
-        return f"{_count(steps)} steps; without warm-up {_count(steps * alone / setup_s(row))}"
+def _pay_words(row, eager, steps):
+    if steps is not None:
+        return f"{_count(steps)} steps pay for {setup_s(row, eager):.2f} s"
     if row["verdict"] in ("slower", "same"):
         return f"never ({row['verdict']})"
     return f"not settled ({row['verdict']})"
@@ -250,17 +232,17 @@ def _break_even_title(panels):
         row = next((row for row in rows if row["variant"] == main), None)
         if row is None or block.what in {what for what, _ in texts}:
             continue
-        steps = break_even_steps(row, block.first.eager, setup_s(row)) if row["verdict"] == "faster" else None
+        steps = break_even_steps(row, block.first.eager) if row["verdict"] == "faster" else None
         texts.append((block.what, (block.name, row, steps)))
     items = [item for _, item in texts]
     if not items:
         return "When set-up has paid off"
     if len(items) == 1:
         name, row, steps = items[0]
-        if steps:
-            return f"{name}: {row['variant']} has paid for warm-up and capture after {_count(steps)} steps"
+        if steps is not None:
+            return f"{name}: {row['variant']} has paid for its set-up after {_count(steps)} steps"
         return f"{name}: {row['variant']} {verdict_words(row)}, so its set-up {_never(row)}"
-    paid = sorted((steps, name) for name, _, steps in items if steps)
+    paid = sorted((steps, name) for name, _, steps in items if steps is not None)
     never = len(items) - len(paid)
     parts = []
     if paid:

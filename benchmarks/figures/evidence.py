@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import compare, intervals
+from benchmarks import compare, crossover, intervals
 from common import trace
 
 NAMES = {
@@ -177,11 +177,37 @@ def _add_sweep(result, path, root):
         lacking = [key for key in ("model", "preset", "over", "variant", "points") if key not in sweep]
         if lacking:
             raise ValueError(f"keys missing: {', '.join(lacking)}")
+        for key in ("model", "preset", "over", "variant"):
+            if not isinstance(sweep[key], str):
+                raise ValueError(f"{key} is {sweep[key]!r}, not text")
+        sweep |= {"points": crossover.checked(sweep["points"]), "env": _env_of_sweep(sweep)}
     except (OSError, ValueError) as error:
-        result.skipped.append(f"{path / 'sweep.json'}: {error}")
+        result.refused.append(" ".join(f"{path / 'sweep.json'}: {error}".split()))
         return
+    env = sweep["env"]
+    where, is_cpu = env.get("gpu_name") or "a GPU", env.get("device") == "cpu"
+    # What the file says of its points is not believed.
+    sweep |= crossover.conclusion(sweep["points"], sweep["over"], sweep["variant"], where, is_cpu)
+    if is_cpu:
+        sweep["points"] = [point | {"speedup": None} for point in sweep["points"]]
     parts = path.relative_to(root).parts or (path.resolve().name,)
     result.sweeps.append(("-".join(parts), sweep))
+
+
+def _env_of_sweep(sweep):
+    """What a figure's footer takes from `env`. Raises ValueError for what is not text, or no count."""
+    env = sweep.get("env")
+    if env is None:
+        return {}
+    if not isinstance(env, dict):
+        raise ValueError(f"env is {env!r}, not an object")
+    for key in ("device", "gpu_name", "torch", "cuda", "driver", "git_sha"):
+        if not isinstance(env.get(key), str | None):
+            raise ValueError(f"env.{key} is {env[key]!r}, not text")
+    for key in ("world_size", "num_gpus"):
+        if not isinstance(env.get(key), int | None):
+            raise ValueError(f"env.{key} is {env[key]!r}, not a count")
+    return env
 
 
 def read_trace(path: Path) -> list[dict]:

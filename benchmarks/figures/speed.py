@@ -219,16 +219,14 @@ def _title_of_one(block, row):
 def crossover(sweep: dict) -> Page:
     """Speed-up against the swept value with its interval, and where it touches 1.
 
-    sweep: what benchmarks.sweep wrote as sweep.json. Raises Missing where no point has a speed-up.
+    sweep: of `evidence.collect`, checked and by value. Raises Missing where no point has a speed-up.
     """
-    points = sorted(
-        (point for point in sweep["points"] if _positive(point.get("value"))), key=lambda point: point["value"]
-    )
-    drawn = [point for point in points if _positive(point.get("speedup"))]
+    points = sweep["points"]
+    drawn = [point for point in points if point.get("speedup")]
     if not drawn:
-        raise Missing(sweep.get("finding") or "no point has a speed-up")
+        raise Missing(sweep["finding"])
     page = Page(
-        f"{NAMES.get(sweep['model'], sweep['model'])} {sweep['preset']}: {sweep.get('finding') or 'no finding'}",
+        f"{NAMES.get(sweep['model'], sweep['model'])} {sweep['preset']}: {sweep['finding']}",
         f"Speed-up of {sweep['variant']} over eager at each {sweep['over']}; band: 95 % interval, grey: within 0.5 %. "
         "Hollow: no significant difference.",
         _sweep_footer(sweep, drawn),
@@ -242,11 +240,11 @@ def crossover(sweep: dict) -> Page:
     axes.set_yscale("log")
     axes.axhspan(1 / SAME, SAME, color=BAND, zorder=0, linewidth=0)
     axes.axhline(1, color=INK, linewidth=0.9, zorder=1)
-    known = [point for point in drawn if _positive(point.get("low")) and _positive(point.get("high"))]
+    known = [point for point in drawn if point.get("low")]
     rows = [
         {
             "speedup": point["speedup"],
-            "verdict": point.get("verdict"),
+            "verdict": point["verdict"],
             "speedup_low": point["low"] if point in known else None,
             "speedup_high": point["high"] if point in known else None,
         }
@@ -264,7 +262,7 @@ def crossover(sweep: dict) -> Page:
         )
     axes.plot(values, speeds, color=colour, zorder=3)
     for point in drawn:
-        significant = point.get("verdict") in SIGNIFICANT
+        significant = point["verdict"] in SIGNIFICANT
         if point in known:
             axes.plot([point["value"]] * 2, [point["low"], point["high"]], color=colour, linewidth=1, zorder=3)
         axes.plot(
@@ -277,11 +275,12 @@ def crossover(sweep: dict) -> Page:
             markersize=7,
             zorder=4,
         )
-    _mark_crossover(axes, sweep.get("crossover"))
+    if sweep["crossover"]:
+        _mark_crossover(axes, sweep["crossover"])
     failed = [point for point in points if point not in drawn]
     for point in failed:
         axes.annotate(
-            point.get("status") or "no speed-up",
+            "no speed-up" if point["status"] == "pass" else point["status"],
             (point["value"], 0),
             xycoords=("data", "axes fraction"),
             xytext=(0, 6),
@@ -309,14 +308,12 @@ def crossover(sweep: dict) -> Page:
 
 
 def _mark_crossover(axes, bracket):
-    if not isinstance(bracket, dict) or not (_positive(bracket.get("low")) and _positive(bracket.get("high"))):
-        return
     low, high = bracket["low"], bracket["high"]
     middle = math.sqrt(low * high)
     axes.axvspan(low, high, color=INK, alpha=0.05, linewidth=0, zorder=0)
     axes.axvline(middle, color=INK, linewidth=1, linestyle=(0, (3, 2)), zorder=2)
     axes.annotate(
-        f"crossover between {low:g} and {high:g}" if low != high else f"crossover at {low:g}",
+        f"crossover between {low} and {high}",
         (middle, 1),
         xycoords=("data", "axes fraction"),
         xytext=(4, -3),
@@ -329,7 +326,7 @@ def _mark_crossover(axes, bracket):
 
 def _host_ratio(axes, points):
     """Above each point the host's share: graphs pay where issuing takes about as long as the work, or longer."""
-    known = [point for point in points if _positive(point.get("issue_ms")) and _positive(point.get("busy_ms"))]
+    known = [point for point in points if point.get("issue_ms") and point.get("busy_ms")]
     shown = _thinned([point["value"] for point in known])
     for point in known:
         if point["value"] in shown:
@@ -368,7 +365,7 @@ def _thinned(values, factor=1.25):
 
 
 def _sweep_footer(sweep, points):
-    env = sweep.get("env") if isinstance(sweep.get("env"), dict) else {}
+    env = sweep["env"]
     count = env.get("world_size") or env.get("num_gpus") or 1
     parts = [f"{env['gpu_name']} x{count}"] if env.get("gpu_name") else []
     parts += [
@@ -378,15 +375,11 @@ def _sweep_footer(sweep, points):
     ]
     if env.get("git_sha"):
         parts.append(f"git {env['git_sha'][:12]}{' (changed)' if env.get('git_dirty') else ''}")
-    rounds = [point["rounds"] for point in points if isinstance(point.get("rounds"), int)]
+    rounds = [point["rounds"] for point in points if "rounds" in point]
     if rounds:
         span = f"{min(rounds)}" if min(rounds) == max(rounds) else f"{min(rounds)} to {max(rounds)}"
         parts.append(f"{len(points)} points of {span} rounds")
     return ", ".join(parts)
-
-
-def _positive(value):
-    return isinstance(value, (int, float)) and math.isfinite(value) and value > 0
 
 
 # ------------------------------------------------------------------------------------------------

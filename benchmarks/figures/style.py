@@ -1,8 +1,11 @@
 """One style for all figures: colours, marks, pages measured in inches, and files that are equal run after run."""
 
 import contextlib
+import io
 import math
+import os
 import re
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -205,15 +208,32 @@ def ratio_axis(axis, low, high):
 
 
 def save(page: Page, folder: Path, name: str) -> list[Path]:
-    """Write NAME.svg and NAME.png without date or version: the same numbers give the same bytes."""
+    """Write NAME.svg and NAME.png without date or version: the same numbers give the same bytes.
+
+    A reader, or another call at the same time, sees whole files only.
+    """
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-    page.figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    svg.write_text(_compact(svg.read_text()))
+    drawing, pixels = io.StringIO(), io.BytesIO()
+    page.figure.savefig(drawing, format="svg", metadata={"Date": None, "Creator": None})
+    _write(svg, _compact(drawing.getvalue()).encode())
     page.figure.set_dpi(DPI)
     page.figure.canvas.draw()
     image = Image.fromarray(numpy.asarray(page.figure.canvas.buffer_rgba())[..., :3])
-    image.quantize(palette=_palette(), dither=Image.Dither.NONE).save(png, optimize=True)
+    image.quantize(palette=_palette(), dither=Image.Dither.NONE).save(pixels, format="png", optimize=True)
+    _write(png, pixels.getvalue())
     return [svg, png]
+
+
+def _write(path, data):
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 @lru_cache(maxsize=1)
