@@ -35,6 +35,7 @@ WALL_TOLERANCE = 0.05
 # What other commands leave beside records.
 OTHER_FILES = ("overview.json", "sweep.json")
 CLOCK_TOLERANCE = 0.01
+SYNC = "eager_sync"
 
 # ------------------------------------------------------------------------------------------------
 # Reading
@@ -199,7 +200,8 @@ def summarise(found: list[dict], base: str = "eager") -> list[dict]:
     """One row (a dict) per variant, base first. Raises Mixed for cpu beside cuda, several GPU types, models or loads.
 
     Times are ms, `*_gib` GiB; speedup, quiet_speedup (10th percentiles) and model_speedup (step less
-    optimizer) come with _low, _high (95 % interval) and _half_width (logarithm). What is not known is None.
+    optimizer), sync_speedup (over eager_sync, which reads from the device in every step, as NVIDIA's published base
+    does) come with _low, _high (95 % interval) and _half_width (logarithm). What is not known is None.
     """
     if not found:
         return []
@@ -208,7 +210,8 @@ def summarise(found: list[dict], base: str = "eager") -> list[dict]:
     for record in found:
         by_variant.setdefault(record["variant"], []).append(record)
     names = sorted(by_variant, key=lambda name: name != base)
-    return [_row(name, by_variant[name], by_variant.get(base, []), base) for name in names]
+    sync_group = by_variant.get(SYNC, [])
+    return [_row(name, by_variant[name], by_variant.get(base, []), sync_group, base) for name in names]
 
 
 def _refuse_mixture(found):
@@ -263,7 +266,7 @@ def log_ratios(group: list[dict], base_group: list[dict], value=None) -> list[fl
     return [math.log(a / b) for a, b in both if a and b and a > 0 and b > 0]
 
 
-def _row(name, group, base_group, base):
+def _row(name, group, base_group, sync_group, base):
     is_base = name == base
     runs = timed(group)
     first = next((record for record in group if record["round"] == 0), None)
@@ -307,12 +310,24 @@ def _row(name, group, base_group, base):
         ),
         "sm_mhz": _median(record["clocks"]["sm_mhz"] for record in runs),
     }
-    for key in ("speedup", "quiet_speedup", "model_speedup"):
+    for key in ("speedup", "quiet_speedup", "model_speedup", "sync_speedup"):
         row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
     row["verdict"], row["num_pairs"] = None, 0
     if cuda and not is_base and runs:
         _compare(row, group, base_group, base)
+    if cuda and runs and name != SYNC:
+        _put_ratio(row, "sync_speedup", log_ratios(group, sync_group))
     return row
+
+
+def _put_ratio(row, key, ratios):
+    """The mean of paired log-ratios with its interval, in the row's four places; None where there is no pair."""
+    if not ratios:
+        return None
+    result = intervals.paired(ratios)
+    row[key], row[f"{key}_low"], row[f"{key}_high"] = result.ratio, result.low, result.high
+    row[f"{key}_half_width"] = result.half_width
+    return result
 
 
 def _compare(row, group, base_group, base):
@@ -322,19 +337,9 @@ def _compare(row, group, base_group, base):
         "model_speedup": lambda record: record["optimizer_ms"] and record["statistic_ms"] - record["optimizer_ms"],
     }
     for key, value in values.items():
-        ratios = log_ratios(group, base_group, value)
-        if ratios:
-            result = intervals.paired(ratios)
-            row.update(
-                {
-                    key: result.ratio,
-                    f"{key}_low": result.low,
-                    f"{key}_high": result.high,
-                    f"{key}_half_width": result.half_width,
-                }
-            )
-            if key == "speedup":
-                row["verdict"], row["num_pairs"] = result.verdict, result.num_rounds
+        result = _put_ratio(row, key, log_ratios(group, base_group, value))
+        if result and key == "speedup":
+            row["verdict"], row["num_pairs"] = result.verdict, result.num_rounds
     if not row["num_pairs"]:
         row["verdict"] = f"no {base} of the same round"
 

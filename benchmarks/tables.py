@@ -53,10 +53,13 @@ def number(digits, scale=1.0):
 
 def ratio(key):
     """1 for the base, else the speed-up with its interval where there is one."""
+    return lambda row: "1" if row["is_base"] else interval(key)(row)
+
+
+def interval(key):
+    """A speed-up with its interval where there is one."""
 
     def text(row):
-        if row["is_base"]:
-            return "1"
         if row[key] is None:
             return None
         if row[f"{key}_half_width"] is None:
@@ -98,6 +101,7 @@ GAIN = (
     ("verdict", field("verdict")),
     ("by p10", ratio("quiet_speedup")),
     ("fwd+bwd", ratio("model_speedup")),
+    ("over eager_sync", interval("sync_speedup")),
     ("parity", field("parity")),
     ("status", field("status")),
 )

@@ -55,6 +55,17 @@ def test_speed_up_is_the_mean_of_paired_log_ratios():
     assert f"{expected:.3f}x [1.2" in compare.console_table(compare.summarise(session()))
 
 
+def test_beside_an_eager_that_synchronises_stand_two_ratios():
+    found = [*session(), *(make("eager_sync", number, 12.0) for number in (1, 2, 3))]
+    row, eager = row_of(found), row_of(found, "eager")
+    assert row["sync_speedup"] == pytest.approx((12.0 / 8.0 * 12.0 / 8.1 * 12.0 / 8.0) ** (1 / 3))
+    assert eager["sync_speedup"] == pytest.approx((12.0 / 10.0 * 12.0 / 10.1 * 12.0 / 9.9) ** (1 / 3))
+    assert row["speedup"] == row_of(session())["speedup"]
+    assert row_of(found, "eager_sync")["sync_speedup"] is None
+    assert "over eager_sync" in compare.console_table(compare.summarise(found))
+    assert "over eager_sync" not in compare.console_table(compare.summarise(session()))
+
+
 def test_the_base_can_be_chosen():
     row = row_of(session(), "eager", base="graph")
     assert row["speedup"] == pytest.approx(1 / row_of(session())["speedup"])
