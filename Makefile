@@ -48,7 +48,7 @@ help: ## this list
 # TIME       ## submit: time limit of a job, which is queued again when it is over
 # IMAGE      ## submit: container (pyxis), as in IMAGE=nvcr.io#nvidia/pytorch:25.09-py3 (none)
 # MOUNTS     ## submit: more mounts for it, as in MOUNTS=/data:/data
-# SBATCH     ## submit: further options of sbatch, as in SBATCH="qos=high gres=gpu:8"
+# SBATCH     ## submit: further options of sbatch, as in SBATCH="qos=high gres=gpu:h200:8"
 # ARGS       ## bench, sweep, compare, plots, readme, submit, test, test-slow: the rest, as in ARGS="-- --layers 4"
 # PYTHON     ## all: use this interpreter as it is, without any set-up
 

@@ -13,8 +13,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import sys
+import tempfile
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,8 +167,12 @@ def _require_writable(flag, path):
     if path.is_dir():
         raise ValueError(f"{flag} {path}: takes the path of a file, this is a folder")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ValueError(f"{flag} {path}: cannot write in {folder}")
+    try:
+        # Tried, not asked: root may write everywhere, says the system, and in /proc nobody can.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot write in {folder} ({error.strerror})") from None
 
 
 def _known(what, name, table):

@@ -114,11 +114,21 @@ esac
 [ "$1" != "${FAILING:-}" ] || exit 2
 """
 
-# What the tests with Slurm need, all there, so that nothing is installed.
-PACKAGED = ("sbatch", "slurmd", "munged", "shellcheck")
-TOOLS = ("awk", "bash", "cat", "dirname", "env", "id", "mktemp", "rm", "tee")
+# What comes in packages, all there, so that nothing is installed.
+SLURM = ("sbatch", "slurmctld", "slurmd", "munged")
+PACKAGED = (*SLURM, "git", "shellcheck")
+TOOLS = ("awk", "bash", "cat", "chmod", "dirname", "env", "id", "mktemp", "rm", "tee")
 FAKE_SUDO = '#!/bin/bash\nshift\nexec "$@"\n'
-FAKE_APT = '#!/bin/bash\necho "apt-get $*" >>"$CALLS"\n'
+# Installs the names in INSTALLS beside itself.
+FAKE_APT = """#!/bin/bash
+echo "apt-get $*" >>"$CALLS"
+[ "${FAILING:-}" != apt-get ] || exit 100
+[[ "$*" == *install* ]] || exit 0
+for name in ${INSTALLS:-sbatch slurmctld slurmd munged}; do
+    : >"${0%/*}/$name"
+    chmod +x "${0%/*}/$name"
+done
+"""
 
 # Stands for the checker's interpreter.
 FAKE_PYTHON = """#!/bin/bash
@@ -130,7 +140,9 @@ echo "python $*" >>"$CALLS"
 def run_ci(tmp_path, packaged=PACKAGED, **variables):
     """A copy of .ci/run among fakes: (exit status, output lines, calls)."""
     (tmp_path / ".ci").mkdir()
-    shutil.copy(CI / "run", tmp_path / ".ci")
+    # Only what is in the folder counts, not this machine's daemons.
+    (tmp_path / ".ci" / "run").write_text((CI / "run").read_text().replace(":/usr/sbin", ""))
+    (tmp_path / ".ci" / "run").chmod(0o755)
     fakes = {name: "#!/bin/bash\n" for name in packaged}
     for name, text in {
         "make": FAKE_MAKE,
@@ -181,13 +193,32 @@ def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, p
 
 
 def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):
-    status, _, calls = run_ci(tmp_path, packaged=("slurmd", "munged"))
+    # As after apt install slurm-client slurmd.
+    status, _, calls = run_ci(tmp_path, packaged=("sbatch", "slurmd", "munged", "git"))
     assert status == 0
     assert calls[:2] == [
         "apt-get -qq update",
-        "apt-get -qq install -y --no-install-recommends slurm-wlm munge shellcheck",
+        "apt-get -qq install -y --no-install-recommends shellcheck slurm-wlm munge",
     ]
     assert calls[2] == "make lint"
+
+
+def test_ci_installs_what_a_bare_machine_lacks(tmp_path):
+    # PYTHON unset: .venv would be made with the machine's python3, which is not there.
+    status, _, calls = run_ci(tmp_path, packaged=("shellcheck",), PYTHON="", FAILING="lint")
+    assert (status, calls[1].partition("recommends ")[2]) == (2, "git python3-venv slurm-wlm munge")
+
+
+@pytest.mark.parametrize("variables", [{"INSTALLS": "sbatch slurmd munged"}, {"FAILING": "apt-get"}])
+def test_ci_fails_where_slurm_could_be_installed_and_was_not(tmp_path, variables):
+    status, lines, calls = run_ci(tmp_path, packaged=("git", "shellcheck"), **variables)
+    assert status != 0 and not any(call.startswith("make") for call in calls)
+    assert lines[-2].startswith("step packages failed")
+
+
+def test_ci_without_slurm_if_told(tmp_path):
+    status, _, calls = run_ci(tmp_path, packaged=("git", "shellcheck"), WITHOUT_SLURM="1")
+    assert status == 0 and calls[0] == "make lint"
 
 
 def test_ci_installs_nothing_that_is_there(tmp_path):

@@ -129,6 +129,8 @@ def test_the_command_line_of_the_process_is_the_default(monkeypatch):
         ("--precision fp8 --layers 3", ["--layers must be even with --precision fp8"]),
         ("--mllog .", ["--mllog .", "a file", "folder"]),
         ("--mllog /dev/null/x", ["--mllog /dev/null/x", "cannot write in /dev/null"]),
+        ("--profile /proc/x/y.json", ["--profile /proc/x/y.json", "cannot write in /proc"]),
+        (f"--profile {'x' * 250}.json", ["--profile", "cannot write", "name too long"]),
         ("--mllog x --parity", ["--mllog", "--parity"]),
         ("--profile x.pt", ["--profile x.pt", ".json.gz"]),
         ("--profile x.json --parity", ["--profile", "--parity"]),

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,14 @@ SHIM = r"""#!/bin/bash
 name=${0##*/}
 python3 - "$name" "$@" >>"$LOG/calls" <<'PROGRAM'
 import json, os, sys
-settings = {key: os.environ[key] for key in ("RECORDS", "PYTHON", "NGPU", "IMAGE", "MOUNTS") if key in os.environ}
+names = ("RECORDS", "PYTHON", "NGPU", "IMAGE", "MOUNTS", "SBATCH_WAIT", "SBATCH_QOS")
+settings = {key: os.environ[key] for key in names if key in os.environ}
 print(json.dumps([sys.argv[1:], settings]))
 PROGRAM
+# $LOG/<name>.does is run by the calls that hold the word in its first line.
+if [ -e "$LOG/$name.does" ] && [[ " $* " == *"$(head -n 1 "$LOG/$name.does")"* ]]; then
+    source <(tail -n +2 "$LOG/$name.does")
+fi
 if [ -e "$LOG/$name.fails" ] && [[ " $* " == *"$(cat "$LOG/$name.fails")"* ]]; then
     echo "$name: error: this is refused" >&2
     exit 1
@@ -44,7 +50,7 @@ esac
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """Fakes of Slurm's commands first on PATH; returns what they log."""
-    return shims(tmp_path / "slurm", monkeypatch, "sbatch", "sinfo", "scancel")
+    return shims(tmp_path / "slurm", monkeypatch, "sbatch", "sinfo", "scancel", "scontrol")
 
 
 class shims:
@@ -59,6 +65,10 @@ class shims:
 
     def refuse(self, name, word):
         (self.folder / f"{name}.fails").write_text(word)
+
+    def do(self, name, word, script):
+        """Make the calls of `name` that hold `word` run `script` first."""
+        (self.folder / f"{name}.does").write_text(f"{word}\n{script}\n")
 
     def calls(self, name=None):
         path = self.folder / "calls"
@@ -151,6 +161,64 @@ def test_an_image_reaches_the_job_and_a_stray_one_does_not(slurm, tmp_path, monk
     assert "IMAGE" not in slurm.calls("sbatch")[-2][1]
 
 
+def test_points_that_are_given_twice_are_one(slurm, capsys):
+    assert go("--over", "batch", "--values", "2,01,1", "--dry-run") == 0
+    assert "over batch 1, 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", ["gres=gpu:h200:2", "gpus=2", "gpus-per-node=h200:2", "gpus-per-task=2"])
+def test_gpus_are_asked_for_once(slurm, tmp_path, own):
+    assert go("--ngpu", 2, "--sbatch", own, "--out", tmp_path) == 0
+    bench = slurm.calls("sbatch")[1][0]
+    assert [word for word in bench if word.startswith("--g")] == [f"--{own}"]
+
+
+def test_gres_that_is_no_gpu_leaves_the_gpus(slurm, tmp_path, monkeypatch):
+    assert go("--ngpu", 2, "--sbatch", "gres=nvme:1", "--out", tmp_path) == 0
+    assert {"--gpus-per-node=2", "--gres=nvme:1"} <= set(slurm.calls("sbatch")[1][0])
+    monkeypatch.setenv("SBATCH_GRES", "gpu:2")
+    assert go("--ngpu", 2, "--out", tmp_path) == 0
+    assert "--gpus-per-node=2" not in slurm.calls("sbatch")[-2][0]
+
+
+def test_where_jobs_may_run_holds_for_both(slurm, tmp_path):
+    more = "partition=long qos=high reservation=r account=me nice=10"
+    assert go("--partition", "gpu", "--sbatch", more, "--out", tmp_path) == 0
+    tables = slurm.calls("sbatch")[2][0]
+    assert {"--partition=long", "--qos=high", "--reservation=r", "--account=me"} <= set(tables)
+    assert "--nice=10" not in tables and "--partition=gpu" not in tables
+
+
+def test_the_card_names_what_comes_from_the_environment(slurm, tmp_path, monkeypatch, capsys):
+    for name, value in {
+        "SBATCH_QOS": "low",
+        "SBATCH_PARTITION": "long",
+        "SBATCH_OUTPUT": "not-used",
+        "SBATCH_WAIT": "1",
+        "MASTER_PORT": "1234",
+        "NODE_PYTHON": "/opt/python",
+        "MAX_REQUEUES": "3",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert go("--nodes", 2, "--out", tmp_path) == 0
+    environ = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("environ ")]
+    assert sorted(environ) == [
+        *["MASTER_PORT=1234", "MAX_REQUEUES=3", "NODE_PYTHON=/opt/python", "SBATCH_PARTITION=long", "SBATCH_QOS=low"]
+    ]
+    settings = slurm.calls("sbatch")[1][1]
+    assert settings["SBATCH_QOS"] == "low" and "SBATCH_WAIT" not in settings
+    assert go("--partition", "gpu", "--out", tmp_path, "--dry-run") == 0
+    text = capsys.readouterr().out
+    assert "partition gpu" in text and "SBATCH_PARTITION" not in text and "MASTER_PORT" not in text
+
+
+def test_a_percent_sign_in_the_folder_is_not_slurms(slurm, tmp_path):
+    assert go("--out", tmp_path / "50%j") == 0
+    bench, settings = slurm.calls("sbatch")[1]
+    assert f"--output={tmp_path}/50%%j/logs/slurm-%j.out" in bench and settings["RECORDS"] == f"{tmp_path}/50%j"
+    assert f"--output={tmp_path}/50%%j/logs/collate-%j.out" in slurm.calls("sbatch")[2][0]
+
+
 def test_a_dry_run_asks_and_leaves_nothing(slurm, tmp_path, capsys):
     assert go("--out", tmp_path / "out", "--dry-run") == 0
     assert slurm.calls("sbatch") == [] and not (tmp_path / "out").exists()
@@ -160,6 +228,10 @@ def test_a_dry_run_asks_and_leaves_nothing(slurm, tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------
 # What is refused
+
+
+OWNED = ("array=0-3", "chdir=/", "dependency=singleton", "export=NONE", "hold", "ntasks=4", "output=x", "parsable")
+OWNED += ("requeue", "test-only", "wait", "wrap=true", "clusters=other", "no-requeue")
 
 
 @pytest.mark.parametrize(
@@ -179,12 +251,28 @@ def test_a_dry_run_asks_and_leaves_nothing(slurm, tmp_path, capsys):
         (["--over", "batch"], "--values"),
         (["--over", "moon", "--values", "1"], "has no quantity 'moon'"),
         (["--variant", "graph"], "--over is missing"),
-        (["--over", "batch", "--values", "1,x"], "--values 1,x"),
+        (["--over", "batch", "--values", "1,x"], "'1,x' is not a list of whole numbers"),
         (["--over", "batch", "--values", ","], "--values"),
         (["--over", "batch", "--values", "1", "--model", f"gpt3,{FAKE}"], "one --model"),
         (["--nodes", "2", "--host-load", "8"], "--host-load"),
         (["--mounts", "/a:/b"], "--image is missing"),
         (["--sbatch", "comment='open"], "--sbatch"),
+        *[(["--sbatch", word], f"not {word.split('=')[0].lstrip('-')}, this command") for word in OWNED],
+        (["--sbatch", "qos=high wai"], "not wait, this command sets it"),
+        (["--sbatch", "nodes=2"], "not nodes, --nodes of this command does it"),
+        (["--sbatch", "time=60"], "not time, --time of this command does it"),
+        (["--sbatch=-W"], "'W' is no long option"),
+        (["--sbatch", "partition=cpu"], "unknown partition 'cpu'"),
+        (["--over", "batch", "--values", "\u00b2"], "--values"),
+        (["--over", "batch", "--values", "1,3"], "--batch 3: the fake takes every number but this"),
+        (["--over", "width", "--values", "3"], "3 makes --inner no whole number"),
+        (["--over", "batch", "--values", "1", "--variant", "eager"], "--variant eager"),
+        (["--time", "soon"], "--time soon: takes M, M:S"),
+        (["--time", "1:2:3:4"], "--time 1:2:3:4: takes M, M:S"),
+        (["--time", "3"], "--time 3: the job stops 120 s before its limit, ask for 4 minutes"),
+        (["--time", "0:3:59"], "ask for 4 minutes"),
+        (["--time", "4", "--sbatch", "signal=B:USR1@300"], "ask for 10 minutes"),
+        (["--out", "/dev/null/x"], "/dev/null is no folder"),
         (["--out", "a{}b"], "--out"),
     ],
 )
@@ -192,6 +280,37 @@ def test_mistakes_name_the_flag_and_submit_nothing(slurm, arguments, expected, c
     assert go(*arguments) == 2
     said = capsys.readouterr()
     assert expected in said.err and said.err.count("\n") == 1
+    assert go(*arguments, "--dry-run") == 2
+    assert slurm.calls("sbatch") == []
+
+
+def test_a_flag_that_a_sweep_sets_is_a_mistake(slurm, capsys):
+    assert go("--over", "batch", "--values", "1", flags=["--batch", "2"]) == 2
+    assert "--batch after -- is what --over batch sets" in capsys.readouterr().err and slurm.calls("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *[("4", 240), ("3:61", 241), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("1-2:30:15", 95415)],
+        *[("0", None), ("UNLIMITED", None), ("infinite", None)],
+    ],
+)
+def test_time_limits_are_read_as_slurm_does(text, seconds):
+    assert submit.limit_s(text) == seconds
+
+
+def test_the_environments_time_and_partition_are_checked_like_the_commands(slurm, monkeypatch, capsys):
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "2")
+    assert go() == 2 and "SBATCH_TIMELIMIT 2: the job stops" in capsys.readouterr().err
+    # What is said on the command line is stronger.
+    assert go("--time", "10", "--dry-run") == 0
+    monkeypatch.delenv("SBATCH_TIMELIMIT")
+    monkeypatch.setenv("SBATCH_PARTITION", "cpu")
+    assert go() == 2 and "unknown partition 'cpu'" in capsys.readouterr().err
+    assert go("--partition", "gpu", "--dry-run") == 0
+    monkeypatch.setenv("SBATCH_CLUSTERS", "other")
+    assert go() == 2 and "SLURM_CLUSTERS" in capsys.readouterr().err
     assert slurm.calls("sbatch") == []
 
 
@@ -200,7 +319,7 @@ def test_a_flag_that_the_script_does_not_have_is_a_mistake(slurm, capsys):
     assert "--nonsense" in capsys.readouterr().err and slurm.calls("sbatch") == []
 
 
-@pytest.mark.parametrize("word", ["--test-only", "--parsable --chdir"])
+@pytest.mark.parametrize("word", ["--test-only", "--parsable --hold --chdir"])
 def test_a_refused_job_is_slurms_message_and_exit_status_1(slurm, tmp_path, word, capsys):
     slurm.refuse("sbatch", word)
     assert go("--out", tmp_path / "out") == 1
@@ -216,7 +335,78 @@ def test_a_refused_second_job_takes_the_first_back(slurm, tmp_path, capsys):
     # And where that fails too, the job that is left is named.
     slurm.refuse("scancel", "42")
     assert go("--out", tmp_path / "out") == 1
-    assert "job 42 could not be cancelled: scancel: error" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "job 42 could not be cancelled: scancel: error" in error and "nothing submitted" not in error
+
+
+def test_the_first_job_is_held_until_the_second_is_there(slurm, tmp_path):
+    assert go("--out", tmp_path) == 0
+    calls = [call for call, _ in slurm.calls() if call[0] != "sinfo"]
+    assert ["--hold" in call for call in calls] == [True, True, False, False]
+    assert calls[3] == ["scontrol", "release", "42"]
+
+
+def test_a_job_that_cannot_be_released_takes_both_back(slurm, tmp_path, capsys):
+    slurm.refuse("scontrol", "release")
+    assert go("--out", tmp_path) == 1
+    # The end of the first would start the second.
+    assert [call for call, _ in slurm.calls("scancel")] == [["scancel", "43"], ["scancel", "42"]]
+    assert "nothing submitted: scontrol: error: this is refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "word", "cancelled"),
+    [
+        (signal.SIGTERM, "sinfo", "", []),
+        (signal.SIGTERM, "sbatch", "--test-only", []),
+        (signal.SIGTERM, "sbatch", "--parsable --hold --chdir", ["42"]),
+        (signal.SIGHUP, "sbatch", "collate.sbatch", ["43", "42"]),
+        (signal.SIGINT, "sbatch", "collate.sbatch", ["43", "42"]),
+        (signal.SIGTERM, "scontrol", "release", ["43", "42"]),
+    ],
+)
+def test_a_signal_leaves_nothing_in_the_queue(slurm, tmp_path, number, name, word, cancelled):
+    slurm.do(name, word, f"kill -{number.value} $PPID; sleep 0.2")
+    command = [sys.executable, "-m", "benchmarks.submit", "--model", FAKE, "--out", tmp_path / "out"]
+    answer = subprocess.run(command, cwd=rounds.ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 130
+    assert answer.stderr == "python -m benchmarks.submit: stopped, nothing submitted\n"
+    assert [call[1] for call, _ in slurm.calls("scancel")] == cancelled
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exec sleep 5", "sbatch gives no answer in 0.5 s"),
+        ("echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", "Socket timed out"),
+        ("echo 'welcome to the cluster'; exit 0", "welcome"),
+        ("kill -9 $$", "exit status -9"),
+    ],
+)
+def test_without_a_sure_answer_the_job_may_be_there(slurm, tmp_path, monkeypatch, script, said, capsys):
+    monkeypatch.setattr(submit, "SLURM_LIMIT_S", 0.5)
+    slurm.do("sbatch", "--parsable --hold --chdir", script)
+    assert go("--out", tmp_path) == 1
+    error = capsys.readouterr().err
+    assert said in error and f"squeue --me --name=bench-{FAKE}" in error and "nothing submitted" not in error
+    # Of the second job the same, and the first one goes.
+    slurm.do("sbatch", "collate.sbatch", script)
+    assert go("--out", tmp_path) == 1
+    error = capsys.readouterr().err
+    assert said in error and "squeue --me --name=collate" in error and "nothing submitted" not in error
+    assert [call for call, _ in slurm.calls("scancel")] == [["scancel", "42"]]
+
+
+def test_a_reader_that_goes_away_is_no_traceback(slurm, tmp_path):
+    command = [sys.executable, "-m", "benchmarks.submit", "--model", FAKE, "--out", tmp_path / "out"]
+    read, written = os.pipe()
+    os.close(read)
+    for more, status in ((["--dry-run"], 0), ([], 1)):
+        answer = subprocess.run([*command, *more], cwd=rounds.ROOT, stdout=written, stderr=subprocess.PIPE, text=True)
+        assert answer.returncode == status
+        assert answer.stderr == "python -m benchmarks.submit: nobody reads the output, nothing submitted\n"
+    os.close(written)
+    assert slurm.calls("sbatch") == []
 
 
 def test_without_slurm(tmp_path, monkeypatch, capsys):
