@@ -379,6 +379,15 @@ def test_a_point_without_a_timed_round_does_not_pass(tmp_path, gpu, untimed, mes
     assert (only["status"], only["speedup"], only["message"]) == ("failed", None, message)
 
 
+def test_a_point_that_another_call_still_measures_is_not_this_call_s_failure(tmp_path, gpu):
+    out = tmp_path / "out"
+    assert go(out, Runner(hard(7.0)), *FAST, "--values", "2") == 0
+    for path in (out / "batch-2").glob("*.r[1-9].json"):
+        path.unlink()
+    assert go(out, Runner(hard(7.0)), *FAST, "--values", "1") == 0
+    assert [(one["value"], one["status"]) for one in result(out)["points"]] == [(1, "pass"), (2, "failed")]
+
+
 def test_a_session_that_leaves_no_record_is_a_row(tmp_path, gpu):
     assert go(tmp_path / "out", lambda argv: 2, *FAST) == 1
     (only,) = result(tmp_path / "out")["points"]
