@@ -383,7 +383,6 @@ class Sweep:
             print("no point has a timed round")
         return 1 if bad or not is_timed else 0
 
-
     def _is_foreign(self, point):
         return bool(self.args.values) and point["value"] not in self.args.values
 
