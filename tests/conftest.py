@@ -2,9 +2,14 @@
 
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
+
+# A shell that starts tests in the background lets them ignore Ctrl-C, and what they start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any test imports torch: processes of one test share few cores, and idle threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
