@@ -49,7 +49,10 @@ esac
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Fakes of Slurm's commands first on PATH; returns what they log."""
+    """Fakes of Slurm's commands first on PATH; returns what they log. The environment has no settings for them."""
+    for name in list(os.environ):
+        if name.startswith(("SBATCH_", "SLURM_", "MASTER_", "NODE_PYTHON", "MAX_REQUEUES")):
+            monkeypatch.delenv(name)
     return shims(tmp_path / "slurm", monkeypatch, "sbatch", "sinfo", "scancel", "scontrol")
 
 
