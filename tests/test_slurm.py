@@ -158,9 +158,11 @@ def test_near_its_limit_a_job_is_queued_again_and_resumes(cluster, tmp_path):
     assert 0 < len(before) < 34
     while cluster.until_state(job, "PENDING", "COMPLETED", limit_s=90) == "PENDING":
         # Slurm would wait two minutes before it starts a job that came back.
+        # Not at once: Slurm kills what starts again within the second of its end.
         assert until(lambda: cluster.job(job)["Reason"] == "BeginTime")
+        time.sleep(3)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        cluster.until_state(job, "RUNNING")
+        cluster.until_state(job, "RUNNING", "COMPLETED")
     assert len(names(out)) == 34
     assert all(path.stat().st_mtime_ns == before[path] for path in before), "a record was measured twice"
     assert "reused" in text_of(out, f"slurm-{job}.out")
@@ -181,6 +183,7 @@ def test_a_task_of_an_array_that_is_queued_again_leaves_the_others_alone(cluster
     assert end(cluster, f"{job}_0") == "COMPLETED" and cluster.job(f"{job}_0")["Restarts"] == "0"
     # Not sooner: Slurm kills what starts again within the second of its end.
     assert cluster.job(f"{job}_1")["Reason"] == "BeginTime"
+    time.sleep(3)
     cluster.run("scontrol", "update", f"JobId={job}_1", "StartTime=now")
     assert end(cluster, collate) == "COMPLETED", text_of(out, f"collate-{collate}.out")
     logs = [text_of(out, f"slurm-{job}_{task}.out") for task in (0, 1)]
