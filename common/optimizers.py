@@ -122,19 +122,32 @@ class LossScaler:
             yield f"loss_scale.{name}", getattr(self, name)
 
 
-class ScaledMasterAdam(MasterAdam):
-    """MasterAdam for 16-bit gradients of a scaled loss: no clipping, and an overflow skips the step.
+class ScaledMasterAdam:
+    """AdamW on FP32 masters for 16-bit gradients of a scaled loss: no clipping, and an overflow skips the step.
 
     A skipped step changes neither masters nor moments and does not count in Adam's bias correction. `grad_norm` is the
     norm of the unscaled gradients, infinite or NaN where the step was skipped.
+
+    params: dense 16-bit parameters; gradients must have their strides. On a GPU the update is common/fused_adam.py's,
+    in two passes over memory; elsewhere torch's fused AdamW, on FP32 copies of the gradients.
     """
 
     def __init__(self, params, scaler: LossScaler, lr: float, betas, eps: float, weight_decay: float):
-        params = list(params)
-        grads = [torch.zeros_like(param, dtype=torch.float32) for param in params]
-        super().__init__(params, grads, lr, betas, eps, weight_decay, clip=float("inf"), capturable=True)
-        self.scaler = scaler
-        self._adam.grad_scale, self._adam.found_inf = scaler.scale, scaler.found_inf
+        self.params, self.scaler, self._initial_lr = list(params), scaler, lr
+        device = self.params[0].device
+        self.masters = [param.detach().float().clone() for param in self.params]
+        self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(master) for master in self.masters] for _ in range(2))
+        self.lr = torch.tensor(lr, dtype=torch.float32, device=device)
+        self.step_count, self.grad_norm = (torch.zeros((), device=device) for _ in range(2))
+        self._options = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+        self._fused = None
+        if device.type == "cuda":
+            from common.fused_adam import FusedUpdate
+
+            states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
+            self._fused = FusedUpdate(*states, betas, eps, weight_decay)
+        else:
+            self._grads = [torch.zeros_like(master) for master in self.masters]
 
     def step(self, grads) -> None:
         """Check, unscale and apply the 16-bit gradients `grads`, then update the scale."""
@@ -145,14 +158,51 @@ class ScaledMasterAdam(MasterAdam):
     @torch.no_grad()
     def check(self, grads) -> None:
         """Fill grad_norm, and found_inf of the scaler: the norm is not finite where a gradient is not."""
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-        torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
+        if self._fused:
+            self._fused.norm(grads, out=self.grad_norm)
+        else:
+            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+            torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
         self.scaler.found_inf.copy_(torch.isfinite(self.grad_norm).logical_not_())
         self.grad_norm.div_(self.scaler.scale)
 
     @torch.no_grad()
     def apply(self, grads) -> None:
-        """Update masters and parameters; nothing changes where found_inf is 1."""
-        torch._foreach_copy_(self.grads, grads)
-        self._adam.step()
+        """Update masters and parameters with gradients that were checked; nothing changes where found_inf is 1."""
+        scaler = self.scaler
+        if self._fused:
+            self._fused.step(grads, self.step_count, self.lr, scaler.scale, scaler.found_inf)
+            return
+        torch._foreach_copy_(self._grads, grads)
+        self.step_count.add_(1 - scaler.found_inf)
+        # Each tensor has a count of its own, which the kernel reads; a skipped step leaves it as it is.
+        counts = [self.step_count] * len(self.masters)
+        torch._fused_adamw_(
+            self.masters,
+            self._grads,
+            self.exp_avg,
+            self.exp_avg_sq,
+            [],
+            counts,
+            lr=self.lr,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scaler.scale,
+            found_inf=scaler.found_inf,
+            **self._options,
+        )
         torch._foreach_copy_(self.params, self.masters)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """In place, as after construction from the parameters' present values."""
+        torch._foreach_copy_(self.masters, [param.detach() for param in self.params])
+        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.step_count])
+        self.lr.fill_(self._initial_lr)
+
+    def named_state(self):
+        """(name, tensor) of masters, moments and the count of steps, for hashing."""
+        yield "optimizer.step", self.step_count
+        for index, tensors in enumerate(zip(self.masters, self.exp_avg, self.exp_avg_sq, strict=True)):
+            for key, tensor in zip(("master", "exp_avg", "exp_avg_sq"), tensors, strict=True):
+                yield f"optimizer.{index}.{key}", tensor

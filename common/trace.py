@@ -107,16 +107,21 @@ def summarise(work: list[dict], num_steps: int) -> dict:
 def write_sidecar(path: Path, work: list[dict], num_steps: int, limit_bytes: int = 200_000) -> Path | None:
     """One middle step's kernels as a gzipped Chrome trace of at most limit_bytes; None if it cannot be cut out.
 
-    A step is cut by count, which needs the same kernels in each of the later steps.
+    A step is cut by count on the stream that has most of the work, which needs the same kernels in each of the later
+    steps. What other streams do meanwhile (the next batch's copy, some steps ahead of a replay) goes with it.
     """
-    if len(work) % num_steps:
+    streams = [event["stream"] for event in work]
+    main = [event for event in work if event["stream"] == max(set(streams), key=streams.count)]
+    if len(main) % num_steps:
         return None
-    per_step = len(work) // num_steps
-    kinds = [sorted(event["name"] for event in work[i : i + per_step]) for i in range(0, len(work), per_step)]
-    if any(kind != kinds[num_steps // 2] for kind in kinds[num_steps // 2 :]):
+    per_step = len(main) // num_steps
+    kinds = [sorted(event["name"] for event in main[i : i + per_step]) for i in range(0, len(main), per_step)]
+    middle = num_steps // 2
+    if any(kind != kinds[middle] for kind in kinds[middle:]):
         return None
-    start = per_step * (num_steps // 2)
-    step = work[start : start + per_step]
+    begin = main[per_step * middle]["start_us"]
+    end = main[per_step * (middle + 1)]["start_us"] if middle + 1 < num_steps else float("inf")
+    step = [event for event in work if begin <= event["start_us"] < end]
     origin = step[0]["start_us"]
     events = [
         {

@@ -2,8 +2,8 @@
 
 Layout, norms and initialisation follow the benchmark (NeMo 25.04, openaimodel.py and attention.py): residual blocks
 with 16-group norms, transformers with linear projections and heads of 64 channels, text through cross-attention.
-Convolutions work on channels_last. torch's
-group norm on CUDA (2.11) does not: eager copies the layout at every norm, the compiler fuses that away.
+Everything works on channels_last: convolutions
+by cuDNN, group norms and GEGLU by the kernels of stable_diffusion/kernels.py.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.measure import mark
+from stable_diffusion import kernels
 from stable_diffusion.config import TIMESTEPS, Config, plan
 
 LAST_LAYER_STD = 0.01
@@ -73,8 +74,19 @@ def _block(block, emb):
     if block.kind == "up":
         return nn.Sequential(nn.Upsample(scale_factor=2, mode="nearest"), nn.Conv2d(i, o, 3, padding=1))
     if block.kind == "conv_out":
-        return nn.Sequential(nn.GroupNorm(16, i), nn.SiLU(), nn.Conv2d(i, o, 3, padding=1))
+        return nn.Sequential(GroupNorm(16, i, silu=True), nn.Conv2d(i, o, 3, padding=1))
     return nn.Conv2d(i, o, 3, padding=1)
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group norm of [N, C, H, W] in channels_last, with SiLU in the same kernel where asked."""
+
+    def __init__(self, groups, channels, eps=1e-5, silu=False):
+        super().__init__(groups, channels, eps=eps)
+        self.silu = silu
+
+    def forward(self, x):
+        return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, self.silu)
 
 
 class ResBlock(nn.Module):
@@ -82,17 +94,17 @@ class ResBlock(nn.Module):
 
     def __init__(self, in_channels, out_channels, emb):
         super().__init__()
-        self.norm1 = nn.GroupNorm(16, in_channels)
+        self.norm1 = GroupNorm(16, in_channels, silu=True)
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         self.emb = nn.Linear(emb, out_channels)
-        self.norm2 = nn.GroupNorm(16, out_channels)
+        self.norm2 = GroupNorm(16, out_channels, silu=True)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
         self.skip = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
 
     def forward(self, x, emb):
-        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv1(self.norm1(x))
         h = h + self.emb(emb)[:, :, None, None]
-        h = self.conv2(F.silu(self.norm2(h)))
+        h = self.conv2(self.norm2(h))
         return self.skip(x) + h
 
 
@@ -101,7 +113,7 @@ class Transformer(nn.Module):
 
     def __init__(self, channels, head_dim, context_dim):
         super().__init__()
-        self.norm = nn.GroupNorm(32, channels, eps=1e-6)
+        self.norm = GroupNorm(32, channels, eps=1e-6)
         self.proj_in = nn.Linear(channels, channels)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
         self.attention = Attention(channels, channels, head_dim)
@@ -117,8 +129,7 @@ class Transformer(nn.Module):
         y = self.norm1(h)
         h = h + self.attention(y, y)
         h = h + self.cross_attention(self.norm2(h), context)
-        value, gate = self.ff_in(self.norm3(h)).chunk(2, dim=-1)
-        h = h + self.ff_out(value * F.gelu(gate))
+        h = h + self.ff_out(kernels.geglu(self.ff_in(self.norm3(h))))
         return x + self.proj_out(h).view(b, height, width, c).permute(0, 3, 1, 2)
 
 

@@ -1,0 +1,323 @@
+"""Triton kernels of the UNet's pointwise parts, for channels_last: group norm with SiLU, and GEGLU.
+
+torch's group norm on CUDA (2.11) computes on contiguous [N, C, H, W]: channels_last tensors are copied there and back
+at each of the 61 norms. Here memory stays [N, H, W, C]. Sums are made in a fixed order: runs repeat bit for bit.
+Each function is plain torch where its input is not on a GPU.
+"""
+
+import torch
+import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # a machine without a GPU
+    triton = None
+
+# Which of them torch.compile leaves as they are; it makes its own kernels of the others.
+COMPILED = ()
+ROWS, COLUMNS = 64, 64
+GEGLU_ROWS, GEGLU_COLUMNS = 8, 256
+
+
+def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = False):
+    """group_norm(x [N, C, H, W]) with weight and bias [C], then SiLU if asked; the result is channels_last on a GPU."""
+    if x.is_cuda and ("group_norm" in COMPILED or not torch.compiler.is_compiling()):
+        return _GroupNorm.apply(x, groups, weight, bias, eps, silu)
+    y = F.group_norm(x, groups, weight, bias, eps)
+    return F.silu(y) if silu else y
+
+
+def geglu(x):
+    """value * gelu(gate) [..., c] of x [..., 2 c] = (value, gate)."""
+    if x.is_cuda and ("geglu" in COMPILED or not torch.compiler.is_compiling()):
+        return _Geglu.apply(x)
+    value, gate = x.chunk(2, dim=-1)
+    return value * F.gelu(gate)
+
+
+# ------------------------------------------------------------------------------------------------
+# Group norm
+
+
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, groups, weight, bias, eps, silu):
+        x = x.contiguous(memory_format=torch.channels_last)
+        n, c, h, w = x.shape
+        area, chunks = h * w, triton.cdiv(h * w, ROWS)
+        partial = torch.empty(2, n, chunks, c, dtype=torch.float32, device=x.device)
+        stats = torch.empty(2, n, groups, dtype=torch.float32, device=x.device)
+        y = torch.empty_like(x)
+        tiles = (n * chunks, triton.cdiv(c, COLUMNS))
+        _moments[tiles](x, partial, area, c, n, chunks, ROWS, COLUMNS)
+        padded = (triton.next_power_of_2(chunks), triton.next_power_of_2(c // groups))
+        _statistics[(n * groups,)](partial, stats, area, c, n, groups, chunks, eps, ROWS, *padded)
+        _normalise[tiles](x, y, stats, weight, bias, area, c, n, groups, chunks, silu, ROWS, COLUMNS)
+        ctx.save_for_backward(x, stats, weight, bias)
+        ctx.groups, ctx.silu = groups, silu
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, stats, weight, bias = ctx.saved_tensors
+        groups, silu = ctx.groups, ctx.silu
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        n, c, h, w = x.shape
+        area, chunks = h * w, triton.cdiv(h * w, ROWS)
+        partial = torch.empty(2, n, chunks, c, dtype=torch.float32, device=x.device)
+        sums = torch.empty(2, n, groups, dtype=torch.float32, device=x.device)
+        grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
+        tiles = (n * chunks, triton.cdiv(c, COLUMNS))
+        _grad_moments[tiles](grad, x, partial, stats, weight, bias, area, c, n, groups, chunks, silu, ROWS, COLUMNS)
+        padded = (triton.next_power_of_2(chunks), triton.next_power_of_2(c // groups))
+        num_programs, num_loops = n * groups + triton.cdiv(c, COLUMNS), triton.cdiv(n * chunks, ROWS)
+        _grad_sums[(num_programs,)](
+            partial, sums, weight, grad_weight, grad_bias, area, c, n, groups, chunks, ROWS, COLUMNS, *padded, num_loops
+        )
+        _grad_input[tiles](grad, x, grad_x, stats, sums, weight, bias, area, c, n, groups, chunks, silu, ROWS, COLUMNS)
+        return grad_x, None, grad_weight, grad_bias, None, None
+
+
+if triton:
+
+    @triton.jit
+    def _tile(area, c, chunks, rows: tl.constexpr, columns: tl.constexpr):
+        """(sample, chunk, rows inside, offsets, channels) of this program's tile [rows, columns] of [N, area, C]."""
+        sample, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+        row = chunk * rows + tl.arange(0, rows)
+        channel = tl.program_id(1) * columns + tl.arange(0, columns)
+        offset = (sample.to(tl.int64) * area + row)[:, None] * c + channel[None, :]
+        return sample, chunk, (row < area)[:, None] & (channel < c)[None, :], offset, channel
+
+    @triton.jit
+    def _moments(x, partial, area, c, n, chunks, rows: tl.constexpr, columns: tl.constexpr):
+        """partial [2, N, chunks, C]: mean, and sum of squared distances from it, over each chunk's rows."""
+        sample, chunk, inside, offset, channel = _tile(area, c, chunks, rows, columns)
+        values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+        count = tl.minimum(rows, area - chunk * rows)
+        mean = tl.sum(values, axis=0) / count
+        distance = tl.where(inside, values - mean[None, :], 0.0)
+        place = (sample * chunks + chunk) * c + channel
+        tl.store(partial + place, mean, mask=channel < c)
+        tl.store(partial + n * chunks * c + place, tl.sum(distance * distance, axis=0), mask=channel < c)
+
+    @triton.jit
+    def _statistics(
+        partial,
+        stats,
+        area,
+        c,
+        n,
+        groups,
+        chunks,
+        eps,
+        rows: tl.constexpr,
+        p_chunks: tl.constexpr,
+        p_size: tl.constexpr,
+    ):
+        """stats [2, N, groups]: mean and 1 / standard deviation of each group, from the chunks' moments."""
+        sample, group, size = tl.program_id(0) // groups, tl.program_id(0) % groups, c // groups
+        chunk, member = tl.arange(0, p_chunks), tl.arange(0, p_size)
+        inside = (chunk < chunks)[:, None] & (member < size)[None, :]
+        place = (sample * chunks + chunk)[:, None] * c + group * size + member[None, :]
+        means = tl.load(partial + place, mask=inside, other=0.0)
+        squares = tl.load(partial + n * chunks * c + place, mask=inside, other=0.0)
+        count = tl.minimum(rows, area - chunk * rows).to(tl.float32)[:, None]
+        mean = tl.sum(tl.sum(tl.where(inside, means * count, 0.0), axis=1), axis=0) / (area * size)
+        between = tl.where(inside, (means - mean) * (means - mean) * count, 0.0)
+        variance = tl.sum(tl.sum(squares + between, axis=1), axis=0) / (area * size)
+        tl.store(stats + tl.program_id(0), mean)
+        tl.store(stats + n * groups + tl.program_id(0), 1.0 / tl.sqrt(variance + eps))
+
+    @triton.jit
+    def _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups):
+        """(normalised x, weight, bias, 1 / standard deviation) of a tile."""
+        group = sample * groups + channel // (c // groups)
+        real = channel < c
+        mean = tl.load(stats + group, mask=real, other=0.0)[None, :]
+        rstd = tl.load(stats + n * groups + group, mask=real, other=0.0)[None, :]
+        hat = (tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        w = tl.load(weight + channel, mask=real, other=0.0).to(tl.float32)[None, :]
+        b = tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)[None, :]
+        return hat, w, b, rstd
+
+    @triton.jit
+    def _normalise(
+        x,
+        y,
+        stats,
+        weight,
+        bias,
+        area,
+        c,
+        n,
+        groups,
+        chunks,
+        silu: tl.constexpr,
+        rows: tl.constexpr,
+        cols: tl.constexpr,
+    ):
+        sample, _, inside, offset, channel = _tile(area, c, chunks, rows, cols)
+        hat, w, b, _ = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
+        z = hat * w + b
+        if silu:
+            z = z * tl.sigmoid(z)
+        tl.store(y + offset, z, mask=inside)
+
+    @triton.jit
+    def _grad_z(grad, hat, w, b, inside, offset, silu: tl.constexpr):
+        """The gradient before SiLU."""
+        dz = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+        if silu:
+            z = hat * w + b
+            s = tl.sigmoid(z)
+            dz = dz * s * (1.0 + z * (1.0 - s))
+        return dz
+
+    @triton.jit
+    def _grad_moments(
+        grad,
+        x,
+        partial,
+        stats,
+        weight,
+        bias,
+        area,
+        c,
+        n,
+        groups,
+        chunks,
+        silu: tl.constexpr,
+        rows: tl.constexpr,
+        cols: tl.constexpr,
+    ):
+        """partial [2, N, chunks, C]: sums over each chunk's rows of dz, and of dz times normalised x."""
+        sample, chunk, inside, offset, channel = _tile(area, c, chunks, rows, cols)
+        hat, w, b, _ = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
+        dz = _grad_z(grad, hat, w, b, inside, offset, silu)
+        place = (sample * chunks + chunk) * c + channel
+        tl.store(partial + place, tl.sum(dz, axis=0), mask=channel < c)
+        tl.store(partial + n * chunks * c + place, tl.sum(dz * hat, axis=0), mask=channel < c)
+
+    @triton.jit
+    def _grad_sums(
+        partial,
+        sums,
+        weight,
+        grad_weight,
+        grad_bias,
+        area,
+        c,
+        n,
+        groups,
+        chunks,
+        rows: tl.constexpr,
+        cols: tl.constexpr,
+        p_chunks: tl.constexpr,
+        p_size: tl.constexpr,
+        num_loops: tl.constexpr,
+    ):
+        """sums [2, N, groups]: means over a group of w dz and w dz hat; then, in the last programs, weight and bias."""
+        second = partial + n * chunks * c
+        if tl.program_id(0) < n * groups:
+            sample, group, size = tl.program_id(0) // groups, tl.program_id(0) % groups, c // groups
+            chunk, member = tl.arange(0, p_chunks), tl.arange(0, p_size)
+            inside = (chunk < chunks)[:, None] & (member < size)[None, :]
+            place = (sample * chunks + chunk)[:, None] * c + group * size + member[None, :]
+            w = tl.load(weight + group * size + member, mask=member < size, other=0.0).to(tl.float32)
+            first = tl.sum(tl.load(partial + place, mask=inside, other=0.0), axis=0)
+            other = tl.sum(tl.load(second + place, mask=inside, other=0.0), axis=0)
+            tl.store(sums + tl.program_id(0), tl.sum(first * w, axis=0) / (area * size))
+            tl.store(sums + n * groups + tl.program_id(0), tl.sum(other * w, axis=0) / (area * size))
+        else:
+            channel = (tl.program_id(0) - n * groups) * cols + tl.arange(0, cols)
+            of_bias, of_weight = tl.zeros((cols,), tl.float32), tl.zeros((cols,), tl.float32)
+            for step in range(num_loops):
+                row = step * rows + tl.arange(0, rows)
+                inside = (row < n * chunks)[:, None] & (channel < c)[None, :]
+                place = row[:, None] * c + channel[None, :]
+                of_bias += tl.sum(tl.load(partial + place, mask=inside, other=0.0), axis=0)
+                of_weight += tl.sum(tl.load(second + place, mask=inside, other=0.0), axis=0)
+            tl.store(grad_bias + channel, of_bias, mask=channel < c)
+            tl.store(grad_weight + channel, of_weight, mask=channel < c)
+
+    @triton.jit
+    def _grad_input(
+        grad,
+        x,
+        grad_x,
+        stats,
+        sums,
+        weight,
+        bias,
+        area,
+        c,
+        n,
+        groups,
+        chunks,
+        silu: tl.constexpr,
+        rows: tl.constexpr,
+        cols: tl.constexpr,
+    ):
+        sample, _, inside, offset, channel = _tile(area, c, chunks, rows, cols)
+        hat, w, b, rstd = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
+        dz = _grad_z(grad, hat, w, b, inside, offset, silu)
+        group = sample * groups + channel // (c // groups)
+        first = tl.load(sums + group, mask=channel < c, other=0.0)[None, :]
+        second = tl.load(sums + n * groups + group, mask=channel < c, other=0.0)[None, :]
+        tl.store(grad_x + offset, rstd * (w * dz - first - hat * second), mask=inside)
+
+
+# ------------------------------------------------------------------------------------------------
+# GEGLU
+
+
+class _Geglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        c = x.shape[-1] // 2
+        y = torch.empty((*x.shape[:-1], c), dtype=x.dtype, device=x.device)
+        rows = y.numel() // c
+        tiles = (triton.cdiv(rows, GEGLU_ROWS), triton.cdiv(c, GEGLU_COLUMNS))
+        _geglu[tiles](x, y, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad, grad_x, c = grad.contiguous(), torch.empty_like(x), x.shape[-1] // 2
+        rows = grad.numel() // c
+        tiles = (triton.cdiv(rows, GEGLU_ROWS), triton.cdiv(c, GEGLU_COLUMNS))
+        _geglu_backward[tiles](grad, x, grad_x, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
+        return grad_x
+
+
+if triton:
+
+    @triton.jit
+    def _halves(x, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
+        """(offset in the result, offset of the value in x, inside, value, gate) of a tile [rows, columns]."""
+        row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
+        column = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]
+        inside = (row < num_rows) & (column < c)
+        place = row * 2 * c + column
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(x + place + c, mask=inside, other=0.0).to(tl.float32)
+        return row * c + column, place, inside, value, gate
+
+    @triton.jit
+    def _geglu(x, y, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
+        offset, _, inside, value, gate = _halves(x, num_rows, c, rows, columns)
+        tl.store(y + offset, value * gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)), mask=inside)
+
+    @triton.jit
+    def _geglu_backward(grad, x, grad_x, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
+        offset, place, inside, value, gate = _halves(x, num_rows, c, rows, columns)
+        dy = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+        cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        tl.store(grad_x + place, dy * gate * cdf, mask=inside)
+        tl.store(grad_x + place + c, dy * value * (cdf + gate * density), mask=inside)

@@ -1,0 +1,84 @@
+"""stable_diffusion/kernels against torch: on a GPU, and through Triton's interpreter without one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# (N, C, H, W, groups): tiles cut by the rows' end and by the columns' end; groups of sizes that are no power of two.
+SHAPES = [(2, 320, 12, 8, 16), (1, 96, 8, 8, 32), (3, 40, 5, 3, 8)]
+
+
+def relative(ours, theirs):
+    return ((ours.float() - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def gradients(fn, inputs, grad):
+    inputs = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for tensor in inputs]
+    y = fn(*inputs)
+    return [y, *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
+
+
+def check_group_norm(device, shape, silu, apply):
+    n, c, h, w, groups = shape
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(n, c, h, w, generator=generator) + 5).half().to(device, memory_format=torch.channels_last)
+    weight, bias = ((torch.randn(c, generator=generator)).half().to(device) for _ in range(2))
+    grad = torch.randn(n, c, h, w, generator=generator).to(device, memory_format=torch.channels_last)
+
+    def reference(x, weight, bias):
+        y = F.group_norm(x, groups, weight, bias, 1e-5)
+        return F.silu(y) if silu else y
+
+    ours = gradients(lambda *inputs: apply(inputs[0], groups, *inputs[1:], 1e-5, silu), (x, weight, bias), grad)
+    theirs = gradients(reference, [tensor.double() for tensor in (x, weight, bias)], grad.double())
+    for name, a, b in zip(("y", "grad_x", "grad_weight", "grad_bias"), ours, theirs, strict=True):
+        assert relative(a, b.float()) < 1.5e-3, (name, relative(a, b.float()))
+    assert ours[0].is_contiguous(memory_format=torch.channels_last)
+    assert ours[1].is_contiguous(memory_format=torch.channels_last)
+
+
+def check_geglu(device, apply):
+    generator = torch.Generator().manual_seed(0)
+    x = (2 * torch.randn(3, 7, 2 * 300, generator=generator)).half().to(device)
+    grad = torch.randn(3, 7, 300, generator=generator).to(device)
+    ours = gradients(apply, (x,), grad)
+    theirs = gradients(lambda x: x.chunk(2, -1)[0] * F.gelu(x.chunk(2, -1)[1]), (x.double(),), grad.double())
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative(a, b.float()) < 1e-3
+
+
+def check_all(device):
+    from stable_diffusion.kernels import _Geglu, _GroupNorm
+
+    for shape in SHAPES:
+        for silu in (False, True):
+            check_group_norm(device, shape, silu, _GroupNorm.apply)
+    check_geglu(device, _Geglu.apply)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_are_torchs_to_rounding():
+    check_all(DEVICE)
+
+
+def test_the_kernels_are_torchs_to_rounding():
+    """Triton's interpreter runs the kernels on the CPU; it must be switched on before they are defined."""
+    pytest.importorskip("triton", reason="the kernels need triton: pip install triton")
+    code = "import torch; from tests.test_stable_diffusion_kernels import check_all as f; f(torch.device('cpu'))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_a_gpu_they_are_torchs():
+    from stable_diffusion.kernels import geglu, group_norm
+
+    for shape in SHAPES:
+        check_group_norm(torch.device("cpu"), shape, True, group_norm)
+    check_geglu(torch.device("cpu"), geglu)
