@@ -1,14 +1,11 @@
 """stable_diffusion/kernels against torch: on a GPU, and through Triton's interpreter without one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.triton_interpreter import DEVICE, on_device, run_interpreted
+
 # (N, C, H, W, groups): tiles cut by the rows' end and by the columns' end; groups of sizes that are no power of two.
 SHAPES = [(2, 320, 12, 8, 16), (1, 96, 8, 8, 32), (3, 40, 5, 3, 8)]
 
@@ -52,33 +49,29 @@ def check_geglu(device, apply):
         assert relative(a, b.float()) < 1e-3
 
 
-def check_all(device):
-    from stable_diffusion.kernels import _Geglu, _GroupNorm
+@on_device
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_group_norm_is_torchs_to_rounding(shape, silu):
+    from stable_diffusion.kernels import _GroupNorm
 
-    for shape in SHAPES:
-        for silu in (False, True):
-            check_group_norm(device, shape, silu, _GroupNorm.apply)
-    check_geglu(device, _Geglu.apply)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_kernels_are_torchs_to_rounding():
-    check_all(DEVICE)
+    check_group_norm(DEVICE, shape, silu, _GroupNorm.apply)
 
 
-def test_the_kernels_are_torchs_to_rounding():
-    """Triton's interpreter runs the kernels on the CPU; it must be switched on before they are defined."""
-    pytest.importorskip("triton", reason="the kernels need triton: pip install triton")
-    code = "import torch; from tests.test_stable_diffusion_kernels import check_all as f; f(torch.device('cpu'))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+@on_device
+def test_geglu_is_torchs_to_rounding():
+    from stable_diffusion.kernels import _Geglu
+
+    check_geglu(DEVICE, _Geglu.apply)
+
+
+def test_in_the_interpreter():
+    run_interpreted(__file__)
 
 
 def test_without_a_gpu_they_are_torchs():
     from stable_diffusion.kernels import geglu, group_norm
 
     for shape in SHAPES:
-        check_group_norm(torch.device("cpu"), shape, True, group_norm)
-    check_geglu(torch.device("cpu"), geglu)
+        check_group_norm("cpu", shape, True, group_norm)
+    check_geglu("cpu", geglu)

@@ -1,0 +1,42 @@
+"""Triton kernels in tests: on the GPU as they are, without one through Triton's interpreter in a process of its own.
+
+A file of kernel tests marks its tests with `on_device`, puts its tensors on DEVICE and ends with
+
+    def test_in_the_interpreter():
+        run_interpreted(__file__)
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def on_device(test):
+    return test if INTERPRETED else pytest.mark.gpu(test)
+
+
+def run_interpreted(path: str) -> None:
+    """Run the file's tests again where kernels are NumPy code."""
+    if INTERPRETED:
+        pytest.skip("this is the interpreter's process")
+    if torch.cuda.is_available():
+        pytest.skip("the GPU runs the kernels")
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: pip install triton==3.7.1")
+    # Triton decides when it is imported, so another process.
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rN", path],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
