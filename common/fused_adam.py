@@ -12,19 +12,32 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 8192
-NUM_WARPS = 8
+# A program has a chunk of one tensor, which it goes through block by block: 16 bytes of a gradient per thread.
+CHUNK, BLOCK = 8192, 1024
+NUM_WARPS = 4
 OUTBOX = 16
 
 
 @triton.jit
-def _sum_of_squares(partial, grads, tensors, starts, sizes, chunk: tl.constexpr, dtype: tl.constexpr):
+def _sum_of_squares(
+    partial, grads, tensors, starts, sizes, chunk: tl.constexpr, block: tl.constexpr, dtype: tl.constexpr
+):
     """partial [chunks]: sum of squares of each chunk of the gradients, in FP32."""
     tensor = tl.load(tensors + tl.program_id(0))
-    offset = tl.load(starts + tl.program_id(0)) + tl.arange(0, chunk)
     grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(dtype)), 16)
-    g = tl.load(grad + offset, mask=offset < tl.load(sizes + tensor), other=0.0).to(tl.float32)
-    tl.store(partial + tl.program_id(0), tl.sum(g * g, axis=0))
+    start, size = tl.multiple_of(tl.load(starts + tl.program_id(0)), 16), tl.load(sizes + tensor)
+    total = tl.zeros((block,), tl.float32)
+    # Whole chunks have no mask, which would keep the loads from being of 16 bytes.
+    if start + chunk <= size:
+        for step in tl.static_range(chunk // block):
+            g = tl.load(grad + start + step * block + tl.arange(0, block)).to(tl.float32)
+            total += g * g
+    else:
+        for step in range(chunk // block):
+            offset = start + step * block + tl.arange(0, block)
+            g = tl.load(grad + offset, mask=offset < size, other=0.0).to(tl.float32)
+            total += g * g
+    tl.store(partial + tl.program_id(0), tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -55,30 +68,53 @@ def _update(
     beta2: tl.constexpr,
     eps: tl.constexpr,
     chunk: tl.constexpr,
+    block: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """One chunk of masters, moments and parameters."""
     if tl.load(found_inf) > 0:
         return
     tensor = tl.load(tensors + tl.program_id(0))
-    offset = tl.load(starts + tl.program_id(0)) + tl.arange(0, chunk)
-    inside = offset < tl.load(sizes + tensor)
+    start, size = tl.multiple_of(tl.load(starts + tl.program_id(0)), 16), tl.load(sizes + tensor)
     grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(dtype)), 16)
     param = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(dtype)), 16)
     master = tl.multiple_of(tl.load(table + num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
     exp_avg = tl.multiple_of(tl.load(table + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
     exp_avg_sq = tl.multiple_of(tl.load(table + 3 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
-    g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32) * tl.load(scalars)
-    p = tl.load(master + offset, mask=inside, other=0.0) * tl.load(scalars + 2)
-    m = tl.load(exp_avg + offset, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + offset, mask=inside, other=0.0)
+    if start + chunk <= size:
+        for step in range(chunk // block):
+            offset = start + step * block + tl.arange(0, block)
+            g, p = tl.load(grad + offset), tl.load(master + offset)
+            m, v = tl.load(exp_avg + offset), tl.load(exp_avg_sq + offset)
+            p, m, v = _adamw(g, p, m, v, scalars, beta1, beta2, eps)
+            tl.store(master + offset, p)
+            tl.store(exp_avg + offset, m)
+            tl.store(exp_avg_sq + offset, v)
+            tl.store(param + offset, p.to(dtype))
+    else:
+        for step in range(chunk // block):
+            offset = start + step * block + tl.arange(0, block)
+            inside = offset < size
+            g, p = tl.load(grad + offset, mask=inside, other=0.0), tl.load(master + offset, mask=inside, other=0.0)
+            m, v = (
+                tl.load(exp_avg + offset, mask=inside, other=0.0),
+                tl.load(exp_avg_sq + offset, mask=inside, other=0.0),
+            )
+            p, m, v = _adamw(g, p, m, v, scalars, beta1, beta2, eps)
+            tl.store(master + offset, p, mask=inside)
+            tl.store(exp_avg + offset, m, mask=inside)
+            tl.store(exp_avg_sq + offset, v, mask=inside)
+            tl.store(param + offset, p.to(dtype), mask=inside)
+
+
+@triton.jit
+def _adamw(g, p, m, v, scalars, beta1: tl.constexpr, beta2: tl.constexpr, eps: tl.constexpr):
+    """(p, m, v) after a step with gradient g of the scaled loss."""
+    g = g.to(tl.float32) * tl.load(scalars)
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
-    p -= tl.load(scalars + 1) * m / (tl.sqrt(v) / tl.load(scalars + 3) + eps)
-    tl.store(master + offset, p, mask=inside)
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(param + offset, p.to(dtype), mask=inside)
+    p = p * tl.load(scalars + 2) - tl.load(scalars + 1) * m / (tl.sqrt(v) / tl.load(scalars + 3) + eps)
+    return p, m, v
 
 
 class FusedUpdate:
@@ -120,6 +156,7 @@ class FusedUpdate:
             self.starts,
             self.sizes,
             CHUNK,
+            BLOCK,
             self.dtype,
             num_warps=NUM_WARPS,
         )
@@ -146,6 +183,7 @@ class FusedUpdate:
             *self.betas,
             self.eps,
             CHUNK,
+            BLOCK,
             self.dtype,
             num_warps=NUM_WARPS,
         )

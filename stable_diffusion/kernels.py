@@ -2,7 +2,8 @@
 
 torch's group norm on CUDA (2.11) computes on contiguous [N, C, H, W]: channels_last tensors are copied there and back
 at each of the 61 norms. Here memory stays [N, H, W, C]. Sums are made in a fixed order: runs repeat bit for bit.
-Each function is plain torch where its input is not on a GPU.
+torch.compile takes the kernels as they are: its own were slower (batch 32 on one H200: 222 ms
+a step, 206 with these). Each function is plain torch where its input is not on a GPU.
 """
 
 import torch
@@ -14,15 +15,13 @@ try:
 except ModuleNotFoundError:  # a machine without a GPU
     triton = None
 
-# Which of them torch.compile leaves as they are; it makes its own kernels of the others.
-COMPILED = ()
 ROWS, COLUMNS = 64, 64
 GEGLU_ROWS, GEGLU_COLUMNS = 8, 256
 
 
 def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = False):
     """group_norm(x [N, C, H, W]) with weight and bias [C], then SiLU if asked; the result is channels_last on a GPU."""
-    if x.is_cuda and ("group_norm" in COMPILED or not torch.compiler.is_compiling()):
+    if x.is_cuda:
         return _GroupNorm.apply(x, groups, weight, bias, eps, silu)
     y = F.group_norm(x, groups, weight, bias, eps)
     return F.silu(y) if silu else y
@@ -30,7 +29,7 @@ def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = Fal
 
 def geglu(x):
     """value * gelu(gate) [..., c] of x [..., 2 c] = (value, gate)."""
-    if x.is_cuda and ("geglu" in COMPILED or not torch.compiler.is_compiling()):
+    if x.is_cuda:
         return _Geglu.apply(x)
     value, gate = x.chunk(2, dim=-1)
     return value * F.gelu(gate)
