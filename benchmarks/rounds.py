@@ -218,13 +218,13 @@ def from_root(flags: list[str], described: list[dict]) -> list[str]:
     """`flags` with relative paths made absolute: a script runs in the repository's root, which is not always here."""
     if Path.cwd() == ROOT:
         return flags
-    paths = {flag["flag"] for flag in described if flag["type"] == "path"}
+    paths = {flag["flag"]: flag.get("words", ()) for flag in described if flag["type"] == "path"}
     out = []
     for previous, text in zip(["", *flags], flags, strict=False):
         name, equals, value = text.partition("=")
-        if previous in paths and text:
+        if previous in paths and text and text not in paths[previous]:
             text = os.path.abspath(text)
-        elif name in paths and value:
+        elif name in paths and value and value not in paths[name]:
             text = name + equals + os.path.abspath(value)
         out.append(text)
     return out

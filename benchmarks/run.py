@@ -142,13 +142,17 @@ def choose_preset(asked: str | None, presets, gpus: rounds.Gpus) -> str:
     return name
 
 
-def choose_variants(asked: str | None, known) -> list[str]:
-    """Variants in order, eager first. Raises Mistake for an unknown one."""
+def choose_variants(asked: str | None, known, references=None) -> list[str]:
+    """Variants in order, eager first, each after its reference. Raises Mistake for an unknown one.
+
+    references: variant -> the one that its numbers are compared with, where that is not eager.
+    """
     names = [name.strip() for name in asked.split(",") if name.strip()] if asked is not None else list(known)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise Mistake(f"unknown variant {', '.join(unknown)!r}, --variants takes some of {', '.join(known)}")
-    return list(dict.fromkeys(["eager", *names]))
+    first = [(references or {}).get(name, name) for name in names if name in (references or {})]
+    return list(dict.fromkeys(["eager", *first, *names]))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -167,7 +171,8 @@ class Session:
         self.nodes = self._ask_nodes()
         self.gpus = rounds.Gpus(**self.nodes[0]["gpus"])
         self.preset = choose_preset(args.preset, self.description["presets"], self.gpus)
-        self.variants = choose_variants(args.variants, self.description["variants"])
+        self.references = self.description.get("reference", {})
+        self.variants = choose_variants(args.variants, self.description["variants"], self.references)
         if self.gpus.names and args.ngpu > len(self.gpus.names):
             raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(self.gpus.names)}")
         kind = "tiny" if self.preset == "tiny" else "other"
@@ -220,7 +225,7 @@ class Session:
             print(f"{reused} records of an earlier run are reused")
         self.partial.mkdir(exist_ok=True)
         for path in self.partial.iterdir():
-            if path != self._eager_sidecar or ("eager", 0) not in self.records:
+            if not any(path == self._sidecar(base) and (base, 0) in self.records for base in self._bases):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _difference(self, record):
@@ -233,9 +238,16 @@ class Session:
         for path in self.out.glob(f"{variant}.r{number}.*"):
             shutil.move(path, stale / path.name)
 
+    def _base(self, variant):
+        """The variant that this one's numbers are compared with."""
+        return self.references.get(variant, "eager")
+
     @property
-    def _eager_sidecar(self):
-        return self.partial / "eager.r0.parity.npz"
+    def _bases(self):
+        return list(dict.fromkeys(["eager", *map(self._base, self.variants)]))
+
+    def _sidecar(self, base):
+        return self.partial / f"{base}.r0.parity.npz"
 
     # -- one child
 
@@ -346,51 +358,59 @@ class Session:
     # -- round 0
 
     def parity_round(self):
-        """Every variant once, deterministic and untimed: eager, eager again, then the others against eager."""
-        missing = [variant for variant in self.variants if (variant, 0) not in self.records]
-        lost = "eager" not in missing and not self._eager_sidecar.exists()
-        if missing and lost and self.records["eager", 0]["status"] in ("pass", "eager_two_runs_differ"):
-            print("eager round 0 is run anew: the others need its parity sidecar")
-            missing.insert(0, "eager")
-        self.num_left = len(missing) + ("eager" in missing)
+        """Every variant once, deterministic and untimed: eager, eager again, then the others against eager.
+
+        What others are compared with in eager's place is run twice as well, and before them.
+        """
+        bases, missing = self._bases, [variant for variant in self.variants if (variant, 0) not in self.records]
+        for base in bases:
+            needed = any(self._base(variant) == base for variant in missing)
+            lost = needed and base not in missing and not self._sidecar(base).exists()
+            if lost and self.records[base, 0]["status"] in ("pass", "eager_two_runs_differ"):
+                print(f"{base} round 0 is run anew: the others need its parity sidecar")
+                missing.append(base)
+        missing.sort(key=lambda variant: bases.index(variant) if variant in bases else len(bases))
+        self.num_left = len(missing) + sum(base in missing for base in bases)
         for variant in missing:
             record, seconds = self._twice(variant, 0)
             self.num_left -= 1
-            if variant == "eager" and record["status"] == "pass":
+            if variant in bases and record["status"] == "pass":
                 seconds += self._control(record)
                 self.num_left -= 1
             elif record["status"] == "pass":
                 self._judge_parity(record)
             self._publish(record)
             self._print_line(record, seconds)
-            if variant != "eager":
+            if variant not in bases:
                 (self.partial / f"{variant}.r0.parity.npz").unlink(missing_ok=True)
 
     def _control(self, record):
-        """Eager a second time. Only the verdict is kept, in eager's record."""
-        control, seconds = self._twice("eager", 0, name="eager.r0.control")
+        """Eager, or what stands in its place, a second time. Only the verdict is kept, in the first run's record."""
+        base = record["variant"]
+        control, seconds = self._twice(base, 0, name=f"{base}.r0.control")
         if control["status"] != "pass":
-            record.update(status=control["status"], message=f"eager's second run: {control['message']}")
+            record.update(status=control["status"], message=f"{base}'s second run: {control['message']}")
             return seconds
-        parity = self._compare_parity(record, "eager.r0.control")
+        parity = self._compare_parity(record, f"{base}.r0.control")
         if parity and not parity.bitwise:
             where = parity.first_difference
             record.update(
                 status="eager_two_runs_differ",
-                message=f"two eager runs differ from step {where['step']} on, first in {where['tensor']},"
+                message=f"two {base} runs differ from step {where['step']} on, first in {where['tensor']},"
                 f" by up to {parity.max_rel_diff:.2g} relative",
             )
-        for path in self.partial.glob("eager.r0.control.*"):
+        for path in self.partial.glob(f"{base}.r0.control.*"):
             path.unlink()
         return seconds
 
     def _judge_parity(self, record):
         """Compare a variant's round 0 with eager's: bitwise where it is promised, within its tolerance elsewhere."""
-        eager = self.records.get(("eager", 0))
-        if eager is None or eager["status"] not in ("pass", "eager_two_runs_differ"):
-            record["message"] = f"no parity: eager's round 0 is {eager['status'] if eager else 'missing'}"
-            return
         variant = record["variant"]
+        base = self._base(variant)
+        eager = self.records.get((base, 0))
+        if eager is None or eager["status"] not in ("pass", "eager_two_runs_differ"):
+            record["message"] = f"no parity: {base}'s round 0 is {eager['status'] if eager else 'missing'}"
+            return
         parity = self._compare_parity(record, f"{variant}.r0")
         if parity is None or parity.bitwise:
             return
@@ -403,19 +423,21 @@ class Session:
         if self._promises_bitwise(variant) and not eager_differs:
             record.update(
                 status="numerics_failed",
-                message=f"not bitwise equal to eager, {where}, by up to {parity.max_rel_diff:.2g} relative",
+                message=f"not bitwise equal to {base}, {where}, by up to {parity.max_rel_diff:.2g} relative",
             )
         elif not parity.loss_rel_diff <= tolerance:
             record.update(
                 status="numerics_failed",
-                message=f"losses differ from eager by {parity.loss_rel_diff:.2g} relative, allowed {tolerance:.2g}, "
+                message=f"losses differ from {base} by {parity.loss_rel_diff:.2g} relative, allowed {tolerance:.2g}, "
                 f"{where}",
             )
 
     def _compare_parity(self, record, name):
-        """Fill numerics from the sidecars `name` and eager's; a sidecar that is not there or damaged is a failure."""
+        """Fill numerics from the sidecars `name` and its base's; one that is not there or damaged is a failure."""
         try:
-            parity = rounds.compare_parity(self.partial / f"{name}.parity.npz", self._eager_sidecar)
+            parity = rounds.compare_parity(
+                self.partial / f"{name}.parity.npz", self._sidecar(self._base(record["variant"]))
+            )
         except ValueError as error:
             record.update(status="failed", message=str(error))
             return None
@@ -510,11 +532,12 @@ class Session:
 
     def _judge_losses(self):
         """Timed losses against eager's, all of them again after each round: the spread is known better then."""
-        eager_losses = [r["numerics"]["loss"] for r in compare.timed(self._group("eager"))]
         for variant in self.variants:
+            base = self._base(variant)
+            eager_losses = [r["numerics"]["loss"] for r in compare.timed(self._group(base))]
             for record in self._group(variant):
                 judged = record["status"] == "pass" or record["message"].startswith(rounds.TIMED_LOSSES)
-                if variant == "eager" or not record["round"] or not judged:
+                if variant == base or not record["round"] or not judged:
                     continue
                 numerics = record["numerics"]
                 difference = record["extra"].get("loss_rel_diff")

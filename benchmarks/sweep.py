@@ -148,11 +148,13 @@ class Sweep:
         if args.variant not in described["variants"] or args.variant == "eager":
             others = [name for name in described["variants"] if name != "eager"]
             raise run.Mistake(f"unknown variant {args.variant!r}, --variant takes one of {', '.join(others)}")
-        self.session.variants = ["eager", args.variant]
+        self.session.variants = run.choose_variants(args.variant, described["variants"], described.get("reference"))
         self.fields = self._fields(described.get("sweeps", {}))
         if args.values and (args.max or args.refine is not None):
             raise run.Mistake("--max and --refine are for a search, --values says which points: take one of them")
-        self.first = described["presets"][self.preset][self.fields[0]]
+        first = described["presets"][self.preset][self.fields[0]]
+        # A field that is text may hold a word such as auto.
+        self.first = first if isinstance(first, int) else 1
         self.largest = args.max or crossover.REACH * self.first
         if self.first > self.largest:
             raise run.Mistake(f"--max {args.max} is below {self.first}, where preset {self.preset} starts")
@@ -196,6 +198,8 @@ class Sweep:
     def swept(self, value: int) -> list[str]:
         """The script's flags for a value. Raises Mistake where a field that keeps its ratio gets no whole number."""
         preset, out = self.session.description["presets"][self.preset], []
+        if isinstance(preset[self.fields[0]], str):
+            return [_flag(self.fields[0]), str(value)]
         for field in self.fields:
             scaled, rest = divmod(preset[field] * value, preset[self.fields[0]])
             if rest:

@@ -1,11 +1,12 @@
 """Collectives as operators that can be recorded: eagerly, in a CUDA capture (NCCL) and in a host graph (gloo).
 
-torch.ops.graphs.all_reduce_mean_, broadcast_, send and recv_ take the buffers they work on and have finished with
-them when they return: the host has waited on gloo, the current stream has been told to wait on NCCL. torch's own
-functional collectives return before that and leave a wait behind, which a recorder of operators cannot place.
+torch.ops.graphs.all_reduce_mean_, reduce_scatter_mean_, all_gather_, broadcast_, send and recv_ take the buffers they
+work on and have finished with them when they return: the host has waited on gloo, the current stream has been told to
+wait on NCCL. torch's own functional collectives return before that and leave a wait behind, which a recorder of
+operators cannot place.
 
 A group is named by text (`ProcessGroup.group_name`), "" is all ranks; ranks count within the group. Without a process
-group in a run of one process the reductions and broadcasts do nothing, but remain operators.
+group in a run of one process all but send and recv_ do nothing, but remain operators.
 
     rank, local_rank, world_size = init("cuda")
     buckets = GradientBuckets(model.parameters(), bucket_bytes=64 << 20)
@@ -54,6 +55,40 @@ def _all_reduce_mean(tensors, group):
             tensor.div_(process_group.size())
 
 
+@_operator("reduce_scatter_mean_(Tensor(a!) flat, str group) -> ()")
+def _reduce_scatter_mean(flat, group):
+    process_group = _resolve(group)
+    if process_group is None:
+        return
+    own = _part(flat, process_group)
+    if dist.get_backend(process_group) == "nccl":
+        dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, group=process_group)
+        return
+    # gloo can only sum, and not into a part of its input.
+    result = torch.empty_like(own)
+    dist.reduce_scatter_tensor(result, flat, dist.ReduceOp.SUM, group=process_group)
+    torch.div(result, process_group.size(), out=own)
+
+
+@_operator("all_gather_(Tensor(a!) flat, str group) -> ()")
+def _all_gather(flat, group):
+    process_group = _resolve(group)
+    if process_group is None:
+        return
+    own = _part(flat, process_group)
+    in_place = dist.get_backend(process_group) == "nccl"
+    dist.all_gather_into_tensor(flat, own if in_place else own.clone(), group=process_group)
+
+
+def _part(flat, process_group):
+    """The part of a flat tensor that belongs to this rank."""
+    rank, size = process_group.rank(), process_group.size()
+    if flat.dim() != 1 or flat.numel() % size:
+        raise ValueError(f"a tensor of shape {tuple(flat.shape)} has no equal parts for {size} ranks: pad it")
+    length = flat.numel() // size
+    return flat[rank * length : (rank + 1) * length]
+
+
 @_operator("broadcast_(Tensor(a!)[] tensors, int source, str group) -> ()")
 def _broadcast(tensors, source, group):
     process_group = _resolve(group)
@@ -92,6 +127,19 @@ def _resolve(group, required=False):
 def all_reduce_mean_(tensors, group="") -> None:
     """Replace each tensor by its mean over the ranks of `group`. tensors: a list, or one (a flat bucket)."""
     torch.ops.graphs.all_reduce_mean_([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), group)
+
+
+def reduce_scatter_mean_(flat, group="") -> None:
+    """Replace this rank's part of `flat` by its mean over the ranks of `group`; the other parts are undefined then.
+
+    flat: contiguous [n], n a multiple of the number of ranks; part r, of n / ranks elements, belongs to rank r.
+    """
+    torch.ops.graphs.reduce_scatter_mean_(flat, group)
+
+
+def all_gather_(flat, group="") -> None:
+    """Replace each part of `flat` by that of the rank it belongs to; parts as for reduce_scatter_mean_."""
+    torch.ops.graphs.all_gather_(flat, group)
 
 
 def broadcast_(tensors, source=0, group="") -> None:

@@ -59,12 +59,14 @@ class Arguments:
     run: Run
 
 
-def option(default, help, choices=None, is_path=False):
+def option(default, help, choices=None, is_path=False, words=()):
     """A field of a Config: its default, what a user does with it, and the allowed values if they are few.
 
-    is_path: the text names a file or folder; the harness takes a relative one from where it was called.
+    is_path: the text names a file or folder; the harness takes a relative one from where it was called. words: texts
+    that name none, though the field is a path.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "is_path": is_path})
+    metadata = {"help": help, "choices": choices, "is_path": is_path, "words": words}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -141,8 +143,10 @@ def describe(model, config_class, presets, variants, about=None) -> dict:
     """What the harness needs to know of a script, as plain data: presets, variants, flags, and what `about` adds.
 
     about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance" (variant -> relative
-    difference of losses allowed in round 0), "parity_steps" (steps of round 0), "sweeps" (quantity
-    that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it).
+    difference of losses allowed in round 0), "reference" (variant -> the one that its numbers are compared with, where
+    that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of round 0), "sweeps"
+    (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
+    field that is text takes the value as it is).
     """
     types = typing.get_type_hints(config_class)
     return {
@@ -155,6 +159,7 @@ def describe(model, config_class, presets, variants, about=None) -> dict:
                 "type": "path" if field.metadata.get("is_path") else types[field.name].__name__,
                 "default": field.default,
                 "help": field.metadata["help"],
+                **({"words": list(field.metadata["words"])} if field.metadata.get("words") else {}),
             }
             for field in dataclasses.fields(config_class)
         ],

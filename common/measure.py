@@ -17,6 +17,7 @@ The state a script builds:
     batch_class(i)        which kind of batch step i has: batches of one shape are one class
     evaluate()            only for --mllog: mean loss over held-out batches, eager, on every rank; training
                           state stays as it is. Raises Unsupported where the data leaves nothing to hold out
+    finish(variant, rec)  where there is more to say after the window, of its steps alone; it goes into the record
     hyperparameters       where there is more for --mllog than `Workload.hyperparameters`, which only the data tell
     close()               where it holds something open, such as data workers; its dict goes into extra
 A variant (what VARIANTS maps a name to, made from the state):
@@ -320,6 +321,8 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         record["extra"]["allocator"] = memory.allocator_events(device)
         if options.mllog and hasattr(state, "evaluate"):
             _evaluate(record, state, variant, num_steps, log)
+        if hasattr(state, "finish"):
+            state.finish(variant, record)
         if device.type == "cuda":
             _issue_pass(record, variant)
             _section_pass(record, variant)

@@ -57,13 +57,32 @@ def test_one_process_needs_no_group_and_still_shows_the_operator():
     assert bucket.tolist() == [0, 1, 2]
 
 
+def test_parts_of_one_process_are_the_whole():
+    flat = torch.arange(3.0)
+    with Recorder() as recorder:
+        collectives.reduce_scatter_mean_(flat)
+        collectives.all_gather_(flat)
+    assert [str(call[0]) for call in recorder.calls] == [
+        "graphs.reduce_scatter_mean_.default",
+        "graphs.all_gather_.default",
+    ]
+    assert flat.tolist() == [0, 1, 2]
+
+
 def test_schemas_say_what_is_written():
     mutated = {
         name: [argument.name for argument in operator.default._schema.arguments if argument.is_write]
-        for name in ("all_reduce_mean_", "broadcast_", "send", "recv_")
+        for name in ("all_reduce_mean_", "reduce_scatter_mean_", "all_gather_", "broadcast_", "send", "recv_")
         for operator in [getattr(torch.ops.graphs, name)]
     }
-    assert mutated == {"all_reduce_mean_": ["tensors"], "broadcast_": ["tensors"], "send": [], "recv_": ["tensor"]}
+    assert mutated == {
+        "all_reduce_mean_": ["tensors"],
+        "reduce_scatter_mean_": ["flat"],
+        "all_gather_": ["flat"],
+        "broadcast_": ["tensors"],
+        "send": [],
+        "recv_": ["tensor"],
+    }
 
 
 def test_shape_inference():
@@ -236,6 +255,20 @@ def worker():
     function(*args)
     result["replayed"] = value.tolist()
 
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        flat = torch.arange(6.0).to(dtype) * (rank + 1)
+        collectives.reduce_scatter_mean_(flat)
+        own = flat[3 * rank : 3 * rank + 3]
+        result[f"scattered {dtype}"] = own.tolist()
+        own.add_(10 * rank)
+        flat[3 - 3 * rank : 6 - 3 * rank].fill_(-1)
+        collectives.all_gather_(flat)
+        result[f"gathered {dtype}"] = flat.tolist()
+    try:
+        collectives.reduce_scatter_mean_(torch.zeros(3))
+    except ValueError as error:
+        result["uneven"] = str(error)
+
     lonely = [torch.distributed.new_group([index]) for index in range(world_size)][rank]
     value = torch.full((1,), float(rank))
     collectives.all_reduce_mean_(value, lonely.group_name)
@@ -310,6 +343,13 @@ def test_send_and_receive(two_ranks):
 
 def test_broadcast(two_ranks):
     assert [result["broadcast"] for result in two_ranks] == [[[2.0, 2.0], [6.0]]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scattered_means_and_gathered_parts(two_ranks, dtype):
+    assert [result[f"scattered {dtype}"] for result in two_ranks] == [[0.0, 1.5, 3.0], [4.5, 6.0, 7.5]]
+    assert [result[f"gathered {dtype}"] for result in two_ranks] == [[0.0, 1.5, 3.0, 14.5, 16.0, 17.5]] * 2
+    assert all("has no equal parts for 2 ranks" in result["uneven"] for result in two_ranks)
 
 
 def test_recorded_call_can_be_run_again(two_ranks):

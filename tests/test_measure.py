@@ -399,6 +399,22 @@ def test_canary_holds_a_changed_model_against_the_unchanged_one(run):
     assert run(make, reference=through_the_variant).record["status"] == "pass"
 
 
+def test_a_state_that_has_more_to_say_says_it_after_the_window(run, monkeypatch):
+    said = []
+
+    def finish(state, variant, record):
+        said.append((type(variant), record["statistic_ms"] is not None, len(record["steps"]["gpu_ms"])))
+        record["extra"]["more"] = 1
+
+    monkeypatch.setattr(State, "finish", finish, raising=False)
+    record = run(Graphed).record
+    assert record["status"] == "pass" and record["extra"]["more"] == 1
+    assert said == [(Graphed, True, len(record["steps"]["gpu_ms"]))]
+    # Parity times nothing.
+    run(Graphed, parity=True)
+    assert len(said) == 1
+
+
 def test_warm_up_and_capture_leave_no_trace(run):
     for make in (Variant, Graphed):
         result = run(make, config=Config(warmup_min_s=0.02, warmup_max_s=0.02))

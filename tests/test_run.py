@@ -98,6 +98,32 @@ def test_a_gpu_session_prints_the_gain(tmp_path, gpu, capsys):
     assert text.index("to gain") < text.index("speed-up") < text.index("1.2")
 
 
+def test_a_variant_with_a_reference_of_its_own_is_compared_with_that(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert go(out, "on_shifted", "--rounds", "1") == 0
+    # Its reference comes with it, and is run twice as eager is.
+    assert names(out) == [f"{name}.r{number}" for name in ("eager", "on_shifted", "shifted") for number in (0, 1)]
+    assert (out / "logs" / "shifted.r0.control.log").exists()
+    for name in ("shifted.r0", "on_shifted.r0", "on_shifted.r1"):
+        record = read(out, name)
+        assert (record["status"], record["numerics"]["parity"]) == ("pass", "bitwise"), record["message"]
+    lines = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("parity ")]
+    assert lines == ["eager", "shifted", "on_shifted"]
+    # What is missing later is still compared with it.
+    (out / "on_shifted.r0.json").unlink()
+    assert go(out, "on_shifted", "--rounds", "1") == 0
+    assert read(out, "on_shifted.r0")["numerics"]["parity"] == "bitwise"
+
+
+def test_a_reference_is_not_taken_for_eager(tmp_path, monkeypatch):
+    # With eager as its reference, what is equal to something else fails by its losses.
+    real = run.describe
+    monkeypatch.setattr(run, "describe", lambda *a: {k: v for k, v in real(*a).items() if k != "reference"})
+    assert go(tmp_path / "out", "on_shifted", "--rounds", "1") == 1
+    record = read(tmp_path / "out", "on_shifted.r0")
+    assert record["status"] == "numerics_failed" and record["message"].startswith("not bitwise equal to eager")
+
+
 @pytest.mark.slow
 def test_auto_stops_on_width(tmp_path, gpu, monkeypatch):
     monkeypatch.setattr(intervals, "AUTO_MIN_ROUNDS", 4)
@@ -163,16 +189,22 @@ def test_time_left_is_told_by_rounds_of_the_same_kind(tmp_path, capsys, monkeypa
 
 def test_relative_paths_of_the_script_are_taken_from_where_the_command_runs(tmp_path, monkeypatch):
     described = [{"flag": "--data", "type": "path"}, {"flag": "--name", "type": "str"}]
+    words = [{"flag": "--data", "type": "path", "words": ["corpus"]}]
     flags = ["--data", "corpus", "--name", "x", "--data=a/b", "--name=c", "--data", "/there", "--data=", "--data", ""]
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
     expected = ["--data", f"{here}/corpus", "--name", "x", f"--data={here}/a/b", *flags[5:]]
     assert rounds.from_root(flags, described) == expected
+    assert rounds.from_root(["--data", "corpus", "--data=corpus", "--data=b"], words)[1:] == [
+        "corpus",
+        "--data=corpus",
+        f"--data={here}/b",
+    ]
     monkeypatch.chdir(rounds.ROOT)
     assert rounds.from_root(flags, described) == flags
     monkeypatch.chdir(tmp_path)
-    assert go(tmp_path / "out", "graph", "--rounds", "1", flags=["--data", "corpus"]) == 0
-    assert read(tmp_path / "out", "graph.r1")["config"]["data"] == f"{here}/corpus"
+    assert go(tmp_path / "out", "graph", "--rounds", "1", flags=["--data", "folder"]) == 0
+    assert read(tmp_path / "out", "graph.r1")["config"]["data"] == f"{here}/folder"
 
 
 def test_host_load_is_recorded_and_beside_timed_runs_only(tmp_path, monkeypatch):
@@ -478,7 +510,7 @@ def test_defaults_without_a_gpu():
     chosen = session()
     assert (chosen.preset, chosen.rounds, chosen.limit_s) == ("tiny", 2, 300)
     assert chosen.out == rounds.ROOT / "runs" / "cpux1" / f"{MODEL}-tiny"
-    assert chosen.variants[0] == "eager" and len(chosen.variants) == 13
+    assert chosen.variants[0] == "eager" and len(chosen.variants) == 15
 
 
 def test_defaults_with_a_gpu(gpu):

@@ -449,6 +449,12 @@ def test_a_swept_field_and_what_keeps_its_ratio_to_it(tmp_path, gpu):
     assert seen[0][seen[0].index("--out") + 1] == str(tmp_path / "out" / "width-8")
 
 
+def test_a_swept_field_of_text_takes_the_value_as_it_is(tmp_path, gpu):
+    seen = []
+    go(tmp_path / "out", lambda argv: seen.append(argv) or 2, "--values", "1,50", over="kind")
+    assert [argv[argv.index("--kind") + 1] for argv in seen] == ["1", "50"]
+
+
 def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(tmp_path, no_gpu, capsys):
     seen = []
     go(tmp_path / "out", lambda argv: seen.append(argv[-1]) or 2)
@@ -460,7 +466,7 @@ def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(tmp_path, no_gpu, ca
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--over", "depth"], ["unknown quantity 'depth'", "batch, width"]),
+        (["--over", "depth"], ["unknown quantity 'depth'", "batch, width, kind"]),
         (["--values", "1,2.5"], ["'1,2.5' is not a list of whole numbers", "--values"]),
         (["--values", "0"], ["--values"]),
         (["--values", ""], ["--values"]),

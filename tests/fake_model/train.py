@@ -36,7 +36,8 @@ class Config:
     inner: int = config.option(6, "goes with width")
     issue_ms: float = config.option(0.0, "an eager step takes at least this; above 0 graph gains by that alone")
     only: str = config.option("", "unsupported: no variant can run here")
-    data: str = config.option("", "is not read", is_path=True)
+    data: str = config.option("", "is not read", is_path=True, words=("corpus",))
+    kind: str = config.option("auto", "nothing depends on it")
 
     def __post_init__(self):
         if self.batch == 3:
@@ -44,7 +45,10 @@ class Config:
 
 
 PRESETS = {"tiny": Config(), "bench": Config(min_steps=60)}
-ABOUT = {"sweeps": {"batch": ["batch"], "width": ["width", "inner"]}}
+ABOUT = {
+    "sweeps": {"batch": ["batch"], "width": ["width", "inner"], "kind": ["kind"]},
+    "reference": {"shifted": "shifted", "on_shifted": "shifted"},
+}
 VARIANTS = {
     "eager": "the reference",
     "graph": "bitwise equal and 1.25 x faster",
@@ -58,6 +62,8 @@ VARIANTS = {
     "crash": "ends with a traceback",
     "half": "leaves half a record",
     "oom": "out of memory",
+    "shifted": "trains on something else, each time alike",
+    "on_shifted": "has the bits of shifted, not of eager",
     "unsupported": "cannot run here",
 }
 
@@ -92,6 +98,8 @@ def main():
         losses = [loss * (1 + 1e-5) for loss in losses]
     if run.variant == "differs":
         losses = [loss * (1 + 2e-3 * (index >= 7)) for index, loss in enumerate(losses)]
+    if "shifted" in run.variant:
+        losses = [loss * 1.1 for loss in losses]
     if run.variant == "stale" and not run.parity:
         losses = losses[:1] * num_steps
     record["numerics"].update(loss=losses, grad_norm=[1.0] * num_steps, state_hash="0" * 16)
@@ -179,6 +187,8 @@ def write_sidecar(path, variant, losses, random):
     if variant == "compile":
         hashes += numpy.uint64(7)
         samples *= numpy.float32(1 + 1e-5)
+    if "shifted" in variant:
+        hashes += numpy.uint64(9)
     if variant == "differs":
         hashes[7:, 1] += numpy.uint64(1)
         samples[1] *= numpy.float32(1.5)
