@@ -81,11 +81,11 @@ submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as
 	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
 
 test: ## tests of what runs anywhere, in minutes
-	$(setup) core dev plots lightning
+	$(setup) core dev plots lightning speech dali
 	$(python) -m pytest -m "not slow and not slurm and not gpu" $(ARGS)
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
-	$(setup) core dev plots lightning
+	$(setup) core dev plots lightning speech dali
 	$(python) -m pytest -m "(slow or slurm) and not gpu" $(ARGS)
 
 lint: ## ruff: rules and format

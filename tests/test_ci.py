@@ -116,7 +116,7 @@ esac
 
 # What comes in packages, all there, so that nothing is installed.
 SLURM = ("sbatch", "slurmctld", "slurmd", "munged")
-PACKAGED = (*SLURM, "git", "shellcheck")
+PACKAGED = (*SLURM, "git", "shellcheck", "espeak-ng")
 TOOLS = ("awk", "bash", "cat", "chmod", "dirname", "env", "id", "mktemp", "rm", "tee")
 FAKE_SUDO = '#!/bin/bash\nshift\nexec "$@"\n'
 # Installs the names in INSTALLS beside itself.
@@ -198,26 +198,26 @@ def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):
     assert status == 0
     assert calls[:2] == [
         "apt-get -qq update",
-        "apt-get -qq install -y --no-install-recommends shellcheck slurm-wlm munge",
+        "apt-get -qq install -y --no-install-recommends shellcheck espeak-ng slurm-wlm munge",
     ]
     assert calls[2] == "make lint"
 
 
 def test_ci_installs_what_a_bare_machine_lacks(tmp_path):
     # PYTHON unset: .venv would be made with the machine's python3, which is not there.
-    status, _, calls = run_ci(tmp_path, packaged=("shellcheck",), PYTHON="", FAILING="lint")
+    status, _, calls = run_ci(tmp_path, packaged=("shellcheck", "espeak-ng"), PYTHON="", FAILING="lint")
     assert (status, calls[1].partition("recommends ")[2]) == (2, "git python3-venv slurm-wlm munge")
 
 
 @pytest.mark.parametrize("variables", [{"INSTALLS": "sbatch slurmd munged"}, {"FAILING": "apt-get"}])
 def test_ci_fails_where_slurm_could_be_installed_and_was_not(tmp_path, variables):
-    status, lines, calls = run_ci(tmp_path, packaged=("git", "shellcheck"), **variables)
+    status, lines, calls = run_ci(tmp_path, packaged=("git", "shellcheck", "espeak-ng"), **variables)
     assert status != 0 and not any(call.startswith("make") for call in calls)
     assert lines[-2].startswith("step packages failed")
 
 
 def test_ci_without_slurm_if_told(tmp_path):
-    status, _, calls = run_ci(tmp_path, packaged=("git", "shellcheck"), WITHOUT_SLURM="1")
+    status, _, calls = run_ci(tmp_path, packaged=("git", "shellcheck", "espeak-ng"), WITHOUT_SLURM="1")
     assert status == 0 and calls[0] == "make lint"
 
 

@@ -1,0 +1,298 @@
+"""RNN-T: what can be set, the presets, and arithmetic on them (no torch here)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.config import option
+from rnnt import buckets
+
+CONTEXT_BYTES = 2 * 2**30
+MAX_WORKERS = 64
+MAX_LOSS_SCALE = 2.0**32
+# 80 mel bands of three frames side by side; the model takes them padded to a multiple of 32.
+MEL_FEATURES = 240
+# Of 30 ms, after splicing three frames of 10 ms.
+FRAME_S = 0.03
+# Words that --data takes instead of a folder.
+GENERATED = ("synthetic", "lengths")
+DATA = (*GENERATED, "corpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """RNN-T as MLPerf trains it, and how a step trains it."""
+
+    batch: int = option(8, "utterances on this GPU")
+    data: str = option(
+        "synthetic",
+        "synthetic: all utterances of one length; lengths: lengths spread as LibriSpeech's; corpus: the repository's "
+        "speech; or a folder of speech",
+        is_path=True,
+        words=DATA,
+    )
+    frames: int = option(409, "frames of 30 ms in each utterance of --data synthetic")
+    tokens: int = option(56, "tokens in each utterance of --data synthetic")
+    max_frames: int = option(641, "longest utterance, in frames of 30 ms")
+    max_tokens: int = option(125, "longest transcript, in tokens")
+    buckets: str = option(
+        "auto", "shapes of graphs: auto, guide (the ladder of NVIDIA's guide), or how many per network, 1 to 50"
+    )
+    tokenizer: str = option("chars", "of speech: chars or a sentencepiece .model file", is_path=True, words=("chars",))
+    audio: str = option("dali", "what makes features of speech: dali, or torch where it is not installed")
+    speed_perturbation: bool = option(True, "resample speech by a random factor from 0.85 to 1.15")
+    workers: int = option(2, "threads that decode speech")
+    features: int = option(256, "width of the encoder's input: 240 features, padded")
+    encoder_hidden: int = option(1024, "width of the encoder's LSTMs")
+    pre_layers: int = option(2, "LSTMs before two frames are stacked")
+    post_layers: int = option(3, "LSTMs after it")
+    prediction_hidden: int = option(512, "width of the prediction network")
+    prediction_layers: int = option(2, "its LSTMs")
+    joint_hidden: int = option(512, "width of the joint network")
+    vocab: int = option(1024, "classes; the last one is the blank")
+    encoder_dropout: float = option(0.1, "dropout after each LSTM of the encoder")
+    prediction_dropout: float = option(0.3, "dropout after each LSTM of the prediction network")
+    joint_dropout: float = option(0.3, "dropout in the joint network")
+    init_scale: float = option(0.5, "factor on the LSTMs' initial weights")
+    precision: str = option("fp16", "weights and activations; masters are FP32", ("fp16", "bf16"))
+    lr: float = option(0.0062, "learning rate after warm-up")
+    lr_warmup: int = option(544, "steps of linear warm-up")
+    lr_hold: int = option(5984, "steps at --lr after it")
+    lr_gamma: float = option(0.915, "factor on the learning rate every --lr-epoch steps after that")
+    lr_epoch: int = option(544, "steps between two falls of the learning rate")
+    beta1: float = option(0.9, "LAMB's decay of the first moment")
+    beta2: float = option(0.9985, "LAMB's decay of the second moment")
+    eps: float = option(1e-9, "LAMB's epsilon")
+    weight_decay: float = option(1e-3, "weight decay of all parameters")
+    clip: float = option(1.0, "bound of the global gradient norm")
+    ema: float = option(0.994, "decay of the averaged weights")
+    loss_scale: float = option(512.0, "loss scale at the start")
+    growth_interval: int = option(2000, "finite steps after which the loss scale doubles")
+    hysteresis: int = option(1, "overflows in a row after which the loss scale halves")
+    max_floor_overflows: int = option(20, "overflows in a row with the loss scale at 1 that end a run")
+    min_steps: int = option(50, "timed steps at least")
+    min_window_s: float = option(5.0, "timed seconds at least")
+    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
+    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
+
+    def __post_init__(self):
+        sizes = ("batch", "frames", "tokens", "max_frames", "max_tokens", "features", "encoder_hidden", "pre_layers")
+        sizes += ("post_layers", "prediction_hidden", "prediction_layers", "joint_hidden", "lr_epoch")
+        for name in (*sizes, "growth_interval", "hysteresis", "max_floor_overflows", "min_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 1 up")
+        for name in ("lr_warmup", "lr_hold"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up")
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ValueError(f"--workers {self.workers}: takes a number from 1 to {MAX_WORKERS}")
+        if self.vocab < 2:
+            raise ValueError(f"--vocab {self.vocab}: takes a number from 2 up, one class is the blank")
+        # Written so that NaN, which compares as false, is refused too.
+        for name in ("lr", "lr_gamma", "weight_decay", "init_scale"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 to 1")
+        for name in ("beta1", "beta2", "ema", "encoder_dropout", "prediction_dropout", "joint_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up, below 1")
+        for name in ("eps", "clip"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a finite number above 0")
+        if not 1 <= self.loss_scale <= MAX_LOSS_SCALE:
+            raise ValueError(f"--loss-scale {self.loss_scale}: takes a number from 1 to {MAX_LOSS_SCALE:.0f}")
+        if not self.data:
+            raise ValueError(f"--data takes {', '.join(DATA)} or a folder of speech")
+        if self.audio not in ("dali", "torch"):
+            raise ValueError(f"--audio {self.audio}: takes dali or torch")
+        if self.features < MEL_FEATURES and self.data not in GENERATED:
+            raise ValueError(f"--features {self.features}: speech has {MEL_FEATURES}, take as many or more")
+        buckets.require_kind(self.buckets)
+        max_frames, max_tokens = limits(self)
+        if self.data == "synthetic" and self.frames > max_frames:
+            raise ValueError(
+                f"--frames {self.frames}: the largest bucket has {max_frames}: see --max-frames and --buckets"
+            )
+        if self.data == "synthetic" and self.tokens > max_tokens:
+            raise ValueError(
+                f"--tokens {self.tokens}: the largest bucket has {max_tokens}: see --max-tokens and --buckets"
+            )
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def limits(config: Config) -> tuple[int, int]:
+    """(frames, tokens) of the longest utterance trained on: --max-frames and --max-tokens, or guide's ends."""
+    return (
+        min(config.max_frames, buckets.largest(config.buckets, "audio", config.max_frames)),
+        min(config.max_tokens, buckets.largest(config.buckets, "text", config.max_tokens)),
+    )
+
+
+# Rows of MLPerf v3.1's table of global batch sizes. A warm-up epoch and so on is 278,528 utterances. bench trains with
+# the row of the smallest batch, which diverges least with the 8 utterances of one GPU; bench_b32 is one of 64 GPUs,
+# full one of 8.
+_EPOCH = 278528
+_GBS_2048 = {"lr": 0.007, "beta2": 0.999, "ema": 0.995, "lr_gamma": 0.939, "lr_epoch": _EPOCH // 2048}
+_GBS_1536 = {"lr": 0.0072, "beta2": 0.999, "ema": 0.995, "lr_gamma": 0.92, "lr_epoch": _EPOCH // 1536}
+PRESETS = {
+    "tiny": Config(
+        batch=2,
+        data="lengths",
+        max_frames=24,
+        max_tokens=8,
+        frames=20,
+        tokens=6,
+        buckets="2",
+        audio="torch",
+        encoder_hidden=48,
+        pre_layers=1,
+        post_layers=2,
+        prediction_hidden=32,
+        prediction_layers=1,
+        joint_hidden=32,
+        vocab=32,
+        precision="bf16",
+        lr=0.05,
+        lr_warmup=5,
+        growth_interval=20,
+        workers=1,
+        min_window_s=1.5,
+        warmup_min_s=0.3,
+        warmup_max_s=1.5,
+    ),
+    "bench": Config(),
+    "bench_lengths": Config(data="lengths"),
+    "bench_b32": Config(batch=32, **_GBS_2048, lr_warmup=6 * (_EPOCH // 2048), lr_hold=33 * (_EPOCH // 2048)),
+    "full": Config(batch=192, **_GBS_1536, lr_warmup=5 * (_EPOCH // 1536), lr_hold=26 * (_EPOCH // 1536)),
+    "mlperf": Config(data="lengths", buckets="50", min_steps=200),
+}
+
+VARIANTS = {
+    "eager": "kernels launched one by one, nothing waits for the GPU, batches as long as they are",
+    "eager_sync": "eager with the usual host reads: loss, overflow, lengths for the loss",
+    "eager_padded": "eager with batches padded to the graphs' shapes: what graph and full must equal",
+    "graph": "a forward and a backward graph per bucket of encoder and prediction network; the rest eager",
+    "full": "the full iteration as one graph per pair of buckets, 16 at most",
+    "compile": "torch.compile of the three networks around cuDNN's LSTMs, no graphs",
+}
+
+ABOUT = {
+    "bitwise": ["eager", "eager_sync", "eager_padded", "graph"],
+    # Shapes decide which numbers are drawn and how sums are rounded: padded is compared with padded.
+    "reference": {"eager_padded": "eager_padded", "graph": "eager_padded", "full": "eager_padded"},
+    # Compiled code cannot call the joint's kernel and draws another dropout mask in its place.
+    "tolerance": {"full": 1e-3, "compile": 0.1},
+    "parity_steps": 50,
+    "sweeps": {"batch": ["batch"], "buckets": ["buckets"]},
+}
+
+# ------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def num_parameters(config: Config) -> int:
+    """Parameters of the three networks; 49,071,616 at the benchmark's sizes."""
+    c = config
+    total = _lstm_parameters(c.features, c.encoder_hidden, c.pre_layers)
+    total += _lstm_parameters(2 * c.encoder_hidden, c.encoder_hidden, c.post_layers)
+    total += (c.encoder_hidden + 1) * c.joint_hidden
+    total += (c.vocab - 1) * c.prediction_hidden
+    total += _lstm_parameters(c.prediction_hidden, c.prediction_hidden, c.prediction_layers)
+    total += (c.prediction_hidden + 1) * c.joint_hidden
+    return total + (c.joint_hidden + 1) * c.vocab
+
+
+def _lstm_parameters(inputs, hidden, layers):
+    return sum(4 * hidden * ((hidden if index else inputs) + hidden + 2) for index in range(layers))
+
+
+class Flops(NamedTuple):
+    """FLOP of one forward pass, by network. A multiply-add counts as two; matrix products only."""
+
+    encoder: float
+    prediction: float
+    joint: float
+
+
+def forward_flops(config: Config, frames: int, tokens: int) -> Flops:
+    """Of one utterance (or one row of a padded batch) of `frames` and `tokens`.
+
+    Source: facts of the benchmark: at its sizes 27.263e6 a frame and 59.769e6 a stacked frame, 8.913e6 a symbol,
+    1.049e6 a cell of the lattice, 36.16e9 for 409 frames and 56 tokens; checked with FlopCounterMode in the tests.
+    """
+    c, stacked, symbols = config, (frames + 1) // 2, tokens + 1
+    pre = _lstm_flops(c.features, c.encoder_hidden, c.pre_layers)
+    post = _lstm_flops(2 * c.encoder_hidden, c.encoder_hidden, c.post_layers) + 2 * c.encoder_hidden * c.joint_hidden
+    step = _lstm_flops(c.prediction_hidden, c.prediction_hidden, c.prediction_layers)
+    step += 2 * c.prediction_hidden * c.joint_hidden
+    return Flops(
+        float(pre * frames + post * stacked), float(step * symbols), 2.0 * c.joint_hidden * c.vocab * stacked * symbols
+    )
+
+
+def _lstm_flops(inputs, hidden, layers):
+    return sum(2 * 4 * hidden * ((hidden if index else inputs) + hidden) for index in range(layers))
+
+
+def training_flops(config: Config, frames: int, tokens: int) -> float:
+    """FLOP of forward and backward of one utterance: three times the forward, less the features' gradient."""
+    unneeded = 2 * 4 * config.encoder_hidden * config.features * frames
+    return 3 * sum(forward_flops(config, frames, tokens)) - unneeded
+
+
+def time_steps(config: Config, frames: int, tokens: int) -> int:
+    """Sequential steps of all LSTMs: at small batches a training step takes about as long as these do."""
+    stacked = (frames + 1) // 2
+    return config.pre_layers * frames + config.post_layers * stacked + config.prediction_layers * (tokens + 1)
+
+
+def predicted_bytes(config: Config) -> int:
+    """Device memory that an eager step with the longest batch needs, from sizes alone.
+
+    Per parameter 24 bytes: 16-bit weight and gradient, LAMB's flat copy of both, FP32 master, two moments and average.
+    Activations for the backward in 16 bits: per LSTM and time step four gates, cell, output and dropout's output; per
+    cell of the lattice the joint's hidden units twice and the logits once (their gradient takes their place). Fifteen
+    percent for workspaces, and CONTEXT_BYTES for CUDA and its libraries.
+    """
+    c = config
+    frames, tokens = (c.frames, c.tokens) if c.data == "synthetic" else limits(c)
+    stacked, symbols = (frames + 1) // 2, tokens + 1
+    units = frames * (c.features + 8 * c.pre_layers * c.encoder_hidden)
+    units += stacked * (8 * c.post_layers + 4) * c.encoder_hidden
+    units += symbols * 8 * c.prediction_layers * c.prediction_hidden
+    units += stacked * symbols * (2 * c.joint_hidden + c.vocab)
+    return int(1.15 * (24 * num_parameters(c) + 2 * c.batch * units)) + CONTEXT_BYTES
+
+
+def require(config: Config, available_bytes: int | None) -> None:
+    """ValueError where the config cannot fit; None: the machine does not tell."""
+    need = predicted_bytes(config)
+    if available_bytes is not None and need > available_bytes:
+        raise ValueError(
+            f"--batch {config.batch} needs {need / 2**30:.0f} GiB ({need:,} bytes), "
+            f"{available_bytes / 2**30:.0f} GiB are free: lower --batch, or run --preset tiny"
+        )
+
+
+MIN_LR = 1e-5
+
+
+def learning_rate(config: Config, index: int) -> float:
+    """Linear warm-up, hold, then a factor gamma each epoch, not below 1e-5 (common/optimizers.py of the benchmark)."""
+    c = config
+    if index < c.lr_warmup:
+        return c.lr * (index + 1) / (c.lr_warmup + 1)
+    epochs = max(0, index - c.lr_warmup - c.lr_hold) // c.lr_epoch
+    return max(c.lr * c.lr_gamma**epochs, min(MIN_LR, c.lr))
+
+
+def persistent_lstms(config: Config) -> bool:
+    """Whether all LSTMs can run as cuDNN's persistent kernels; PyTorch's rule in RNN.cpp, get_algo.
+
+    FP16, widths in multiples of 128 up to 1024, a batch in multiples of 8 up to 128. Others run time step by time step,
+    with thousands of launches.
+    """
+    widths = (config.features, config.encoder_hidden, config.prediction_hidden)
+    fits = all(width % 128 == 0 for width in widths) and max(widths[1:]) <= 1024
+    return config.precision == "fp16" and fits and config.batch % 8 == 0 and config.batch <= 128

@@ -1,0 +1,325 @@
+"""Batches of real speech: which utterances, in which order, with which random draws, made ahead of the step.
+
+    source = open_speech(config, device, rank, world_size, torch.float16, seed=1, training=True)
+    batch = source.next()           a Batch (rnnt/batch.py); its transcripts are in source.texts
+    source.reset()                  batch 0 again, bit for bit
+
+Training: every epoch is shuffled anew from (seed, epoch); a step of all ranks takes the next batch * world_size
+utterances of it, each rank its own, and what does not fill a step is left out. Speed, dither and masks of a batch are
+drawn from (seed, rank, its number), so a batch can be made again without those before it.
+
+Evaluation: the same utterances in the order of their names, at their own speed, without dither and masks. The last
+batch of a pass is filled up with further ones, for which `texts` has no entry.
+
+Files that cannot be decoded are found here. Instead of each the batch takes the rank's next good utterance beyond the
+batch, which then comes up twice; so the sequence depends on the files alone, and a transcript always stays with its
+audio.
+"""
+
+import concurrent.futures
+import io
+import itertools
+import queue
+import sys
+import threading
+
+import numpy as np
+import torch
+
+from rnnt import corpus, features, text
+from rnnt.batch import Batch
+from rnnt.config import Config, limits
+from rnnt.corpus import SAMPLE_RATE, BadAudio, Corpus, Dropped, num_frames, resampled, spliced
+
+AHEAD = 2
+
+
+def open_speech(
+    config: Config,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    training: bool,
+) -> "Source":
+    """The source of batches for --data corpus (the repository's speech) or a folder in LibriSpeech's layout.
+
+    Features come in `dtype`, on the device. Raises ValueError that names the flag to change.
+    """
+    tokenizer = text.open_tokenizer(config.tokenizer, config.vocab)
+    folder = corpus.REPOSITORY if config.data == "corpus" else config.data
+    # Evaluation keeps what training keeps, though it needs no room for slowing down.
+    found = Corpus(folder, tokenizer, *limits(config), config.speed_perturbation)
+    return Source(found, config, device, rank, world_size, dtype, seed, training)
+
+
+class Source:
+    """An endless sequence of batches, the same whenever the arguments are.
+
+    next, reset, close. `texts`: normalised transcripts of the rows of the batch that `next` gave last. `dropped`: list
+    of corpus.Dropped, what is not trained on and why; the first few are named on stderr. `num_samples`: utterances to
+    train on. `num_batches`: of this rank in one pass over them. `max_frames`, `max_tokens`: of the longest, at its
+    slowest.
+
+    A thread of its own makes batches ahead, on CUDA on a stream of its own; `next` waits for that thread where it has
+    none ready, and lets the current stream wait for the features, never the host.
+    """
+
+    max_named = 10
+
+    def __init__(self, found: Corpus, config: Config, device, rank, world_size, dtype, seed, training):
+        self.corpus, self.config, self.device, self.dtype = found, config, torch.device(device), dtype
+        self.rank, self.world_size, self.seed, self.training = rank, world_size, seed, training
+        self.perturbed = training and config.speed_perturbation
+        self.dropped, self._bad = [], {}
+        # What the scan found is the same on every rank.
+        self._note(found.dropped, silent=rank != 0)
+        if found.resampled and rank == 0:
+            first, count = found.resampled[0], len(found.resampled)
+            print(
+                f"data: {count} of {len(found.utterances)} utterances resampled to {SAMPLE_RATE} Hz, the first is "
+                f"{first.name} with {first.sample_rate} Hz; what lies above {SAMPLE_RATE // 2} Hz is folded back",
+                file=sys.stderr,
+            )
+        step = config.batch * world_size
+        count = len(found.utterances)
+        self.num_batches = count // step if training else -(-count // step)
+        self._require_enough()
+        self._permutation = (None, None)
+        slowest = corpus.SLOWEST if self.perturbed else 1.0
+        samples = [self._num_samples(one, slowest) for one in found.utterances]
+        self.max_frames = spliced(num_frames(max(samples)))
+        self.max_tokens = max(len(one.tokens) for one in found.utterances)
+        noise = features.make_noise(max(samples)) if training else None
+        self._max_offset = noise.max_offset if noise else 0
+        self._extract = _make_extractor(config, noise, self.device)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._thread = None
+        self.texts: list[str] = []
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.corpus.utterances) - len(self._bad)
+
+    def next(self) -> Batch:
+        """The next batch, ready for work on the current stream."""
+        if self._thread is None:
+            self._start()
+        made = self._ready.get()
+        if isinstance(made, BaseException):
+            self._ready.put(made)
+            raise made
+        batch, self.texts, event = made
+        if event is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            batch.features.record_stream(stream)
+        return batch
+
+    def reset(self) -> None:
+        """Start again at batch 0; what was made ahead is thrown away."""
+        self._stop()
+
+    def close(self) -> None:
+        """End the thread, and say how many were dropped without being named. Can be called again."""
+        self._stop()
+        if self._extract is not None and len(self.dropped) > self.max_named:
+            print(f"data: {len(self.dropped)} dropped in all", file=sys.stderr)
+        self._extract = None
+
+    # -- the thread
+
+    def _start(self):
+        self._ready, self._stopping = queue.Queue(AHEAD), threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(self._ready, self._stopping), daemon=True)
+        self._thread.start()
+
+    def _stop(self):
+        if self._thread is None:
+            return
+        self._stopping.set()
+        while self._thread.is_alive():
+            # The thread may be waiting for a free place.
+            try:
+                self._ready.get(timeout=0.01)
+            except queue.Empty:
+                continue
+        self._thread = None
+
+    def _work(self, ready, stopping):
+        try:
+            for number in itertools.count():
+                if stopping.is_set():
+                    return
+                ready.put(self._make_on_stream(number))
+        except BaseException as error:
+            ready.put(error)
+
+    def _make_on_stream(self, number):
+        if self._stream is None:
+            return *self.make(number), None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            batch, texts = self.make(number)
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+            # This thread alone waits: what was copied from may be used again now.
+            event.synchronize()
+        return batch, texts, event
+
+    # -- one batch
+
+    def make(self, number: int) -> tuple[Batch, list[str]]:
+        """Batch `number` and its transcripts, from (seed, rank, number) and the files alone."""
+        draws = np.random.default_rng([self.seed, self.rank, number])
+        size = self.config.batch
+        factors = draws.uniform(corpus.FASTEST, corpus.SLOWEST, size) if self.perturbed else np.ones(size)
+        offsets = draws.integers(self._max_offset, size=size).tolist() if self.training else [0] * size
+        rows, num_said, mel, frames = self._read(number, factors.tolist(), offsets)
+        chosen = [self.corpus.utterances[row] for row in rows]
+        lengths = torch.tensor([spliced(count) for count in frames], dtype=torch.int32)
+        masks = torch.from_numpy(features.draw_masks(draws, frames)) if self.training else None
+        on_device = self._upload(lengths), None if masks is None else self._upload(masks)
+        finished = features.finish(self._upload(mel), *on_device, self.config.features, self.dtype)
+        token_lengths = torch.tensor([len(one.tokens) for one in chosen], dtype=torch.int32)
+        tokens = torch.zeros(size, int(token_lengths.max()), dtype=torch.int64)
+        for row, one in zip(tokens, chosen, strict=True):
+            row[: len(one.tokens)] = torch.tensor(one.tokens)
+        host = (self._pinned(tensor) for tensor in (lengths, tokens, token_lengths))
+        return Batch(finished, *host), [one.text for one in chosen[:num_said]]
+
+    def _read(self, number, factors, offsets):
+        """(rows, num_said, features [B, 80, T], frames of 10 ms of each) of batch `number`, all good; see _rows."""
+        while True:
+            rows, num_said = self._rows(number)
+            chosen = [self.corpus.utterances[row] for row in rows]
+            scales = [factor * SAMPLE_RATE / one.sample_rate for factor, one in zip(factors, chosen, strict=True)]
+            encoded, faults = [], {}
+            for place, one in enumerate(chosen):
+                try:
+                    encoded.append(_read_file(one))
+                except BadAudio as error:
+                    faults[place] = error
+            if not faults:
+                answer = self._extract(encoded, scales, offsets)
+                if not isinstance(answer, dict):
+                    return rows, num_said, *answer
+                faults = answer
+            for place, error in faults.items():
+                if rows[place] not in self._bad:
+                    self._bad[rows[place]] = str(error)
+                    self._note([Dropped(chosen[place].name, str(error))])
+            self._require_enough()
+
+    def _rows(self, number):
+        """(utterances of batch `number` without those known to be bad, how many of them are not there to fill up)."""
+        count, batch = len(self.corpus.utterances), self.config.batch
+        if self.training:
+            later = itertools.chain.from_iterable(self._indices(after) for after in itertools.count(number))
+            good = (index for index in later if index not in self._bad)
+            return list(itertools.islice(good, batch)), batch
+        start = (number % self.num_batches * self.world_size + self.rank) * batch
+        own = [index for index in range(start, min(start + batch, count)) if index not in self._bad]
+        filling = (index for index in itertools.cycle(range(count)) if index not in self._bad)
+        return own + list(itertools.islice(filling, batch - len(own))), len(own)
+
+    def _indices(self, number):
+        """What this rank reads in training step `number` if all utterances are good."""
+        epoch, step = divmod(number, self.num_batches)
+        if self._permutation[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self._permutation = epoch, generator.permutation(len(self.corpus.utterances))
+        start = (step * self.world_size + self.rank) * self.config.batch
+        return self._permutation[1][start : start + self.config.batch].tolist()
+
+    def _num_samples(self, one, factor):
+        return resampled(one.num_samples, factor * SAMPLE_RATE / one.sample_rate)
+
+    def _upload(self, tensor):
+        if tensor.device.type == self.device.type:
+            return tensor
+        return self._pinned(tensor).to(self.device, non_blocking=True)
+
+    def _pinned(self, tensor):
+        return tensor.pin_memory() if self._stream is not None else tensor
+
+    # -- what is dropped
+
+    def _note(self, dropped, silent=False):
+        for one in dropped:
+            self.dropped.append(one)
+            if silent or len(self.dropped) > self.max_named:
+                continue
+            more = "; further ones are counted only" if len(self.dropped) == self.max_named else ""
+            print(f"data: dropped {one}{more}", file=sys.stderr)
+
+    def _require_enough(self):
+        needed = self.config.batch * self.world_size if self.training else 1
+        if self.num_samples < needed:
+            ranks = f" on {self.world_size} ranks" if self.world_size > 1 else ""
+            first = f" (the first dropped: {self.dropped[0]})" if self.dropped else ""
+            raise ValueError(
+                f"--data {self.corpus.folder}: {self.num_samples} utterances can be trained on{first}, --batch "
+                f"{self.config.batch}{ranks} takes {needed}: give more speech or a smaller --batch"
+            )
+
+
+def _read_file(one):
+    """All bytes of an utterance's file, uint8. Raises BadAudio."""
+    try:
+        return np.fromfile(one.path, np.uint8)
+    except OSError as error:
+        raise BadAudio(f"cannot be read: {error.strerror}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Features by --audio
+
+
+def _make_extractor(config, noise, device):
+    """A callable (encoded files, scales, offsets) -> (features, frames), or {row: BadAudio}."""
+    if config.audio == "torch":
+        return TorchExtractor(noise, config.workers)
+    try:
+        from rnnt.dali_pipeline import DaliExtractor
+    except ImportError:
+        raise ValueError("--audio dali: nvidia-dali is not installed: ./setup.sh dali, or --audio torch") from None
+    return DaliExtractor(config.batch, noise, config.workers, device)
+
+
+class TorchExtractor:
+    """What rnnt/dali_pipeline.py does, on the CPU: decoded by libsndfile, features by torch; arguments as there."""
+
+    def __init__(self, noise: features.Noise | None, workers: int):
+        try:
+            import soundfile
+        except ImportError:
+            raise ValueError("--audio torch: soundfile is not installed: ./setup.sh speech, or --audio dali") from None
+        self._soundfile = soundfile
+        self._noise = None if noise is None else torch.from_numpy(noise.table)
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers)
+
+    def __call__(self, encoded, scales, offsets):
+        answers = list(self._threads.map(self._try_one, encoded, scales, offsets))
+        faults = {row: answer for row, answer in enumerate(answers) if isinstance(answer, BadAudio)}
+        if faults:
+            return faults
+        frames = [answer.shape[1] for answer in answers]
+        batch = torch.zeros(len(answers), features.NUM_MELS, max(frames))
+        for row, answer in zip(batch, answers, strict=True):
+            row[:, : answer.shape[1]] = answer
+        return batch, frames
+
+    def _try_one(self, encoded, scale, offset):
+        try:
+            audio = self._decode(encoded)
+            return features.extract(audio, scale, None if self._noise is None else self._noise[offset:])
+        except BadAudio as error:
+            return error
+
+    def _decode(self, encoded):
+        try:
+            audio, _ = self._soundfile.read(io.BytesIO(encoded.tobytes()), dtype="float32", always_2d=True)
+        except (self._soundfile.LibsndfileError, RuntimeError) as error:
+            raise BadAudio(f"cannot be decoded: {error}") from None
+        return torch.from_numpy(audio.mean(axis=1))

@@ -1,0 +1,155 @@
+"""What rnnt/decoder.py does between matrix products, as Triton kernels: one program for an utterance."""
+
+import triton
+import triton.language as tl
+
+
+def join(search, f) -> None:
+    width = f.shape[2]
+    assert f.stride(2) == 1
+    _join[(search.batch,)](
+        f,
+        f.stride(0),
+        f.stride(1),
+        search.g,
+        search.joined,
+        search.frame,
+        search.lengths,
+        width,
+        WIDTH=triton.next_power_of_2(width),
+    )
+
+
+def advance(search) -> None:
+    vocab = search.logits.shape[1]
+    _advance[(search.batch,)](
+        search.logits,
+        search.labels,
+        search.counters,
+        search.lengths,
+        search.num_active,
+        search.recurrent,
+        search.recurrent.stride(0),
+        search.table,
+        search.x,
+        search.x.stride(0),
+        search.c,
+        search.batch,
+        vocab,
+        search.hidden,
+        search.max_symbols_per_frame,
+        search.max_symbols,
+        VOCAB=triton.next_power_of_2(vocab),
+        HIDDEN=triton.next_power_of_2(search.hidden),
+    )
+
+
+def rise(search, layer) -> None:
+    gates, (h, c) = search.gates[layer - 1], search.layers[layer]
+    _rise[(search.batch,)](
+        gates,
+        gates.stride(0),
+        search.emitted,
+        h,
+        h.stride(0),
+        c,
+        search.hidden,
+        HIDDEN=triton.next_power_of_2(search.hidden),
+    )
+
+
+@triton.jit
+def _join(f, stride_row, stride_frame, g, joined, frames, lengths, width, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.arange(0, WIDTH)
+    inside = unit < width
+    frame = tl.maximum(tl.minimum(tl.load(frames + row), tl.load(lengths + row) - 1), 0)
+    encoded = tl.load(f + row * stride_row + frame * stride_frame + unit, inside, other=0.0).to(tl.float32)
+    predicted = tl.load(g + row * width + unit, inside, other=0.0).to(tl.float32)
+    # As torch adds: rounded, then cut at zero, which is the same.
+    tl.store(joined + row * width + unit, tl.maximum(encoded + predicted, 0.0), inside)
+
+
+@triton.jit
+def _advance(
+    logits,
+    labels,
+    counters,
+    lengths,
+    num_active,
+    gates,
+    stride_gates,
+    table,
+    x,
+    stride_x,
+    c,
+    batch,
+    vocab,
+    hidden,
+    max_per_frame,
+    max_total,
+    VOCAB: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    row = tl.program_id(0)
+    frame = tl.load(counters + row)
+    total = tl.load(counters + batch + row)
+    added = tl.load(counters + 2 * batch + row)
+    done = tl.load(counters + 3 * batch + row)
+    if done == 0:
+        index = tl.arange(0, VOCAB)
+        values = tl.load(logits + row * vocab + index, index < vocab, other=float("-inf")).to(tl.float32)
+        label = tl.argmax(values, 0)
+        emits = label != vocab - 1
+        if emits:
+            tl.store(labels + row * (max_total + 1) + total, label.to(tl.int64))
+            total += 1
+            added += 1
+        if (label == vocab - 1) | (added >= max_per_frame):
+            frame += 1
+            added = added * 0
+        tl.store(counters + row, frame)
+        tl.store(counters + batch + row, total)
+        tl.store(counters + 2 * batch + row, added)
+        tl.store(counters + 4 * batch + row, emits.to(tl.int64))
+        if (frame >= tl.load(lengths + row)) | (total >= max_total):
+            tl.store(counters + 3 * batch + row, done + 1)
+            tl.atomic_add(num_active, -1)
+        if emits:
+            unit = tl.arange(0, HIDDEN)
+            inputs = table + label * 4 * hidden
+            _cell(gates + row * stride_gates, inputs, x + row * stride_x, c + row * hidden, unit, hidden, True)
+    else:
+        tl.store(counters + 4 * batch + row, done * 0)
+
+
+@triton.jit
+def _rise(gates, stride_gates, emitted, x, stride_x, c, hidden, HIDDEN: tl.constexpr):
+    row = tl.program_id(0)
+    if tl.load(emitted + row) != 0:
+        unit = tl.arange(0, HIDDEN)
+        own = gates + row * stride_gates
+        _cell(own, own, x + row * stride_x, c + row * hidden, unit, hidden, False)
+
+
+@triton.jit
+def _cell(gates, inputs, h, c, unit, hidden, HAS_INPUTS: tl.constexpr):
+    """An LSTM's new h and c in place. gates: of one row, those of `inputs` to be added where there are any."""
+    inside = unit < hidden
+    enters = tl.load(gates + unit, inside, other=0.0).to(tl.float32)
+    stays = tl.load(gates + hidden + unit, inside, other=0.0).to(tl.float32)
+    new = tl.load(gates + 2 * hidden + unit, inside, other=0.0).to(tl.float32)
+    leaves = tl.load(gates + 3 * hidden + unit, inside, other=0.0).to(tl.float32)
+    if HAS_INPUTS:
+        enters += tl.load(inputs + unit, inside, other=0.0).to(tl.float32)
+        stays += tl.load(inputs + hidden + unit, inside, other=0.0).to(tl.float32)
+        new += tl.load(inputs + 2 * hidden + unit, inside, other=0.0).to(tl.float32)
+        leaves += tl.load(inputs + 3 * hidden + unit, inside, other=0.0).to(tl.float32)
+    state = tl.sigmoid(stays) * tl.load(c + unit, inside, other=0.0) + tl.sigmoid(enters) * _tanh(new)
+    tl.store(c + unit, state, inside)
+    tl.store(h + unit, tl.sigmoid(leaves) * _tanh(state), inside)
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1

@@ -1,0 +1,123 @@
+"""Greedy decoding after training: how fast it is, eager and graphed, and the word error rate where words are known."""
+
+import statistics
+import time
+
+import torch
+
+from common.measure import synchronize
+from rnnt.config import GENERATED
+from rnnt.decoder import EagerDecoder, GraphDecoder
+from rnnt.text import open_tokenizer, word_errors
+
+REPEATS = 5
+# As many as LibriSpeech's dev-clean has, which the benchmark is evaluated on.
+MAX_UTTERANCES = 2703
+EVALUATION_SEED = 0
+
+
+@torch.no_grad()
+def measure(state) -> dict:
+    """Times of both decoders on one batch of training data, with the averaged weights; medians of REPEATS, in ms.
+
+    loop: all symbol steps, from the first frame to the end of the last utterance. whole: encoder (eager in both), loop
+    and the labels on the host. labels_equal: of both decoders, utterance by utterance.
+    """
+    # The next batch of training; what it advances is reset before anything is trained again.
+    views, _, _ = state.inputs.load(state.plan.fit)
+    found, labels = {}, {}
+    with state.averaged():
+        f, lengths = state.model.encoder(views.features, views.feature_lengths)
+        graphed = GraphDecoder(state.model, len(f), f.shape[1])
+        decoders = {"eager": EagerDecoder(state.model, len(f)), "graph": graphed}
+        for name, decoder in decoders.items():
+            labels[name] = decoder.decode(f, lengths)
+            times = [_time(state, decoder, views) for _ in range(REPEATS)]
+            found[f"{name}_loop_ms"], found[f"{name}_whole_ms"] = map(statistics.median, zip(*times, strict=True))
+            found[f"{name}_utterances_per_s"] = len(f) / found[f"{name}_whole_ms"] * 1e3
+        graphed.close()
+    return found | {
+        "loop_speedup": found["eager_loop_ms"] / found["graph_loop_ms"],
+        "whole_speedup": found["eager_whole_ms"] / found["graph_whole_ms"],
+        "num_utterances": len(f),
+        "num_labels": sum(map(len, labels["eager"])),
+        "labels_equal": labels["eager"] == labels["graph"],
+    }
+
+
+def _time(state, decoder, views):
+    """(loop, whole) in ms."""
+    synchronize()
+    start = time.perf_counter()
+    decoder.load(*state.model.encoder(views.features, views.feature_lengths))
+    synchronize()
+    loop_start = time.perf_counter()
+    decoder.loop()
+    synchronize()
+    loop_end = time.perf_counter()
+    decoder.results()
+    return (loop_end - loop_start) * 1e3, (time.perf_counter() - start) * 1e3
+
+
+@torch.no_grad()
+def word_error_rate(state) -> dict:
+    """Of both decoders on unchanged speech, with the averaged weights; MAX_UTTERANCES of the folder's at most."""
+    from rnnt.state import open_source
+
+    config = state.config
+    tokenizer = open_tokenizer(config.tokenizer, config.vocab)
+    source = open_source(config, state.device, 0, 1, state.dtype, EVALUATION_SEED, training=False)
+    errors, num_words = {"eager": 0, "graph": 0}, 0
+    labels_equal = True
+    with state.averaged():
+        graphed = GraphDecoder(state.model, config.batch, (max(state.plan.audio) + 1) // 2)
+        decoders = {"eager": EagerDecoder(state.model, config.batch), "graph": graphed}
+        for _ in range(min(source.num_batches, max(1, MAX_UTTERANCES // config.batch))):
+            batch = source.next()
+            features, lengths = batch.features.to(state.device), batch.feature_lengths.to(state.device)
+            f, lengths = state.model.encoder(features, lengths)
+            labels = {name: decoder.decode(f, lengths) for name, decoder in decoders.items()}
+            labels_equal = labels_equal and labels["eager"] == labels["graph"]
+            num_words += sum(len(text.split()) for text in source.texts)
+            for name, found in labels.items():
+                # The last batch may be filled up with rows that have no text.
+                pairs = zip(source.texts, found[: len(source.texts)], strict=True)
+                errors[name] += sum(word_errors(text, tokenizer.decode(ids)) for text, ids in pairs)
+        graphed.close()
+    source.close()
+    return {
+        "num_words": num_words,
+        "eager": errors["eager"] / num_words,
+        "graph": errors["graph"] / num_words,
+        "labels_equal": labels_equal,
+    }
+
+
+def finish(state, record) -> None:
+    """Put both into the record's extra, and print them with what buckets cost."""
+    record["extra"]["decode"] = measure(state)
+    if state.config.data not in GENERATED:
+        record["extra"]["wer"] = word_error_rate(state)
+    if state.rank == 0:
+        for line in lines(record["extra"]):
+            print(line)
+
+
+def lines(extra: dict) -> list[str]:
+    """What a person wants to see of extra's buckets, decode and wer."""
+    report, decode = extra["buckets"], extra["decode"]
+    padding = ", ".join(f"{what} {100 * value:.1f} %" for what, value in report["padding"].items())
+    useful, executed = report["useful_flops_per_step"], report["executed_flops_per_step"]
+    out = [
+        f"padding    {padding} over the longest of each batch, {len(report['steps_per_shape'])} shapes",
+        f"compute    {useful / 1e12:.3g} TFLOP/step useful, {executed / 1e12:.3g} executed",
+        f"decode     loop {decode['eager_loop_ms']:.2f} ms eager, {decode['graph_loop_ms']:.2f} ms graph "
+        f"({decode['loop_speedup']:.2f}x), whole {decode['whole_speedup']:.2f}x, "
+        f"{decode['graph_utterances_per_s']:,.0f} utterances/s, "
+        f"labels {'equal' if decode['labels_equal'] else 'DIFFER'}",
+    ]
+    if "wer" in extra:
+        wer = extra["wer"]
+        equal = "equal" if wer["labels_equal"] else "DIFFER"
+        out.append(f"words      {100 * wer['eager']:.2f} % wrong, {100 * wer['graph']:.2f} % graphed, labels {equal}")
+    return out

@@ -1,0 +1,288 @@
+"""What RNN-T's training reads and writes: built once, reset in place, the same for every variant."""
+
+import contextlib
+import functools
+
+import numpy as np
+import torch
+
+from common import memory
+from common.late import LateReader
+from common.measure import Unsupported, section
+from common.optimizers import LossScaler
+from rnnt import buckets, decoding
+from rnnt.batch import Batch
+from rnnt.config import GENERATED, Config, learning_rate, limits, predicted_bytes, time_steps, training_flops
+from rnnt.inputs import Inputs
+from rnnt.lamb import Lamb
+from rnnt.loss import transducer_loss
+from rnnt.model import RNNT, flatten, initialise
+from rnnt.synthetic import Synthetic, draw_lengths
+
+SEED = 1234
+HELD_OUT_SEED = 4321
+HELD_OUT_BATCHES = 4
+# Batches of speech that are looked at to choose buckets.
+NUM_SCANNED = 64
+
+REPORT = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
+MIN_STEPS_JUDGED = 20
+
+
+class State:
+    """Networks, loss scaler, optimizer, data, the plan of buckets, and the losses seen."""
+
+    num_losses = 4096
+
+    def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
+        self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
+        _require_memory(config, device)
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
+        with torch.device(device):
+            self.model = RNNT(config)
+        self.model.to(self.dtype)
+        # What the step calls; a compiled variant puts its own here.
+        self.encoder, self.prediction, self.joint = self.model.encoder, self.model.prediction, self.model.joint
+        flatten(self.model)
+        initialise(self.model, config, SEED)
+        self.names, self.parameters = zip(*self.model.named_parameters(), strict=True)
+        self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
+        self.lamb = Lamb(
+            self.parameters,
+            self.scaler,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.clip,
+            ema_decay=config.ema,
+            rank=rank,
+            world_size=world_size,
+        )
+        self.blank = config.vocab - 1
+        self.source = open_source(config, device, rank, world_size, self.dtype, SEED, training=True)
+        held_out = HELD_OUT_BATCHES * config.batch if config.data in GENERATED else 0
+        self.hyperparameters = {"train_samples": self.source.num_samples, "eval_samples": held_out}
+        # A bucket may be longer than the longest utterance.
+        self.plan = self._make_plan()
+        size = (max(self.plan.audio), config.batch, config.features)
+        self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
+        self.tally = buckets.Tally()
+        self.report = torch.zeros(len(REPORT), device=device)
+        # Ranks that stop must stop at the same step.
+        self.late = LateReader(device, len(REPORT), exact=world_size > 1)
+        self.losses = torch.zeros(self.num_losses, device=device)
+        self.grad_norms = torch.zeros(self.num_losses, device=device)
+
+    def _make_plan(self):
+        """Alike on all ranks: buckets are chosen by what any of them may meet."""
+        maxima = _scan(self.source)
+        most = getattr(self.source, "max_frames", 0), getattr(self.source, "max_tokens", 0)
+        if self.world_size > 1:
+            every = [None] * self.world_size
+            torch.distributed.all_gather_object(every, (maxima, most))
+            maxima = sorted({pair for found, _ in every for pair in found})
+            most = tuple(max(values) for values in zip(*(each for _, each in every), strict=True))
+        largest = limits(self.config)
+        if self.config.buckets == "auto":
+            largest = tuple(own or limit for own, limit in zip(most, largest, strict=True))
+        return buckets.make_plan(self.config.buckets, maxima, *largest, functools.partial(time_steps, self.config))
+
+    def reset(self):
+        # Weights are the same on all ranks, draws each rank's own.
+        torch.manual_seed(SEED + self.rank)
+        initialise(self.model, self.config, SEED)
+        self.model.train()
+        self.lamb.reset()
+        self.scaler.reset()
+        self.inputs.reset()
+        self.tally.reset()
+        self.late.reset()
+        self.report.zero_()
+        self.losses.zero_()
+        self.grad_norms.zero_()
+
+    def close(self):
+        """End the data's threads. For the record: steps skipped since the last reset, utterances dropped."""
+        dropped = self.source.dropped
+        self.source.close()
+        return {
+            "num_skipped_steps": int(self.scaler.num_skipped),
+            "num_dropped_samples": len(dropped),
+            "dropped_samples": [str(one) for one in dropped[:20]],
+        }
+
+    # -- one step, part by part; all but begin_step and end_step can be captured
+
+    def begin_step(self, index: int, fit=None):
+        """The next batch into the static inputs, this step's learning rate into its place: (views, shape).
+
+        fit: how the batch is padded; None: not at all.
+        """
+        with section("data"):
+            views, batch, shape = self.inputs.load(fit)
+            self.lamb.lr.fill_(learning_rate(self.config, index))
+        original = len(batch.features), batch.tokens.shape[1]
+        frames, tokens = batch.feature_lengths.tolist(), batch.token_lengths.tolist()
+        self.tally.add(original, shape, frames, tokens)
+        return views, shape
+
+    def loss(self, f, g, views, frame_lengths):
+        """Mean loss of the batch, FP32, from both networks' outputs."""
+        logits = self.joint(f, g)
+        losses = transducer_loss(logits, views.tokens, frame_lengths, views.token_lengths, self.blank)
+        return losses.mean()
+
+    def scaled(self, loss):
+        return loss * self.scaler.scale
+
+    @torch.no_grad()
+    def update(self, loss, grads):
+        """Overflow check, LAMB, moving average, loss scale."""
+        self.lamb.step(grads)
+        self.fill_report(loss)
+
+    @torch.no_grad()
+    def fill_report(self, loss):
+        """What the host reads late; the loss scale is that of the next step."""
+        scaler = self.scaler
+        counts = (scaler.floor_overflows.float(), scaler.num_skipped.float())
+        torch.stack((loss, scaler.scale, self.lamb.grad_norm, *counts), out=self.report)
+
+    def end_step(self, index: int):
+        """Keep loss and norm, start their copy to the host, and look at what has arrived of earlier steps."""
+        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
+        place = min(index, self.num_losses - 1)
+        with section("report"):
+            self.losses[place].copy_(self.report[0])
+            self.grad_norms[place].copy_(self.report[2])
+            self.late.push(index, self.report)
+        seen = self.late.latest()
+        if seen:
+            self.check(*seen, index)
+
+    def check(self, seen_index: int, report, index: int):
+        """FloatingPointError when the loss scale is at its floor and gradients overflow step after step."""
+        overflows = int(report[REPORT.index("floor_overflows")])
+        if overflows >= self.config.max_floor_overflows:
+            raise FloatingPointError(
+                f"overflow storm: {overflows} steps in a row with the loss scale at {self.scaler.floor:g}, from step "
+                f"{seen_index - overflows + 1} on, detected at step {index}: lower --lr, or train with --precision bf16"
+            )
+
+    # -- what the harness asks
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss of the moving average over HELD_OUT_BATCHES batches that no rank trains on, without dropout.
+
+        Raises Unsupported for speech, which has no part that is not trained on.
+        """
+        if self.config.data not in GENERATED:
+            raise Unsupported("all utterances of the folder are trained on: no loss of held-out ones")
+        source = open_source(self.config, self.device, 0, 1, self.dtype, HELD_OUT_SEED, training=False)
+        total = torch.zeros((), device=self.device)
+        with self.averaged():
+            for _ in range(HELD_OUT_BATCHES):
+                batch = Batch(*(tensor.to(self.device) for tensor in source.next()))
+                f, lengths = self.model.encoder(batch.features, batch.feature_lengths)
+                logits = self.model.joint(f, self.model.prediction(batch.tokens))
+                total += transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, self.blank).mean()
+        source.close()
+        return float(total) / HELD_OUT_BATCHES
+
+    @contextlib.contextmanager
+    def averaged(self):
+        """Within it the parameters are the moving average, in place, and nothing is dropped out."""
+        self.lamb.gather_ema()
+        with torch.no_grad():
+            kept = [parameter.clone() for parameter in self.parameters]
+            torch._foreach_copy_(list(self.parameters), self.lamb.ema)
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.parameters), kept)
+
+    def finish(self, variant, record):
+        """What buckets cost, how fast eager and graphed greedy decoding are, and the word error rate of speech."""
+        report = self.tally.report(functools.partial(training_flops, self.config))
+        record["extra"]["buckets"] = {"audio": self.plan.audio, "text": self.plan.text} | report
+        if self.config.data != "synthetic":
+            record["flops_per_step"] = report["useful_flops_per_step"]
+        decoding.finish(self, record)
+
+    def named_state(self):
+        yield from zip(self.names, self.parameters, strict=True)
+        yield from self.lamb.named_state()
+        yield from self.scaler.named_state()
+
+    def read_losses(self, count: int) -> list[float]:
+        """Raises FloatingPointError where none of many steps trained, which the loss alone does not show."""
+        norms = self.grad_norms[: min(count, self.num_losses)]
+        if count >= MIN_STEPS_JUDGED and not torch.isfinite(norms).any():
+            raise FloatingPointError(
+                f"gradients overflowed in each of {count} steps, nothing was trained: lower --loss-scale"
+            )
+        return self.losses[: min(count, self.num_losses)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        return self.grad_norms[: min(count, self.num_losses)].tolist()
+
+    def batch_class(self, index: int) -> int:
+        """Batches that come again and again with lengths of their own are each compared with themselves."""
+        return index % getattr(self.source, "period", 1)
+
+
+def open_source(config: Config, device, rank, world_size, dtype, seed, training: bool):
+    """A source of batches for --data; what it must have is in the docstring of rnnt/batch.py."""
+    if config.data in GENERATED:
+        return Synthetic(config, rank, world_size, dtype, seed, pinned=device.type == "cuda")
+    from rnnt.data import open_speech
+
+    return open_speech(config, device, rank, world_size, dtype, seed, training)
+
+
+def _scan(source):
+    """(frames, tokens) of the longest in many batches. Speech is read for it: only its features tell how long it is."""
+    if hasattr(source, "batch_maxima"):
+        return source.batch_maxima()
+    maxima = []
+    for _ in range(NUM_SCANNED):
+        batch = source.next()
+        maxima.append((len(batch.features), batch.tokens.shape[1]))
+    source.reset()
+    return maxima
+
+
+def _require_memory(config, device):
+    free, need = memory.free_bytes(device), predicted_bytes(config)
+    if free is not None and need > free:
+        raise torch.OutOfMemoryError(f"--batch {config.batch} needs {need:,} bytes, {free:,} are free: lower --batch")
+
+
+def hyperparameters(config: Config, world_size: int) -> dict:
+    """What the MLPerf log says of this training."""
+    return {
+        "seed": SEED,
+        "global_batch_size": config.batch * world_size,
+        "gradient_accumulation_steps": 1,
+        "opt_name": "lamb",
+        "opt_base_learning_rate": config.lr,
+        "opt_lamb_learning_rate_warmup_steps": config.lr_warmup,
+        "opt_lamb_beta_1": config.beta1,
+        "opt_lamb_beta_2": config.beta2,
+        "opt_lamb_epsilon": config.eps,
+        "opt_lamb_weight_decay_rate": config.weight_decay,
+    }
+
+
+def nominal_flops(config: Config) -> float:
+    """FLOP of a step for utterances' true lengths; for speech --frames and --tokens stand in until it has been read."""
+    if config.data != "lengths":
+        return config.batch * training_flops(config, config.frames, config.tokens)
+    frames, tokens = draw_lengths(np.random.default_rng(SEED), 4096, *limits(config))
+    pairs = zip(frames.tolist(), tokens.tolist(), strict=True)
+    return config.batch * sum(training_flops(config, *pair) for pair in pairs) / len(frames)

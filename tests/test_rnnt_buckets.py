@@ -1,0 +1,122 @@
+"""rnnt/buckets: ladders, the automatic choice, what a batch is padded to, and the report of it."""
+
+import itertools
+import random
+
+import pytest
+
+from rnnt import buckets
+
+
+def steps(frames, tokens):
+    return 2 * frames + 3 * ((frames + 1) // 2) + 2 * (tokens + 1)
+
+
+def drawn(count, seed=0, most=(641, 125)):
+    source = random.Random(seed)
+    frames = [max(source.randint(300, most[0]) for _ in range(8)) for _ in range(count)]
+    return [(length, min(most[1], max(20, round(0.14 * length + source.gauss(0, 6))))) for length in frames]
+
+
+def test_ladders_are_the_published_ones():
+    assert buckets.ladder("4", "audio", 641) == [161, 321, 481, 641]
+    assert buckets.ladder("4", "text", 125) == [32, 63, 94, 125]
+    # 400, 800, 1200 and 1600 frames of 10 ms, three of which are one of the encoder.
+    assert buckets.ladder("guide", "audio", 641) == [134, 267, 400, 534]
+    assert buckets.ladder("guide", "text", 125) == [150, 300, 450, 600]
+    assert len(buckets.ladder("50", "audio", 641)) == len(buckets.ladder("50", "text", 125)) == 50
+    assert buckets.ladder("1", "text", 125) == [125] and buckets.ladder("50", "text", 8) == list(range(1, 9))
+
+
+def test_the_smallest_bucket_that_holds_a_length():
+    ladder = [161, 321, 481, 641]
+    for length in range(1, 642):
+        assert buckets.fit(ladder, length) == min(bucket for bucket in ladder if bucket >= length)
+    with pytest.raises(ValueError, match="642 long and the largest bucket 641"):
+        buckets.fit(ladder, 642)
+
+
+def test_networks_are_padded_apart():
+    plan = buckets.make_plan("50", drawn(500), 641, 125, steps)
+    for frames, tokens in [*drawn(50, seed=1), (1, 1), (641, 1), (1, 125), (641, 125)]:
+        expected = buckets.fit(plan.audio, frames), buckets.fit(plan.text, tokens)
+        assert plan.fit(frames, tokens) == expected
+    assert len(plan.pairs) > buckets.MAX_PAIRS
+
+
+@pytest.mark.parametrize("kind", ["1", "3", "4", "guide"])
+def test_few_buckets_make_all_their_pairs(kind):
+    plan = buckets.make_plan(kind, [(100, 20)], 641, 125, steps)
+    assert set(plan.pairs) == set(itertools.product(plan.audio, plan.text))
+    assert plan.fit(100, 20) == (plan.audio[0], plan.text[0])
+
+
+def test_pairs_of_many_buckets_are_those_that_occur():
+    plan = buckets.make_plan("50", [(409, 56)], 641, 125, steps)
+    assert plan.pairs == [(411, 58)] and plan.fit(409, 56) == (411, 58)
+    # One that was not seen before takes a captured shape if it fits, else its own buckets.
+    assert plan.fit(300, 50) == (411, 58) and plan.fit(412, 50) == (424, 50)
+
+
+def test_auto_of_equal_batches_pads_nothing():
+    plan = buckets.make_plan("auto", [(409, 56)] * 3, 409, 56, steps)
+    assert (plan.audio, plan.text, plan.pairs) == ([409], [56], [(409, 56)])
+
+
+def waste(plan, maxima):
+    return sum(steps(*plan.fit(*pair)) for pair in maxima) / sum(steps(*pair) for pair in maxima) - 1
+
+
+def test_auto_keeps_padding_below_two_percent_with_few_pairs():
+    # Two clusters and a little spread: four pairs are enough, and three are not.
+    source = random.Random(3)
+    centers = [(200, 30), (300, 40), (400, 55), (600, 100)]
+    maxima = [
+        (a + source.randint(-3, 0), t + source.randint(-1, 0)) for a, t in (source.choice(centers) for _ in range(999))
+    ]
+    plan = buckets.make_plan("auto", maxima, 600, 100, steps)
+    assert waste(plan, maxima) <= buckets.AUTO_WASTE
+    assert len(plan.pairs) == 4
+
+
+def test_auto_never_takes_more_pairs_than_a_full_graph_has():
+    maxima = drawn(2000)
+    plan = buckets.make_plan("auto", maxima, 641, 125, steps)
+    assert len(plan.pairs) <= buckets.MAX_PAIRS and (641, 125) in plan.pairs
+    # On other batches than it was chosen by, and against the evenly spaced ladder of as many pairs.
+    fresh = drawn(2000, seed=1)
+    even = buckets.make_plan("4", maxima, 641, 125, steps)
+    assert waste(plan, fresh) < 0.03 < waste(even, fresh)
+
+
+def test_a_batch_is_padded_to_the_cheapest_pair_that_holds_it():
+    plan = buckets.make_plan("auto", drawn(2000), 641, 125, steps)
+    for frames, tokens in drawn(300, seed=2):
+        holding = [pair for pair in plan.pairs if pair[0] >= frames and pair[1] >= tokens]
+        assert steps(*plan.fit(frames, tokens)) == min(steps(*pair) for pair in holding)
+
+
+@pytest.mark.parametrize("kind", ["0", "51", "-1", "4.0", "", "Auto", "\u0664"])
+def test_other_kinds_are_refused(kind):
+    with pytest.raises(ValueError, match="--buckets .*auto, guide or a number from 1 to 50"):
+        buckets.require_kind(kind)
+
+
+def test_report_counts_what_is_executed_and_what_is_useful():
+    tally = buckets.Tally()
+    tally.add((10, 4), (12, 6), [10, 5], [2, 4])
+    tally.add((11, 3), (12, 6), [11, 11], [3, 3])
+    report = tally.report(lambda frames, tokens: 100 * frames + tokens)
+    assert report["steps_per_shape"] == {"12x6": 2}
+    assert report["steps_per_audio_bucket"] == {"12": 2} and report["steps_per_text_bucket"] == {"6": 2}
+    assert report["padding"]["frames"] == pytest.approx(24 / 21 - 1)
+    assert report["padding"]["symbols"] == pytest.approx(14 / 9 - 1)
+    assert report["padding"]["cells"] == pytest.approx(2 * 6 * 7 / (5 * 5 + 6 * 4) - 1)
+    assert report["useful"]["frames"] == pytest.approx((10 + 5 + 11 + 11) / (4 * 12))
+    assert report["useful"]["symbols"] == pytest.approx((3 + 5 + 4 + 4) / (4 * 7))
+    assert report["useful"]["cells"] == pytest.approx((5 * 3 + 3 * 5 + 6 * 4 + 6 * 4) / (4 * 6 * 7))
+    assert report["useful_flops_per_step"] == pytest.approx((1002 + 504 + 1103 + 1103) / 2)
+    assert report["executed_flops_per_step"] == pytest.approx(2 * 1206)
+    tally.reset()
+    tally.add((1, 1), (2, 2), [1], [1])
+    assert tally.report(lambda *_: 1.0)["steps_per_shape"] == {"2x2": 1}

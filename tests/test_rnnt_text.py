@@ -1,0 +1,105 @@
+"""rnnt/text: tokenizers, what they refuse, and the word error rate."""
+
+import io
+
+import numpy as np
+import pytest
+
+from rnnt import text
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """A sentencepiece model of 26 pieces, trained on a few sentences without the letter z."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed: ./setup.sh speech")
+    path = tmp_path_factory.mktemp("pieces") / "small.model"
+    sentences = ["the red boat sails home", "the old king sings", "a boat and a king", "we don't know why"] * 5
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=out,
+        vocab_size=26,
+        model_type="unigram",
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    path.write_bytes(out.getvalue())
+    return path
+
+
+def test_characters_go_to_ids_and_back():
+    tokenizer = text.open_tokenizer("chars", vocab=29)
+    said = "it doesn't matter"
+    ids = tokenizer.encode(said)
+    assert len(ids) == len(said) and max(ids) < tokenizer.num_tokens == 28
+    assert tokenizer.encode("az' ") == [1, 26, 27, 0]
+    assert tokenizer.decode(ids) == said
+
+
+def test_decoded_text_has_its_words_one_space_apart():
+    tokenizer = text.open_tokenizer("chars", vocab=32)
+    # 30 is a class of the model that no letter has.
+    assert tokenizer.decode([0, 1, 0, 0, 2, 30, 0]) == "a b"
+
+
+def test_normalising_lowers_case_and_spaces():
+    assert text.normalise("  THE Red\tBOAT ") == "the red boat"
+
+
+@pytest.mark.parametrize("said", ["caf\u00e9", "number 7", "don\u2019t", "stop."])
+def test_characters_outside_the_vocabulary_are_refused_by_name(said):
+    with pytest.raises(text.UnknownText, match="outside the vocabulary"):
+        text.open_tokenizer("chars", vocab=32).encode(said)
+
+
+def test_too_small_a_vocabulary_names_the_flag():
+    text.open_tokenizer("chars", vocab=29)
+    with pytest.raises(ValueError, match="--vocab 28 is too small, take 29"):
+        text.open_tokenizer("chars", vocab=28)
+
+
+def test_pieces_go_to_ids_and_back(model_path):
+    tokenizer = text.open_tokenizer(str(model_path), vocab=64)
+    ids = tokenizer.encode("the red king sings")
+    assert all(0 <= number < 26 for number in ids) and len(ids) < len("the red king sings")
+    assert tokenizer.decode(np.array(ids)) == "the red king sings"
+    assert tokenizer.decode([*ids, 50]) == "the red king sings"
+
+
+def test_pieces_refuse_what_they_cannot_write(model_path):
+    with pytest.raises(text.UnknownText, match="'z'"):
+        text.open_tokenizer(str(model_path), vocab=64).encode("the red zoo")
+
+
+def test_bad_tokenizers_name_the_flag(model_path, tmp_path):
+    other = tmp_path / "other.model"
+    other.write_text("no model")
+    with pytest.raises(ValueError, match="--tokenizer .* not a sentencepiece"):
+        text.open_tokenizer(str(other), vocab=64)
+    with pytest.raises(ValueError, match="--tokenizer nowhere.model: no such file"):
+        text.open_tokenizer("nowhere.model", vocab=64)
+    with pytest.raises(ValueError, match="--vocab 26 is too small, take 27"):
+        text.open_tokenizer(str(model_path), vocab=26)
+
+
+def all_edits(reference, hypothesis):
+    """Levenshtein's distance by trying everything."""
+    if not reference or not hypothesis:
+        return len(reference) + len(hypothesis)
+    same = all_edits(reference[1:], hypothesis[1:]) + (reference[0] != hypothesis[0])
+    return min(same, 1 + all_edits(reference[1:], hypothesis), 1 + all_edits(reference, hypothesis[1:]))
+
+
+def test_word_errors_are_the_fewest_edits():
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        said, heard = (["abc"[k] for k in generator.integers(3, size=generator.integers(6))] for _ in range(2))
+        assert text.word_errors(" ".join(said), " ".join(heard)) == all_edits(said, heard)
+
+
+def test_word_error_rate_is_over_all_words():
+    # 1 of 2 words and 2 of 8: 3 of 10, not the mean of the rates.
+    references = ["red boat", "a b c d e f g h"]
+    assert text.word_error_rate(references, ["red coat", "a b c d e f"]) == pytest.approx(0.3)
+    assert text.word_error_rate(["a"], ["a b c"]) == 2.0

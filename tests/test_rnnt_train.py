@@ -1,0 +1,294 @@
+"""rnnt/train and state: every variant against its reference, overflows, pairs, what a run reports, several ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import measure, memory
+from common.config import Arguments, Run
+from rnnt import buckets
+from rnnt.config import PRESETS, learning_rate, training_flops
+from rnnt.state import State, nominal_flops
+from rnnt.train import MAKE_VARIANT, padded_step
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+TINY = PRESETS["tiny"]
+# Buckets that do pad, some of each pair.
+SEVERAL = replace(TINY, buckets="3")
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run_steps(name, num_steps, config=SEVERAL, overflow_at=()):
+    """The whole state after each step, and the state object; features are infinite at `overflow_at`."""
+    state = State(config, CPU)
+    variant = MAKE_VARIANT[name](state)
+    original, count = state.source.next, 0
+
+    def next_batch():
+        nonlocal count
+        batch = original()
+        if count in overflow_at:
+            batch = batch._replace(features=torch.full_like(batch.features, float("inf")))
+        count += 1
+        return batch
+
+    state.reset()
+    state.source.next = next_batch
+    before, states = variant.capture.num_replays, []
+    for index in range(num_steps):
+        variant.step(index)
+        states.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
+    expected = sum(variant.replays_of(index) for index in range(num_steps))
+    assert variant.capture.num_replays - before == expected
+    variant.close()
+    state.close()
+    return states, state
+
+
+def assert_equal(ours, eager):
+    for step, (a, b) in enumerate(zip(ours, eager, strict=True)):
+        differing = [name for name in b if not torch.equal(a[name], b[name])]
+        assert not differing, (step, differing[:3])
+
+
+# --- variants against each other
+
+
+@pytest.fixture(scope="module")
+def padded():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager_padded", 16)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager", 16)
+
+
+@pytest.mark.parametrize("name", ["graph", "full"])
+def test_graphs_equal_padded_eager_bit_for_bit(name, padded):
+    ours, state = run_steps(name, 16)
+    assert_equal(ours, padded[0])
+    assert state.read_losses(16) == padded[1].read_losses(16)
+    assert state.read_grad_norms(16) == padded[1].read_grad_norms(16)
+    # Several shapes came, or no bucket was chosen.
+    assert len(state.tally.report(lambda *_: 1.0)["steps_per_shape"]) >= 3
+
+
+def test_eager_sync_equals_eager_bit_for_bit(eager):
+    assert_equal(run_steps("eager_sync", 16)[0], eager[0])
+
+
+def test_padding_draws_other_numbers(eager, padded):
+    assert eager[1].read_losses(16) != padded[1].read_losses(16)
+
+
+def test_without_dropout_padding_changes_little():
+    """What differs: the last frame of a longest utterance of odd length, and how sums are rounded."""
+    config = replace(SEVERAL, encoder_dropout=0.0, prediction_dropout=0.0, joint_dropout=0.0, lr=0.0)
+    (_, eager), (_, padded) = (run_steps(name, 12, config) for name in ("eager", "eager_padded"))
+    assert eager.read_losses(12) == pytest.approx(padded.read_losses(12), rel=0.03)
+    assert eager.read_losses(12) != padded.read_losses(12)
+    even = replace(config, data="synthetic", frames=20, tokens=5)
+    (_, eager), (_, padded) = (run_steps(name, 3, even) for name in ("eager", "eager_padded"))
+    # 20 frames are padded to 24; bf16 rounds products to 2^-9.
+    assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
+
+
+def test_training_learns():
+    _, state = run_steps("eager", 60)
+    losses = state.read_losses(60)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+
+# --- overflows
+
+
+OVERFLOWS = (2, 3, 4, 7)
+
+
+@pytest.fixture(scope="module")
+def overflows():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager_padded", 10, overflow_at=OVERFLOWS)
+
+
+def test_an_overflow_changes_the_scale_alone(overflows):
+    states, state = overflows
+    for index in OVERFLOWS:
+        changed = {name for name in states[index] if not torch.equal(states[index][name], states[index - 1][name])}
+        assert changed <= {f"loss_scale.{name}" for name in ("scale", "growth", "tracker", "num_skipped")}
+        # torch's GradScaler halves at once: the hysteresis is 1.
+        assert states[index]["loss_scale.scale"] == states[index - 1]["loss_scale.scale"] / 2
+    assert state.close()["num_skipped_steps"] == len(OVERFLOWS)
+
+
+@pytest.mark.parametrize("name", ["graph", "full"])
+def test_graphs_skip_the_same_steps(name, overflows):
+    assert_equal(run_steps(name, 10, overflow_at=OVERFLOWS)[0], overflows[0])
+
+
+def test_a_storm_of_overflows_ends_the_run():
+    config = replace(TINY, loss_scale=2.0, max_floor_overflows=4)
+    with pytest.raises(FloatingPointError, match="4 steps in a row with the loss scale at 1, from step 1 on"):
+        run_steps("full", 30, config, overflow_at=range(30))
+
+
+# --- buckets and pairs
+
+
+def test_graph_captures_each_bucket_of_each_network():
+    state = State(replace(TINY, buckets="4"), CPU)
+    variant = MAKE_VARIANT["graph"](state)
+    assert (state.plan.audio, state.plan.text) == ([6, 12, 18, 24], [2, 4, 6, 8])
+    # The seed's eight forward and eight backward graphs, one pool for each network.
+    assert [len(pool.graphs) for pool in variant.capture.pools] == [8, 8]
+    variant.close()
+
+
+def test_full_refuses_more_pairs_than_it_takes():
+    state = State(replace(TINY, buckets="8"), CPU)
+    number = len(state.plan.pairs)
+    assert number > buckets.MAX_PAIRS
+    with pytest.raises(ValueError, match=rf"--buckets 8: {number} pairs of buckets occur, full takes at most 16"):
+        MAKE_VARIANT["full"](state)
+
+
+def test_many_buckets_are_few_pairs_where_lengths_are_alike():
+    config = replace(TINY, buckets="20", data="synthetic", frames=19, tokens=5)
+    ours, state = run_steps("full", 4, config)
+    assert len(state.plan.pairs) == 1
+    assert_equal(ours, run_steps("eager_padded", 4, config)[0])
+
+
+def test_a_pair_that_was_not_seen_is_named():
+    state = State(replace(TINY, buckets="20", data="synthetic", frames=19, tokens=5), CPU)
+    variant = MAKE_VARIANT["full"](state)
+    state.plan.fit = lambda *_: (24, 8)
+    with pytest.raises(ValueError, match="--buckets 20: a batch is padded to 24 frames and 8 tokens"):
+        variant.step(0)
+
+
+# --- the state
+
+
+def test_reset_brings_back_the_seeded_start():
+    state = State(SEVERAL, CPU)
+    start = {name: tensor.clone() for name, tensor in state.named_state()}
+    addresses = {name: tensor.data_ptr() for name, tensor in state.named_state()}
+    runs = []
+    for _ in range(2):
+        state.reset()
+        for name, tensor in state.named_state():
+            assert torch.equal(tensor, start[name]) and tensor.data_ptr() == addresses[name], name
+        for index in range(4):
+            padded_step(state, index)
+        runs.append((state.read_losses(4), {name: tensor.clone() for name, tensor in state.named_state()}))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
+    assert state.lamb.lr.item() == pytest.approx(learning_rate(SEVERAL, 3))
+
+
+def test_evaluation_leaves_training_as_it_was():
+    state = State(SEVERAL, CPU)
+    state.reset()
+    for index in range(3):
+        padded_step(state, index)
+    before = {name: tensor.clone() for name, tensor in state.named_state()}
+    draws = torch.get_rng_state()
+    loss = state.evaluate()
+    assert loss == state.evaluate() and 0 < loss < 1000
+    assert state.model.training and torch.equal(torch.get_rng_state(), draws)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.named_state())
+    # It is the average that is evaluated.
+    for average in state.lamb.ema:
+        average.mul_(0.5)
+    assert state.evaluate() != loss
+
+
+def test_memory_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    with pytest.raises(torch.OutOfMemoryError, match="--batch 2 needs .* bytes, 1,000 are free: lower --batch"):
+        State(TINY, CPU)
+
+
+def test_useful_flops_are_those_of_the_lengths():
+    synthetic = replace(TINY, data="synthetic")
+    assert nominal_flops(synthetic) == TINY.batch * training_flops(TINY, TINY.frames, TINY.tokens)
+    state = State(TINY, CPU)
+    state.reset()
+    for index in range(64):
+        state.begin_step(index, state.plan.fit)
+    report = state.tally.report(lambda frames, tokens: training_flops(TINY, frames, tokens))
+    assert report["useful_flops_per_step"] == pytest.approx(nominal_flops(TINY), rel=0.1)
+    assert report["executed_flops_per_step"] > report["useful_flops_per_step"]
+
+
+# --- a whole run
+
+
+@pytest.fixture
+def record(tmp_path):
+    config = replace(TINY, min_steps=6, min_window_s=0.0, warmup_min_s=0.0, warmup_max_s=0.0)
+    workload = measure.Workload(
+        model="rnnt",
+        build=lambda config, device: State(config, device),
+        variants=MAKE_VARIANT,
+        reference=padded_step,
+        card=[],
+        notes=[],
+        flops_per_step=1.0,
+        flops_convention="x",
+        items_per_step=config.batch,
+        unit="utterances",
+    )
+    return measure.run(workload, Arguments(config=config, run=Run(preset="tiny", variant="graph")), CPU)
+
+
+def test_a_run_reports_buckets_and_decoding(record, capsys):
+    assert record["status"] == "pass", record["message"]
+    found, decode = record["extra"]["buckets"], record["extra"]["decode"]
+    assert found["audio"] == [12, 24] and found["text"] == [4, 8]
+    # The window's steps alone.
+    assert sum(found["steps_per_shape"].values()) == len(record["steps"]["gpu_ms"])
+    assert found["padding"]["frames"] > 0 and 0 < found["useful"]["cells"] < 1
+    assert record["flops_per_step"] == found["useful_flops_per_step"] < found["executed_flops_per_step"]
+    assert decode["labels_equal"] and decode["num_labels"] > 0
+    assert decode["eager_loop_ms"] > 0 and decode["graph_utterances_per_s"] > 0
+    assert len(set(record["steps"]["batch"])) == len(record["steps"]["gpu_ms"])
+
+
+def test_compile_says_that_it_needs_a_gpu():
+    with pytest.raises(measure.Unsupported, match="GPU only"):
+        MAKE_VARIANT["compile"](State(TINY, CPU))
+
+
+# --- several ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eager_padded", "graph", "full"])
+def test_two_ranks_train_alike(name, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["rnnt.train", "--preset", "tiny", "--variant", name, "--parity", "--record", str(tmp_path / name)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    record = json.loads((tmp_path / name).read_text())
+    assert record["status"] == "pass", record["message"]
+    assert record["env"]["world_size"] == 2 and len(record["numerics"]["loss"]) == 20
