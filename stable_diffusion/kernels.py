@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # a machine without a GPU
     triton = None
 
 ROWS, COLUMNS = 64, 64
-GEGLU_ROWS, GEGLU_COLUMNS = 8, 256
+GEGLU_ROWS, GEGLU_COLUMNS, GEGLU_STEPS = 8, 256, 8
 
 
 def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = False):
@@ -27,11 +27,11 @@ def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = Fal
     return F.silu(y) if silu else y
 
 
-def geglu(x):
-    """value * gelu(gate) [..., c] of x [..., 2 c] = (value, gate)."""
+def geglu(x, bias):
+    """value * gelu(gate) [..., c] of x + bias = (value, gate), x [..., 2 c], bias [2 c]."""
     if x.is_cuda:
-        return _Geglu.apply(x)
-    value, gate = x.chunk(2, dim=-1)
+        return _Geglu.apply(x, bias)
+    value, gate = (x + bias).chunk(2, dim=-1)
     return value * F.gelu(gate)
 
 
@@ -274,49 +274,81 @@ if triton:
 
 class _Geglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, bias):
         x = x.contiguous()
         c = x.shape[-1] // 2
         y = torch.empty((*x.shape[:-1], c), dtype=x.dtype, device=x.device)
         rows = y.numel() // c
         tiles = (triton.cdiv(rows, GEGLU_ROWS), triton.cdiv(c, GEGLU_COLUMNS))
-        _geglu[tiles](x, y, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
-        ctx.save_for_backward(x)
+        _geglu[tiles](x, bias, y, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
+        ctx.save_for_backward(x, bias)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        grad, grad_x, c = grad.contiguous(), torch.empty_like(x), x.shape[-1] // 2
+        x, bias = ctx.saved_tensors
+        grad, grad_x, grad_bias = grad.contiguous(), torch.empty_like(x), torch.empty_like(bias)
+        c = x.shape[-1] // 2
         rows = grad.numel() // c
-        tiles = (triton.cdiv(rows, GEGLU_ROWS), triton.cdiv(c, GEGLU_COLUMNS))
-        _geglu_backward[tiles](grad, x, grad_x, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
-        return grad_x
+        blocks = triton.cdiv(rows, GEGLU_ROWS * GEGLU_STEPS)
+        partial = torch.empty(blocks, 2 * c, dtype=torch.float32, device=x.device)
+        tiles = (blocks, triton.cdiv(c, GEGLU_COLUMNS))
+        _geglu_backward[tiles](grad, x, bias, grad_x, partial, rows, c, GEGLU_ROWS, GEGLU_COLUMNS, GEGLU_STEPS)
+        columns = (triton.cdiv(2 * c, COLUMNS),)
+        _add_rows[columns](partial, grad_bias, blocks, 2 * c, ROWS, COLUMNS, triton.cdiv(blocks, ROWS))
+        return grad_x, grad_bias
 
 
 if triton:
 
     @triton.jit
-    def _halves(x, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
-        """(offset in the result, offset of the value in x, inside, value, gate) of a tile [rows, columns]."""
-        row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
+    def _halves(x, bias, row, num_rows, c, columns: tl.constexpr):
+        """(offset in the result, offset of the value in x, inside, value, gate) of these rows' tile."""
+        row = row[:, None].to(tl.int64)
         column = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]
         inside = (row < num_rows) & (column < c)
         place = row * 2 * c + column
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         gate = tl.load(x + place + c, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(bias + column, mask=column < c, other=0.0).to(tl.float32)
+        gate += tl.load(bias + c + column, mask=column < c, other=0.0).to(tl.float32)
         return row * c + column, place, inside, value, gate
 
     @triton.jit
-    def _geglu(x, y, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
-        offset, _, inside, value, gate = _halves(x, num_rows, c, rows, columns)
+    def _geglu(x, bias, y, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
+        row = tl.program_id(0) * rows + tl.arange(0, rows)
+        offset, _, inside, value, gate = _halves(x, bias, row, num_rows, c, columns)
         tl.store(y + offset, value * gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)), mask=inside)
 
     @triton.jit
-    def _geglu_backward(grad, x, grad_x, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
-        offset, place, inside, value, gate = _halves(x, num_rows, c, rows, columns)
-        dy = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
-        cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-        tl.store(grad_x + place, dy * gate * cdf, mask=inside)
-        tl.store(grad_x + place + c, dy * value * (cdf + gate * density), mask=inside)
+    def _geglu_backward(
+        grad, x, bias, grad_x, partial, num_rows, c, rows: tl.constexpr, columns: tl.constexpr, steps: tl.constexpr
+    ):
+        """grad_x, and partial [blocks, 2 c]: its sums over the rows of each block of rows * steps."""
+        of_value, of_gate = tl.zeros((columns,), tl.float32), tl.zeros((columns,), tl.float32)
+        for step in range(steps):
+            row = (tl.program_id(0) * steps + step) * rows + tl.arange(0, rows)
+            offset, place, inside, value, gate = _halves(x, bias, row, num_rows, c, columns)
+            dy = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+            cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+            density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+            grad_value, grad_gate = dy * gate * cdf, dy * value * (cdf + gate * density)
+            tl.store(grad_x + place, grad_value, mask=inside)
+            tl.store(grad_x + place + c, grad_gate, mask=inside)
+            of_value += tl.sum(grad_value, axis=0)
+            of_gate += tl.sum(grad_gate, axis=0)
+        column = tl.program_id(1) * columns + tl.arange(0, columns)
+        place = tl.program_id(0) * 2 * c + column
+        tl.store(partial + place, of_value, mask=column < c)
+        tl.store(partial + place + c, of_gate, mask=column < c)
+
+    @triton.jit
+    def _add_rows(partial, total, num_rows, c, rows: tl.constexpr, columns: tl.constexpr, steps: tl.constexpr):
+        """total [c]: sum of partial's rows, always in the same order."""
+        column = tl.program_id(0) * columns + tl.arange(0, columns)
+        result = tl.zeros((columns,), tl.float32)
+        for step in range(steps):
+            row = step * rows + tl.arange(0, rows)
+            inside = (row < num_rows)[:, None] & (column < c)[None, :]
+            result += tl.sum(tl.load(partial + row[:, None] * c + column[None, :], mask=inside, other=0.0), axis=0)
+        tl.store(total + column, result, mask=column < c)

@@ -102,10 +102,17 @@ class ResBlock(nn.Module):
         self.skip = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
 
     def forward(self, x, emb):
-        h = self.conv1(self.norm1(x))
-        h = h + self.emb(emb)[:, :, None, None]
-        h = self.conv2(self.norm2(h))
-        return self.skip(x) + h
+        # Biases are added where something else is added anyway: one pass forward and one sum backward less for each.
+        h = _without_bias(self.conv1, self.norm1(x))
+        h = h + (self.emb(emb) + self.conv1.bias)[:, :, None, None]
+        h, bias = _without_bias(self.conv2, self.norm2(h)), self.conv2.bias
+        if isinstance(self.skip, nn.Conv2d):
+            x, bias = _without_bias(self.skip, x), bias + self.skip.bias
+        return x + (h + bias[:, None, None])
+
+
+def _without_bias(conv, x):
+    return F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
 
 
 class Transformer(nn.Module):
@@ -129,7 +136,7 @@ class Transformer(nn.Module):
         y = self.norm1(h)
         h = h + self.attention(y, y)
         h = h + self.cross_attention(self.norm2(h), context)
-        h = h + self.ff_out(kernels.geglu(self.ff_in(self.norm3(h))))
+        h = h + self.ff_out(kernels.geglu(F.linear(self.norm3(h), self.ff_in.weight), self.ff_in.bias))
         return x + self.proj_out(h).view(b, height, width, c).permute(0, 3, 1, 2)
 
 
