@@ -475,7 +475,8 @@ def _section_pass(record, variant, num_steps=12):
 
 def _profile_pass(record, variant, options, sampler):
     """Busy time, kernels and gaps from profiled steps; the clock of this pass beside the window's."""
-    num_steps = options.profile_steps
+    # Busy time is set beside the statistic, a mean over all kinds of batch.
+    num_steps = max(options.profile_steps, len(set(record["steps"]["batch"])))
     index = itertools.count()
 
     def run_steps(count):

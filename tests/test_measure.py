@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -314,6 +315,7 @@ def test_warm_up_that_never_settles_ends_at_its_ceiling(run):
 LEAK = """
 import json, sys, torch
 from pathlib import Path
+from types import SimpleNamespace
 from tests import test_measure as t
 
 kept = []
@@ -631,3 +633,19 @@ def test_seeds_are_set_before_the_build(run):
     torch.manual_seed(7)
     run(state=Draws)
     assert drawn[0] == drawn[1]
+
+
+def test_the_profile_has_every_kind_of_batch(monkeypatch):
+    """Busy time of a few short batches says nothing beside a statistic over all of them."""
+    profiled = []
+
+    def profile(run_steps, num_steps, num_heat_steps):
+        profiled.append(num_steps)
+        return [], 0.0, 1.0
+
+    monkeypatch.setattr(measure.trace, "profile", profile)
+    sampler = SimpleNamespace(between=lambda start, end: {"sm_mhz": None})
+    for batch in ([0] * 50, list(range(7)) * 3):
+        record = {"statistic_ms": 10.0, "steps": {"batch": batch}, "extra": {}}
+        measure._profile_pass(record, None, SimpleNamespace(profile_steps=5), sampler)
+    assert profiled == [5, 7]
