@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
-import soundfile
 
 from rnnt import corpus, text
 from tests.speech_files import encode, tone, write_speech
+
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed: ./setup.sh speech")
 
 
 def scan(folder, max_frames=641, max_tokens=125, perturbed=True):

@@ -4,7 +4,6 @@ import io
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 
 from rnnt import features
@@ -14,6 +13,8 @@ from tests.speech_files import encode, tone
 pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed: ./setup.sh dali")
 
 from rnnt.dali_pipeline import DaliExtractor
+
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed: ./setup.sh speech")
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import soundfile
 
 from rnnt import corpus, make_corpus, text
+
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed: ./setup.sh speech")
 
 ROOT = Path(__file__).resolve().parent.parent
 # Speaks 60 ms a character, at a pitch of the voice's, with the header that espeak-ng writes into a pipe.

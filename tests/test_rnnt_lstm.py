@@ -1,0 +1,209 @@
+"""The LSTM of rnnt/lstm.py against torch's, and its kernel's source, run on the CPU, against the same in torch."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from rnnt.lstm import Steps, lstm
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to run the kernel's source on the CPU")
+
+
+def weights_of(inputs, hidden, seed=0, scale=1.0):
+    """w_ih, w_hh, b_ih, b_hh, FP16."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (4 * hidden, inputs), (4 * hidden, hidden), (4 * hidden,), (4 * hidden,)
+    bound = scale / hidden**0.5
+    return [((torch.rand(shape, generator=generator) * 2 - 1) * bound).half() for shape in shapes]
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half()
+
+
+def torch_lstm(weights):
+    hidden = weights[1].shape[1]
+    layer = torch.nn.LSTM(weights[0].shape[1], hidden, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter, weight in zip(layer.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    return layer
+
+
+def close(found, expected, bound):
+    """By the largest difference, relative to the largest value."""
+    scale = expected.double().abs().max()
+    assert (found.double() - expected.double()).abs().max() <= bound * scale
+
+
+# ------------------------------------------------------------------------------------------------
+# Against torch's LSTM
+
+
+def test_outputs_and_all_gradients_are_those_of_torchs_lstm():
+    weights, x, grad = weights_of(48, 64, scale=2.0), random(9, 8, 48), random(9, 8, 64, seed=1)
+    layer, wide = torch_lstm(weights), x.double().requires_grad_()
+    expected = layer(wide)[0]
+    expected_grads = torch.autograd.grad(expected, (wide, *layer.parameters()), grad.double())
+
+    narrow = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
+    h = lstm(*narrow)
+    assert h.dtype == torch.float16
+    close(h, expected, 3e-3)
+    for found, expected_grad in zip(torch.autograd.grad(h, narrow, grad), expected_grads, strict=True):
+        assert found.dtype == torch.float16 and found.shape == expected_grad.shape
+        close(found, expected_grad, 5e-3)
+
+
+def test_one_time_step_has_no_gradient_of_recurrent_weights():
+    weights, x = weights_of(8, 8), random(1, 8, 8)
+    narrow = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
+    grads = torch.autograd.grad(lstm(*narrow), narrow, random(1, 8, 8, seed=1))
+    assert grads[2].shape == weights[1].shape and not grads[2].any()
+    assert grads[1].any()
+
+
+def test_another_batch_is_refused_with_the_flag():
+    with pytest.raises(ValueError, match="--lstm persistent: takes batches of 8, not of 4: take cudnn"):
+        lstm(random(3, 4, 8), *weights_of(8, 8))
+
+
+# ------------------------------------------------------------------------------------------------
+# The kernel's source on the CPU
+
+
+class Launch(ctypes.Structure):
+    _fields_ = [
+        ("is_forward", ctypes.c_bool),
+        *((name, ctypes.c_void_p) for name in ("inputs", "weights", "bias", "h", "cells", "gates", "grad_gates")),
+        ("num_steps", ctypes.c_int),
+        ("status", ctypes.c_void_p),
+    ]
+
+
+class Host:
+    """The kernels for one width, as rnnt.lstm_kernel has them, with a status of their own."""
+
+    def __init__(self, folder, hidden, units, patience=100_000_000):
+        self.hidden, self.units = hidden, units
+        library = folder / f"lstm{hidden}_{units}_{patience}.so"
+        defines = f"-DHIDDEN={hidden}", f"-DUNITS={units}", f"-DPATIENCE={patience}u"
+        source = "-Irnnt", "tests/lstm_on_host.cpp", "-o", library
+        command = ["g++", "-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-pthread", *defines, *source]
+        subprocess.run(command, cwd=ROOT, check=True)
+        self.run = ctypes.CDLL(library).run
+        self.status = torch.zeros((), dtype=torch.int32)
+
+    def launch(self, num_blocks, absent=-1, **tensors):
+        num_steps = len(tensors["inputs"])
+        pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        launch = Launch(num_steps=num_steps, status=self.status.data_ptr(), is_forward="h" in tensors, **pointers)
+        self.run(ctypes.byref(launch), num_blocks, absent)
+
+    def forward(self, inputs, w_hh, b_hh, **how):
+        h, cells = (torch.full((len(inputs), 8, self.hidden), -1, dtype=torch.int16).view(torch.half) for _ in range(2))
+        gates = torch.zeros(len(inputs), 8, self.hidden, 4, dtype=torch.half)
+        tensors = {"inputs": inputs, "weights": w_hh, "bias": b_hh, "h": h, "cells": cells, "gates": gates}
+        self.launch(self.hidden // self.units, **tensors, **how)
+        return h, cells, gates
+
+    def backward(self, grad, w_hh, cells, gates, **how):
+        grad_gates = torch.full((len(grad), 8, 4 * self.hidden), -1, dtype=torch.int16).view(torch.half)
+        weights = w_hh.t().contiguous()
+        tensors = {"inputs": grad, "weights": weights, "cells": cells, "gates": gates, "grad_gates": grad_gates}
+        self.launch(self.hidden // 16, **tensors, **how)
+        return grad_gates
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lstm")
+
+
+# Narrow: one load a lane forwards; wider: two forwards, eight backwards in groups of two.
+@needs_compiler
+@pytest.mark.parametrize(
+    "hidden, units, steps", [(256, 16, 5), (256, 8, 4), pytest.param(1024, 16, 3, marks=pytest.mark.slow)]
+)
+def test_the_kernels_compute_what_torch_does(folder, hidden, units, steps):
+    host = Host(folder, hidden, units)
+    _, w_hh, _, b_hh = weights_of(1, hidden, scale=2.0)
+    inputs, grad = random(steps, 8, 4 * hidden), random(steps, 8, hidden, seed=1)
+    expected = Steps.forward(inputs, w_hh, b_hh)
+    for found, wanted in zip(host.forward(inputs, w_hh, b_hh), expected, strict=True):
+        close(found, wanted, 1e-3)
+    _, cells, gates = expected
+    wanted = Steps.backward(grad, w_hh, cells, gates)
+    close(host.backward(grad, w_hh, cells, gates), wanted, 1e-3)
+    assert host.status == 0
+
+
+@needs_compiler
+def test_the_order_of_blocks_changes_no_bit(folder):
+    host = Host(folder, 256, 16)
+    _, w_hh, _, b_hh = weights_of(1, 256)
+    inputs = random(3, 8, 1024)
+    first, second = (host.forward(inputs, w_hh, b_hh) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@needs_compiler
+def test_gradients_that_overflow_are_passed_on(folder):
+    host = Host(folder, 256, 16)
+    _, w_hh, _, b_hh = weights_of(1, 256)
+    grad = random(3, 8, 256)
+    _, cells, gates = Steps.forward(random(3, 8, 1024), w_hh, b_hh)
+    # NaN in the payload of EMPTY: whatever a conversion makes of it, nobody may wait for it.
+    grad[2, 0, :16] = torch.tensor(-1, dtype=torch.int16).view(torch.half)
+    grad_gates = host.backward(grad, w_hh, cells, gates)
+    assert host.status == 0
+    assert grad_gates[0, 0].isnan().all() and not grad_gates[:, 1:].isnan().any()
+
+
+@needs_compiler
+def test_a_block_that_never_comes_ends_in_a_flag_and_nan(folder):
+    host = Host(folder, 256, 16, patience=1000)
+    _, w_hh, _, b_hh = weights_of(1, 256)
+    h, _, _ = host.forward(random(4, 8, 1024), w_hh, b_hh, absent=3)
+    assert host.status == 1
+    assert h[1:].isnan().all()
+
+
+# ------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden, steps", [(1024, 37), (512, 57)])
+def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps):
+    from rnnt import lstm_kernel
+
+    def compute():
+        h = lstm(*narrow)
+        return h, *torch.autograd.grad(h, narrow, grad)
+
+    tensors = random(steps, 8, hidden), *weights_of(hidden, hidden, scale=2.0)
+    narrow = [tensor.cuda().requires_grad_() for tensor in tensors]
+    grad = random(steps, 8, hidden, seed=1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        grad = grad.cuda()
+        eager = compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = compute()
+        for _ in range(3):
+            graph.replay()
+    torch.cuda.synchronize()
+    lstm_kernel.check(narrow[0].device)
+    layer, wide = torch_lstm(tensors[1:]), tensors[0].double().requires_grad_()
+    expected = layer(wide)[0]
+    expected = expected, *torch.autograd.grad(expected, (wide, *layer.parameters()), grad.double().cpu())
+    for one, other, wanted in zip(eager, recorded, expected, strict=True):
+        assert torch.equal(one, other)
+        close(one.cpu(), wanted.detach(), 1e-2)
