@@ -130,10 +130,12 @@ for name in ${INSTALLS:-sbatch slurmctld slurmd munged}; do
 done
 """
 
-# Stands for the checker's interpreter.
+# Stands for the interpreter of pip and of the checker.
 FAKE_PYTHON = """#!/bin/bash
 echo "python $*" >>"$CALLS"
-[ "${FAILING:-}" != records ] || exit 1
+step=records
+[[ "$*" != *pip* ]] || step=triton
+[ "${FAILING:-}" != $step ] || exit 1
 """
 
 
@@ -174,16 +176,24 @@ def run_ci(tmp_path, packaged=PACKAGED, **variables):
 def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
     status, lines, calls = run_ci(tmp_path)
     assert status == 0
-    assert calls[:3] == ["make lint", "make test", "make test-slow"]
-    assert calls[3].startswith("make bench MODEL=gpt3 PRESET=tiny ROUNDS=2 OUT=")
-    folder = calls[3].partition("OUT=")[2]
-    assert calls[4:] == [f"python .ci/check_records.py {folder} --model gpt3 --rounds 2"]
+    assert calls[0] == "make lint" and calls[1].startswith("python -m pip ") and " triton==" in calls[1]
+    assert calls[2:4] == ["make test", "make test-slow"]
+    assert calls[4].startswith("make bench MODEL=gpt3 PRESET=tiny ROUNDS=2 OUT=")
+    folder = calls[4].partition("OUT=")[2]
+    assert calls[5:] == [f"python .ci/check_records.py {folder} --model gpt3 --rounds 2"]
     assert lines[-1].startswith("15 passed, 2 skipped in ")
 
 
 @pytest.mark.parametrize(
     ("failing", "num_calls", "status", "passed"),
-    [("lint", 1, 2, 0), ("test", 2, 2, 12), ("test-slow", 3, 2, 15), ("bench", 4, 2, 15), ("records", 5, 1, 15)],
+    [
+        ("lint", 1, 2, 0),
+        ("triton", 2, 1, 0),
+        ("test", 3, 2, 12),
+        ("test-slow", 4, 2, 15),
+        ("bench", 5, 2, 15),
+        ("records", 6, 1, 15),
+    ],
 )
 def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, passed):
     returned, lines, calls = run_ci(tmp_path, FAILING=failing)
