@@ -95,7 +95,9 @@ def test_a_gpu_session_prints_the_gain(tmp_path, gpu, capsys):
     assert row["verdict"] == "faster" and row["speedup"] == pytest.approx(1.25, rel=0.02)
     text = capsys.readouterr().out
     assert "NVIDIA H200 x1" in text
-    assert text.index("to gain") < text.index("speed-up") < text.index("1.2")
+    # Before it any seconds may be 1.2.
+    assert text.index("to gain") < text.index("speed-up")
+    assert "1.2" in text[text.index("speed-up") :]
 
 
 def test_a_variant_with_a_reference_of_its_own_is_compared_with_that(tmp_path, capsys):
