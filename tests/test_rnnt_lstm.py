@@ -3,12 +3,18 @@
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rnnt import lstm_kernel
+from rnnt import model as model_module
+from rnnt.config import PRESETS, Config
 from rnnt.lstm import Steps, lstm
+from rnnt.model import RNNT, initialise
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to run the kernel's source on the CPU")
@@ -74,13 +80,63 @@ def test_another_batch_is_refused_with_the_flag():
 
 
 # ------------------------------------------------------------------------------------------------
+# The switch
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch": 16}, {"precision": "bf16"}, {"encoder_hidden": 640}, {"prediction_hidden": 2048}]
+)
+def test_what_the_kernels_cannot_do_is_refused_with_the_flags(change):
+    persistent = replace(PRESETS["bench"], lstm="persistent")
+    with pytest.raises(ValueError, match=r"--lstm persistent: takes --precision fp16, --batch 8 and .* or take cudnn$"):
+        replace(persistent, **change)
+
+
+@pytest.mark.parametrize("gpu", [{"major": 8}, {"multi_processor_count": 60}])
+def test_a_gpu_that_cannot_hold_all_blocks_is_refused(monkeypatch, gpu):
+    h200 = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**h200))
+    lstm_kernel.require(torch.device("cuda"), 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**h200 | gpu))
+    with pytest.raises(ValueError, match="--lstm persistent: takes a GPU of .* and 64 multiprocessors.*: take cudnn"):
+        lstm_kernel.require(torch.device("cuda"), 1024)
+
+
+def test_a_kernel_that_gave_up_ends_the_run(monkeypatch):
+    status = torch.zeros((), dtype=torch.int32)
+    monkeypatch.setattr(lstm_kernel._Device, "of", lambda device: SimpleNamespace(status=status))
+    lstm_kernel.check(torch.device("cuda"))
+    status.fill_(1)
+    with pytest.raises(RuntimeError, match="waited in vain"):
+        lstm_kernel.check(torch.device("cuda"))
+
+
+def test_both_kinds_of_lstm_give_the_same_networks(monkeypatch):
+    calls = []
+    monkeypatch.setattr(model_module, "lstm", lambda *arguments: calls.append(0) or lstm(*arguments))
+    toy = Config(features=16, encoder_hidden=256, prediction_hidden=256, joint_hidden=16, vocab=16)
+    outputs = []
+    for config in (toy, replace(toy, lstm="persistent")):
+        model = RNNT(config)
+        initialise(model, config, seed=0)
+        model.half().eval()
+        f, lengths = model.encoder(random(7, 8, 16), torch.full((8,), 7, dtype=torch.int32))
+        outputs.append((f, model.prediction(torch.arange(24).view(8, 3) % 15)))
+        assert f.shape[1] == lengths[0] == 4
+    for torchs, ours in zip(*outputs, strict=True):
+        close(ours, torchs, 5e-3)
+    assert len(calls) == 7
+
+
+# ------------------------------------------------------------------------------------------------
 # The kernel's source on the CPU
 
 
 class Launch(ctypes.Structure):
     _fields_ = [
         ("is_forward", ctypes.c_bool),
-        *((name, ctypes.c_void_p) for name in ("inputs", "weights", "bias", "h", "cells", "gates", "grad_gates")),
+        *((name, ctypes.c_void_p) for name in ("inputs", "weights", "bias", "h", "cells", "gates")),
+        *((name, ctypes.c_void_p) for name in ("grad_gates", "grad_bias")),
         ("num_steps", ctypes.c_int),
         ("status", ctypes.c_void_p),
     ]
@@ -89,10 +145,10 @@ class Launch(ctypes.Structure):
 class Host:
     """The kernels for one width, as rnnt.lstm_kernel has them, with a status of their own."""
 
-    def __init__(self, folder, hidden, units, patience=100_000_000):
+    def __init__(self, folder, hidden, units=16, cluster=4, patience=20_000):
         self.hidden, self.units = hidden, units
-        library = folder / f"lstm{hidden}_{units}_{patience}.so"
-        defines = f"-DHIDDEN={hidden}", f"-DUNITS={units}", f"-DPATIENCE={patience}u"
+        library = folder / f"lstm{hidden}_{units}_{cluster}_{patience}.so"
+        defines = f"-DHIDDEN={hidden}", f"-DUNITS={units}", f"-DCLUSTER={cluster}", f"-DPATIENCE={patience}u"
         source = "-Irnnt", "tests/lstm_on_host.cpp", "-o", library
         command = ["g++", "-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-pthread", *defines, *source]
         subprocess.run(command, cwd=ROOT, check=True)
@@ -114,10 +170,10 @@ class Host:
 
     def backward(self, grad, w_hh, cells, gates, **how):
         grad_gates = torch.full((len(grad), 8, 4 * self.hidden), -1, dtype=torch.int16).view(torch.half)
-        weights = w_hh.t().contiguous()
-        tensors = {"inputs": grad, "weights": weights, "cells": cells, "gates": gates, "grad_gates": grad_gates}
-        self.launch(self.hidden // 16, **tensors, **how)
-        return grad_gates
+        grad_bias = torch.zeros(4 * self.hidden, dtype=torch.half)
+        tensors = {"inputs": grad, "weights": w_hh, "cells": cells, "gates": gates}
+        self.launch(self.hidden // 16, **tensors, grad_gates=grad_gates, grad_bias=grad_bias, **how)
+        return grad_gates, grad_bias
 
 
 @pytest.fixture(scope="module")
@@ -125,27 +181,34 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("lstm")
 
 
-# Narrow: one load a lane forwards; wider: two forwards, eight backwards in groups of two.
 @needs_compiler
 @pytest.mark.parametrize(
-    "hidden, units, steps", [(256, 16, 5), (256, 8, 4), pytest.param(1024, 16, 3, marks=pytest.mark.slow)]
+    "hidden, units, cluster, steps",
+    [
+        (256, 16, 4, 4),
+        (256, 8, 2, 3),
+        (256, 8, 1, 3),
+        pytest.param(1024, 16, 1, 3, marks=pytest.mark.slow),
+        pytest.param(1024, 16, 4, 3, marks=pytest.mark.slow),
+    ],
 )
-def test_the_kernels_compute_what_torch_does(folder, hidden, units, steps):
-    host = Host(folder, hidden, units)
+def test_the_kernels_compute_what_torch_does(folder, hidden, units, cluster, steps):
+    host = Host(folder, hidden, units, cluster)
     _, w_hh, _, b_hh = weights_of(1, hidden, scale=2.0)
     inputs, grad = random(steps, 8, 4 * hidden), random(steps, 8, hidden, seed=1)
     expected = Steps.forward(inputs, w_hh, b_hh)
     for found, wanted in zip(host.forward(inputs, w_hh, b_hh), expected, strict=True):
         close(found, wanted, 1e-3)
     _, cells, gates = expected
-    wanted = Steps.backward(grad, w_hh, cells, gates)
-    close(host.backward(grad, w_hh, cells, gates), wanted, 1e-3)
+    expected = Steps.backward(grad, w_hh, cells, gates)
+    for found, wanted in zip(host.backward(grad, w_hh, cells, gates), expected, strict=True):
+        close(found, wanted, 1e-3)
     assert host.status == 0
 
 
 @needs_compiler
 def test_the_order_of_blocks_changes_no_bit(folder):
-    host = Host(folder, 256, 16)
+    host = Host(folder, 256)
     _, w_hh, _, b_hh = weights_of(1, 256)
     inputs = random(3, 8, 1024)
     first, second = (host.forward(inputs, w_hh, b_hh) for _ in range(2))
@@ -155,20 +218,20 @@ def test_the_order_of_blocks_changes_no_bit(folder):
 
 @needs_compiler
 def test_gradients_that_overflow_are_passed_on(folder):
-    host = Host(folder, 256, 16)
+    host = Host(folder, 256)
     _, w_hh, _, b_hh = weights_of(1, 256)
     grad = random(3, 8, 256)
     _, cells, gates = Steps.forward(random(3, 8, 1024), w_hh, b_hh)
     # NaN in the payload of EMPTY: whatever a conversion makes of it, nobody may wait for it.
     grad[2, 0, :16] = torch.tensor(-1, dtype=torch.int16).view(torch.half)
-    grad_gates = host.backward(grad, w_hh, cells, gates)
+    grad_gates, _ = host.backward(grad, w_hh, cells, gates)
     assert host.status == 0
     assert grad_gates[0, 0].isnan().all() and not grad_gates[:, 1:].isnan().any()
 
 
 @needs_compiler
 def test_a_block_that_never_comes_ends_in_a_flag_and_nan(folder):
-    host = Host(folder, 256, 16, patience=1000)
+    host = Host(folder, 256, patience=50)
     _, w_hh, _, b_hh = weights_of(1, 256)
     h, _, _ = host.forward(random(4, 8, 1024), w_hh, b_hh, absent=3)
     assert host.status == 1
@@ -182,8 +245,6 @@ def test_a_block_that_never_comes_ends_in_a_flag_and_nan(folder):
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden, steps", [(1024, 37), (512, 57)])
 def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps):
-    from rnnt import lstm_kernel
-
     def compute():
         h = lstm(*narrow)
         return h, *torch.autograd.grad(h, narrow, grad)

@@ -1,0 +1,191 @@
+"""Both LSTM kernels on this GPU: errors against FP32, bitwise repeats, and milliseconds. Takes about a minute.
+
+    python -m rnnt.lstm_check              every way to split the work
+    python -m rnnt.lstm_check 1024:16:1    one of them, hidden:forward units:cluster
+
+Exit status 1 where a kernel is wrong. Ends by itself after WATCHDOG_S, whatever the GPU does.
+"""
+
+import faulthandler
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+
+from rnnt import lstm_kernel
+from rnnt.config import Config
+from rnnt.lstm import lstm
+from rnnt.model import Encoder, Prediction, flatten
+
+WATCHDOG_S = 75
+START = time.perf_counter()
+DEVICE = torch.device("cuda", 0)
+PROBLEMS = []
+
+
+def say(*words):
+    print(f"[{time.perf_counter() - START:5.1f} s]", *words, flush=True)
+
+
+def make(hidden, inputs, steps):
+    torch.manual_seed(0)
+    layer = nn.LSTM(inputs, hidden, device=DEVICE).half()
+    layer.flatten_parameters()
+    x = torch.randn(steps, 8, inputs, device=DEVICE).half().requires_grad_()
+    grad = (torch.randn(steps, 8, hidden, device=DEVICE) * 0.1).half()
+    return layer, x, grad
+
+
+def both(run, x, parameters, grad):
+    h = run()
+    return h, *torch.autograd.grad(h, (x, *parameters), grad)
+
+
+def error(found, wanted):
+    return [
+        ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)).item()
+        for a, b in zip(found, wanted, strict=True)
+    ]
+
+
+def time_ms(fn, repeats=4, replays=5):
+    """Median per call in a graph of `repeats` calls."""
+    fn()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for _ in range(repeats):
+            fn()
+    times = []
+    for index in range(replays + 1):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        graph.replay()
+        events[1].record()
+        events[1].synchronize()
+        if index:
+            times.append(events[0].elapsed_time(events[1]) / repeats)
+    return statistics.median(times)
+
+
+def check(hidden, steps):
+    layer, x, grad = make(hidden, hidden, steps)
+    parameters = list(layer.parameters())
+    ours = both(lambda: lstm(x, *parameters), x, parameters, grad)
+    lstm_kernel.check(DEVICE)
+    again = [both(lambda: lstm(x, *parameters), x, parameters, grad) for _ in range(3)]
+    repeated = all(torch.equal(a, b) for other in again for a, b in zip(ours, other, strict=True))
+    lstm_kernel.check(DEVICE)
+    cudnn = both(lambda: layer(x)[0], x, parameters, grad)
+    wide = nn.LSTM(hidden, hidden, device=DEVICE)
+    wide.load_state_dict(layer.state_dict())
+    wide_x = x.detach().float().requires_grad_()
+    wanted = both(lambda: wide(wide_x)[0], wide_x, list(wide.parameters()), grad.float())
+    found, reference = error(ours, wanted), error(cudnn, wanted)
+    good = repeated and all(a <= max(2 * b, 5e-3) for a, b in zip(found, reference, strict=True))
+    names = ("h", "dx", "dW_ih", "dW_hh", "db_ih", "db_hh")
+    say(
+        f"{'OK ' if good else 'BAD'} H {hidden} T {steps} units {lstm_kernel.FORWARD_UNITS} "
+        f"cluster {lstm_kernel.CLUSTER} "
+        f"bitwise repeat {repeated}; error of ours/cuDNN against FP32:",
+        ", ".join(f"{n} {a:.1e}/{b:.1e}" for n, a, b in zip(names, found, reference, strict=True)),
+    )
+    if not good:
+        PROBLEMS.append((hidden, steps))
+
+
+def timed_cudnn(hidden, inputs, steps):
+    layer, x, grad = make(hidden, inputs, steps)
+    parameters = list(layer.parameters())
+    forward = time_ms(lambda: layer(x)[0])
+    return forward, time_ms(lambda: both(lambda: layer(x)[0], x, parameters, grad))
+
+
+def timed_ours(hidden, inputs, steps):
+    layer, x, grad = make(hidden, inputs, steps)
+    parameters = list(layer.parameters())
+    _, w_hh, _, b_hh = (p.detach() for p in parameters)
+    gx = torch.randn(steps, 8, 4 * hidden, device=DEVICE).half()
+    _, cells, gates = lstm_kernel.forward(gx, w_hh, b_hh)
+    kernel_forward = time_ms(lambda: lstm_kernel.forward(gx, w_hh, b_hh))
+    kernel_backward = time_ms(lambda: lstm_kernel.backward(grad, w_hh, cells, gates))
+    forward = time_ms(lambda: lstm(x, *parameters))
+    whole = time_ms(lambda: both(lambda: lstm(x, *parameters), x, parameters, grad))
+    lstm_kernel.check(DEVICE)
+    return kernel_forward, kernel_backward, forward, whole
+
+
+def networks(which):
+    config = Config(lstm=which)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        encoder, prediction = Encoder(config).half(), Prediction(config).half()
+    flatten(encoder), flatten(prediction)
+    features = torch.randn(409, 8, 256, device=DEVICE).half()
+    lengths = torch.full((8,), 409, dtype=torch.int32, device=DEVICE)
+    tokens = torch.randint(0, 1023, (8, 56), device=DEVICE)
+    parameters = [*encoder.parameters(), *prediction.parameters()]
+
+    def whole():
+        f, g = encoder(features, lengths)[0], prediction(tokens)
+        torch.autograd.grad((f, g), parameters, (torch.ones_like(f), torch.ones_like(g)))
+
+    return (
+        time_ms(lambda: encoder(features, lengths), 2),
+        time_ms(lambda: prediction(tokens), 2),
+        time_ms(whole, 2),
+    )
+
+
+def main():
+    if not torch.cuda.is_available():
+        sys.exit("python -m rnnt.lstm_check: needs a GPU")
+    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    say(torch.cuda.get_device_name(DEVICE), torch.__version__)
+    settings = [tuple(map(int, word.split(":"))) for word in sys.argv[1:]]
+    settings = settings or [(1024, 16, 1), (1024, 16, 4), (1024, 8, 4), (1024, 16, 2)]
+    table = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for hidden, units, cluster in settings:
+            lstm_kernel.FORWARD_UNITS, lstm_kernel.CLUSTER = units, cluster
+            lstm_kernel._Device.of(DEVICE).status.zero_()
+            try:
+                # The shortest first: what is wrong shows there.
+                for steps in (1, 2, 3, 37, 409):
+                    check(hidden, steps)
+                check(512, 57)
+                times = timed_ours(hidden, hidden, 409)
+            except RuntimeError as failure:
+                say("FAILED", hidden, units, cluster, failure)
+                PROBLEMS.append((hidden, units, cluster))
+                continue
+            table.append(((units, cluster), times))
+            say(f"units {units} cluster {cluster}", [round(each, 3) for each in times])
+        cudnn = timed_cudnn(1024, 1024, 409)
+        print(
+            f"\nH 1024, T 409, B 8, ms (us a step)\n{'':15}{'recur fwd':>16}{'recur bwd':>16}{'fwd':>9}{'fwd+bwd':>9}"
+        )
+        print(f"{'cuDNN':16}{'':32}{cudnn[0]:9.3f}{cudnn[1]:9.3f}")
+        for (units, cluster), (forward, backward, whole_forward, whole) in table:
+            print(
+                f"units {units:2} cluster {cluster}"
+                f"{forward:9.3f} ({forward / 0.409:4.2f}){backward:9.3f} ({backward / 0.409:4.2f})"
+                f"{whole_forward:9.3f}{whole:9.3f}"
+            )
+        print("recur: with the fill before it")
+        if table:
+            best = min(table, key=lambda row: row[1][3])[0]
+            lstm_kernel.FORWARD_UNITS, lstm_kernel.CLUSTER = best
+            print(f"\nencoder fwd, prediction fwd, both fwd+bwd, ms; ours with units {best[0]}, cluster {best[1]}")
+            for which in ("cudnn", "persistent"):
+                print(f"{which:12}", *(f"{each:9.3f}" for each in networks(which)), flush=True)
+            lstm_kernel.check(DEVICE)
+    say("PROBLEMS " + str(PROBLEMS) if PROBLEMS else "no problems")
+    return 1 if PROBLEMS else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
