@@ -110,6 +110,9 @@ def _wrong_type(record):
         return f"extra.notes is {extra['notes']!r}, not a list of text"
     if first is not None and not (isinstance(first, dict) and {"step", "tensor"} <= set(first)):
         return f"numerics.first_difference is {first!r}, not a step and a tensor"
+    fault = _report_fault(extra.get("report"))
+    if fault:
+        return fault
     odd = next((ms for ms in record["steps"]["gpu_ms"] if ms is None or not _is_known(ms)), 0)
     if odd != 0:
         return f"steps.gpu_ms holds {odd!r}, not a number"
@@ -118,6 +121,14 @@ def _wrong_type(record):
         return f"steps.batch holds {odd!r}, not a number or a word"
     odd = next((num for num in record["capture"]["nodes"].values() if not _is_known(num) or not num or num < 0), 0)
     return None if odd == 0 else f"capture.nodes holds {odd!r}, not a number"
+
+
+def _report_fault(report):
+    """What is wrong with extra.report, whose names are the model's own, or None."""
+    if report is None or not isinstance(report, dict):
+        return None if report is None else f"extra.report is {report!r}, not an object"
+    odd = next((name for name, value in report.items() if not (isinstance(value, bool) or _is_known(value))), None)
+    return None if odd is None else f"extra.report.{odd} is {report[odd]!r}, not a number, true or false"
 
 
 _KINDS = {list: "a list", dict: "an object"}
@@ -309,6 +320,7 @@ def _row(name, group, base_group, sync_group, base):
             record["energy_j"] / len(record["steps"]["gpu_ms"]) for record in runs if record["energy_j"] is not None
         ),
         "sm_mhz": _median(record["clocks"]["sm_mhz"] for record in runs),
+        "report": _report(runs),
     }
     for key in ("speedup", "quiet_speedup", "model_speedup", "sync_speedup"):
         row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
@@ -386,6 +398,17 @@ def _parity(record, is_base):
         return parity
     loss = record["extra"].get("loss_rel_diff")
     return "differs" if loss is None else f"loss {loss:.1e}"
+
+
+def _report(runs):
+    """What the model reports of its runs: medians over rounds; true where it is in every round."""
+    reports = [record["extra"].get("report") or {} for record in runs]
+    out = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = _known(report.get(name) for report in reports)
+        truths = bool(values) and all(isinstance(value, bool) for value in values)
+        out[name] = all(values) if truths else _median(values)
+    return out
 
 
 def _known(values):

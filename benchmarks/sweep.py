@@ -58,6 +58,7 @@ def read_point(found: list[dict], variant: str, preset: str) -> dict:
         "rounds": row["num_pairs"] or row["num_rounds"],
         "parity": row["parity"],
         "replays": row["replays"],
+        "report": row.get("report", {}),
         "status": failed["status"] if failed else "failed" if untimed else "pass",
         "message": failed["message"] if failed else f"{UNTIMED} {untimed}" if untimed else "",
     }
@@ -65,7 +66,7 @@ def read_point(found: list[dict], variant: str, preset: str) -> dict:
     if shrunk:
         # The script made the model smaller: a step of another model, which says nothing about this value.
         unknown = ("speedup", "low", "high", "verdict", "ceiling", "issue_ms", "busy_ms", "eager_ms", "graph_ms")
-        point.update(dict.fromkeys(unknown), status="oom", message=f"ran as {shrunk}: {preset} does not fit")
+        point.update(dict.fromkeys(unknown), report={}, status="oom", message=f"ran as {shrunk}: {preset} does not fit")
     return point
 
 
@@ -331,7 +332,7 @@ class Sweep:
 
     def _unmeasured(self, value, status, message):
         nothing = dict.fromkeys(("speedup", "low", "high", "verdict", "ceiling", "issue_ms", "busy_ms", "eager_ms"))
-        nothing |= {"graph_ms": None, "rounds": 0, "parity": None, "replays": None}
+        nothing |= {"graph_ms": None, "rounds": 0, "parity": None, "replays": None, "report": {}}
         head = {"value": value, "flags": [], "folder": self.folder(value).name}
         return head | nothing | {"status": status, "message": message}
 
@@ -429,7 +430,11 @@ def _speedup(point):
 def report(result: dict, left_out: list[str], is_markdown: bool = False) -> str:
     """Finding, table and notes of what `Sweep.result` gives."""
     over, env, points = result["over"], result["env"], result["points"]
-    lines = tables.cells(points, _columns(over, result["variant"]))
+    found = [tables.cells(points, _columns(over, result["variant"]))]
+    own = tables.of_report(points)
+    if own:
+        # Of the variant, not of eager.
+        found.append(tables.cells(points, ((over, tables.field("value")), *own)))
     first, *others = map(_flag, result["fields"])
     what = f"{over} is {first} of {result['model']}, preset {result['preset']}"
     what += f"; {', '.join(others)} in proportion" if others else ""
@@ -448,8 +453,9 @@ def report(result: dict, left_out: list[str], is_markdown: bool = False) -> str:
     notes += left_out
     text = result["finding"]
     if is_markdown:
-        return "\n\n".join([f"**{text}**", tables.piped(lines), "\n".join(f"- {note}" for note in notes)])
-    return "\n\n".join([tables.aligned(lines, num_left=0), "\n".join(notes), text])
+        shown = [tables.piped(lines) for lines in found]
+        return "\n\n".join([f"**{text}**", *shown, "\n".join(f"- {note}" for note in notes)])
+    return "\n\n".join([*(tables.aligned(lines, num_left=0) for lines in found), "\n".join(notes), text])
 
 
 def main(argv=None, runner=run_point) -> int:

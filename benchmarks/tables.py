@@ -135,10 +135,29 @@ CPU = (
 
 
 def of_folder(rows: list[dict]) -> dict:
-    """The columns of each table that rows of one folder have, by name: gain and cost, or on a CPU parity."""
+    """The columns of each table that rows of one folder have, by name: gain and cost, or on a CPU parity; report."""
     if not rows:
         return {}
-    return {"parity": CPU} if rows[0]["device"] == "cpu" else {"gain": GAIN, "cost": COST}
+    tables = {"parity": CPU} if rows[0]["device"] == "cpu" else {"gain": GAIN, "cost": COST}
+    own = of_report(rows)
+    return tables | ({"report": (CPU[0], *own)} if own else {})
+
+
+def of_report(rows: list[dict]) -> tuple:
+    """The columns of what the model itself reports of its runs, in its order; none where no row has a report."""
+    names = dict.fromkeys(name for row in rows for name in row.get("report") or {})
+    return tuple((name, _reported(name)) for name in names)
+
+
+def _reported(name):
+    return lambda row: _plain((row.get("report") or {}).get(name))
+
+
+def _plain(value):
+    """A number with three digits or more, yes or no."""
+    if value is None or isinstance(value, bool):
+        return {None: None, True: "yes", False: "no"}[value]
+    return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
 
 
 def console_table(rows: list[dict]) -> str:

@@ -40,8 +40,8 @@ def _print_table(record, workload):
     ordered = sorted(record["steps"]["gpu_ms"])
     p95 = statistics.quantiles(ordered, n=20, method="inclusive")[-1] if len(ordered) > 1 else ordered[0]
     rows = [
-        ("step", f"{ms:.2f} ms", f"median of {len(ordered)}"),
-        ("tail", f"{p95 / ms:.3f}", "p95 over median"),
+        ("step", f"{ms:.2f} ms", _statistic(record["steps"]["batch"])),
+        ("tail", f"{p95 / ms:.3f}", "p95 over step"),
         ("rate", f"{record['extra']['items_per_s']:,.0f} {record['unit']}/s", ""),
     ]
     if kind == "cuda":
@@ -58,6 +58,12 @@ def _print_table(record, workload):
         rows.append(("pool", memory.gib(record["memory"]["graph_pool_bytes"]), ""))
     for name, value, note in rows:
         print(f"{name:10s} {value:>16s}  {note}".rstrip())
+
+
+def _statistic(batch):
+    """What the time of a step is, for steps of these kinds of batch; see common/measure.py."""
+    num_kinds = len(set(batch))
+    return f"median of {len(batch)}" if num_kinds == 1 else f"mean of {num_kinds} kinds' medians, {len(batch)} steps"
 
 
 def _or_dash(value, unit):

@@ -85,14 +85,15 @@ def _places(count):
 class Plan:
     """The lengths that each network is padded to, ascending, and the pairs of both, cheapest first.
 
-    A batch is padded to the cheapest of MAX_PAIRS pairs or fewer that holds it. Where there are more pairs or none that
-    does, it is padded to the smallest bucket of each network, chosen apart.
+    A batch is padded to the smallest bucket of each network, chosen apart; where `jointly`, to the cheapest pair that
+    holds it. One choice for all variants, so that they execute the same shapes: what is not in `pairs` has no graph of
+    the full iteration.
     """
 
-    def __init__(self, audio: list[int], text: list[int], pairs, time_steps):
+    def __init__(self, audio: list[int], text: list[int], pairs, time_steps, jointly: bool):
         self.audio, self.text = audio, text
         self.pairs = sorted(pairs, key=lambda pair: (time_steps(*pair), pair))
-        self._choice = self.pairs if len(self.pairs) <= MAX_PAIRS else []
+        self._choice = self.pairs if jointly else []
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def fit(self, frames: int, tokens: int) -> tuple[int, int]:
@@ -106,7 +107,8 @@ class Plan:
 def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, time_steps) -> Plan:
     """The plan for --buckets `kind` and batches whose (frames, tokens) are `maxima`, at most (max_frames, max_tokens).
 
-    Of ladders with few enough buckets all pairs are in it, whether they have been seen or not, else those of `maxima`.
+    auto chooses pairs, ladders fit each network apart. Of ladders with few enough buckets all pairs are in it, whether
+    they have been seen or not, else those of `maxima`.
     """
     if kind == "auto":
         pairs = auto_pairs(maxima, max_frames, max_tokens, time_steps)
@@ -116,7 +118,7 @@ def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, time_steps) -
         pairs = [(a, t) for a in audio for t in text]
         if len(pairs) > MAX_PAIRS:
             pairs = {(fit(audio, frames), fit(text, tokens)) for frames, tokens in maxima}
-    return Plan(audio, text, pairs, time_steps)
+    return Plan(audio, text, pairs, time_steps, jointly=kind == "auto")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,12 +138,13 @@ class Tally:
         """A batch whose maxima are `shape`, executed as `padded`; frames, tokens: lists of its utterances' lengths."""
         self.steps.append((shape, padded, frames, tokens))
 
-    def report(self, flops) -> dict:
-        """Steps per shape and bucket; padding as fractions; FLOP a step. flops(frames, tokens): of one utterance.
+    def report(self, flops, time_steps) -> dict:
+        """Steps per shape and bucket; padding as fractions; FLOP a step.
 
+        flops(frames, tokens): of one utterance. time_steps(frames, tokens): sequential LSTM steps of a batch.
         padding: executed over what batches that end with their longest utterance execute, less 1, for frames, symbols
-        (tokens and start) and cells of the joint lattice. useful: what the utterances' true lengths need, as a share of
-        what is executed.
+        (tokens and start), cells of the joint lattice and time steps of the LSTMs. useful: what the utterances' true
+        lengths need, as a share of what is executed.
         """
         flops = functools.cache(flops)
         batch, executed, useful = (Counter() for _ in range(3))
@@ -150,13 +153,14 @@ class Tally:
                 useful.update(_needs(*pair, flops))
             for sums, pair in ((batch, shape), (executed, padded)):
                 sums.update({what: len(frames) * value for what, value in _needs(*pair, flops).items()})
+                sums["time_steps"] += time_steps(*pair)
         padded = Counter(padded for _, padded, _, _ in self.steps)
         whats = ("frames", "symbols", "cells")
         return {
             "steps_per_shape": {f"{a}x{t}": count for (a, t), count in sorted(padded.items())},
             "steps_per_audio_bucket": _per_bucket(padded, 0),
             "steps_per_text_bucket": _per_bucket(padded, 1),
-            "padding": {what: executed[what] / batch[what] - 1 for what in whats},
+            "padding": {what: executed[what] / batch[what] - 1 for what in (*whats, "time_steps")},
             "useful": {what: useful[what] / executed[what] for what in whats},
             "useful_flops_per_step": useful["flops"] / len(self.steps),
             "executed_flops_per_step": executed["flops"] / len(self.steps),

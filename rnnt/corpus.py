@@ -11,7 +11,6 @@ library. What only decoding shows is found where batches are made (rnnt/data.py)
 import concurrent.futures
 import os
 import struct
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +48,11 @@ class Dropped(NamedTuple):
 
 
 class BadAudio(Exception):
-    """A file that cannot be trained on; its text is the reason."""
+    """An utterance that cannot be trained on; its text is the reason. flags: to raise for it."""
+
+    def __init__(self, reason, *flags):
+        super().__init__(reason)
+        self.flags = flags
 
 
 # ------------------------------------------------------------------------------------------------
@@ -71,6 +74,15 @@ def resampled(num_samples: int, scale: float) -> int:
     # DALI takes the scale as float32.
     scale = struct.unpack("f", struct.pack("f", scale))[0]
     return -int(-num_samples * scale // 1)
+
+
+def require_room(frames: int, num_tokens: int) -> None:
+    """BadAudio where a transcript has more tokens than its audio, at its own speed, has frames of 10 ms.
+
+    Nobody speaks a quarter as fast: audio and transcript are no pair.
+    """
+    if num_tokens > frames:
+        raise BadAudio(f"{num_tokens} tokens in {frames} frames of 10 ms")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,8 +148,8 @@ class Corpus:
 
     folder: what --data names. tokenizer: see rnnt/text.py. max_frames: of 30 ms, after the largest resample factor if
     perturbed. max_tokens: longest transcript. `utterances` is a list of Utterance, `dropped` of Dropped, `resampled`
-    the utterances whose sample rate is another than 16 kHz. Raises ValueError that names --data, --max-frames or
-    --max-tokens where nothing is left.
+    the utterances whose sample rate is another than 16 kHz, `named` the dropped that stderr tells of (rnnt/data.py).
+    Raises ValueError that names --data, --max-frames or --max-tokens where nothing is left.
     """
 
     def __init__(self, folder, tokenizer, max_frames: int, max_tokens: int, perturbed: bool):
@@ -146,27 +158,27 @@ class Corpus:
             raise ValueError(f"--data {folder}: {'not a folder' if self.folder.exists() else 'no such folder'}")
         self.utterances: list[Utterance] = []
         self.dropped: list[Dropped] = []
+        self.named: set[str] = set()
         self._largest_factor = SLOWEST if perturbed else 1.0
-        reasons = Counter()
-        candidates = self._pairs(reasons)
+        flags = set()
+        candidates = self._pairs()
         with concurrent.futures.ThreadPoolExecutor(8) as threads:
             headers = threads.map(_try_header, (path for _, path, _ in candidates), chunksize=64)
             for (name, path, words), header in zip(candidates, headers, strict=True):
                 try:
                     self.utterances.append(self._checked(name, path, words, header, tokenizer, max_frames, max_tokens))
-                except _Refused as refused:
-                    reasons[refused.kind] += 1
-                    self.dropped.append(Dropped(name, str(refused)))
+                except BadAudio as error:
+                    flags.update(error.flags)
+                    self.dropped.append(Dropped(name, str(error)))
         self.resampled = [one for one in self.utterances if one.sample_rate != SAMPLE_RATE]
         if not self.utterances:
-            raise ValueError(f"--data {folder}: {self._nothing_left(reasons)}")
+            raise ValueError(f"--data {folder}: {self._nothing_left(flags)}")
 
-    def _pairs(self, reasons):
+    def _pairs(self):
         """[(name, path, transcript)] of all audio with a transcript; what lacks its other half is dropped."""
         pairs = []
 
         def drop(name, reason):
-            reasons["pair"] += 1
             self.dropped.append(Dropped(name, reason))
 
         for place, folders, files in os.walk(self.folder, followlinks=True):
@@ -197,58 +209,51 @@ class Corpus:
 
     def _read_transcript(self, path, transcripts, repeated, drop):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
             drop(str(path.relative_to(self.folder)), f"cannot be read: {reason}")
             return
         for line in lines:
-            stem, _, words = line.strip().partition(" ")
+            if not line.strip():
+                continue
+            stem, *words = line.split(maxsplit=1)
             if stem in transcripts:
                 repeated.add(stem)
-            if stem:
-                transcripts[stem] = words
+            transcripts[stem] = "".join(words)
 
     def _checked(self, name, path, words, header, tokenizer, max_frames, max_tokens):
         if isinstance(header, BadAudio):
-            raise _Refused("audio", str(header))
+            raise header
         num_samples, rate = header
         seconds = num_samples / rate
         if seconds < MIN_S:
-            raise _Refused("audio", f"{seconds:.3f} s of audio, less than {MIN_S} s")
+            raise BadAudio(f"{seconds:.3f} s of audio, less than {MIN_S} s")
         words = text.normalise(words)
         if not words:
-            raise _Refused("transcript", "empty transcript")
+            raise BadAudio("empty transcript")
         try:
             tokens = tuple(tokenizer.encode(words))
         except text.UnknownText as error:
-            raise _Refused("transcript", str(error)) from None
+            raise BadAudio(str(error)) from None
+        require_room(num_frames(resampled(num_samples, SAMPLE_RATE / rate)), len(tokens))
         factor = self._largest_factor
         frames = spliced(num_frames(resampled(num_samples, factor * SAMPLE_RATE / rate)))
+        too_long = {}
         if frames > max_frames:
             slowed = f" resampled by up to {factor}" if factor != 1.0 else ""
-            raise _Refused(
-                "frames",
-                f"{seconds:.1f} s{slowed} are {frames} frames of 30 ms and {max_frames} fit: raise --max-frames",
-            )
+            too_long["--max-frames"] = f"{seconds:.1f} s{slowed} are {frames} frames of 30 ms and {max_frames} fit"
         if len(tokens) > max_tokens:
-            raise _Refused("tokens", f"{len(tokens)} tokens and {max_tokens} fit: raise --max-tokens")
+            too_long["--max-tokens"] = f"{len(tokens)} tokens and {max_tokens} fit"
+        if too_long:
+            raise BadAudio(f"{', '.join(too_long.values())}: raise {' and '.join(too_long)}", *too_long)
         return Utterance(name, path, num_samples, rate, words, tokens)
 
-    def _nothing_left(self, reasons):
-        if not reasons:
+    def _nothing_left(self, flags):
+        if not self.dropped:
             return f"no audio ({', '.join('*' + extension for extension in AUDIO)}) in it"
-        flags = [flag for kind, flag in (("frames", "--max-frames"), ("tokens", "--max-tokens")) if reasons[kind]]
-        advice = f", raise {' and '.join(flags)}" if flags else ""
+        advice = f", raise {' and '.join(sorted(flags))}" if flags else ""
         return f"none of {len(self.dropped):,} utterances can be trained on{advice}; the first is {self.dropped[0]}"
-
-
-class _Refused(Exception):
-    """An utterance that is dropped. kind: audio, transcript, frames or tokens."""
-
-    def __init__(self, kind, reason):
-        super().__init__(reason)
-        self.kind = kind
 
 
 def _try_header(path):

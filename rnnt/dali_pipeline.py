@@ -13,12 +13,14 @@ import math
 import numpy as np
 import torch
 from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import math as dali_math
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from rnnt.corpus import HOP, SAMPLE_RATE, BadAudio, num_frames
 from rnnt.features import (
     FFT_SIZE,
     LOG_FLOOR,
+    MAX_SAMPLE,
     NUM_MELS,
     PREEMPHASIS,
     SILENCE_DB,
@@ -34,7 +36,11 @@ def _pipeline(noise, on_gpu):
     encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
     scale = fn.external_source(name="scale", dtype=types.FLOAT, ndim=0)
     audio, _ = fn.decoders.audio(encoded, dtype=types.FLOAT, downmix=True)
-    lowest, highest = fn.reductions.min(audio), fn.reductions.max(audio)
+    # Neither least nor largest tells of NaN, the sum does.
+    extremes = fn.reductions.min(audio), fn.reductions.max(audio), fn.reductions.sum(audio)
+    # What is refused afterwards must not stop an operator, which would not say whose file it is. NaN goes where the
+    # sample stands first, and stays where it stands second or in clamp.
+    audio = dali_math.min(dali_math.max(audio, -MAX_SAMPLE), MAX_SAMPLE)
     audio = fn.audio_resample(audio, scale=scale)
     begin, length = fn.nonsilent_region(audio, cutoff_db=SILENCE_DB, window_length=SILENCE_WINDOW)
     audio = fn.slice(audio, start=begin, shape=length, axes=[0])
@@ -49,7 +55,7 @@ def _pipeline(noise, on_gpu):
     mel = fn.mel_filter_bank(power, sample_rate=SAMPLE_RATE, nfilter=NUM_MELS)
     # ln: decibels of multiplier ln(10) over a reference of 1.
     log = fn.to_decibels(mel, multiplier=math.log(10), reference=1.0, cutoff_db=math.log(LOG_FLOOR))
-    return fn.pad(fn.normalize(log, axes=[1])), length, lowest, highest
+    return fn.pad(fn.normalize(log, axes=[1])), length, *extremes
 
 
 class DaliExtractor:
@@ -100,9 +106,9 @@ class DaliExtractor:
             if "fn.decoders.audio" not in str(error):
                 raise
             raise BadAudio(f"cannot be decoded: {_reason(error)}") from None
-        lengths, lowest, highest = ([one.at(row).item() for row in range(len(encoded))] for one in others)
-        for extremes in zip(lowest, highest, strict=True):
-            require_sound(*extremes)
+        lengths, *extremes = ([one.at(row).item() for row in range(len(encoded))] for one in others)
+        for lowest, highest, total in zip(*extremes, strict=True):
+            require_sound(lowest, total if math.isnan(total) else highest)
         out = torch.empty([len(encoded), *features.shape()[0]], device=self.device)
         feed_ndarray(features.as_tensor(), out, cuda_stream=stream)
         return out, [num_frames(length) for length in lengths]

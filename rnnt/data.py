@@ -8,15 +8,17 @@ Training: every epoch is shuffled anew from (seed, epoch); a step of all ranks t
 utterances of it, each rank its own, and what does not fill a step is left out. Speed, dither and masks of a batch are
 drawn from (seed, rank, its number), so a batch can be made again without those before it.
 
-Evaluation: the same utterances in the order of their names, at their own speed, without dither and masks. The last
-batch of a pass is filled up with further ones, for which `texts` has no entry.
+Evaluation: the same utterances in the order of their names, at their own speed, without masks, with dither that is
+always the same: where a recording is zero, the logarithm of nothing is far from what training has seen. The last batch
+of a pass is filled up with further ones, for which `texts` has no entry.
 
-Files that cannot be decoded are found here. Instead of each the batch takes the rank's next good utterance beyond the
-batch, which then comes up twice; so the sequence depends on the files alone, and a transcript always stays with its
-audio.
+Files that cannot be decoded, or hold no speech, are found here. Instead of each the batch takes the rank's next good
+utterance beyond the batch, which then comes up twice; so the sequence depends on the files alone, and a transcript
+always stays with its audio.
 """
 
 import concurrent.futures
+import functools
 import io
 import itertools
 import queue
@@ -29,9 +31,11 @@ import torch
 from rnnt import corpus, features, text
 from rnnt.batch import Batch
 from rnnt.config import Config, limits
-from rnnt.corpus import SAMPLE_RATE, BadAudio, Corpus, Dropped, num_frames, resampled, spliced
+from rnnt.corpus import SAMPLE_RATE, BadAudio, Corpus, Dropped, num_frames, require_room, resampled, spliced
 
 AHEAD = 2
+# Of a recording, without silence at its ends.
+LEAST_SHARE = 0.1
 
 
 def open_speech(
@@ -47,20 +51,25 @@ def open_speech(
 
     Features come in `dtype`, on the device. Raises ValueError that names the flag to change.
     """
-    tokenizer = text.open_tokenizer(config.tokenizer, config.vocab)
     folder = corpus.REPOSITORY if config.data == "corpus" else config.data
     # Evaluation keeps what training keeps, though it needs no room for slowing down.
-    found = Corpus(folder, tokenizer, *limits(config), config.speed_perturbation)
+    found = _scan(folder, config.tokenizer, config.vocab, *limits(config), config.speed_perturbation)
     return Source(found, config, device, rank, world_size, dtype, seed, training)
+
+
+@functools.lru_cache(maxsize=1)
+def _scan(folder, tokenizer, vocab, max_frames, max_tokens, perturbed):
+    """What training found, evaluation need not look for again."""
+    return Corpus(folder, text.open_tokenizer(tokenizer, vocab), max_frames, max_tokens, perturbed)
 
 
 class Source:
     """An endless sequence of batches, the same whenever the arguments are.
 
     next, reset, close. `texts`: normalised transcripts of the rows of the batch that `next` gave last. `dropped`: list
-    of corpus.Dropped, what is not trained on and why; the first few are named on stderr. `num_samples`: utterances to
-    train on. `num_batches`: of this rank in one pass over them. `max_frames`, `max_tokens`: of the longest, at its
-    slowest.
+    of corpus.Dropped, what is not trained on and why; the first few of a folder are named on stderr. `num_samples`:
+    utterances to train on. `num_batches`: of this rank in one pass over them. `max_frames`, `max_tokens`: of the
+    longest, at its slowest.
 
     A thread of its own makes batches ahead, on CUDA on a stream of its own; `next` waits for that thread where it has
     none ready, and lets the current stream wait for the features, never the host.
@@ -72,10 +81,14 @@ class Source:
         self.corpus, self.config, self.device, self.dtype = found, config, torch.device(device), dtype
         self.rank, self.world_size, self.seed, self.training = rank, world_size, seed, training
         self.perturbed = training and config.speed_perturbation
+        self.masked = training and config.spec_augment
         self.dropped, self._bad = [], {}
-        # What the scan found is the same on every rank.
-        self._note(found.dropped, silent=rank != 0)
-        if found.resampled and rank == 0:
+        # Long silence and yet good, which is found out once.
+        self._whole = set()
+        # What the scan found is the same on every rank, and in training and evaluation.
+        silent = rank != 0 or not training
+        self._note(found.dropped, silent)
+        if found.resampled and not silent:
             first, count = found.resampled[0], len(found.resampled)
             print(
                 f"data: {count} of {len(found.utterances)} utterances resampled to {SAMPLE_RATE} Hz, the first is "
@@ -91,8 +104,8 @@ class Source:
         samples = [self._num_samples(one, slowest) for one in found.utterances]
         self.max_frames = spliced(num_frames(max(samples)))
         self.max_tokens = max(len(one.tokens) for one in found.utterances)
-        noise = features.make_noise(max(samples)) if training else None
-        self._max_offset = noise.max_offset if noise else 0
+        noise = features.make_noise(max(samples))
+        self._max_offset = noise.max_offset
         self._extract = _make_extractor(config, noise, self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._thread = None
@@ -124,7 +137,7 @@ class Source:
     def close(self) -> None:
         """End the thread, and say how many were dropped without being named. Can be called again."""
         self._stop()
-        if self._extract is not None and len(self.dropped) > self.max_named:
+        if self._extract is not None and self.training and len(self.dropped) > self.max_named:
             print(f"data: {len(self.dropped)} dropped in all", file=sys.stderr)
         self._extract = None
 
@@ -178,7 +191,7 @@ class Source:
         rows, num_said, mel, frames = self._read(number, factors.tolist(), offsets)
         chosen = [self.corpus.utterances[row] for row in rows]
         lengths = torch.tensor([spliced(count) for count in frames], dtype=torch.int32)
-        masks = torch.from_numpy(features.draw_masks(draws, frames)) if self.training else None
+        masks = torch.from_numpy(features.draw_masks(draws, frames)) if self.masked else None
         on_device = self._upload(lengths), None if masks is None else self._upload(masks)
         finished = features.finish(self._upload(mel), *on_device, self.config.features, self.dtype)
         token_lengths = torch.tensor([len(one.tokens) for one in chosen], dtype=torch.int32)
@@ -202,14 +215,33 @@ class Source:
                     faults[place] = error
             if not faults:
                 answer = self._extract(encoded, scales, offsets)
-                if not isinstance(answer, dict):
+                faults = answer if isinstance(answer, dict) else self._cut_short(rows, encoded, scales, answer[1])
+                if not faults:
                     return rows, num_said, *answer
-                faults = answer
             for place, error in faults.items():
                 if rows[place] not in self._bad:
                     self._bad[rows[place]] = str(error)
                     self._note([Dropped(chosen[place].name, str(error))])
             self._require_enough()
+
+    def _cut_short(self, rows, encoded, scales, frames):
+        """{place: BadAudio} where next to nothing is left without silence, a click say: no pair with its transcript.
+
+        Decided at an utterance's own speed, so that it depends on the file alone.
+        """
+        faults = {}
+        for place, (row, scale, left) in enumerate(zip(rows, scales, frames, strict=True)):
+            one = self.corpus.utterances[row]
+            if row in self._whole or left > num_frames(resampled(one.num_samples, scale)) / 2:
+                continue
+            _, (left,) = self._extract(encoded[place : place + 1], [SAMPLE_RATE / one.sample_rate], [0])
+            try:
+                require_share(left, num_frames(self._num_samples(one, 1.0)))
+                require_room(left, len(one.tokens))
+                self._whole.add(row)
+            except BadAudio as error:
+                faults[place] = error
+        return faults
 
     def _rows(self, number):
         """(utterances of batch `number` without those known to be bad, how many of them are not there to fill up)."""
@@ -248,9 +280,12 @@ class Source:
     def _note(self, dropped, silent=False):
         for one in dropped:
             self.dropped.append(one)
-            if silent or len(self.dropped) > self.max_named:
+            # Evaluation comes upon what training has named.
+            named = self.corpus.named
+            if silent or one.name in named or len(named) == self.max_named:
                 continue
-            more = "; further ones are counted only" if len(self.dropped) == self.max_named else ""
+            named.add(one.name)
+            more = "; further ones are counted only" if len(named) == self.max_named else ""
             print(f"data: dropped {one}{more}", file=sys.stderr)
 
     def _require_enough(self):
@@ -262,6 +297,12 @@ class Source:
                 f"--data {self.corpus.folder}: {self.num_samples} utterances can be trained on{first}, --batch "
                 f"{self.config.batch}{ranks} takes {needed}: give more speech or a smaller --batch"
             )
+
+
+def require_share(left: int, frames: int) -> None:
+    """BadAudio where silence takes more than nine tenths. left: frames of 10 ms without it."""
+    if left < LEAST_SHARE * frames:
+        raise BadAudio(f"{left / 100:.2f} of {frames / 100:.2f} s are left without silence")
 
 
 def _read_file(one):

@@ -24,6 +24,8 @@ FFT_SIZE = 512
 WINDOW = 320
 PREEMPHASIS = 0.97
 DITHER = 1e-5
+# Full scale is 1. Float WAVs may go beyond it a little; what goes far beyond is no recording.
+MAX_SAMPLE = 8.0
 SILENCE_DB = -60.0
 # DALI's default window of short-term power, in samples.
 SILENCE_WINDOW = 2048
@@ -59,7 +61,7 @@ def extract(audio: torch.Tensor, scale: float, noise: torch.Tensor | None = None
     """FP32 [80, frames of 10 ms] of audio, FP32 [samples] in [-1, 1].
 
     scale: new sample rate over old. noise: what is added after silence is cut off, FP32, as long as the audio or
-    longer; None adds nothing. Raises BadAudio where all samples are equal.
+    longer; None adds nothing. Raises BadAudio, see require_sound.
     """
     require_sound(float(audio.min()), float(audio.max()))
     audio = resample(audio, scale)
@@ -73,7 +75,12 @@ def extract(audio: torch.Tensor, scale: float, noise: torch.Tensor | None = None
 
 
 def require_sound(lowest: float, highest: float) -> None:
-    """BadAudio where a recording has but one value. lowest, highest: of its samples."""
+    """BadAudio where a recording has but one value, or one beyond 8 times full scale, or NaN.
+
+    lowest, highest: of its samples; one of them NaN where a sample is.
+    """
+    if not -MAX_SAMPLE <= lowest <= highest <= MAX_SAMPLE:
+        raise BadAudio(f"samples from {lowest:.3g} to {highest:.3g}, full scale is 1")
     if lowest == highest:
         raise BadAudio("nothing but silence")
 

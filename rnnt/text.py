@@ -57,15 +57,28 @@ class Pieces:
         except (RuntimeError, OSError):
             raise ValueError(f"--tokenizer {path}: not a sentencepiece .model file") from None
         self.num_tokens = self._model.vocab_size()
+        if self._characters().isupper():
+            raise ValueError(
+                f"--tokenizer {path}: its pieces are in capitals, and transcripts are lower-cased before it sees them: "
+                "train it on lower-cased text"
+            )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a normalised text. Raises UnknownText."""
         ids = self._model.encode(text, add_bos=False, add_eos=False)
         if self._model.unk_id() in ids:
-            known = set("".join(self._model.id_to_piece(number) for number in range(self.num_tokens)))
-            unknown = sorted(set(text) - known - {" "}) or sorted(set(text))
-            raise UnknownText(f"characters outside the vocabulary: {''.join(unknown[:10])!a}")
+            unknown = sorted(set(text) - set(self._characters()) - {" "})
+            if unknown:
+                raise UnknownText(f"characters outside the vocabulary: {''.join(unknown[:10])!a}")
+            words = [word for word in dict.fromkeys(text.split()) if self._model.unk_id() in self._model.encode(word)]
+            raise UnknownText(f"words outside the vocabulary: {' '.join(words[:5])!a}")
         return ids
+
+    def _characters(self):
+        model = self._model
+        special = (model.is_unknown, model.is_control, model.is_byte, model.is_unused)
+        ordinary = (number for number in range(self.num_tokens) if not any(test(number) for test in special))
+        return "".join(model.id_to_piece(number) for number in ordinary)
 
     def decode(self, ids) -> str:
         """Normalised text, as words are compared; ids that are no piece say nothing."""

@@ -23,6 +23,13 @@ def encode(samples, rate=16000, kind="FLAC"):
     return file.getvalue()
 
 
+def encode_float(samples, rate=16000):
+    """The bytes of a WAV file of FP32 samples, which may be any."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
 def write_speech(folder, said, speaker="1"):
     """LibriSpeech's layout. said: list of (seconds or a file's bytes, transcript or None)."""
     place = folder / speaker / "7"

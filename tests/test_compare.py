@@ -241,6 +241,27 @@ def test_notes_name_machine_rounds_and_host():
     assert "steal up to 2.0 %" in text
 
 
+def test_what_a_model_reports_is_a_table_of_its_own():
+    found = session()
+    for record, rate in zip(found, (1000.0, 5.0, 3000.0, 7.0, 1500.0, 6.123), strict=True):
+        record["extra"]["report"] = {"heard/s": rate, "labels equal": rate != 7.0}
+    found[1]["extra"]["report"]["padding %"] = 12.345
+    found.append(make("compile", 1))
+    rows = compare.summarise(found)
+    _, _, own = compare.console_table(rows).split("\n\n")
+    assert [line.split() for line in own.splitlines()[1:]] == [
+        ["eager", "1,500", "yes", "-"],
+        ["graph", "6.12", "no", "12.3"],
+        ["compile", "-", "-", "-"],
+    ]
+    assert own.split("\n")[0].split("  ")[-3:] == ["heard/s", "labels equal", "padding %"]
+    assert "| variant | heard/s | labels equal | padding % |" in compare.markdown_table(rows)
+    # Records without it print as before.
+    assert compare.console_table(compare.summarise(session())).count("\n\n") == 1
+    cpu = [make(device="cpu", extra={"report": {"heard/s": 2.5}})]
+    assert compare.console_table(compare.summarise(cpu)).splitlines()[-1].split() == ["eager", "2.50"]
+
+
 def test_tables_are_aligned_and_ascii():
     table = compare.console_table(compare.summarise(session())).split("\n\n")[0].splitlines()
     end = table[0].index("step ms") + len("step ms")
@@ -371,6 +392,9 @@ def test_a_variant_without_timed_rounds_misses_no_base():
         (lambda record: record["extra"].update(host={"load_1m_end": "x"}), "extra.host.load_1m_end is 'x'"),
         (lambda record: record["extra"].update(profiled_clock_ratio="x"), "extra.profiled_clock_ratio is 'x'"),
         (lambda record: record["extra"].update(items_per_s="x"), "extra.items_per_s is 'x'"),
+        (lambda record: record["extra"].update(report=[1]), "extra.report is [1], not an object"),
+        (lambda record: record["extra"].update(report={"a": "x"}), "extra.report.a is 'x', not a number, true or"),
+        (lambda record: record["extra"].update(report={"a": float("nan")}), "extra.report.a is nan, not a number"),
         (lambda record: record["numerics"].update(first_difference="x"), "numerics.first_difference is 'x'"),
         (
             lambda record: record["numerics"].update(first_difference={"step": 3}),

@@ -54,8 +54,17 @@ def test_few_buckets_make_all_their_pairs(kind):
 def test_pairs_of_many_buckets_are_those_that_occur():
     plan = buckets.make_plan("50", [(409, 56)], 641, 125, steps)
     assert plan.pairs == [(411, 58)] and plan.fit(409, 56) == (411, 58)
-    # One that was not seen before takes a captured shape if it fits, else its own buckets.
-    assert plan.fit(300, 50) == (411, 58) and plan.fit(412, 50) == (424, 50)
+    # One that was not seen before takes its own buckets, not a larger pair that was.
+    assert plan.fit(300, 50) == (308, 50) and plan.fit(412, 50) == (424, 50)
+
+
+def test_what_was_seen_before_changes_no_ladders_choice():
+    seen = [(100, 10), (600, 120), (620, 124)]
+    for kind in ("8", "5", "50", "4"):
+        plan = buckets.make_plan(kind, seen, 641, 125, steps)
+        for frames, tokens in [(100, 60), (350, 5), *drawn(50)]:
+            assert plan.fit(frames, tokens) == (buckets.fit(plan.audio, frames), buckets.fit(plan.text, tokens))
+    assert buckets.make_plan("8", seen, 641, 125, steps).fit(100, 60) == (161, 63)
 
 
 def test_auto_of_equal_batches_pads_nothing():
@@ -106,12 +115,14 @@ def test_report_counts_what_is_executed_and_what_is_useful():
     tally = buckets.Tally()
     tally.add((10, 4), (12, 6), [10, 5], [2, 4])
     tally.add((11, 3), (12, 6), [11, 11], [3, 3])
-    report = tally.report(lambda frames, tokens: 100 * frames + tokens)
+    report = tally.report(lambda frames, tokens: 100 * frames + tokens, lambda frames, tokens: 2 * frames + tokens)
     assert report["steps_per_shape"] == {"12x6": 2}
     assert report["steps_per_audio_bucket"] == {"12": 2} and report["steps_per_text_bucket"] == {"6": 2}
     assert report["padding"]["frames"] == pytest.approx(24 / 21 - 1)
     assert report["padding"]["symbols"] == pytest.approx(14 / 9 - 1)
     assert report["padding"]["cells"] == pytest.approx(2 * 6 * 7 / (5 * 5 + 6 * 4) - 1)
+    # Of a batch, however many utterances it has.
+    assert report["padding"]["time_steps"] == pytest.approx(2 * (2 * 12 + 6) / (24 + 25) - 1)
     assert report["useful"]["frames"] == pytest.approx((10 + 5 + 11 + 11) / (4 * 12))
     assert report["useful"]["symbols"] == pytest.approx((3 + 5 + 4 + 4) / (4 * 7))
     assert report["useful"]["cells"] == pytest.approx((5 * 3 + 3 * 5 + 6 * 4 + 6 * 4) / (4 * 6 * 7))
@@ -119,4 +130,4 @@ def test_report_counts_what_is_executed_and_what_is_useful():
     assert report["executed_flops_per_step"] == pytest.approx(2 * 1206)
     tally.reset()
     tally.add((1, 1), (2, 2), [1], [1])
-    assert tally.report(lambda *_: 1.0)["steps_per_shape"] == {"2x2": 1}
+    assert tally.report(lambda *_: 1.0, lambda *_: 1)["steps_per_shape"] == {"2x2": 1}

@@ -92,6 +92,8 @@ def test_each_fault_is_named_and_the_rest_trained_on(tmp_path):
             (3.0, "too long"),
             (1.0, "x" * 21),
             (2.0, "good two"),
+            (3.0, "x" * 22),
+            (0.1, "a dozen tokens"),
         ],
     )
     place = tmp_path / "1" / "7"
@@ -111,6 +113,8 @@ def test_each_fault_is_named_and_the_rest_trained_on(tmp_path):
         9: "0.050 s of audio, less than 0.1 s",
         10: "3.0 s resampled by up to 1.15 are 116 frames of 30 ms and 80 fit: raise --max-frames",
         11: "21 tokens and 20 fit: raise --max-tokens",
+        13: "are 116 frames of 30 ms and 80 fit, 22 tokens and 20 fit: raise --max-frames and --max-tokens",
+        14: "14 tokens in 11 frames of 10 ms",
         99: "a transcript and no audio",
     }
     seen = reasons(found)
@@ -168,3 +172,16 @@ def test_nothing_left_names_the_flags_to_raise(tmp_path):
         scan(tmp_path, max_frames=20, max_tokens=5)
     with pytest.raises(ValueError, match="raise --max-frames; the first"):
         scan(tmp_path, max_frames=5)
+    # An utterance that is both too long and has too many tokens.
+    write_speech(tmp_path, [(2.0, "many tokens"), (0.2, "ab")])
+    with pytest.raises(ValueError, match="raise --max-frames and --max-tokens; the first"):
+        scan(tmp_path, max_frames=5, max_tokens=10)
+
+
+def test_transcripts_may_have_tabs_and_a_byte_order_mark(tmp_path):
+    write_speech(tmp_path, [(1.0, None), (1.0, None), (1.0, None)])
+    content = "\ufeff1-7-0000\tFIRST ONE\r\n\r\n  1-7-0001 \t second one\n1-7-0002\n"
+    (tmp_path / "1/7/1-7.trans.txt").write_bytes(content.encode())
+    found = scan(tmp_path)
+    assert [one.text for one in found.utterances] == ["first one", "second one"]
+    assert reasons(found) == {"1/7/1-7-0002": "empty transcript"}

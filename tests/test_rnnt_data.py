@@ -11,7 +11,7 @@ import torch
 
 from rnnt import data, text
 from rnnt.config import Config
-from tests.speech_files import encode, tone, write_speech
+from tests.speech_files import encode, encode_float, tone, write_speech
 
 CPU = torch.device("cpu")
 # Every other utterance is longer, so that a batch has padding.
@@ -171,6 +171,18 @@ def test_without_speed_perturbation_lengths_stay(opened, folder):
     assert source.max_frames == max(batch.feature_lengths)
 
 
+def test_without_spec_augment_nothing_is_masked(opened, folder):
+    """A whole mel band of zeros is a mask: speech changes in each."""
+
+    def num_masked(**fields):
+        batch = opened(folder, batch=11, **fields).next()
+        silent = batch.features[..., :80].eq(0).all(0)
+        return int(silent.any(1).sum())
+
+    assert num_masked() > 0
+    assert num_masked(spec_augment=False) == 0
+
+
 def test_evaluation_keeps_what_training_keeps(opened, folder):
     # The longest is 0.9 s: 31 frames of 30 ms, 35 slowed down by 1.15.
     assert [opened(folder, max_frames=34, training=training).num_samples for training in (True, False)] == [10, 10]
@@ -193,6 +205,20 @@ def test_evaluation_is_in_order_unmasked_and_complete(opened, folder):
     # Another pass, whatever the seed.
     first = source.next()
     assert equal(first, opened(folder, batch=4, training=False, seed=9).next())
+
+
+@pytest.mark.parametrize("audio", AUDIO)
+def test_evaluation_hears_silence_as_training_does(opened, tmp_path, audio):
+    """Digital zeros between words: without dither their logarithm would lie far below all that was trained on."""
+    sound = 0.1 * tone(1.0)
+    sound[6000:10000] = 0
+    write_speech(tmp_path, [(encode(sound), "a")])
+    fields = {"batch": 1, "audio": audio, "speed_perturbation": False, "spec_augment": False}
+    trained = opened(tmp_path, **fields).next()
+    evaluated = opened(tmp_path, training=False, **fields).next()
+    assert trained.feature_lengths.tolist() == evaluated.feature_lengths.tolist()
+    # Of features with variance 1.
+    assert float((trained.features - evaluated.features)[..., :240].square().mean().sqrt()) < 0.3
 
 
 def test_evaluation_of_ranks_is_each_utterance_once(opened, folder):
@@ -296,6 +322,79 @@ def test_bad_files_are_named_counted_and_never_seen(opened, with_bad, audio, tra
     assert capsys.readouterr().err.count("data: dropped 1/7/1-7-000") == 4
 
 
+def replaced(seconds, place, value):
+    """A WAV of floats, some of which are replaced."""
+    samples = tone(seconds)
+    samples[place] = value
+    return encode_float(samples)
+
+
+@pytest.mark.parametrize("audio", AUDIO)
+def test_absurd_samples_are_named_and_never_seen(opened, tmp_path, audio):
+    absurd = {
+        1: (slice(0, 1), np.nan),
+        2: (slice(4000, 4001), np.nan),
+        3: (slice(-1, None), np.nan),
+        4: (slice(None), np.nan),
+        5: (slice(4000, 4001), -np.inf),
+        6: (slice(None), np.inf),
+        7: (slice(4000, 4010), 1e30),
+        8: (slice(4000, 4001), -8.5),
+    }
+    said = [(replaced(0.5, *absurd[number]) if number in absurd else 0.5, transcript(number)) for number in range(10)]
+    # Beyond full scale, and yet sound.
+    said[9] = replaced(0.5, slice(4000, 4001), 7.5), transcript(9)
+    source = opened(write_speech(tmp_path, said), audio=audio)
+    for _ in range(8):
+        batch = source.next()
+        assert sorted(numbers(batch)) == [0, 9] and batch.features.isfinite().all()
+    reasons = {one.name: one.reason for one in source.dropped}
+    assert reasons.keys() == {f"1/7/1-7-{number:04d}" for number in absurd}
+    assert all("full scale is 1" in reason for reason in reasons.values())
+    assert all("nan" in reasons[f"1/7/1-7-{number:04d}"] for number in (1, 2, 3, 4))
+    assert reasons["1/7/1-7-0008"].startswith("samples from -8.5 to ")
+
+
+def click(seconds):
+    """Silence but for ten samples."""
+    samples = np.zeros(round(16000 * seconds))
+    samples[len(samples) // 2 :][:10] = 0.5
+    return encode(samples)
+
+
+@pytest.mark.parametrize("audio", AUDIO)
+def test_clicks_in_silence_are_no_speech(opened, tmp_path, audio):
+    quiet = np.concatenate((np.zeros(16000), tone(0.6), np.zeros(16000)))
+    said = [(0.5, "one"), (click(8), "two"), (click(1.3), "a" * 100), (encode(quiet), "four"), (click(1.3), "five")]
+    source = opened(write_speech(tmp_path, said), audio=audio, training=False, batch=5)
+    first = source.next()
+    assert source.texts == ["one", "four", "five"]
+    reasons = {one.name: one.reason for one in source.dropped}
+    assert reasons.keys() == {"1/7/1-7-0001", "1/7/1-7-0002"}
+    assert reasons["1/7/1-7-0001"].endswith(" of 8.01 s are left without silence")
+    assert reasons["1/7/1-7-0002"].startswith("100 tokens in ")
+    source.reset()
+    assert equal(first, source.next())
+
+
+def test_evaluation_says_nothing_again(opened, with_bad, capsys):
+    with open(with_bad / "1/7/1-7.trans.txt", "a") as file:
+        file.write("1-7-0099 no audio\n")
+    for training in (True, False):
+        source = opened(with_bad, training=training)
+        for _ in range(6):
+            source.next()
+        assert len(source.dropped) == 5
+    said = capsys.readouterr().err
+    assert said.count("dropped") == 5 and said.count("1-7-0099") == said.count("1-7-0006") == 1
+
+
+def test_evaluation_takes_what_training_has_scanned(opened, folder, monkeypatch):
+    opened(folder, batch=3)
+    monkeypatch.setattr(data, "Corpus", None)
+    assert opened(folder, batch=3, training=False).num_samples == NUM
+
+
 def test_sequence_with_bad_files_depends_on_the_files_alone(opened, with_bad):
     source = opened(with_bad)
     first = [source.next() for _ in range(8)]
@@ -349,9 +448,9 @@ def test_many_dropped_are_named_in_part_and_counted_in_whole(opened, tmp_path, c
 @pytest.mark.parametrize("audio", AUDIO)
 def test_other_sample_rates_are_resampled_and_said_once(opened, tmp_path, audio, capsys):
     write_speech(tmp_path, [(encode(tone(0.5, rate=8000), 8000), "one"), (encode(tone(0.5)), "two"), (0.5, "three")])
+    opened(tmp_path, audio=audio, batch=3)
     source = opened(tmp_path, audio=audio, batch=3, training=False)
     batch = source.next()
-    source.next()
     assert batch.feature_lengths.tolist() == [17, 17, 17]
     # The same tone, so alike where 8000 Hz have something to say.
     first, second = (batch.features[:, row, :40].flatten() for row in (0, 1))

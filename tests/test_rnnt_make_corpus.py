@@ -96,14 +96,39 @@ def test_sentences_are_simple_and_long_enough():
         (["--seconds", "1", "nan"], "--seconds 1.0 nan: takes two numbers"),
         (["--seed", "-1"], "--seed -1: takes a number from 0 up"),
         (["--voices", "nobody"], "--voices nobody: espeak-ng: Error: The specified"),
-        (["--seconds", "59", "60"], "--seconds 59.0 60.0: no further sentence"),
+        (["--seconds", "7.5", "8"], "--seconds 7.5 8: no further sentence that takes so long and has 120 characters"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_status_two(fake_espeak, tmp_path, capsys, arguments, message):
+def test_mistakes_are_one_line_and_exit_status_two(fake_espeak, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(make_corpus, "MAX_TRIES", 5)
     with pytest.raises(SystemExit) as stopped:
         make(tmp_path / "out", *arguments)
     said = capsys.readouterr().err
     assert stopped.value.code == 2 and message in said and said.count("\n") == 1
+    # Nothing is left of what was begun.
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_voices_are_tried_before_anything_is_made(fake_espeak, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(make_corpus, "_write", None)
+    with pytest.raises(SystemExit):
+        make(tmp_path / "out", "--voices", "a", "nobody")
+    assert "--voices nobody: " in capsys.readouterr().err
+
+
+def test_only_voices_that_speak_are_counted(fake_espeak, tmp_path, capsys):
+    # The fourth is not known, and not needed.
+    make(tmp_path / "out", "--utterances", "2", "--voices", "a", "bcd", "efghi", "nobody")
+    assert "2 utterances, 2 voices" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["101", "102"]
+
+
+def test_longer_recordings_may_say_more(fake_espeak, tmp_path, capsys):
+    # 12 s are 200 characters of the stand-in.
+    make(tmp_path / "out", "--utterances", "1", "--seconds", "10", "12", "--voices", "a")
+    (one,) = corpus.Corpus(tmp_path / "out", text.Chars(), 641, 250, True).utterances
+    assert len(one.text) > 160 and f"up to {len(one.text)} characters" in capsys.readouterr().out
+    assert make_corpus.max_characters(8.0) == make_corpus.max_characters(2.0) == 120
 
 
 def test_folder_with_recordings_is_left_alone(fake_espeak, tmp_path, capsys):
@@ -111,7 +136,7 @@ def test_folder_with_recordings_is_left_alone(fake_espeak, tmp_path, capsys):
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
     with pytest.raises(SystemExit):
         make(tmp_path / "out", "--utterances", "2", "--seed", "3")
-    assert "has recordings already" in capsys.readouterr().err
+    assert "not empty, name another folder" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
 
 

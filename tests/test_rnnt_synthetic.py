@@ -75,6 +75,11 @@ def test_ranks_and_seeds_draw_their_own():
         assert not torch.equal(first.features, source(config, rank=1, world_size=2).next().features)
 
 
+def test_every_window_of_the_benchmark_meets_each_kind_of_batch_twice():
+    config = PRESETS["bench_lengths"]
+    assert config.data == "lengths" and config.min_steps >= 2 * PERIOD
+
+
 def test_lengths_come_again_after_a_period():
     batches = source()
     shapes = [tuple(batches.next().feature_lengths.tolist()) for _ in range(2 * PERIOD)]

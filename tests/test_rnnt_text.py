@@ -7,25 +7,25 @@ import pytest
 
 from rnnt import text
 
+SENTENCES = ["the red boat sails home", "the old king sings", "a boat and a king", "we don't know why"]
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    """A sentencepiece model of 26 pieces, trained on a few sentences without the letter z."""
+
+def train(path, sentences, **options):
+    """Write a sentencepiece model of a few sentences, without the letter z."""
     sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed: ./setup.sh speech")
-    path = tmp_path_factory.mktemp("pieces") / "small.model"
-    sentences = ["the red boat sails home", "the old king sings", "a boat and a king", "we don't know why"] * 5
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_writer=out,
-        vocab_size=26,
-        model_type="unigram",
-        bos_id=-1,
-        eos_id=-1,
-        minloglevel=2,
+        sentence_iterator=iter(sentences * 5), model_writer=out, bos_id=-1, eos_id=-1, minloglevel=2, **options
     )
     path.write_bytes(out.getvalue())
     return path
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """A model of 26 pieces."""
+    path = tmp_path_factory.mktemp("pieces") / "small.model"
+    return train(path, SENTENCES, vocab_size=26, model_type="unigram")
 
 
 def test_characters_go_to_ids_and_back():
@@ -70,6 +70,20 @@ def test_pieces_go_to_ids_and_back(model_path):
 def test_pieces_refuse_what_they_cannot_write(model_path):
     with pytest.raises(text.UnknownText, match="'z'"):
         text.open_tokenizer(str(model_path), vocab=64).encode("the red zoo")
+
+
+def test_unknown_words_are_named_as_words(tmp_path):
+    path = train(tmp_path / "words.model", SENTENCES, vocab_size=15, model_type="word")
+    tokenizer = text.open_tokenizer(str(path), vocab=64)
+    assert tokenizer.decode(tokenizer.encode("the old boat")) == "the old boat"
+    with pytest.raises(text.UnknownText, match="^words outside the vocabulary: 'tea bat'$"):
+        tokenizer.encode("the tea and the bat and tea")
+
+
+def test_model_of_capitals_is_refused(tmp_path):
+    path = train(tmp_path / "capitals.model", [one.upper() for one in SENTENCES], vocab_size=26, model_type="unigram")
+    with pytest.raises(ValueError, match="--tokenizer .* in capitals, and transcripts are lower-cased before"):
+        text.open_tokenizer(str(path), vocab=64)
 
 
 def test_bad_tokenizers_name_the_flag(model_path, tmp_path):

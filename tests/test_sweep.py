@@ -209,6 +209,7 @@ class Runner:
     def __init__(self, law, oom_from=math.inf, fails_at=(), stops_at=None, preset=None, gpu="NVIDIA H200"):
         self.law, self.oom_from, self.fails_at, self.stops_at = law, oom_from, fails_at, stops_at
         self.preset, self.gpu, self.calls = preset or (lambda value: "bench"), gpu, []
+        self.reports = {}
         self.env = launch.describe_here(MODEL)["env"] | {"world_size": 1}
 
     def __call__(self, argv):
@@ -236,6 +237,8 @@ class Runner:
         record["env"].update(self.env, gpu_name=self.gpu, gpu_uuid="GPU-0", num_gpus=1, driver="580.1")
         record["extra"]["request"] = {"config": config, "flags": args.flags, "steps": 0, "num_gpus": 1}
         record["numerics"]["parity"] = "bitwise"
+        if value in self.reports:
+            record["extra"]["report"] = {"padding %": self.reports[value] if variant == "graph" else 0.0}
         if number and status == "pass":
             eager, graph = self.law(value)
             mean = (eager if variant == "eager" else graph) * (1 + 0.002 * source.gauss(0, 1))
@@ -289,6 +292,18 @@ def test_a_sweep_from_records_to_its_finding_and_once_more_without_a_run(tmp_pat
     # More rounds than there are is another matter.
     assert go(out, runner, "--rounds", "4", "--values", "2") == 0
     assert runner.calls[-1] == 2
+
+
+def test_what_a_model_reports_stands_below_the_points(tmp_path, gpu, capsys):
+    out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
+    runner.reports = {2: 12.345}
+    assert go(out, runner, *FAST, "--values", "1,2") == 0
+    table = capsys.readouterr().out.split("\n\n")
+    own = next(part.splitlines() for part in table if "padding %" in part)
+    assert [line.split() for line in own] == [["batch", "padding", "%"], ["1", "-"], ["2", "12.3"]]
+    assert "| batch | padding % |\n| ---: | ---: |" in (out / "table.md").read_text().replace("| --- |", "| ---: |")
+    assert go(tmp_path / "other", Runner(hard(7.0, 0.02)), *FAST, "--values", "1") == 0
+    assert "padding" not in capsys.readouterr().out
 
 
 def test_a_stopped_sweep_goes_on_at_the_point_where_it_was(tmp_path, gpu, capsys):
