@@ -46,7 +46,7 @@ class Run:
             if path and self.parity:
                 raise ValueError(f"{flag} needs a run without --parity")
             if path not in ("", "-"):
-                _require_writable(flag, Path(path))
+                require_writable(flag, Path(path))
         if self.mllog and self.profile:
             raise ValueError("--mllog logs timed steps and --profile times none: take one of them")
 
@@ -81,7 +81,7 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     On `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr that names
     what is allowed, and exit status 2.
     """
-    parser = _Parser(prog=f"python -m {model}.train", allow_abbrev=False)
+    parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False)
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
     parser.add_argument("--preset", metavar="NAME", default=next(iter(presets)), help=f"one of {', '.join(presets)}")
     parser.add_argument("--variant", metavar="NAME", default=next(iter(variants)), help=f"one of {', '.join(variants)}")
@@ -98,6 +98,26 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     parser.add_argument(
         "--profile", default="", metavar="PATH", help="time nothing, trace a few steps for a viewer (.json, .json.gz)"
     )
+    values, overrides = parse_with_fields(parser, config_class, argv)
+    asked_to_describe = values.pop("describe")
+    try:
+        run = Run(**values)
+        require_known("preset", run.preset, presets)
+        require_known("variant", run.variant, variants)
+        config = dataclasses.replace(presets[run.preset], **overrides)
+    except ValueError as error:
+        parser.error(str(error))
+    if asked_to_describe:
+        print(json.dumps(describe(model, config_class, presets, variants, about)))
+        sys.exit(0)
+    return Arguments(config=config, run=run)
+
+
+def parse_with_fields(parser, config_class, argv=None) -> tuple[dict, dict]:
+    """(values of the parser's own flags, fields of config_class that were given) of a command line.
+
+    parser: a `Parser`, which gets a flag for each field.
+    """
     group = parser.add_argument_group("model")
     types = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
@@ -113,29 +133,17 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
         known = ", ".join("--" + name.removeprefix("config_").replace("_", "-") for name in vars(values))
         parser.error(f"unknown argument {unknown[0]!r}, known: {known}")
     values = vars(values)
-    asked_to_describe = values.pop("describe")
     overrides = {key[7:]: values.pop(key) for key in list(values) if key.startswith("config_")}
-    try:
-        run = Run(**values)
-        _known("preset", run.preset, presets)
-        _known("variant", run.variant, variants)
-        given = {name: value for name, value in overrides.items() if value is not None}
-        config = dataclasses.replace(presets[run.preset], **given)
-    except ValueError as error:
-        parser.error(str(error))
-    if asked_to_describe:
-        print(json.dumps(describe(model, config_class, presets, variants, about)))
-        sys.exit(0)
-    return Arguments(config=config, run=run)
+    return values, {name: value for name, value in overrides.items() if value is not None}
 
 
 @contextlib.contextmanager
-def mistakes_in_one_line(model):
+def mistakes_in_one_line(model, command="train"):
     """A ValueError that leaves this block becomes one line on stderr and exit status 2, as a mistake in a flag does."""
     try:
         yield
     except ValueError as error:
-        print(f"python -m {model}.train: {error}", file=sys.stderr)
+        print(f"python -m {model}.{command}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -167,7 +175,7 @@ def describe(model, config_class, presets, variants, about=None) -> dict:
     }
 
 
-def _require_writable(flag, path):
+def require_writable(flag, path):
     """Asked now, since what goes there is written after minutes of work."""
     if path.is_dir():
         raise ValueError(f"{flag} {path}: takes the path of a file, this is a folder")
@@ -180,7 +188,8 @@ def _require_writable(flag, path):
         raise ValueError(f"{flag} {path}: cannot write in {folder} ({error.strerror})") from None
 
 
-def _known(what, name, table):
+def require_known(what, name, table):
+    """ValueError where `name` is not in the table of what --`what` takes."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
 
@@ -209,6 +218,8 @@ def _converter(kind, choices):
     return convert
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """With mistakes in one line on stderr, exit status 2."""
+
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")

@@ -14,10 +14,13 @@ The state a script builds:
     named_state()         (name, tensor) pairs of all that training carries from step to step
     read_losses(n)        losses of steps 0..n-1 as floats (after the window; may wait for the device)
     read_grad_norms(n)    the same for gradient norms
-    batch_class(i)        which kind of batch step i has: batches of one shape are one class
+    batch_class(i)        which kind of batch step i has: batches of one shape are one class. Where none comes again,
+                          the first min_steps steps are a class each, and all later ones one
     evaluate()            only for --mllog: mean loss over held-out batches, eager, on every rank; training
                           state stays as it is. Raises Unsupported where the data leaves nothing to hold out
-    finish(variant, rec)  where there is more to say after the window, of its steps alone; it goes into the record
+    finish(variant, rec)  where there is more to say after the window, of its steps alone; it goes into the record.
+                          rec["extra"]["report"], flat {column: number, True or False}, is shown below the table of
+                          records, a row per variant: medians over rounds, yes where it is true in every round
     hyperparameters       where there is more for --mllog than `Workload.hyperparameters`, which only the data tell
     close()               where it holds something open, such as data workers; its dict goes into extra
 A variant (what VARIANTS maps a name to, made from the state):
@@ -178,7 +181,7 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     log.begin(record)
     state = variant = None
     try:
-        with _process_settings(device, options.parity):
+        with process_settings(device, options.parity):
             state = workload.build(config, device)
             log.say(getattr(state, "hyperparameters", {}))
             variant = workload.variants[options.variant](state)
@@ -232,7 +235,7 @@ def _close(opened, record):
 
 
 @contextlib.contextmanager
-def _process_settings(device, parity):
+def process_settings(device, parity):
     """A side stream for everything (captures need one, and eager must not differ), seeds, kernel choice."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = not parity

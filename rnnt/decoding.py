@@ -21,7 +21,8 @@ def measure(state) -> dict:
     """Times of both decoders on one batch of training data, with the averaged weights; medians of REPEATS, in ms.
 
     loop: all symbol steps, from the first frame to the end of the last utterance. whole: encoder (eager in both), loop
-    and the labels on the host. labels_equal: of both decoders, utterance by utterance.
+    and the labels on the host. num_cut_off: utterances that ended at the search's largest number of labels.
+    labels_equal: of both decoders, utterance by utterance.
     """
     # The next batch of training; what it advances is reset before anything is trained again.
     views, _, _ = state.inputs.load(state.plan.fit)
@@ -41,6 +42,7 @@ def measure(state) -> dict:
         "whole_speedup": found["eager_whole_ms"] / found["graph_whole_ms"],
         "num_utterances": len(f),
         "num_labels": sum(map(len, labels["eager"])),
+        "num_cut_off": sum(len(ids) >= decoders["eager"].search.max_symbols for ids in labels["eager"]),
         "labels_equal": labels["eager"] == labels["graph"],
     }
 
@@ -59,54 +61,103 @@ def _time(state, decoder, views):
     return (loop_end - loop_start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
-@torch.no_grad()
-def word_error_rate(state) -> dict:
-    """Of both decoders on unchanged speech, with the averaged weights; MAX_UTTERANCES of the folder's at most."""
-    from rnnt.state import open_source
+class Listener:
+    """Decodes unchanged speech with both decoders and the averaged weights, MAX_UTTERANCES of the folder's at most."""
 
-    config = state.config
-    tokenizer = open_tokenizer(config.tokenizer, config.vocab)
-    source = open_source(config, state.device, 0, 1, state.dtype, EVALUATION_SEED, training=False)
-    errors, num_words = {"eager": 0, "graph": 0}, 0
-    labels_equal = True
-    with state.averaged():
+    @torch.no_grad()
+    def __init__(self, state):
+        from rnnt.state import open_source
+
+        config = self.config = state.config
+        self.state, self.tokenizer = state, open_tokenizer(config.tokenizer, config.vocab)
+        self.source = open_source(config, state.device, 0, 1, state.dtype, EVALUATION_SEED, training=False)
+        self.num_batches = min(self.source.num_batches, max(1, MAX_UTTERANCES // config.batch))
         graphed = GraphDecoder(state.model, config.batch, (max(state.plan.audio) + 1) // 2)
-        decoders = {"eager": EagerDecoder(state.model, config.batch), "graph": graphed}
-        for _ in range(min(source.num_batches, max(1, MAX_UTTERANCES // config.batch))):
-            batch = source.next()
-            features, lengths = batch.features.to(state.device), batch.feature_lengths.to(state.device)
-            f, lengths = state.model.encoder(features, lengths)
-            labels = {name: decoder.decode(f, lengths) for name, decoder in decoders.items()}
-            labels_equal = labels_equal and labels["eager"] == labels["graph"]
-            num_words += sum(len(text.split()) for text in source.texts)
-            for name, found in labels.items():
-                # The last batch may be filled up with rows that have no text.
-                pairs = zip(source.texts, found[: len(source.texts)], strict=True)
-                errors[name] += sum(word_errors(text, tokenizer.decode(ids)) for text, ids in pairs)
-        graphed.close()
-    source.close()
-    return {
-        "num_words": num_words,
-        "eager": errors["eager"] / num_words,
-        "graph": errors["graph"] / num_words,
-        "labels_equal": labels_equal,
-    }
+        self.decoders = {"eager": EagerDecoder(state.model, config.batch), "graph": graphed}
+
+    @torch.no_grad()
+    def word_error_rate(self) -> dict:
+        """Of both decoders, and whether their labels are equal. Training goes on afterwards as if nothing had been."""
+        errors, num_words, labels_equal = dict.fromkeys(self.decoders, 0), 0, True
+        with self.state.averaged():
+            for decoder in self.decoders.values():
+                decoder.refresh()
+            for _ in range(self.num_batches):
+                batch = self.source.next()
+                features, lengths = (tensor.to(self.state.device) for tensor in batch[:2])
+                f, lengths = self.state.model.encoder(features, lengths)
+                labels = {name: decoder.decode(f, lengths) for name, decoder in self.decoders.items()}
+                labels_equal = labels_equal and labels["eager"] == labels["graph"]
+                texts = self.source.texts
+                num_words += sum(len(text.split()) for text in texts)
+                for name, found in labels.items():
+                    # The last batch may be filled up with rows that have no text.
+                    pairs = zip(texts, found[: len(texts)], strict=True)
+                    errors[name] += sum(word_errors(text, self.tokenizer.decode(ids)) for text, ids in pairs)
+        self.source.reset()
+        rates = {name: count / num_words for name, count in errors.items()}
+        return {"num_words": num_words, **rates, "labels_equal": labels_equal}
+
+    def close(self) -> None:
+        self.decoders["graph"].close()
+        self.source.close()
+
+
+def word_error_rate(state) -> dict:
+    """Of both decoders, once."""
+    listener = Listener(state)
+    found = listener.word_error_rate()
+    listener.close()
+    return found
 
 
 def finish(state, record) -> None:
-    """Put both into the record's extra, and print them with what buckets cost."""
+    """Put both into the record's extra, with a report for its tables, and print them with what buckets cost."""
     record["extra"]["decode"] = measure(state)
     if state.config.data not in GENERATED:
         record["extra"]["wer"] = word_error_rate(state)
+    record["extra"]["report"] = table_row(record["extra"], record["device"])
+    doubt = unlike_speech(record["extra"]["decode"])
+    if doubt:
+        record["extra"]["notes"].append(f"decode: {doubt}")
     if state.rank == 0:
         for line in lines(record["extra"]):
             print(line)
 
 
+def table_row(extra: dict, device: str) -> dict:
+    """extra's buckets and decode as columns of a table (see the contract in common/measure.py).
+
+    Without the decoders' rates on a CPU, where a host graph says nothing about speed.
+    """
+    report, decode = extra["buckets"], extra["decode"]
+    rates = {
+        "eager decode/s": decode["eager_utterances_per_s"],
+        "graph decode/s": decode["graph_utterances_per_s"],
+        "loop speed-up": decode["loop_speedup"],
+    }
+    return {
+        "LSTM padding %": 100 * report["padding"]["time_steps"],
+        "lattice padding %": 100 * report["padding"]["cells"],
+        "useful/executed FLOP": report["useful_flops_per_step"] / report["executed_flops_per_step"],
+        **(rates if device == "cuda" else {}),
+        "labels equal": decode["labels_equal"],
+    }
+
+
+def unlike_speech(decode: dict) -> str | None:
+    """Why the decoders' times say little of a trained model's, or None."""
+    if decode["num_labels"] == 0:
+        return "no label was found, the times are those of blanks alone: not representative"
+    if decode["num_cut_off"]:
+        return "utterances ended at the largest number of labels that a search gives: not representative"
+    return None
+
+
 def lines(extra: dict) -> list[str]:
     """What a person wants to see of extra's buckets, decode and wer."""
     report, decode = extra["buckets"], extra["decode"]
-    padding = ", ".join(f"{what} {100 * value:.1f} %" for what, value in report["padding"].items())
+    padding = ", ".join(f"{what.replace('_', ' ')} {100 * value:.1f} %" for what, value in report["padding"].items())
     useful, executed = report["useful_flops_per_step"], report["executed_flops_per_step"]
     out = [
         f"padding    {padding} over the longest of each batch, {len(report['steps_per_shape'])} shapes",
@@ -115,6 +166,8 @@ def lines(extra: dict) -> list[str]:
         f"({decode['loop_speedup']:.2f}x), whole {decode['whole_speedup']:.2f}x, "
         f"{decode['graph_utterances_per_s']:,.0f} utterances/s, "
         f"labels {'equal' if decode['labels_equal'] else 'DIFFER'}",
+        f"labels     {decode['num_labels']} in {decode['num_utterances']} utterances, "
+        + (unlike_speech(decode) or "none cut off"),
     ]
     if "wer" in extra:
         wer = extra["wer"]

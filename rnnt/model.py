@@ -16,6 +16,7 @@ from torch import nn
 from common.measure import mark
 from rnnt.config import Config
 from rnnt.loss import joint_hidden
+from rnnt.lstm import lstm
 
 STACK = 2
 
@@ -26,6 +27,7 @@ class Encoder(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.encoder_hidden
+        self.run = RUN_LAYER[config.lstm]
         self.pre = _stack(config.features, hidden, config.pre_layers)
         self.post = _stack(STACK * hidden, hidden, config.post_layers)
         self.dropout = nn.Dropout(config.encoder_dropout)
@@ -38,7 +40,7 @@ class Encoder(nn.Module):
 
     def _run(self, layers, x):
         for layer in layers:
-            x = self.dropout(layer(x)[0])
+            x = self.dropout(self.run(layer, x))
             _mark(x)
         return x
 
@@ -55,6 +57,7 @@ class Prediction(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.prediction_hidden
+        self.run = RUN_LAYER[config.lstm]
         # No row for the blank, which is never fed back.
         self.embedding = nn.Embedding(config.vocab - 1, hidden)
         self.layers = _stack(hidden, hidden, config.prediction_layers)
@@ -64,7 +67,7 @@ class Prediction(nn.Module):
     def forward(self, tokens):
         x = F.pad(self.embedding(tokens).transpose(0, 1), (0, 0, 0, 0, 1, 0))
         for layer in self.layers:
-            x = self.dropout(layer(x)[0])
+            x = self.dropout(self.run(layer, x))
             _mark(x)
         return self.linear(x.transpose(0, 1))
 
@@ -103,6 +106,13 @@ class RNNT(nn.Module):
         self.joint = Joint(config)
 
 
+# What --lstm names: h [T, B, H] of a layer and its input, from a state of zeros.
+RUN_LAYER = {
+    "cudnn": lambda layer, x: layer(x)[0],
+    "persistent": lambda layer, x: lstm(x, *layer.parameters()),
+}
+
+
 def _stack(input_size, hidden, num_layers):
     return nn.ModuleList(nn.LSTM(hidden if index else input_size, hidden) for index in range(num_layers))
 
@@ -126,8 +136,8 @@ def flatten(model: RNNT) -> None:
 def initialise(model: RNNT, config: Config, seed: int) -> None:
     """In place and seeded, on the weights' device: PyTorch's default ranges, those of LSTMs times init_scale.
 
-    Source: facts of the benchmark: weights_init_scale 0.5 applies to all parameters of the LSTMs. The benchmark adds a
-    forget bias: 1 in bias_ih and 0 in bias_hh before the scale, 0.5 after.
+    Source: facts of the benchmark: weights_init_scale 0.5 applies to all parameters of the LSTMs, so that its forget
+    bias, 1 in bias_ih and 0 in bias_hh before, is 0.5: --forget-bias here, at any scale.
     """
     generator = torch.Generator(model.joint.linear.weight.device).manual_seed(seed)
     for module in model.modules():
@@ -136,7 +146,7 @@ def initialise(model: RNNT, config: Config, seed: int) -> None:
             for parameter in module.parameters():
                 parameter.uniform_(-bound, bound, generator=generator)
             forget = slice(module.hidden_size, 2 * module.hidden_size)
-            module.bias_ih_l0[forget].fill_(config.init_scale)
+            module.bias_ih_l0[forget].fill_(config.forget_bias)
             module.bias_hh_l0[forget].zero_()
         elif isinstance(module, nn.Linear):
             bound = 1 / math.sqrt(module.in_features)
@@ -144,3 +154,15 @@ def initialise(model: RNNT, config: Config, seed: int) -> None:
                 parameter.uniform_(-bound, bound, generator=generator)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(generator=generator)
+
+
+def log_prior(transcripts, vocab: int) -> torch.Tensor:
+    """FP32 [vocab], an output bias: logarithms of each class's share in token sequences, the blank's being one half.
+
+    Counts are one too high, so that none is 0. Frames and tokens are about as many where tokens are characters and a
+    frame of the encoder is 60 ms, hence the half.
+    """
+    counts = torch.ones(vocab - 1, dtype=torch.int64)
+    for tokens in transcripts:
+        counts += torch.bincount(torch.tensor(tokens), minlength=vocab - 1)
+    return torch.cat((counts / counts.sum(), torch.ones(1))).mul(0.5).log()

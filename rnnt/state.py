@@ -10,13 +10,13 @@ from common import memory
 from common.late import LateReader
 from common.measure import Unsupported, section
 from common.optimizers import LossScaler
-from rnnt import buckets, decoding
+from rnnt import buckets, decoding, lstm
 from rnnt.batch import Batch
 from rnnt.config import GENERATED, Config, learning_rate, limits, predicted_bytes, time_steps, training_flops
 from rnnt.inputs import Inputs
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
-from rnnt.model import RNNT, flatten, initialise
+from rnnt.model import RNNT, flatten, initialise, log_prior
 from rnnt.synthetic import Synthetic, draw_lengths
 
 SEED = 1234
@@ -37,6 +37,7 @@ class State:
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         _require_memory(config, device)
+        _require_lstm(config, device)
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
             self.model = RNNT(config)
@@ -61,6 +62,9 @@ class State:
         )
         self.blank = config.vocab - 1
         self.source = open_source(config, device, rank, world_size, self.dtype, SEED, training=True)
+        self.log_prior = None
+        if config.prior_bias:
+            self.log_prior = log_prior((one.tokens for one in self.source.corpus.utterances), config.vocab).to(device)
         held_out = HELD_OUT_BATCHES * config.batch if config.data in GENERATED else 0
         self.hyperparameters = {"train_samples": self.source.num_samples, "eval_samples": held_out}
         # A bucket may be longer than the longest utterance.
@@ -92,6 +96,9 @@ class State:
         # Weights are the same on all ranks, draws each rank's own.
         torch.manual_seed(SEED + self.rank)
         initialise(self.model, self.config, SEED)
+        if self.log_prior is not None:
+            with torch.no_grad():
+                self.model.joint.linear.bias.copy_(self.log_prior)
         self.model.train()
         self.lamb.reset()
         self.scaler.reset()
@@ -208,7 +215,7 @@ class State:
 
     def finish(self, variant, record):
         """What buckets cost, how fast eager and graphed greedy decoding are, and the word error rate of speech."""
-        report = self.tally.report(functools.partial(training_flops, self.config))
+        report = self.tally.report(*(functools.partial(count, self.config) for count in (training_flops, time_steps)))
         record["extra"]["buckets"] = {"audio": self.plan.audio, "text": self.plan.text} | report
         if self.config.data != "synthetic":
             record["flops_per_step"] = report["useful_flops_per_step"]
@@ -221,6 +228,8 @@ class State:
 
     def read_losses(self, count: int) -> list[float]:
         """Raises FloatingPointError where none of many steps trained, which the loss alone does not show."""
+        if self.config.lstm == "persistent":
+            lstm.check(self.device)
         norms = self.grad_norms[: min(count, self.num_losses)]
         if count >= MIN_STEPS_JUDGED and not torch.isfinite(norms).any():
             raise FloatingPointError(
@@ -232,8 +241,14 @@ class State:
         return self.grad_norms[: min(count, self.num_losses)].tolist()
 
     def batch_class(self, index: int) -> int:
-        """Batches that come again and again with lengths of their own are each compared with themselves."""
-        return index % getattr(self.source, "period", 1)
+        """Batches that come again and again with lengths of their own are each compared with themselves.
+
+        Those of speech never come again, and a window is not equally long for every variant. The first min_steps, which
+        all windows have, are a class each, so that variants are compared on the same batches; all later ones are one
+        more class, whose weight is that of one step.
+        """
+        period = getattr(self.source, "period", None)
+        return index % period if period else min(index, self.config.min_steps)
 
 
 def open_source(config: Config, device, rank, world_size, dtype, seed, training: bool):
@@ -261,6 +276,11 @@ def _require_memory(config, device):
     free, need = memory.free_bytes(device), predicted_bytes(config)
     if free is not None and need > free:
         raise torch.OutOfMemoryError(f"--batch {config.batch} needs {need:,} bytes, {free:,} are free: lower --batch")
+
+
+def _require_lstm(config, device):
+    if config.lstm == "persistent":
+        lstm.require(device, max(config.encoder_hidden, config.prediction_hidden))
 
 
 def hyperparameters(config: Config, world_size: int) -> dict:

@@ -58,6 +58,9 @@ def test_flops_are_those_that_are_counted(config, shape, monkeypatch):
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"init_scale": 0.0}, "--init-scale 0.0: takes a finite number above 0"),
+        ({"forget_bias": float("nan")}, "--forget-bias nan: takes a finite number"),
+        ({"prior_bias": True}, "--prior-bias true: --data lengths has no transcripts, take corpus or a folder"),
         ({"batch": 0}, "--batch 0: takes a number from 1 up"),
         ({"workers": 0}, "--workers 0: takes a number from 1 to 64"),
         ({"lr": float("nan")}, "--lr nan: takes a number from 0 to 1"),
@@ -124,4 +127,7 @@ def test_presets_are_what_they_are_named_for():
     ]
     assert (BENCH.data, BENCH.frames, BENCH.tokens) == ("synthetic", 409, 56)
     assert presets["bench_lengths"].data == "lengths" and presets["mlperf"].buckets == "50"
+    # The benchmark's sizes, where speech is learned by heart.
+    assert rnnt.num_parameters(presets["corpus"]) == 49_071_616 and rnnt.persistent_lstms(presets["corpus"])
+    assert presets["corpus"].data == presets["corpus_tiny"].data == "corpus"
     assert set(rnnt.ABOUT["reference"]) <= set(rnnt.VARIANTS)

@@ -1,5 +1,7 @@
 """rnnt/decoding: times of both decoders, the word error rate, and what is printed of them."""
 
+import contextlib
+import functools
 from dataclasses import replace
 
 import pytest
@@ -50,6 +52,9 @@ class Speech:
         self.served += 1
         return batch
 
+    def reset(self):
+        """Read once."""
+
     def close(self):
         self.source.close()
 
@@ -84,11 +89,39 @@ def test_word_error_rate_is_of_rows_with_texts(trained, monkeypatch):
     assert found["eager"] == found["graph"] == pytest.approx(1 / (num_words + 1))
 
 
+@pytest.mark.parametrize(("label", "reason"), [("blank", "no label was found"), (3, "largest number of labels")])
+def test_times_that_say_little_of_speech_are_said_to(trained, monkeypatch, label, reason):
+    bias = trained.model.joint.linear.bias
+    kept = bias.detach().clone()
+
+    @contextlib.contextmanager
+    def averaged():
+        with torch.no_grad():
+            bias[trained.blank if label == "blank" else label] = 1e4
+        yield
+        with torch.no_grad():
+            bias.copy_(kept)
+
+    monkeypatch.setattr(trained, "averaged", averaged)
+    for name in ("EagerDecoder", "GraphDecoder"):
+        # Fewer than the toy's frames have room for.
+        monkeypatch.setattr(decoding, name, functools.partial(getattr(decoding, name), max_symbols=20))
+    found = decoding.measure(trained)
+    counts = {"blank": (0, 0), 3: (20 * TINY.batch, TINY.batch)}[label]
+    assert (found["num_labels"], found["num_cut_off"]) == counts
+    report = {"padding": {}, "steps_per_shape": {}, "useful_flops_per_step": 1.0, "executed_flops_per_step": 2.0}
+    assert reason in decoding.unlike_speech(found)
+    assert reason in "\n".join(decoding.lines({"buckets": report, "decode": found}))
+    assert decoding.unlike_speech(found | {"num_labels": 5, "num_cut_off": 0}) is None
+
+
 def test_lines_say_where_labels_differ(trained):
     trained.begin_step(0, trained.plan.fit)
-    report = trained.tally.report(lambda frames, tokens: 1e12 * frames)
+    report = trained.tally.report(lambda frames, tokens: 1e12 * frames, lambda frames, tokens: frames)
     decode = decoding.measure(trained)
     wer = {"num_words": 10, "eager": 0.1, "graph": 0.2, "labels_equal": False}
     text = "\n".join(decoding.lines({"buckets": report, "decode": decode, "wer": wer}))
     assert "labels equal\n" in text and text.endswith("10.00 % wrong, 20.00 % graphed, labels DIFFER")
+    count = f"labels     {decode['num_labels']} in {TINY.batch} utterances, "
+    assert decode["num_labels"] > 0 and count in text
     assert "frames " in text and "executed" in text and text.isascii()

@@ -108,6 +108,12 @@ def test_initial_ranges():
     assert float(layer.weight_hh_l0.abs().max()) == pytest.approx(0.5 / 256**0.5, rel=1e-3)
     assert layer.bias_ih_l0[256:512].eq(0.5).all() and layer.bias_hh_l0[256:512].eq(0).all()
     assert layer.bias_ih_l0[:256].abs().max() <= 0.5 / 256**0.5
+    # The forget gates have a number of their own.
+    layer = make(replace(TINY, init_scale=2.0)).requires_grad_(False).encoder.pre[0]
+    assert float(layer.weight_hh_l0.abs().max()) == pytest.approx(2 / 48**0.5, rel=1e-2)
+    assert layer.bias_ih_l0[48:96].eq(0.5).all()
+    layer = make(replace(TINY, forget_bias=1.5)).requires_grad_(False).encoder.pre[0]
+    assert layer.bias_ih_l0[48:96].eq(1.5).all()
     assert float(model.prediction.embedding.weight.std()) == pytest.approx(1.0, rel=0.1)
 
 

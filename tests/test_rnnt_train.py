@@ -1,19 +1,23 @@
 """rnnt/train and state: every variant against its reference, overflows, pairs, what a run reports, several ranks."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.compare import summarise
+from benchmarks.tables import console_table
 from common import measure, memory
 from common.config import Arguments, Run
-from rnnt import buckets
-from rnnt.config import PRESETS, learning_rate, training_flops
+from rnnt import buckets, decoding
+from rnnt.config import PRESETS, learning_rate, time_steps, training_flops
 from rnnt.state import State, nominal_flops
 from rnnt.train import MAKE_VARIANT, padded_step
 
@@ -87,7 +91,7 @@ def test_graphs_equal_padded_eager_bit_for_bit(name, padded):
     assert state.read_losses(16) == padded[1].read_losses(16)
     assert state.read_grad_norms(16) == padded[1].read_grad_norms(16)
     # Several shapes came, or no bucket was chosen.
-    assert len(state.tally.report(lambda *_: 1.0)["steps_per_shape"]) >= 3
+    assert len(state.tally.report(lambda *_: 1.0, lambda *_: 1)["steps_per_shape"]) >= 3
 
 
 def test_eager_sync_equals_eager_bit_for_bit(eager):
@@ -221,6 +225,19 @@ def test_evaluation_leaves_training_as_it_was():
     assert state.evaluate() != loss
 
 
+def test_batches_that_never_come_again_are_compared_step_by_step():
+    config = replace(TINY, min_steps=5)
+    speech = SimpleNamespace(config=config, source=object())
+    assert [State.batch_class(speech, index) for index in range(8)] == [0, 1, 2, 3, 4, 5, 5, 5]
+    # Two windows of the same steps, one longer: what both have counts, and a long rest hardly.
+    times = [10.0, 12.0, 8.0, 11.0, 9.0, 10.0]
+    short, long = times, [*times, *[10.0, 30.0, 10.0] * 20]
+    both = [measure.statistic(ms, [State.batch_class(speech, i) for i in range(len(ms))]) for ms in (short, long)]
+    assert both[0] == pytest.approx(10.0) and both[1] == pytest.approx(both[0], rel=0.01)
+    again = SimpleNamespace(config=config, source=SimpleNamespace(period=3))
+    assert [State.batch_class(again, index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
 def test_memory_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(torch.OutOfMemoryError, match="--batch 2 needs .* bytes, 1,000 are free: lower --batch"):
@@ -234,7 +251,7 @@ def test_useful_flops_are_those_of_the_lengths():
     state.reset()
     for index in range(64):
         state.begin_step(index, state.plan.fit)
-    report = state.tally.report(lambda frames, tokens: training_flops(TINY, frames, tokens))
+    report = state.tally.report(*(functools.partial(count, TINY) for count in (training_flops, time_steps)))
     assert report["useful_flops_per_step"] == pytest.approx(nominal_flops(TINY), rel=0.1)
     assert report["executed_flops_per_step"] > report["useful_flops_per_step"]
 
@@ -271,6 +288,26 @@ def test_a_run_reports_buckets_and_decoding(record, capsys):
     assert decode["labels_equal"] and decode["num_labels"] > 0
     assert decode["eager_loop_ms"] > 0 and decode["graph_utterances_per_s"] > 0
     assert len(set(record["steps"]["batch"])) == len(record["steps"]["gpu_ms"])
+    report = record["extra"]["report"]
+    assert report["LSTM padding %"] == 100 * found["padding"]["time_steps"] > 0
+    assert report["labels equal"] is True and "loop speed-up" not in report
+    on_gpu = decoding.table_row(record["extra"], "cuda")
+    assert on_gpu["graph decode/s"] == decode["graph_utterances_per_s"]
+    assert on_gpu["loop speed-up"] == decode["loop_speedup"] and on_gpu.items() > report.items()
+    assert report["useful/executed FLOP"] == found["useful_flops_per_step"] / found["executed_flops_per_step"] < 1
+    table = console_table(summarise([record | {"round": 1}]))
+    assert "LSTM padding %" in table and "yes" in table.splitlines()[-1]
+
+
+def test_full_refuses_a_pair_that_it_has_no_graph_of():
+    state = State(replace(TINY, buckets="8"), CPU)
+    state.plan.pairs = state.plan.pairs[-1:]
+    variant = MAKE_VARIANT["full"](state)
+    state.reset()
+    with pytest.raises(ValueError, match="--buckets 8: a batch is padded to .* not seen before: take auto, or 4"):
+        for index in range(64):
+            variant.step(index)
+    variant.close()
 
 
 def test_compile_says_that_it_needs_a_gpu():
