@@ -33,7 +33,7 @@ GIB = 2**30
 SELF_CHECK_TOLERANCE = 1e-3
 WALL_TOLERANCE = 0.05
 # What other commands leave beside records.
-OTHER_FILES = ("overview.json", "sweep.json")
+OTHER_FILES = ("overview.json", "sweep.json", "wer.json")
 CLOCK_TOLERANCE = 0.01
 SYNC = "eager_sync"
 

@@ -72,7 +72,7 @@ def curve_of(config, name, num_steps, every):
 
 
 def test_words_are_learned_eager_and_graphed_in_the_same_steps(config):
-    curves = {name: curve_of(config, name, 160, 80)[0] for name in ("eager", "eager_padded", "full")}
+    curves = {name: curve_of(config, name, 160, 80)[0] for name in ("eager", "full")}
     for name, points in curves.items():
         first, last = points
         assert (first["step"], last["step"]) == (80, 160)
@@ -81,8 +81,6 @@ def test_words_are_learned_eager_and_graphed_in_the_same_steps(config):
         assert all(point["wer_graph"] == point["wer"] and point["labels_equal"] for point in points)
         assert last["num_words"] == 18
         assert last["num_replays"] == (160 if name == "full" else 0)
-    # On the same shapes to the last bit.
-    assert [point["loss"] for point in curves["full"]] == [point["loss"] for point in curves["eager_padded"]]
 
 
 @pytest.mark.parametrize("name", ["eager", "full"])
