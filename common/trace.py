@@ -111,7 +111,8 @@ def write_sidecar(path: Path, work: list[dict], num_steps: int, limit_bytes: int
     steps. What other streams do meanwhile (the next batch's copy, some steps ahead of a replay) goes with it.
     """
     streams = [event["stream"] for event in work]
-    main = [event for event in work if event["stream"] == max(set(streams), key=streams.count)]
+    busiest = max(set(streams), key=streams.count)
+    main = [event for event in work if event["stream"] == busiest]
     if len(main) % num_steps:
         return None
     per_step = len(main) // num_steps

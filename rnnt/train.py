@@ -134,7 +134,7 @@ class _Buckets:
         """parameters: the network's among those of the state. run(views): what it gives, the first one differentiable.
 
         grads: FP16 or BF16 buffers of all parameters' gradients. They lie outside of the pool, where a copy of 87 MB in
-        each of fifty buckets' graphs costs 40 us a step, and buffers of their own for each would be 4 GB.
+        each of fifty buckets' graphs costs 40 us a step at 4.3 TB/s, and buffers of their own for each would be 4 GB.
         """
         self.pool, self.run, self.capture = pool, run, capture
         self.parameters, self.grads = state.parameters[parameters], grads[parameters]

@@ -214,8 +214,8 @@ def predicted_bytes(config: Config) -> int:
 
     Per parameter 16 bytes: 16-bit weight and gradient, FP32 master and two moments. Activations that autograd keeps for
     the backward, each area x channels x 2 bytes: 2 at the input's and 2 at the output's width of a residual block, 28
-    of a transformer: 0.72 GiB a sample with MLPerf's settings; peaks of an H200 at batch 4 and 32 are 0.74 GiB a sample
-    apart. Fifteen percent for workspaces, and CONTEXT_BYTES for CUDA and its libraries.
+    of a transformer: 0.72 GiB a sample with MLPerf's settings. Fifteen percent for workspaces, and CONTEXT_BYTES for
+    CUDA and its libraries.
     """
     units = 0
     for block in plan(config):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import time
 
 import pytest
 
@@ -165,6 +166,14 @@ def test_a_sidecar_over_the_limit_is_not_written(tmp_path):
 def test_a_few_thousand_kernels_fit(tmp_path):
     names = [f"void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_{index % 40}>" for index in range(4000)]
     assert trace.write_sidecar(tmp_path / "x.trace.json.gz", steps(3, names), 3)
+
+
+def test_a_long_profile_is_cut_in_no_time(tmp_path):
+    """It was quadratic in the number of kernels, which cost each process of a run many seconds."""
+    work = steps(64, ["gemm", "norm"] * 300)
+    start = time.process_time()
+    assert trace.write_sidecar(tmp_path / "x.trace.json.gz", work, 64)
+    assert time.process_time() - start < 2
 
 
 def test_steps_of_unequal_kernels_cannot_be_cut(tmp_path):
