@@ -280,8 +280,9 @@ def test_statistic():
 def test_window_has_the_steps_and_the_seconds_asked_for(run):
     config = Config(min_steps=5, min_window_s=0.2, warmup_max_s=0.05)
     by_seconds = run(sleeping(lambda index: 0.004), config=config).record["steps"]
+    # As many steps as fill the window at the settled pace, which a busy moment makes a tenth slower.
     assert 45 <= len(by_seconds["gpu_ms"]) <= 55
-    assert by_seconds["wall_ms"] >= 190
+    assert by_seconds["wall_ms"] >= 45 * 4
     assert len(run(config=Config(min_steps=7)).record["steps"]["gpu_ms"]) == 7
     assert len(run(config=Config(min_steps=7), steps=31).record["steps"]["gpu_ms"]) == 31
 
