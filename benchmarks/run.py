@@ -56,6 +56,9 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
     parser.add_argument("--variants", metavar="A,B", help="eager always runs; all of the script's unless told")
     parser.add_argument("--rounds", metavar="N", type=_rounds, help="timed rounds (5; tiny: 2), or auto: until +-1 %%")
+    parser.add_argument(
+        "--first-round", metavar="N", type=positive, default=1, help="begin here: GPUs may share the rounds (1)"
+    )
     parser.add_argument("--steps", metavar="N", type=count, default=0, help="at least this many timed steps (preset's)")
     parser.add_argument("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
     parser.add_argument("--host-load", metavar="N", type=count, default=0, help="busy processes beside timed runs (0)")
@@ -177,6 +180,8 @@ class Session:
             raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(self.gpus.names)}")
         kind = "tiny" if self.preset == "tiny" else "other"
         self.rounds = args.rounds or ROUNDS[kind]
+        if args.first_round > 1 and (self.rounds == "auto" or args.first_round > self.rounds):
+            raise Mistake(f"--first-round {args.first_round}: the rounds are {self.rounds}, see --rounds")
         self.limit_s = args.limit_s or LIMIT_S[kind]
         self.out = Path(args.out).resolve() if args.out else default_folder(self)
         self.partial = self.out / ".partial"
@@ -457,7 +462,7 @@ class Session:
     def timed_rounds(self):
         """ABBA rounds; says why when it stops before the asked number."""
         longest_s = 0.0
-        number, wanted = 0, 2 if self.rounds == "auto" else self.rounds
+        number, wanted = self.args.first_round - 1, 2 if self.rounds == "auto" else self.rounds
         while True:
             if number == wanted:
                 wanted = self._wanted(number)
@@ -489,7 +494,8 @@ class Session:
         number, active = 2 if self.rounds == "auto" else self.rounds, self._active()
         if any((variant, 0) not in self.records for variant in self.variants):
             return False
-        while all((variant, r) in self.records for variant in active for r in range(1, number + 1)):
+        first = self.args.first_round
+        while all((variant, r) in self.records for variant in active for r in range(first, number + 1)):
             wanted = self._wanted(number)
             if wanted == number:
                 return True

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,6 +150,19 @@ def quick_children(monkeypatch, seconds):
 
     monkeypatch.setattr(rounds, "run_child", child)
     monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+
+
+def test_rounds_of_one_folder_made_in_two(tmp_path, capsys, monkeypatch):
+    quick_children(monkeypatch, lambda number, variant: 10.0)
+    assert go(tmp_path / "a", "graph", "--rounds", "1") == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("*.r1.*"))
+    assert go(tmp_path / "b", "graph", "--first-round", "2", "--rounds", "3") == 0
+    assert names(tmp_path / "b") == [f"{variant}.r{number}" for variant in ("eager", "graph") for number in (0, 2, 3)]
+    for path in (tmp_path / "a").glob("*.r1.*"):
+        shutil.copy(path, tmp_path / "b")
+    capsys.readouterr()
+    assert go(tmp_path / "b", "graph", "--rounds", "3") == 0
+    assert "8 records of an earlier run are reused" in capsys.readouterr().out
 
 
 def test_minutes_start_no_round_that_cannot_end(tmp_path, capsys, monkeypatch):
@@ -475,6 +489,8 @@ def test_an_interrupted_session_leaves_records_and_no_process(tmp_path, number, 
         (["--variants", ","], ["eager, graph"]),
         (["--rounds", "few"], ["'few' is not a number of rounds", "auto"]),
         (["--rounds", "0"], ["'0' is not"]),
+        (["--first-round", "3"], ["--first-round 3", "--rounds"]),
+        (["--first-round", "2", "--rounds", "auto"], ["--first-round 2", "auto"]),
         (["--steps", "-1"], ["--steps"]),
         (["--ngpu", "0"], ["--ngpu"]),
         (["--minutes", "nan"], ["--minutes"]),
