@@ -159,13 +159,16 @@ def rows_of(blocks: list[Block]) -> list[dict]:
 
 
 def labels_of(blocks):
-    """model/preset of each block by id, with what else tells it apart: number of GPUs, host load, folder."""
+    """model/preset of each block by id, with what its folder's name adds and what else tells it apart."""
     many = {block.gpu for block in blocks if block.num_gpus > 1}
     labels = {}
     for block in blocks:
         gpus = f" x{block.num_gpus}" if block.gpu in many else ""
         load = f" load {block.host_load}" if block.host_load else ""
         labels[id(block)] = f"{block.model}/{block.preset}{gpus}{load}"
+        prefix = f"{block.model}-{block.preset}-"
+        if block.folder.name.startswith(prefix) and not block.host_load:
+            labels[id(block)] += f" {block.folder.name.removeprefix(prefix)}"
     for name_of in (_short_name, lambda block: f"({block.name})"):
         texts = [(block.device, block.gpu, labels[id(block)]) for block in blocks]
         for block, text in zip(blocks, texts, strict=True):
@@ -284,16 +287,18 @@ def strategies(rows: list[dict]) -> list[dict]:
     First the variant that stands for NVIDIA's mechanism (is_nvidias), measured or not; then, where there is one, the
     best other capture of this suite's own. Both are `here`: of rows of one GPU type or CPU, quiet ones before those
     under load, then the model's largest preset on the most GPUs. Of several folders NVIDIA's is of the one with the
-    most rounds; best is the highest lower end of the speed-up's interval, without what torch.compile made.
+    most rounds; best is the highest lower end of the speed-up's interval at the same preset, if it was measured there,
+    without what torch.compile made.
     """
     found = []
     for published in PUBLISHED:
         own = [row for row in rows if row["model"] == published.model]
-        nvidias = [row for row in own if row["variant"] == published.variant]
         others = [row for row in own if row["variant"] != published.variant and _is_own_capture(row)]
-        here = min(nvidias, key=lambda row: (*_share(row), -row["num_rounds"]), default=None)
-        found.append({**asdict(published), "here": here, "is_nvidias": True})
-        best = min(others, key=lambda row: (*_share(row), -_lower_end(row), -row["num_rounds"]), default=None)
+        theirs = [row for row in own if row["variant"] == published.variant]
+        nvidias = min(theirs, key=lambda row: (*_share(row), -row["num_rounds"]), default=None)
+        found.append({**asdict(published), "here": nvidias, "is_nvidias": True})
+        beside = [row for row in others if nvidias and _share(row) == _share(nvidias)] or others
+        best = min(beside, key=lambda row: (*_share(row), -_lower_end(row), -row["num_rounds"]), default=None)
         if best:
             found.append({**asdict(published), "here": best, "is_nvidias": False})
     return found

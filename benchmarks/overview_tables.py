@@ -76,14 +76,14 @@ HOST = (
 )
 CAPTURE = (
     *_NAME,
-    ("captured", field("strategy", lambda text: tables.short(text, 44))),
+    ("captured", field("strategy", lambda text: tables.short(text, 40))),
     ("graphs", _graphs),
     ("replays", field("replays")),
     ("parity", field("parity")),
     ("warm-up s", field("warmup_s", number(2))),
     ("compile s", lambda row: f"{row['compile_s']:.1f}" if row["compile_s"] else None),
     ("capture s", field("capture_s", number(2))),
-    ("break-even steps", _break_even),
+    ("break-even", _break_even),
     ("status", field("status")),
 )
 COST = (
@@ -118,7 +118,7 @@ SUMMARY = (
     ("verdict", _verdict),
     ("pool GiB", field("pool_gib", number(2))),
     ("capture s", field("capture_s", number(2))),
-    ("break-even steps", _break_even),
+    ("break-even", _break_even),
     ("parity", field("parity")),
 )
 
@@ -161,7 +161,7 @@ MEASURED = (
     ("model", field("title")),
     ("mechanism", _whose),
     ("measured here", _measured),
-    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 30))),
+    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 25))),
     ("graphs", _here("num_graphs")),
     ("pool GiB", _here("pool_gib", number(2))),
     ("ceiling", _here("ceiling", lambda value: f"{value:.2f}x")),

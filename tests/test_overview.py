@@ -277,6 +277,22 @@ def test_nvidias_mechanism_has_its_own_row_and_ours_is_the_best_of_the_rest(tmp_
     assert [row["model"] for row in rest] == [published.model for published in PUBLISHED[1:]]
 
 
+def test_our_best_is_of_the_preset_at_which_nvidias_mechanism_was_measured(tmp_path):
+    lightning = [record for record in graphed(model="stable_diffusion") if record["variant"] == "graph"]
+    put(tmp_path / "bench", *graphed(model="stable_diffusion"))
+    put(tmp_path / "bench", *(record | {"variant": "lightning_graph"} for record in lightning))
+    put(tmp_path / "full", *graphed(model="stable_diffusion", preset="full"))
+
+    def ours():
+        rows = overview_rows.strategies(rows_of(tmp_path))
+        return [row["here"]["preset"] for row in rows if row["model"] == "stable_diffusion" and not row["is_nvidias"]]
+
+    assert ours() == ["bench"]
+    for path in (tmp_path / "bench").glob("graph.*"):
+        path.unlink()
+    assert ours() == ["full"]
+
+
 def test_a_model_whose_own_capture_is_nvidias_has_one_row(tmp_path):
     put(tmp_path / "one", *graphed(model="rnnt"))
     rows = [row for row in overview_rows.strategies(rows_of(tmp_path)) if row["model"] == "rnnt"]

@@ -148,11 +148,13 @@ def break_even(blocks: list[Block]) -> Page:
         num_lines * (height + gap) + 0.02,
     )
     width = (page.WIDTH - 0.75 * num_columns - 0.25) / num_columns
+    gpus = {block.first.gpu for block, _ in panels}
     for index, (block, rows) in enumerate(panels):
         left = 0.7 + (index % num_columns) * (width + 0.75)
         top = 0.3 + (index // num_columns) * (height + gap)
         axes = page.axes(left, top, width, height)
-        page.heading(left, top, f"{block.name}, {block.first.gpu}")
+        # One GPU type is named at the foot.
+        page.heading(left, top, f"{block.name}, {block.first.gpu}" if len(gpus) > 1 else block.name)
         _break_even_panel(axes, block.first, rows)
     return page
 
@@ -329,7 +331,8 @@ def _scope_text(evidence, row):
     if strategy == "none":
         return "nothing captured"
     short = strategy if len(strategy) <= 44 else strategy[:41] + "..."
-    return f"{short}; {_replays_per_step(evidence, row):g} replays a step"
+    replays = _replays_per_step(evidence, row)
+    return f"{short}; {replays:g} {'replay' if replays == 1 else 'replays'} a step"
 
 
 def _scope_title(name, rows):

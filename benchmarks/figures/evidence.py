@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import statistics
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ NAMES = {
     "rnnt": "RNN-T",
     "stable_diffusion": "Stable Diffusion",
 }
+QUIET_LOAD = 3.0  # a run itself makes 1 to 2 of the load average
 LARGE = 1.2  # from here on a ratio reads better than per cent
 
 
@@ -53,7 +55,12 @@ class Evidence:
 
     @property
     def host(self) -> str:
-        return f"beside {self.load} busy processes" if self.load else "quiet host"
+        if self.load:
+            return f"beside {self.load} busy processes"
+        known = [(record["extra"].get("host") or {}).get("load_1m_start") for record in self.runs]
+        loads = [load for load in known if load is not None]
+        other = statistics.median(loads) if loads else 0.0
+        return f"host with a load of {other:.1f}" if other > QUIET_LOAD else "quiet host"
 
     @property
     def gpu(self) -> str:

@@ -250,7 +250,7 @@ def _palette():
 
 
 def _compact(text: str) -> str:
-    """The same drawing in fewer bytes: coordinates to 0.01 points, no indentation, no turns by nothing."""
+    """The same drawing in fewer bytes: coordinates to 0.01 points, short rectangles, no indentation or empty turns."""
 
     def rounded(attribute):
         return re.sub(r"(\.\d\d)\d+", r"\1", attribute.group())
@@ -262,6 +262,8 @@ def _compact(text: str) -> str:
         text = text.replace("</style>", f"text{{font-family: {family[1]}}}</style>", 1)
     text = re.sub(r' transform="rotate\(-?0 [^"]*\)"', "", text)
     text = re.sub(r' (?:d|x|y|transform)="[^"]*"', rounded, text)
+    rectangle = r"M (\S+) (\S+)\s+L (\S+) \2\s+L \3 (\S+)\s+L \1 \4\s+z\s+"
+    text = re.sub(rectangle, r"M\1 \2H\3V\4H\1z", text)
     return "\n".join(line.strip() for line in text.splitlines()) + "\n"
 
 
