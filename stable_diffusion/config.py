@@ -27,6 +27,9 @@ class Config:
         "attention on a GPU: cudnn before the others, flash alone, or torch's own order (auto)",
         ("cudnn", "flash", "auto"),
     )
+    kernels: str = option(
+        "triton", "group norm and GEGLU on a GPU: kernels of this suite, or torch's own", ("triton", "torch")
+    )
     zero_init: bool = option(
         False, "start with the benchmark's zero weights (zeros draw less power than training does)"
     )

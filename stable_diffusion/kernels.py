@@ -2,7 +2,8 @@
 
 torch's group norm on CUDA (2.11) computes on contiguous [N, C, H, W]: channels_last tensors are copied there and back
 at each of the 61 norms. Here memory stays [N, H, W, C]. Sums are made in a fixed order: runs repeat bit for bit.
-torch.compile takes the kernels as they are. Each function is plain torch where its input is not on a GPU.
+torch.compile takes the kernels as they are. Each function is plain torch where its input is not on a GPU, and where
+in_triton is false: eager pays for each launch, and --kernels torch shows what it has from these.
 """
 
 import torch
@@ -18,17 +19,17 @@ ROWS, COLUMNS = 64, 64
 GEGLU_ROWS, GEGLU_COLUMNS, GEGLU_STEPS = 8, 256, 8
 
 
-def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = False):
-    """group_norm(x [N, C, H, W]) with weight and bias [C], then SiLU if asked; the result is channels_last on a GPU."""
-    if x.is_cuda:
+def group_norm(x, groups: int, weight, bias, eps: float = 1e-5, silu: bool = False, in_triton: bool = True):
+    """group_norm(x [N, C, H, W]) with weight and bias [C], then SiLU if asked; Triton's result is channels_last."""
+    if x.is_cuda and in_triton:
         return _GroupNorm.apply(x, groups, weight, bias, eps, silu)
     y = F.group_norm(x, groups, weight, bias, eps)
     return F.silu(y) if silu else y
 
 
-def geglu(x, bias):
+def geglu(x, bias, in_triton: bool = True):
     """value * gelu(gate) [..., c] of x + bias = (value, gate), x [..., 2 c], bias [2 c]."""
-    if x.is_cuda:
+    if x.is_cuda and in_triton:
         return _Geglu.apply(x, bias)
     value, gate = (x + bias).chunk(2, dim=-1)
     return value * F.gelu(gate)

@@ -2,8 +2,8 @@
 
 Layout, norms and initialisation follow the benchmark (NeMo 25.04, openaimodel.py and attention.py): residual blocks
 with 16-group norms, transformers with linear projections and heads of 64 channels, text through cross-attention.
-Everything works on channels_last: convolutions
-by cuDNN, group norms and GEGLU by the kernels of stable_diffusion/kernels.py.
+Everything works on channels_last: convolutions by cuDNN, group norms and GEGLU by the kernels of
+stable_diffusion/kernels.py.
 """
 
 import math
@@ -39,6 +39,9 @@ class UNet(nn.Module):
                 if block.attention
             }
         )
+        for module in self.modules():
+            if isinstance(module, GroupNorm | Transformer):
+                module.in_triton = config.kernels == "triton"
 
     def forward(self, x, t, context):
         dtype = self.time_embed[0].weight.dtype
@@ -81,12 +84,14 @@ def _block(block, emb):
 class GroupNorm(nn.GroupNorm):
     """Group norm of [N, C, H, W] in channels_last, with SiLU in the same kernel where asked."""
 
+    in_triton = True
+
     def __init__(self, groups, channels, eps=1e-5, silu=False):
         super().__init__(groups, channels, eps=eps)
         self.silu = silu
 
     def forward(self, x):
-        return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, self.silu)
+        return kernels.group_norm(x, self.num_groups, self.weight, self.bias, self.eps, self.silu, self.in_triton)
 
 
 class ResBlock(nn.Module):
@@ -118,6 +123,8 @@ def _without_bias(conv, x):
 class Transformer(nn.Module):
     """Self-attention, cross-attention to the text and a GEGLU feed-forward over the picture's tokens."""
 
+    in_triton = True
+
     def __init__(self, channels, head_dim, context_dim):
         super().__init__()
         self.norm = GroupNorm(32, channels, eps=1e-6)
@@ -136,7 +143,8 @@ class Transformer(nn.Module):
         y = self.norm1(h)
         h = h + self.attention(y, y)
         h = h + self.cross_attention(self.norm2(h), context)
-        h = h + self.ff_out(kernels.geglu(F.linear(self.norm3(h), self.ff_in.weight), self.ff_in.bias))
+        y = F.linear(self.norm3(h), self.ff_in.weight)
+        h = h + self.ff_out(kernels.geglu(y, self.ff_in.bias, self.in_triton))
         return x + self.proj_out(h).view(b, height, width, c).permute(0, 3, 1, 2)
 
 

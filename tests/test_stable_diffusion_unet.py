@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS
 from stable_diffusion.unet import Attention, ResBlock, Transformer, UNet, initialise, sinusoids
 
@@ -39,6 +40,21 @@ def test_shapes_and_dtype_of_the_result():
     unet = UNet(TINY).to(torch.bfloat16, memory_format=torch.channels_last)
     v = unet(torch.randn(2, 4, 16, 16), torch.tensor([0, 999]), torch.randn(2, 8, 64))
     assert v.shape == (2, 4, 16, 16) and v.dtype == torch.float32
+
+
+@pytest.mark.parametrize("chosen", ["triton", "torch"])
+def test_all_norms_and_feed_forwards_take_the_kernels_asked_for(monkeypatch, chosen):
+    asked = {"group_norm": [], "geglu": []}
+
+    def watched(name, function):
+        return lambda *arguments: asked[name].append(arguments[-1]) or function(*arguments)
+
+    for name in asked:
+        monkeypatch.setattr(kernels, name, watched(name, getattr(kernels, name)))
+    unet = UNet(replace(TINY, kernels=chosen)).to(memory_format=torch.channels_last)
+    unet(torch.randn(2, 4, 16, 16), torch.tensor([0, 999]), torch.randn(2, 8, 64))
+    # Two of each of 22 residual blocks, one of each of 16 transformers, and the last one.
+    assert asked == {"group_norm": [chosen == "triton"] * 61, "geglu": [chosen == "triton"] * 16}
 
 
 def test_every_parameter_gets_a_gradient_and_every_input_matters():
