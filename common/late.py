@@ -60,3 +60,70 @@ class LateReader:
             elif not self.events[place].query():
                 return None
         return self.indices[place], self.slots[place].tolist()
+
+
+class ScaledReport:
+    """What training with a loss scale tells the host of each step, late: losses, gradient norms, an overflow storm.
+
+    fill is a part of the step and can be captured; end_step is not. The first num_losses - 1 steps are kept, which is
+    what runs are compared by; later ones overwrite the last place. exact: as for LateReader.
+    """
+
+    FIELDS = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
+    NUM_LOSSES = 4096
+    MIN_STEPS_JUDGED = 20
+
+    def __init__(self, device: torch.device, scaler, max_floor_overflows: int, exact: bool = False):
+        self.scaler, self.max_floor_overflows = scaler, max_floor_overflows
+        self.values = torch.zeros(len(self.FIELDS), device=device)
+        self.late = LateReader(device, len(self.FIELDS), exact=exact)
+        self.losses = torch.zeros(self.NUM_LOSSES, device=device)
+        self.grad_norms = torch.zeros(self.NUM_LOSSES, device=device)
+
+    def reset(self) -> None:
+        self.late.reset()
+        for tensor in (self.values, self.losses, self.grad_norms):
+            tensor.zero_()
+
+    @torch.no_grad()
+    def fill(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Of this step, both FP32 numbers on the device; the loss scale is that of the next step."""
+        scaler = self.scaler
+        counts = (scaler.floor_overflows.float(), scaler.num_skipped.float())
+        torch.stack((loss, scaler.scale, grad_norm, *counts), out=self.values)
+
+    def end_step(self, index: int) -> None:
+        """Keep loss and norm, start their copy to the host, and look at what has arrived of earlier steps.
+
+        Raises FloatingPointError where the loss scale is at its floor and gradients overflow step after step.
+        """
+        place = min(index, self.NUM_LOSSES - 1)
+        self.losses[place].copy_(self.values[0])
+        self.grad_norms[place].copy_(self.values[2])
+        self.late.push(index, self.values)
+        seen = self.late.latest()
+        if seen:
+            self._check(*seen, index)
+
+    def _check(self, seen_index, values, index):
+        overflows = int(values[self.FIELDS.index("floor_overflows")])
+        if overflows >= self.max_floor_overflows:
+            raise FloatingPointError(
+                f"overflow storm: {overflows} steps in a row with the loss scale at {self.scaler.floor:g}, from step "
+                f"{seen_index - overflows + 1} on, detected at step {index}: lower --lr, or train with --precision bf16"
+            )
+
+    def read_losses(self, count: int) -> list[float]:
+        """Of steps 0 to count - 1, waiting for the device.
+
+        Raises FloatingPointError where none of many steps trained, which the loss alone does not show.
+        """
+        norms = self.grad_norms[: min(count, self.NUM_LOSSES)]
+        if count >= self.MIN_STEPS_JUDGED and not torch.isfinite(norms).any():
+            raise FloatingPointError(
+                f"gradients overflowed in each of {count} steps, nothing was trained: lower --loss-scale"
+            )
+        return self.losses[: min(count, self.NUM_LOSSES)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        return self.grad_norms[: min(count, self.NUM_LOSSES)].tolist()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from common import memory
-from common.late import LateReader
+from common.late import ScaledReport
 from common.measure import Unsupported, section
 from common.optimizers import LossScaler
 from rnnt import buckets, decoding, lstm
@@ -25,14 +25,9 @@ HELD_OUT_BATCHES = 4
 # Batches of speech that are looked at to choose buckets.
 NUM_SCANNED = 64
 
-REPORT = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
-MIN_STEPS_JUDGED = 20
-
 
 class State:
     """Networks, loss scaler, optimizer, data, the plan of buckets, and the losses seen."""
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
@@ -72,11 +67,8 @@ class State:
         size = (max(self.plan.audio), config.batch, config.features)
         self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
         self.tally = buckets.Tally()
-        self.report = torch.zeros(len(REPORT), device=device)
         # Ranks that stop must stop at the same step.
-        self.late = LateReader(device, len(REPORT), exact=world_size > 1)
-        self.losses = torch.zeros(self.num_losses, device=device)
-        self.grad_norms = torch.zeros(self.num_losses, device=device)
+        self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
     def _make_plan(self):
         """Alike on all ranks: buckets are chosen by what any of them may meet."""
@@ -104,10 +96,7 @@ class State:
         self.scaler.reset()
         self.inputs.reset()
         self.tally.reset()
-        self.late.reset()
-        self.report.zero_()
-        self.losses.zero_()
-        self.grad_norms.zero_()
+        self.report.reset()
 
     def close(self):
         """End the data's threads. For the record: steps skipped since the last reset, utterances dropped."""
@@ -147,35 +136,12 @@ class State:
     def update(self, loss, grads):
         """Overflow check, LAMB, moving average, loss scale."""
         self.lamb.step(grads)
-        self.fill_report(loss)
-
-    @torch.no_grad()
-    def fill_report(self, loss):
-        """What the host reads late; the loss scale is that of the next step."""
-        scaler = self.scaler
-        counts = (scaler.floor_overflows.float(), scaler.num_skipped.float())
-        torch.stack((loss, scaler.scale, self.lamb.grad_norm, *counts), out=self.report)
+        self.report.fill(loss, self.lamb.grad_norm)
 
     def end_step(self, index: int):
-        """Keep loss and norm, start their copy to the host, and look at what has arrived of earlier steps."""
-        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
-        place = min(index, self.num_losses - 1)
+        """What this step reports, on its way to the host; FloatingPointError where an earlier one ends the run."""
         with section("report"):
-            self.losses[place].copy_(self.report[0])
-            self.grad_norms[place].copy_(self.report[2])
-            self.late.push(index, self.report)
-        seen = self.late.latest()
-        if seen:
-            self.check(*seen, index)
-
-    def check(self, seen_index: int, report, index: int):
-        """FloatingPointError when the loss scale is at its floor and gradients overflow step after step."""
-        overflows = int(report[REPORT.index("floor_overflows")])
-        if overflows >= self.config.max_floor_overflows:
-            raise FloatingPointError(
-                f"overflow storm: {overflows} steps in a row with the loss scale at {self.scaler.floor:g}, from step "
-                f"{seen_index - overflows + 1} on, detected at step {index}: lower --lr, or train with --precision bf16"
-            )
+            self.report.end_step(index)
 
     # -- what the harness asks
 
@@ -227,18 +193,13 @@ class State:
         yield from self.scaler.named_state()
 
     def read_losses(self, count: int) -> list[float]:
-        """Raises FloatingPointError where none of many steps trained, which the loss alone does not show."""
+        """Raises FloatingPointError where none of many steps trained."""
         if self.config.lstm == "persistent":
             lstm.check(self.device)
-        norms = self.grad_norms[: min(count, self.num_losses)]
-        if count >= MIN_STEPS_JUDGED and not torch.isfinite(norms).any():
-            raise FloatingPointError(
-                f"gradients overflowed in each of {count} steps, nothing was trained: lower --loss-scale"
-            )
-        return self.losses[: min(count, self.num_losses)].tolist()
+        return self.report.read_losses(count)
 
     def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
+        return self.report.read_grad_norms(count)
 
     def batch_class(self, index: int) -> int:
         """Batches that come again and again with lengths of their own are each compared with themselves.

@@ -295,7 +295,7 @@ class EagerSync(Eager):
             if not state.scaler.found_inf.item():
                 state.lamb.apply(grads)
             state.scaler.update()
-            state.fill_report(loss)
+            state.report.fill(loss, state.lamb.grad_norm)
         state.end_step(index)
         self.logged = logged
 

@@ -180,7 +180,7 @@ class EagerSync(Eager):
                 state.adam.apply(grads)
             logged["loss_scale"] = state.scaler.scale.item()
             state.scaler.update()
-            state.fill_report(loss)
+            state.report.fill(loss, state.adam.grad_norm)
         state.end_step(index)
         self.logged = logged
 
