@@ -11,6 +11,7 @@ and something was timed, 1 otherwise, 2 for a mistake on the command line, 130 a
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -57,7 +58,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--variants", metavar="A,B", help="eager always runs; all of the script's unless told")
     parser.add_argument("--rounds", metavar="N", type=_rounds, help="timed rounds (5; tiny: 2), or auto: until +-1 %%")
     parser.add_argument(
-        "--first-round", metavar="N", type=positive, default=1, help="begin here: GPUs may share the rounds (1)"
+        "--first-round", metavar="N", type=positive, default=1, help="number of the first round made here (1)"
     )
     parser.add_argument("--steps", metavar="N", type=count, default=0, help="at least this many timed steps (preset's)")
     parser.add_argument("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
@@ -481,7 +482,8 @@ class Session:
                 return
             start = time.monotonic()
             for index, variant in enumerate(missing):
-                self.num_left = len(missing) - index - 1 + (self._at_least(wanted) - number) * len(self._active())
+                later = itertools.product(self._active(), range(number + 1, self._at_least(wanted) + 1))
+                self.num_left = len(missing) - index - 1 + sum(which not in self.records for which in later)
                 record, seconds = self._twice(variant, number)
                 self._take_over_parity(record)
                 self._publish(record)

@@ -45,7 +45,8 @@ class Run:
         for flag, path in (("--mllog", self.mllog), ("--profile", self.profile)):
             if path and self.parity:
                 raise ValueError(f"{flag} needs a run without --parity")
-            if path not in ("", "-"):
+        for flag, path in (("--record", self.record), ("--mllog", self.mllog), ("--profile", self.profile)):
+            if path and not (path == "-" and flag == "--mllog"):
                 require_writable(flag, Path(path))
         if self.mllog and self.profile:
             raise ValueError("--mllog logs timed steps and --profile times none: take one of them")
@@ -105,6 +106,7 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
         require_known("preset", run.preset, presets)
         require_known("variant", run.variant, variants)
         config = dataclasses.replace(presets[run.preset], **overrides)
+        _require_seconds(config)
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
@@ -139,9 +141,15 @@ def parse_with_fields(parser, config_class, argv=None) -> tuple[dict, dict]:
 
 @contextlib.contextmanager
 def mistakes_in_one_line(model, command="train"):
-    """A ValueError that leaves this block becomes one line on stderr and exit status 2, as a mistake in a flag does."""
+    """A ValueError that leaves this block becomes one line on stderr and exit status 2, as a mistake in a flag does.
+
+    Ctrl-C becomes one line and 130.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        print(f"\npython -m {model}.{command}: stopped", file=sys.stderr)
+        sys.exit(130)
     except ValueError as error:
         print(f"python -m {model}.{command}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -177,8 +185,9 @@ def describe(model, config_class, presets, variants, about=None) -> dict:
 
 def require_writable(flag, path):
     """Asked now, since what goes there is written after minutes of work."""
-    if path.is_dir():
-        raise ValueError(f"{flag} {path}: takes the path of a file, this is a folder")
+    if path.exists() and not path.is_file():
+        what = "this is a folder" if path.is_dir() else "this is none"
+        raise ValueError(f"{flag} {path}: takes the path of a file, {what}")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     try:
         # Tried, not asked: root may write everywhere, says the system, and in /proc nobody can.
@@ -186,6 +195,15 @@ def require_writable(flag, path):
             pass
     except OSError as error:
         raise ValueError(f"{flag} {path}: cannot write in {folder} ({error.strerror})") from None
+
+
+def _require_seconds(config):
+    """ValueError where one of the window's settings is not a number of seconds."""
+    for name in ("min_window_s", "warmup_min_s", "warmup_max_s"):
+        value = getattr(config, name, 0.0)
+        # Written so that NaN, which compares as false, is refused too.
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: takes a number of seconds from 0 up")
 
 
 def require_known(what, name, table):

@@ -181,7 +181,14 @@ class Corpus:
         def drop(name, reason):
             self.dropped.append(Dropped(name, reason))
 
+        visited = set()
         for place, folders, files in os.walk(self.folder, followlinks=True):
+            # Links may lead back up, or twice to one folder.
+            if os.path.realpath(place) in visited:
+                folders.clear()
+                drop(str(Path(place).relative_to(self.folder)), "leads to a folder that is read already")
+                continue
+            visited.add(os.path.realpath(place))
             folders.sort()
             below = Path(place).relative_to(self.folder)
             transcripts, repeated = {}, set()

@@ -72,8 +72,11 @@ class Listener:
         self.state, self.tokenizer = state, open_tokenizer(config.tokenizer, config.vocab)
         self.source = open_source(config, state.device, 0, 1, state.dtype, EVALUATION_SEED, training=False)
         self.num_batches = min(self.source.num_batches, max(1, MAX_UTTERANCES // config.batch))
-        graphed = GraphDecoder(state.model, config.batch, (max(state.plan.audio) + 1) // 2)
-        self.decoders = {"eager": EagerDecoder(state.model, config.batch), "graph": graphed}
+        frames, longest = (max(state.plan.audio) + 1) // 2, max(300, *state.plan.text)
+        self.decoders = {
+            "eager": EagerDecoder(state.model, config.batch, max_symbols=longest),
+            "graph": GraphDecoder(state.model, config.batch, frames, max_symbols=longest),
+        }
 
     @torch.no_grad()
     def word_error_rate(self) -> dict:

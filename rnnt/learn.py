@@ -93,6 +93,9 @@ def _learn_each(values, config, device, rank, world_size):
             curve.update(status="capture_failed", message=str(error))
         except FloatingPointError as error:
             curve.update(status="numerics_failed", message=str(error))
+        except (ValueError, RuntimeError) as error:
+            # The curves before it stand.
+            curve.update(status="failed", message=str(error)[:300])
         if rank == 0 and curve["message"]:
             print(f"{name}: {curve['status']}: {curve['message']}", flush=True)
         state.close()

@@ -25,7 +25,7 @@ def parse(argv=None):
     values, given = parse_with_fields(parser, Config, argv)
     try:
         require_known("preset", values["preset"], PRESETS)
-        values["variants"] = values["variants"].split(",")
+        values["variants"] = list(dict.fromkeys(values["variants"].split(",")))
         if values["steps"] is None:
             values["steps"] = STEPS.get(values["preset"], 1500)
         for name in values["variants"]:
@@ -34,6 +34,8 @@ def parse(argv=None):
             raise ValueError(f"--steps {values['steps']}: takes a number from 1 to {MAX_STEPS}")
         if not 1 <= values["every"] <= values["steps"]:
             raise ValueError(f"--every {values['every']}: takes a number from 1 to --steps, {values['steps']}")
+        if not 0 <= values["target"] <= 1:
+            raise ValueError(f"--target {values['target']}: takes a word error rate from 0 to 1")
         if values["out"]:
             require_writable("--out", Path(values["out"]))
         config = dataclasses.replace(PRESETS[values["preset"]], **given)

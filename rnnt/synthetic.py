@@ -15,6 +15,7 @@ TAPE_FRAMES = 16384
 BANDS = MEL_FEATURES // 3
 # 4.6 word pieces a second are 7.2 frames each.
 TOKEN_FRAMES = 7
+NUM_SPOKEN = TAPE_FRAMES // TOKEN_FRAMES + 1
 PERIOD = 64
 NUM_KEPT = 16
 NUM_SCANNED = 4096
@@ -36,6 +37,14 @@ class Synthetic:
         self.max_frames, self.max_tokens = limits(config)
         if config.data == "synthetic":
             self.max_frames, self.max_tokens = config.frames, config.tokens
+        # An utterance begins at any token of the tape from where its frames and its tokens still are on it.
+        self._num_starts = min((TAPE_FRAMES - self.max_frames) // TOKEN_FRAMES, NUM_SPOKEN - self.max_tokens)
+        if self._num_starts < 1:
+            flags = "--frames, --tokens" if config.data == "synthetic" else "--max-frames, --max-tokens"
+            raise ValueError(
+                f"{flags} {self.max_frames}, {self.max_tokens}: --data {config.data} takes less than {TAPE_FRAMES} "
+                f"frames and {NUM_SPOKEN} tokens"
+            )
         tape, self._spoken = make_tape(config.features, config.vocab, seed)
         # As bytes of that dtype: numpy copies rows ten times as fast as torch does.
         self._dtype, self._tape = dtype, torch.from_numpy(tape).to(dtype).view(torch.int16).numpy()
@@ -76,7 +85,7 @@ class Synthetic:
     def _make(self, index):
         frames, tokens = self._lengths(index % self.period, self.rank)
         generator = np.random.default_rng([self.seed, 2, self.rank, index])
-        starts = TOKEN_FRAMES * generator.integers((TAPE_FRAMES - self.max_frames) // TOKEN_FRAMES, size=len(frames))
+        starts = TOKEN_FRAMES * generator.integers(self._num_starts, size=len(frames))
         size = (int(frames.max()), len(frames), self.config.features)
         features = torch.empty(size, dtype=self._dtype, pin_memory=self.pinned)
         rows = features.view(torch.int16).numpy()
@@ -119,7 +128,7 @@ def make_tape(width: int, vocab: int, seed: int):
     generator = np.random.default_rng([seed, 0])
     # Zipf's law, as words have it; the blank is never spoken.
     weights = 1 / np.arange(3, vocab + 2)
-    spoken = generator.choice(vocab - 1, TAPE_FRAMES // TOKEN_FRAMES + 1, p=weights / weights.sum())
+    spoken = generator.choice(vocab - 1, NUM_SPOKEN, p=weights / weights.sum())
     # Spectra: three bumps each, as formants are, on an axis of BANDS bands.
     centers = generator.uniform(0, BANDS, (vocab - 1, 3, 1))
     widths = generator.uniform(3, 10, (vocab - 1, 3, 1))

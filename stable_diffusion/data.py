@@ -40,6 +40,7 @@ STORED = {"moments": "image_embed", "context": "captions_embed"}
 DTYPES = ("float32", "float16")
 GENERATOR_VERSION = 1
 MANY_SHARDS = 32
+WORKER_TIMEOUT_S = 300
 
 # The log-variances of generated moments are a choice. That the posteriors of Stable Diffusion's VAE are nearly
 # deterministic is known (madebyollin/taesd issue 37); LDM clamps them to [-30, 20].
@@ -288,6 +289,8 @@ class Batches:
             sampler=_Numbers(),
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
+            # A worker that cannot send what it read says so nowhere else.
+            timeout=WORKER_TIMEOUT_S if num_workers else 0,
             collate_fn=_as_tensors,
             pin_memory=pin_memory,
             # DataLoader draws a seed for its workers, from the default generator unless it has its own.
@@ -605,6 +608,8 @@ def main(argv=None) -> int:
     for name in numbers:
         if getattr(args, name.replace("-", "_")) < 1:
             parser.error(f"--{name} takes a number from 1 up")
+    if args.out == "":
+        parser.error("--out takes a folder")
     if args.latent_size % 8:
         parser.error("--latent-size takes a multiple of 8")
     if args.seed < 0:

@@ -24,6 +24,7 @@ class Config:
     tp: int = config.option(1, "tensor parallel ranks", (1, 2, 4))
     bias: bool = config.option(True, "add a bias")
     weight_decay: float = config.option(0.0, "decay")
+    min_window_s: float = config.option(5.0, "timed seconds")
 
     def __post_init__(self):
         if self.precision == "fp8" and self.layers % 2:
@@ -131,6 +132,11 @@ def test_the_command_line_of_the_process_is_the_default(monkeypatch):
         ("--mllog /dev/null/x", ["--mllog /dev/null/x", "cannot write in /dev/null"]),
         ("--profile /proc/x/y.json", ["--profile /proc/x/y.json", "cannot write in /proc"]),
         (f"--profile {'x' * 250}.json", ["--profile", "cannot write", "name too long"]),
+        ("--record /proc/x/y.json", ["--record /proc/x/y.json", "cannot write in /proc"]),
+        ("--record /dev/null", ["--record /dev/null", "takes the path of a file"]),
+        ("--min-window-s nan", ["--min-window-s nan", "seconds from 0 up"]),
+        ("--min-window-s -1", ["--min-window-s -1"]),
+        ("--min-window-s inf", ["--min-window-s inf"]),
         ("--mllog x --parity", ["--mllog", "--parity"]),
         ("--profile x.pt", ["--profile x.pt", ".json.gz"]),
         ("--profile x.json --parity", ["--profile", "--parity"]),
@@ -154,6 +160,9 @@ def test_mistakes_that_building_shows_are_one_line_too(capsys):
         raise ValueError("--data has no text")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "python -m toy.train: --data has no text\n"
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("toy"):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130 and capsys.readouterr().err == "\npython -m toy.train: stopped\n"
     with pytest.raises(KeyError), config.mistakes_in_one_line("toy"):
         raise KeyError("not the user's")
 

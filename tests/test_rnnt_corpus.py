@@ -42,6 +42,18 @@ def test_utterances_have_their_own_transcripts(tmp_path):
     assert text.Chars().decode(found.utterances[0].tokens) == "first one"
 
 
+def test_links_are_followed_and_no_folder_read_twice(tmp_path):
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "speech"
+    write_speech(elsewhere, [(1.0, "FIRST ONE")])
+    write_speech(folder, [(1.5, "SECOND ONE")], speaker="2")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "2" / "up").symlink_to(folder)
+    (folder / "same").symlink_to(elsewhere)
+    found = scan(folder)
+    assert [one.text for one in found.utterances] == ["second one", "first one"]
+    assert {drop.name for drop in found.dropped} == {"2/up", "same"}
+
+
 def test_flat_folder_and_wav(tmp_path):
     (tmp_path / "a.wav").write_bytes(encode(tone(1.0), kind="WAV"))
     (tmp_path / "b.FLAC").write_bytes(encode(tone(2.0)))

@@ -120,6 +120,19 @@ def test_every_reset_puts_the_prior_into_the_output_bias(config):
     state.close()
 
 
+def test_a_variant_that_is_refused_leaves_the_curves_before_it(config, monkeypatch):
+    def points(state, name, num_steps, every):
+        if name == "full":
+            raise ValueError("--buckets 50: too many pairs")
+        yield {"step": 1, "loss": 1.0, "wer": 0.5, "labels_equal": True, "num_skipped_steps": 0}
+
+    monkeypatch.setattr(learn, "learn", points)
+    values = {"variants": ["eager", "full"], "steps": 1, "every": 1}
+    curves = learn._learn_each(values, config, torch.device("cpu"), 0, 1)
+    assert (curves["eager"]["status"], len(curves["eager"]["points"])) == ("pass", 1)
+    assert curves["full"] == {"status": "failed", "message": "--buckets 50: too many pairs", "points": []}
+
+
 def test_a_curve_reaches_its_target_whole_and_with_both_decoders_alike():
     def curve(wer, labels_equal=True, status="pass"):
         points = [{"step": 1, "wer": 1.0, "labels_equal": True}, {"step": 2, "wer": wer, "labels_equal": labels_equal}]
@@ -140,6 +153,7 @@ def test_a_curve_reaches_its_target_whole_and_with_both_decoders_alike():
         (("--steps", "5000"), "--steps 5000: takes a number from 1 to 4096"),
         (("--steps", "10", "--every", "11"), "--every 11: takes a number from 1 to --steps, 10"),
         (("--preset", "bench"), "--data synthetic has no words: take --preset corpus"),
+        (("--target", "nan"), "--target nan: takes a word error rate from 0 to 1"),
         (("--lr", "7"), "--lr 7.0: takes a number from 0 to 1"),
         (("--record", "x"), "unknown argument '--record'"),
         (("--out", "/proc/x/wer.json"), "--out /proc/x/wer.json: cannot write"),

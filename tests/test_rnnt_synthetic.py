@@ -32,6 +32,23 @@ def test_lengths_are_spread_as_the_corpus_is():
     assert (seconds > 16.7 * 1.15 + 0.03).sum() == 0 and (seconds > 16.7).mean() > 0.02
 
 
+@pytest.mark.parametrize("shape", [(641, 125), (300, 80), (16000, 30), (20, 2300)])
+def test_utterances_may_have_any_length_that_the_tape_has(shape):
+    config = replace(
+        TINY, data="synthetic", frames=shape[0], tokens=shape[1], max_frames=shape[0], max_tokens=2400, batch=8
+    )
+    batches = source(config)
+    for _ in range(20):
+        features, _, tokens, _ = batches.next()
+        assert (len(features), tokens.shape[1]) == shape
+
+
+@pytest.mark.parametrize("changes", [{"max_frames": 17000}, {"max_tokens": 2400}])
+def test_longer_ones_than_the_tape_are_refused_by_name(changes):
+    with pytest.raises(ValueError, match="--max-frames, --max-tokens .* takes less than 16384 frames and 2341 tokens"):
+        source(replace(TINY, data="lengths", **changes))
+
+
 def test_batches_are_zero_beyond_their_lengths():
     batches = source()
     for _ in range(10):

@@ -158,6 +158,13 @@ def test_rounds_of_one_folder_made_in_two(tmp_path, capsys, monkeypatch):
     shutil.copytree(tmp_path / "a", tmp_path / "b", ignore=shutil.ignore_patterns("*.r1.*"))
     assert go(tmp_path / "b", "graph", "--first-round", "2", "--rounds", "3") == 0
     assert names(tmp_path / "b") == [f"{variant}.r{number}" for variant in ("eager", "graph") for number in (0, 2, 3)]
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
+    capsys.readouterr()
+    # What stands already takes no time.
+    assert go(tmp_path / "c", "graph", "--rounds", "3") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round")]
+    assert [line.split()[1:3] for line in lines] == [["1", "eager"], ["1", "graph"]]
+    assert lines[0].endswith("left") and not lines[1].endswith("left")
     for path in (tmp_path / "a").glob("*.r1.*"):
         shutil.copy(path, tmp_path / "b")
     capsys.readouterr()
