@@ -196,6 +196,7 @@ def test_describe_is_one_line_of_json(capsys):
         "tp": 1,
         "bias": False,
         "weight_decay": 0.0,
+        "min_window_s": 5.0,
     }
     assert [flag["flag"] for flag in description["flags"]] == [
         "--layers",
@@ -205,6 +206,7 @@ def test_describe_is_one_line_of_json(capsys):
         "--tp",
         "--bias",
         "--weight-decay",
+        "--min-window-s",
     ]
     assert description["flags"][5] == {"flag": "--bias", "type": "bool", "default": True, "help": "add a bias"}
 
