@@ -205,16 +205,29 @@ def run(tmp_path, capsys):
     return go
 
 
-def last(seconds):
-    """Wait until `seconds` after the call, to some microseconds."""
-    end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - 1e-3))
+def last(seconds, start=None):
+    """Wait until `seconds` after the call, or after `start`, to some microseconds."""
+    end = (time.perf_counter() if start is None else start) + seconds
+    time.sleep(max(0.0, end - time.perf_counter() - 1e-3))
     while time.perf_counter() < end:
         pass
 
 
+class Lasting(Variant):
+    """Its steps take `seconds_of(index)`, however long this machine needs for what is computed in them."""
+
+    def __init__(self, state, seconds_of):
+        super().__init__(state)
+        self.seconds_of = seconds_of
+
+    def step(self, index):
+        start = time.perf_counter()
+        super().step(index)
+        last(self.seconds_of(index), start)
+
+
 def sleeping(seconds_of):
-    return lambda state: Variant(state, before=lambda index: last(seconds_of(index)))
+    return lambda state: Lasting(state, seconds_of)
 
 
 def on_a_quiet_host(test):
@@ -294,7 +307,7 @@ def test_slow_first_steps_are_warmed_up_away(run, monkeypatch):
 
     def make(state):
         start = time.perf_counter()
-        return Variant(state, before=lambda index: last(0.012 if time.perf_counter() - start < 0.1 else 0.003))
+        return Lasting(state, lambda index: 0.012 if time.perf_counter() - start < 0.1 else 0.003)
 
     record = run(make, config=Config(warmup_min_s=0.2, warmup_max_s=2.0)).record
     assert record["extra"]["settle"]["seconds"] >= 0.2
