@@ -166,13 +166,12 @@ def labels_of(blocks):
         gpus = f" x{block.num_gpus}" if block.gpu in many else ""
         load = f" load {block.host_load}" if block.host_load else ""
         labels[id(block)] = f"{block.model}/{block.preset}{gpus}{load}"
-        prefix = f"{block.model}-{block.preset}-"
-        if block.folder.name.startswith(prefix) and not block.host_load:
-            labels[id(block)] += f" {block.folder.name.removeprefix(prefix)}"
+        if block.folder.name.startswith(f"{block.model}-{block.preset}-") and not block.host_load:
+            labels[id(block)] += f" {_short_name(block)}"
     for name_of in (_short_name, lambda block: f"({block.name})"):
         texts = [(block.device, block.gpu, labels[id(block)]) for block in blocks]
         for block, text in zip(blocks, texts, strict=True):
-            if texts.count(text) > 1:
+            if texts.count(text) > 1 and not text[-1].endswith(f" {name_of(block)}"):
                 labels[id(block)] = f"{text[-1]} {name_of(block)}".rstrip()
     return labels
 
