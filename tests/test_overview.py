@@ -277,6 +277,17 @@ def test_nvidias_mechanism_has_its_own_row_and_ours_is_the_best_of_the_rest(tmp_
     assert [row["model"] for row in rest] == [published.model for published in PUBLISHED[1:]]
 
 
+def test_labels_have_what_a_folders_name_adds_once(tmp_path):
+    for name in ("one/fake-bench-shared", "two/fake-bench-shared", "fake-bench"):
+        put(tmp_path / name, *graphed())
+    labels = sorted({row["label"] for row in rows_of(tmp_path)})
+    assert labels == [
+        "fake/bench",
+        "fake/bench shared (one/fake-bench-shared)",
+        "fake/bench shared (two/fake-bench-shared)",
+    ]
+
+
 def test_our_best_is_of_the_preset_at_which_nvidias_mechanism_was_measured(tmp_path):
     lightning = [record for record in graphed(model="stable_diffusion") if record["variant"] == "graph"]
     put(tmp_path / "bench", *graphed(model="stable_diffusion"))
