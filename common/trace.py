@@ -139,6 +139,7 @@ def write_sidecar(path: Path, work: list[dict], num_steps: int, limit_bytes: int
     data = gzip.compress(json.dumps({"traceEvents": events}, separators=(",", ":")).encode(), 9, mtime=0)
     if len(data) > limit_bytes:
         return None
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
 

@@ -126,9 +126,13 @@ def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, time_steps) -
 
 
 class Tally:
-    """What a run's steps were padded to; `report` says what that cost."""
+    """What a run's steps were padded to; `report` says what that cost.
 
-    def __init__(self):
+    skips_padding: LSTMs end with a batch's longest utterance, whatever it is padded to.
+    """
+
+    def __init__(self, skips_padding: bool = False):
+        self.skips_padding = skips_padding
         self.reset()
 
     def reset(self):
@@ -153,7 +157,7 @@ class Tally:
                 useful.update(_needs(*pair, flops))
             for sums, pair in ((batch, shape), (executed, padded)):
                 sums.update({what: len(frames) * value for what, value in _needs(*pair, flops).items()})
-                sums["time_steps"] += time_steps(*pair)
+                sums["time_steps"] += time_steps(*(shape if self.skips_padding else pair))
         padded = Counter(padded for _, padded, _, _ in self.steps)
         whats = ("frames", "symbols", "cells")
         return {

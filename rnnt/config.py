@@ -63,6 +63,7 @@ class Config:
     lstm: str = option(
         "cudnn", "cudnn, or persistent: kernels of our own, for FP16 and a batch of 8", ("cudnn", "persistent")
     )
+    streams: int = option(1, "2: the prediction network beside the encoder, on a stream of its own", (1, 2))
     lr: float = option(0.0062, "learning rate after warm-up")
     lr_warmup: int = option(544, "steps of linear warm-up")
     lr_hold: int = option(5984, "steps at --lr after it")

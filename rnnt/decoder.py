@@ -79,7 +79,7 @@ class GraphDecoder:
         model,
         batch: int,
         frames: int,
-        unrolled: int = 4,
+        unrolled: int = 8,
         max_symbols_per_frame: int = 30,
         max_symbols: int = 300,
     ):

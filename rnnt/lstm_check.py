@@ -126,15 +126,16 @@ def networks(which):
     features = torch.randn(409, 8, 256, device=DEVICE).half()
     lengths = torch.full((8,), 409, dtype=torch.int32, device=DEVICE)
     tokens = torch.randint(0, 1023, (8, 56), device=DEVICE)
+    token_lengths = torch.full((8,), 56, dtype=torch.int32, device=DEVICE)
     parameters = [*encoder.parameters(), *prediction.parameters()]
 
     def whole():
-        f, g = encoder(features, lengths)[0], prediction(tokens)
+        f, g = encoder(features, lengths)[0], prediction(tokens, token_lengths)
         torch.autograd.grad((f, g), parameters, (torch.ones_like(f), torch.ones_like(g)))
 
     return (
         time_ms(lambda: encoder(features, lengths), 2),
-        time_ms(lambda: prediction(tokens), 2),
+        time_ms(lambda: prediction(tokens, token_lengths), 2),
         time_ms(whole, 2),
     )
 

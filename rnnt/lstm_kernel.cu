@@ -10,6 +10,9 @@
 // Nothing is overwritten, so there is no second use to wait for. All blocks must be resident: the launch is
 // cooperative. A warp that has read PATIENCE times in vain sets *status and stops waiting; then its results are NaN.
 //
+// A batch may be padded. Blocks read its utterances' lengths and stop with the longest: what comes after it is 0, and
+// costs no time step.
+//
 // Backwards four times as much is exchanged. There CLUSTER blocks share it out: each multiplies a part of it by the
 // weights of the units of all of them, and they send the sums into each other's shared memory.
 //
@@ -222,15 +225,27 @@ __device__ void multiply(const unsigned (&a)[VECTORS][2][TILES][4], const uint4*
     }
 }
 
+// Time steps of the longest utterance: lengths [8], or null for all num_steps; extra: what each has besides.
+__device__ inline int steps_needed(const int* __restrict__ lengths, int extra, int num_steps) {
+    if (!lengths) return num_steps;
+    int longest = 0;
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) longest = lengths[b] > longest ? lengths[b] : longest;
+    return longest + extra < num_steps ? longest + extra : num_steps;
+}
+
 // Grid: HIDDEN / UNITS. inputs [T, 8, 4 H]: W_ih x + b_ih, gates in torch's order i, f, g, o; weights [4 H, H]; bias
-// [4 H]; h, cells [T, 8, H]; gates [T, 8, H, 4], after their activations. State before the first step is 0.
+// [4 H]; h, cells [T, 8, H]; gates [T, 8, H, 4], after their activations. State before the first step is 0. After the
+// last one that is needed h is 0, cells and gates are not written.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, const Half* __restrict__ bias, Half* h,
-             Half* __restrict__ cells, Half* __restrict__ gates, int num_steps, int* status) {
+             Half* __restrict__ cells, Half* __restrict__ gates, const int* __restrict__ lengths, int extra, int num_steps,
+             int* status) {
     constexpr int VECTORS = HIDDEN / WARPS / 32, TILES = UNITS / 4, ROWS = 4 * UNITS;
     __shared__ float partial[2][WARPS][ROWS][BATCH];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_unit = blockIdx.x * UNITS;
     const int inner = warp * (HIDDEN / WARPS) + lane % 4 * 8;
+    const int needed = steps_needed(lengths, extra, num_steps);
     unsigned patience = PATIENCE;
 
     unsigned a[VECTORS][2][TILES][4];
@@ -254,11 +269,11 @@ lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, 
             x[q] = inputs[size_t(b) * 4 * HIDDEN + q * HIDDEN + own];
         }
     }
-    for (int t = 0; t < num_steps; ++t) {
+    for (int t = 0; t < needed; ++t) {
         float z[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) z[q] = to_float(x[q]) + biases[q];
-        if (has_unit && t + 1 < num_steps) {
+        if (has_unit && t + 1 < needed) {
 #pragma unroll
             for (int q = 0; q < 4; ++q) x[q] = inputs[(size_t(t + 1) * BATCH + b) * 4 * HIDDEN + q * HIDDEN + own];
         }
@@ -286,10 +301,13 @@ lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, 
             *reinterpret_cast<uint2*>(gates + at * 4) = make_uint2(to_halves(i, f), to_halves(g, o));
         }
     }
+    for (int t = needed; t < num_steps; ++t) {
+        if (has_unit) h[(size_t(t) * BATCH + b) * HIDDEN + own] = 0;
+    }
 }
 
 // Grid: HIDDEN / BACKWARD_UNITS. grad [T, 8, H] of h; weights, cells and gates as above; grad_gates [T, 8, 4 H], before
-// their activations; grad_bias [4 H], their sum.
+// their activations, 0 after the last time step that is needed; grad_bias [4 H], their sum.
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
 #else
@@ -297,8 +315,8 @@ lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, 
 #endif
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
 lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, const Half* __restrict__ cells,
-              const Half* __restrict__ gates, Half* grad_gates, Half* grad_bias, int num_steps,
-              int* status) {
+              const Half* __restrict__ gates, Half* grad_gates, Half* grad_bias, const int* __restrict__ lengths,
+              int extra, int num_steps, int* status) {
     constexpr int INNER = 4 * HIDDEN, PART = INNER / CLUSTER, VECTORS = PART / WARPS / 32;
     constexpr int ROWS = CLUSTER * BACKWARD_UNITS, TILES = ROWS / 16;
     __shared__ float partial[2][WARPS][ROWS][BATCH];
@@ -308,6 +326,7 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_unit = blockIdx.x * BACKWARD_UNITS;
     const int rank = blockIdx.x % CLUSTER, first_row = first_unit - rank * BACKWARD_UNITS;
     const int inner = rank * PART + warp * (PART / WARPS) + lane % 4 * 8;
+    const int needed = steps_needed(lengths, extra, num_steps);
     // Of the warp, and of the thread.
     unsigned patience = PATIENCE, own_patience = PATIENCE;
 
@@ -333,7 +352,7 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
     const bool has_unit = unit < BACKWARD_UNITS;
     const bool is_even = unit % 2 == 0;
     // The even one writes gates i and f of both, the odd one g and o.
-    Half* to = grad_gates + (size_t(num_steps - 1) * BATCH + b) * INNER + (is_even ? own : 2 * HIDDEN + own - 1);
+    Half* to = grad_gates + ((long long)(needed - 1) * BATCH + b) * INNER + (is_even ? own : 2 * HIDDEN + own - 1);
     // Of step t: its gates, gradient and cell before it are loaded in the step before.
     uint2 next_gates = {};
     Half next_grad = 0, next_cell = 0;
@@ -344,11 +363,17 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
         next_grad = grad[at];
         next_cell = t > 0 ? cells[at - BATCH * HIDDEN] : Half(0);
     };
-    if (has_unit) {
-        cell = to_float(cells[(size_t(num_steps - 1) * BATCH + b) * HIDDEN + own]);
-        load(num_steps - 1);
+    for (int t = needed; t < num_steps; ++t) {
+        if (has_unit) {
+#pragma unroll
+            for (int q = 0; q < 4; ++q) grad_gates[(size_t(t) * BATCH + b) * INNER + q * HIDDEN + own] = 0;
+        }
     }
-    for (int t = num_steps - 1; t >= 0; --t) {
+    if (has_unit && needed > 0) {
+        cell = to_float(cells[(size_t(needed - 1) * BATCH + b) * HIDDEN + own]);
+        load(needed - 1);
+    }
+    for (int t = needed - 1; t >= 0; --t) {
         const float i = to_float(Half(next_gates.x)), g = to_float(Half(next_gates.y));
         const float f = to_float(Half(next_gates.x >> 16)), o = to_float(Half(next_gates.y >> 16));
         float grad_h = to_float(next_grad);
@@ -359,7 +384,7 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
         float to_o = tanh_cell * o * (1.0f - o), to_cell = o * (1.0f - tanh_cell * tanh_cell);
         float to_i = g * i * (1.0f - i), to_f = previous * f * (1.0f - f), to_g = i * (1.0f - g * g);
         settle(to_o), settle(to_cell), settle(to_i), settle(to_f), settle(to_g);
-        if (t + 1 < num_steps) {
+        if (t + 1 < needed) {
             // All of the block have seen what this barrier was for before, two steps ago.
             if (CLUSTER > 1 && threadIdx.x == 0) expect(&arrivals[t % 2], sizeof found[0]);
             const Half* from = grad_gates + (size_t(t + 1) * BATCH + lane / 4) * INNER + inner;
@@ -379,7 +404,7 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
                 }
             }
             if (has_unit && CLUSTER > 1) {
-                while (!has_arrived(&arrivals[t % 2], (num_steps - 2 - t) / 2 % 2)) {
+                while (!has_arrived(&arrivals[t % 2], (needed - 2 - t) / 2 % 2)) {
                     if (own_patience == 0) {
                         *status = 1;
                         grad_h = to_float(Half(NANS));

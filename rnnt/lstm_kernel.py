@@ -34,7 +34,7 @@ def require(device: torch.device, hidden: int) -> None:
         )
 
 
-def forward(inputs, w_hh, b_hh):
+def forward(inputs, w_hh, b_hh, lengths=None, extra=0):
     """As rnnt.lstm.Steps.forward."""
     steps, hidden = len(inputs), w_hh.shape[1]
     h, cells, gates = (_unwritten(inputs, (steps, LSTM_BATCH, *shape)) for shape in ((hidden,), (hidden,), (hidden, 4)))
@@ -42,11 +42,11 @@ def forward(inputs, w_hh, b_hh):
     device = _Device.of(inputs.device)
     kernel, _ = _kernels(device.index, hidden, FORWARD_UNITS, CLUSTER)
     tensors = inputs.contiguous(), w_hh, b_hh, h, cells, gates
-    device.launch(kernel, hidden // FORWARD_UNITS, tensors, steps)
+    device.launch(kernel, hidden // FORWARD_UNITS, tensors, lengths, extra, steps)
     return h, cells, gates
 
 
-def backward(grad, w_hh, cells, gates):
+def backward(grad, w_hh, cells, gates, lengths=None, extra=0):
     """As rnnt.lstm.Steps.backward."""
     steps, hidden = len(grad), w_hh.shape[1]
     grad_gates, grad_bias = (_unwritten(grad, (*shape, 4 * hidden)) for shape in ((steps, LSTM_BATCH), ()))
@@ -54,7 +54,7 @@ def backward(grad, w_hh, cells, gates):
     device = _Device.of(grad.device)
     _, kernel = _kernels(device.index, hidden, FORWARD_UNITS, CLUSTER)
     tensors = grad, w_hh, cells, gates, grad_gates, grad_bias
-    device.launch(kernel, hidden // BACKWARD_UNITS, tensors, steps)
+    device.launch(kernel, hidden // BACKWARD_UNITS, tensors, lengths, extra, steps)
     return grad_gates, grad_bias
 
 
@@ -85,13 +85,16 @@ class _Device:
     def of(device):
         return _device(torch.cuda.current_device() if device.index is None else device.index)
 
-    def launch(self, kernel, num_blocks, tensors, steps):
+    def launch(self, kernel, num_blocks, tensors, lengths, extra, steps):
         from cuda.bindings import driver
 
         for tensor in tensors:
             assert tensor.is_contiguous() and tensor.dtype == torch.float16 and tensor.data_ptr() % 16 == 0
-        values = (*(tensor.data_ptr() for tensor in tensors), steps, self.status.data_ptr())
-        kinds = (*(ctypes.c_void_p for _ in tensors), ctypes.c_int, ctypes.c_void_p)
+        if lengths is not None:
+            assert lengths.dtype == torch.int32 and lengths.shape == (LSTM_BATCH,) and lengths.is_contiguous()
+        pointers = *(tensor.data_ptr() for tensor in tensors), 0 if lengths is None else lengths.data_ptr()
+        values = (*pointers, extra, steps, self.status.data_ptr())
+        kinds = (*(ctypes.c_void_p for _ in pointers), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
         stream = torch.cuda.current_stream(self.index).cuda_stream
         with torch.cuda.device(self.index):
             # Refused with an error where not all blocks fit on the GPU at once.

@@ -34,13 +34,14 @@ class Encoder(nn.Module):
         self.linear = nn.Linear(hidden, config.joint_hidden)
 
     def forward(self, features, lengths):
-        x = stack_time(self._run(self.pre, features))
-        x = self._run(self.post, x)
-        return self.linear(x.transpose(0, 1)), (lengths + (STACK - 1)) // STACK
+        stacked_lengths = (lengths + (STACK - 1)) // STACK
+        x = stack_time(self._run(self.pre, features, lengths))
+        x = self._run(self.post, x, stacked_lengths)
+        return self.linear(x.transpose(0, 1)), stacked_lengths
 
-    def _run(self, layers, x):
+    def _run(self, layers, x, lengths):
         for layer in layers:
-            x = self.dropout(self.run(layer, x))
+            x = self.dropout(self.run(layer, x, lengths, 0))
             _mark(x)
         return x
 
@@ -52,7 +53,7 @@ def stack_time(x):
 
 
 class Prediction(nn.Module):
-    """forward(tokens int64 [B, U]) -> g [B, U + 1, J]; before the first token comes a row of zeros."""
+    """forward(tokens int64 [B, U], lengths int32 [B]) -> g [B, U + 1, J]; before the first token is a row of zeros."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -64,10 +65,10 @@ class Prediction(nn.Module):
         self.dropout = nn.Dropout(config.prediction_dropout)
         self.linear = nn.Linear(hidden, config.joint_hidden)
 
-    def forward(self, tokens):
+    def forward(self, tokens, lengths):
         x = F.pad(self.embedding(tokens).transpose(0, 1), (0, 0, 0, 0, 1, 0))
         for layer in self.layers:
-            x = self.dropout(self.run(layer, x))
+            x = self.dropout(self.run(layer, x, lengths, 1))
             _mark(x)
         return self.linear(x.transpose(0, 1))
 
@@ -106,10 +107,11 @@ class RNNT(nn.Module):
         self.joint = Joint(config)
 
 
-# What --lstm names: h [T, B, H] of a layer and its input, from a state of zeros.
+# What --lstm names: h [T, B, H] of a layer and its input, from a state of zeros. Utterances have `extra` time steps
+# more than lengths says; cuDNN computes padding, too, since it takes lengths from the host only.
 RUN_LAYER = {
-    "cudnn": lambda layer, x: layer(x)[0],
-    "persistent": lambda layer, x: lstm(x, *layer.parameters()),
+    "cudnn": lambda layer, x, lengths, extra: layer(x)[0],
+    "persistent": lambda layer, x, lengths, extra: lstm(x, *layer.parameters(), lengths, extra),
 }
 
 

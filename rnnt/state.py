@@ -66,7 +66,8 @@ class State:
         self.plan = self._make_plan()
         size = (max(self.plan.audio), config.batch, config.features)
         self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
-        self.tally = buckets.Tally()
+        self.tally = buckets.Tally(skips_padding=config.lstm == "persistent")
+        self._side = torch.cuda.Stream(device) if config.streams == 2 and device.type == "cuda" else None
         # Ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
@@ -123,6 +124,27 @@ class State:
         self.tally.add(original, shape, frames, tokens)
         return views, shape
 
+    @contextlib.contextmanager
+    def aside(self):
+        """What is launched here and what comes after it, until `join`, need not wait for each other.
+
+        With --streams 2, on a stream of its own, where autograd runs its backward, too.
+        """
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self, *results):
+        """The current stream waits for what was launched aside; results: the tensors of it that are read here."""
+        if self._side is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self._side)
+            for tensor in results:
+                tensor.record_stream(stream)
+
     def loss(self, f, g, views, frame_lengths):
         """Mean loss of the batch, FP32, from both networks' outputs."""
         logits = self.joint(f, g)
@@ -159,7 +181,7 @@ class State:
             for _ in range(HELD_OUT_BATCHES):
                 batch = Batch(*(tensor.to(self.device) for tensor in source.next()))
                 f, lengths = self.model.encoder(batch.features, batch.feature_lengths)
-                logits = self.model.joint(f, self.model.prediction(batch.tokens))
+                logits = self.model.joint(f, self.model.prediction(batch.tokens, batch.token_lengths))
                 total += transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, self.blank).mean()
         source.close()
         return float(total) / HELD_OUT_BATCHES

@@ -34,10 +34,11 @@ from rnnt.state import State, hyperparameters, nominal_flops
 
 def training_step(state: State, views):
     """Forward, loss, backward and update on a batch in the static inputs. Nothing here waits for the device."""
+    with state.aside(), section("prediction"):
+        g = state.prediction(views.tokens, views.token_lengths)
     with section("encoder"):
         f, lengths = state.encoder(views.features, views.feature_lengths)
-    with section("prediction"):
-        g = state.prediction(views.tokens)
+    state.join(g)
     mark()
     with section("joint and loss"):
         loss = state.loss(f, g, views, lengths)
@@ -97,23 +98,26 @@ class Graphed:
         return self.state.encoder(views.features, views.feature_lengths)
 
     def _predict(self, views):
-        return (self.state.prediction(views.tokens),)
+        return (self.state.prediction(views.tokens, views.token_lengths),)
 
     def step(self, index: int):
         state = self.state
         views, (frames, tokens) = state.begin_step(index, state.plan.fit)
+        with state.aside(), section("prediction"):
+            (g,) = self.prediction.forward(tokens)
         with section("encoder"):
             f, lengths = self.encoder.forward(frames)
-        with section("prediction"):
-            (g,) = self.prediction.forward(tokens)
+        state.join(g)
         with section("joint and loss"):
             loss = state.loss(f.requires_grad_(), g.requires_grad_(), views, lengths)
         mark()
         with section("backward"):
             wanted = (f, g, *state.parameters[self.joint])
             grad_f, grad_g, *self.grads[self.joint] = torch.autograd.grad(state.scaled(loss), wanted)
-            self.prediction.backward(tokens, grad_g)
+            with state.aside():
+                self.prediction.backward(tokens, grad_g)
             self.encoder.backward(frames, grad_f)
+            state.join()
         mark()
         with section("optimizer"):
             state.update(loss, self.grads)
@@ -273,10 +277,11 @@ class EagerSync(Eager):
     def step(self, index: int):
         state = self.state
         views, _ = state.begin_step(index)
+        with state.aside(), section("prediction"):
+            g = state.prediction(views.tokens, views.token_lengths)
         with section("encoder"):
             f, lengths = state.encoder(views.features, views.feature_lengths)
-        with section("prediction"):
-            g = state.prediction(views.tokens)
+        state.join(g)
         mark()
         with section("joint and loss"):
             # What torchaudio's loss reads: it takes logits of just these sizes.

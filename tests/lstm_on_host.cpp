@@ -214,7 +214,8 @@ struct Launch {
     bool is_forward;
     const Half *grads_or_inputs, *weights, *bias;
     Half *h, *cells, *gates, *grad_gates, *grad_bias;
-    int num_steps, *status;
+    const int* lengths;
+    int extra, num_steps, *status;
 };
 
 static thread_local const Launch* launch;
@@ -222,10 +223,11 @@ static thread_local const Launch* launch;
 static void fiber() {
     const Launch& l = *launch;
     if (l.is_forward)
-        lstm_forward(l.grads_or_inputs, l.weights, l.bias, l.h, l.cells, l.gates, l.num_steps, l.status);
+        lstm_forward(l.grads_or_inputs, l.weights, l.bias, l.h, l.cells, l.gates, l.lengths, l.extra, l.num_steps,
+                     l.status);
     else
-        lstm_backward(l.grads_or_inputs, l.weights, l.cells, l.gates, l.grad_gates, l.grad_bias, l.num_steps,
-                      l.status);
+        lstm_backward(l.grads_or_inputs, l.weights, l.cells, l.gates, l.grad_gates, l.grad_bias, l.lengths,
+                      l.extra, l.num_steps, l.status);
     block->done[threadIdx.x] = true;
     give_way();
 }

@@ -121,7 +121,7 @@ def test_both_kinds_of_lstm_give_the_same_networks(monkeypatch):
         initialise(model, config, seed=0)
         model.half().eval()
         f, lengths = model.encoder(random(7, 8, 16), torch.full((8,), 7, dtype=torch.int32))
-        outputs.append((f, model.prediction(torch.arange(24).view(8, 3) % 15)))
+        outputs.append((f, model.prediction(torch.arange(24).view(8, 3) % 15, torch.full((8,), 3, dtype=torch.int32))))
         assert f.shape[1] == lengths[0] == 4
     for torchs, ours in zip(*outputs, strict=True):
         close(ours, torchs, 5e-3)
@@ -136,8 +136,8 @@ class Launch(ctypes.Structure):
     _fields_ = [
         ("is_forward", ctypes.c_bool),
         *((name, ctypes.c_void_p) for name in ("inputs", "weights", "bias", "h", "cells", "gates")),
-        *((name, ctypes.c_void_p) for name in ("grad_gates", "grad_bias")),
-        ("num_steps", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("grad_gates", "grad_bias", "lengths")),
+        *((name, ctypes.c_int) for name in ("extra", "num_steps")),
         ("status", ctypes.c_void_p),
     ]
 
@@ -155,10 +155,11 @@ class Host:
         self.run = ctypes.CDLL(library).run
         self.status = torch.zeros((), dtype=torch.int32)
 
-    def launch(self, num_blocks, absent=-1, **tensors):
-        num_steps = len(tensors["inputs"])
+    def launch(self, num_blocks, absent=-1, lengths=None, extra=0, **tensors):
+        sizes = {"num_steps": len(tensors["inputs"]), "extra": extra}
         pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        launch = Launch(num_steps=num_steps, status=self.status.data_ptr(), is_forward="h" in tensors, **pointers)
+        pointers["lengths"] = None if lengths is None else lengths.data_ptr()
+        launch = Launch(**sizes, status=self.status.data_ptr(), is_forward="h" in tensors, **pointers)
         self.run(ctypes.byref(launch), num_blocks, absent)
 
     def forward(self, inputs, w_hh, b_hh, **how):
@@ -207,6 +208,50 @@ def test_the_kernels_compute_what_torch_does(folder, hidden, units, cluster, ste
 
 
 @needs_compiler
+@pytest.mark.parametrize("cluster, longest, extra", [(4, 2, 1), (1, 3, 0), (4, 0, 0), (4, 9, 0)])
+def test_the_kernels_end_with_the_longest_utterance(folder, cluster, longest, extra):
+    host = Host(folder, 256, 16, cluster)
+    _, w_hh, _, b_hh = weights_of(1, 256, scale=2.0)
+    inputs, grad = random(5, 8, 1024), random(5, 8, 256, seed=1)
+    lengths = torch.tensor([0, 0, longest, 0, 0, 0, 0, max(longest - 1, 0)], dtype=torch.int32)
+    padding = {"lengths": lengths, "extra": extra}
+    end = min(longest + extra, 5)
+    h, _, _ = host.forward(inputs, w_hh, b_hh, **padding)
+    expected, wanted_cells, wanted_gates = Steps.forward(inputs, w_hh, b_hh, **padding)
+    assert not h[end:].any() and not expected[end:].any()
+    if end:
+        close(h, expected, 1e-3)
+    # What no time step wrote must not be read.
+    wanted_cells[end:], wanted_gates[end:] = float("nan"), float("nan")
+    grad_gates, grad_bias = host.backward(grad, w_hh, wanted_cells, wanted_gates, **padding)
+    assert not grad_gates[end:].any()
+    if end:
+        alone = Steps.backward(grad[:end], w_hh, wanted_cells[:end], wanted_gates[:end])
+        for found, wanted in zip((grad_gates[:end], grad_bias), alone, strict=True):
+            close(found, wanted, 1e-3)
+    else:
+        assert not grad_bias.any()
+    assert host.status == 0
+
+
+def test_padding_changes_nothing():
+    weights, x, grad = weights_of(48, 64, scale=2.0), random(9, 8, 48), random(9, 8, 64, seed=1)
+    lengths = torch.tensor([3, 5, 1, 0, 2, 5, 4, 4], dtype=torch.int32)
+
+    def compute(x, grad, *padding):
+        tensors = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
+        h = lstm(*tensors, *padding)
+        return h, *torch.autograd.grad(h, tensors, grad)
+
+    h, grad_x, *grads = compute(x, grad, lengths, 1)
+    expected_h, expected_grad_x, *expected = compute(x[:6], grad[:6])
+    assert torch.equal(h[:6], expected_h) and torch.equal(grad_x[:6], expected_grad_x)
+    assert not h[6:].any() and not grad_x[6:].any()
+    for found, wanted in zip(grads, expected, strict=True):
+        close(found, wanted, 1e-3)
+
+
+@needs_compiler
 def test_the_order_of_blocks_changes_no_bit(folder):
     host = Host(folder, 256)
     _, w_hh, _, b_hh = weights_of(1, 256)
@@ -243,10 +288,10 @@ def test_a_block_that_never_comes_ends_in_a_flag_and_nan(folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden, steps", [(1024, 37), (512, 57)])
-def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps):
+@pytest.mark.parametrize("hidden, steps, padding", [(1024, 37, 0), (512, 57, 0), (1024, 37, 9)])
+def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps, padding):
     def compute():
-        h = lstm(*narrow)
+        h = lstm(*narrow, lengths, 1)
         return h, *torch.autograd.grad(h, narrow, grad)
 
     tensors = random(steps, 8, hidden), *weights_of(hidden, hidden, scale=2.0)
@@ -254,6 +299,7 @@ def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps):
     grad = random(steps, 8, hidden, seed=1)
     with torch.cuda.stream(torch.cuda.Stream()):
         grad = grad.cuda()
+        lengths = torch.full((8,), steps - padding - 1, dtype=torch.int32, device="cuda")
         eager = compute()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -263,7 +309,7 @@ def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps):
     torch.cuda.synchronize()
     lstm_kernel.check(narrow[0].device)
     layer, wide = torch_lstm(tensors[1:]), tensors[0].double().requires_grad_()
-    expected = layer(wide)[0]
+    expected = torch.nn.functional.pad(layer(wide[: steps - padding])[0], (0, 0, 0, 0, 0, padding))
     expected = expected, *torch.autograd.grad(expected, (wide, *layer.parameters()), grad.double().cpu())
     for one, other, wanted in zip(eager, recorded, expected, strict=True):
         assert torch.equal(one, other)

@@ -31,7 +31,7 @@ def batch(config, frames, tokens, seed=0):
 
 def losses(model, config, features, feature_lengths, tokens, token_lengths):
     f, lengths = model.encoder(features, feature_lengths)
-    logits = model.joint(f, model.prediction(tokens))
+    logits = model.joint(f, model.prediction(tokens, None))
     return transducer_loss(logits, tokens, lengths, token_lengths, config.vocab - 1)
 
 
@@ -59,7 +59,7 @@ def test_shapes(frames, stacked):
     model = make()
     features, feature_lengths, tokens, _ = batch(TINY, [frames, max(1, frames - 3)], [4, 2])
     f, lengths = model.encoder(features, feature_lengths)
-    g = model.prediction(tokens)
+    g = model.prediction(tokens, None)
     assert f.shape == (2, stacked, TINY.joint_hidden) and lengths.dtype == torch.int32
     assert lengths.tolist() == [stacked, (max(1, frames - 3) + 1) // 2]
     assert g.shape == (2, 5, TINY.joint_hidden)
@@ -75,7 +75,7 @@ def test_stacking_puts_two_frames_side_by_side():
 def test_prediction_symbol_by_symbol_is_the_whole():
     model = make().eval()
     _, _, tokens, _ = batch(TINY, [4, 4, 4], [5, 5, 5])
-    whole = model.prediction(tokens)
+    whole = model.prediction(tokens, None)
     state = tuple(torch.zeros(TINY.prediction_layers, 3, TINY.prediction_hidden) for _ in range(2))
     labels = torch.cat((torch.full((3, 1), -1), tokens), 1)
     for place in range(6):

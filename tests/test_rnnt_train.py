@@ -36,9 +36,9 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def run_steps(name, num_steps, config=SEVERAL, overflow_at=()):
+def run_steps(name, num_steps, config=SEVERAL, overflow_at=(), device=CPU):
     """The whole state after each step, and the state object; features are infinite at `overflow_at`."""
-    state = State(config, CPU)
+    state = State(config, device)
     variant = MAKE_VARIANT[name](state)
     original, count = state.source.next, 0
 
@@ -112,6 +112,33 @@ def test_without_dropout_padding_changes_little():
     (_, eager), (_, padded) = (run_steps(name, 3, even) for name in ("eager", "eager_padded"))
     # 20 frames are padded to 24; bf16 rounds products to 2^-9.
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
+
+
+def test_persistent_lstms_end_with_the_longest_utterance():
+    """In graphs as in eager, and then padding changes how sums are rounded and nothing else."""
+    widths = {"encoder_hidden": 256, "prediction_hidden": 256}
+    config = replace(SEVERAL, lstm="persistent", precision="fp16", batch=8, lr=1e-3, **widths)
+    padded, _ = run_steps("eager_padded", 4, config)
+    for name in ("graph", "full"):
+        assert_equal(run_steps(name, 4, config)[0], padded)
+    config = replace(config, encoder_dropout=0.0, prediction_dropout=0.0, joint_dropout=0.0, lr=0.0)
+    (_, eager), (_, padded) = (run_steps(name, 6, config) for name in ("eager", "eager_padded"))
+    assert padded.read_losses(6) == pytest.approx(eager.read_losses(6), rel=1e-3)
+    report = padded.tally.report(lambda *_: 1.0, lambda frames, tokens: frames + tokens)
+    assert report["padding"]["frames"] > 0 and report["padding"]["time_steps"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lstm", ["cudnn", "persistent"])
+@pytest.mark.parametrize("name", ["eager_padded", "graph", "full"])
+def test_a_second_stream_changes_no_bit(name, lstm):
+    config = replace(PRESETS["bench_lengths"], lstm=lstm, max_frames=400, buckets="3")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        one, two = (
+            run_steps(name, 4, replace(config, streams=streams), device=torch.device("cuda", 0))[0]
+            for streams in (1, 2)
+        )
+        assert_equal(two, one)
 
 
 def test_training_learns():

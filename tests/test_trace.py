@@ -115,7 +115,7 @@ def test_no_gaps_no_idle_time():
 
 
 def test_the_sidecar_is_the_middle_step_as_a_chrome_trace(tmp_path):
-    path = tmp_path / "graph.r1.trace.json.gz"
+    path = tmp_path / "a folder that is not there yet" / "graph.r1.trace.json.gz"
     work = steps(5, ["gemm", "norm" + "x" * 200, "copy"])
     # What the host sends ahead of its replay is where it falls: here in the third and the fourth step.
     for index in (8, 11):
