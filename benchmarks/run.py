@@ -112,15 +112,18 @@ def models() -> list[str]:
     return sorted(path.parent.name for path in rounds.ROOT.glob("[!.]*/train.py"))
 
 
-def describe(model: str, flags: list[str]) -> dict:
-    """What the script says of itself; it checks `flags` on the way. Raises Mistake with the script's own line."""
+def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
+    """What the script says of itself; it checks `flags` on the way. Raises Mistake with the script's own line.
+
+    preset: the one that flags are added to: what one preset allows another may refuse.
+    """
     folder = rounds.ROOT.joinpath(*model.split("."))
     if not (all(part.isidentifier() for part in model.split(".")) and (folder / "train.py").exists()):
         raise Mistake(f"unknown model {model!r}, --model takes one of {', '.join(models())}")
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
     if reserved:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")
-    command = [sys.executable, "-m", f"{model}.train", "--describe", *flags]
+    command = [sys.executable, "-m", f"{model}.train", "--describe", *(["--preset", preset] if preset else []), *flags]
     try:
         answer = subprocess.run(
             command, cwd=rounds.ROOT, capture_output=True, text=True, check=False, timeout=DESCRIBE_LIMIT_S
@@ -170,11 +173,12 @@ class Session:
         self.model, self.flags, self.args = args.model, args.flags, args
         self.started = time.strftime("%Y%m%dT%H%M%S")
         self.launch = _parse_launch(args)
-        self.description = describe(self.model, self.flags)
-        self.flags = rounds.from_root(self.flags, self.description["flags"])
+        presets = describe(self.model, [])["presets"]
         self.nodes = self._ask_nodes()
         self.gpus = rounds.Gpus(**self.nodes[0]["gpus"])
-        self.preset = choose_preset(args.preset, self.description["presets"], self.gpus)
+        self.preset = choose_preset(args.preset, presets, self.gpus)
+        self.description = describe(self.model, self.flags, self.preset)
+        self.flags = rounds.from_root(self.flags, self.description["flags"])
         self.references = self.description.get("reference", {})
         self.variants = choose_variants(args.variants, self.description["variants"], self.references)
         if self.gpus.names and args.ngpu > len(self.gpus.names):

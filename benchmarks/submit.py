@@ -132,10 +132,10 @@ class Plan:
             self._require_writable(folder / "logs")
 
     def _check_script(self, model):
-        description = run.describe(model, self.args.flags)
-        presets = description["presets"]
+        presets = run.describe(model, [])["presets"]
         if self.preset not in presets:
             raise run.Mistake(f"{model} has no preset {self.preset!r}, --preset takes one of {', '.join(presets)}")
+        description = run.describe(model, self.args.flags, self.preset)
         run.choose_variants(self.args.variant or self.args.variants, description["variants"])
         sweeps = description.get("sweeps", {})
         if self.args.over and self.args.over not in sweeps:
@@ -154,7 +154,7 @@ class Plan:
         draft.session = argparse.Namespace(description=description, flags=self.args.flags)
         draft.fields = draft._fields(description["sweeps"])
         for value in self.values:
-            run.describe(self.models[0], draft._flags(value))
+            run.describe(self.models[0], draft._flags(value), self.preset)
 
     def _require_writable(self, folder):
         parent = next(path for path in (folder, *folder.parents) if path.exists())

@@ -161,7 +161,7 @@ class Sweep:
             raise run.Mistake(f"--max {args.max} is below {self.first}, where preset {self.preset} starts")
         # Before the first of them costs minutes.
         for value in args.values or [self.first]:
-            run.describe(args.model, self._flags(value))
+            run.describe(args.model, self._flags(value), self.preset)
         load = f"-load{self.session.args.host_load}" if self.session.args.host_load else ""
         name = f"{args.model}-{self.preset}-{args.over}-{args.variant}{load}"
         self.root = self.session.out if args.out else run.default_folder(self.session).parent / name
@@ -236,7 +236,7 @@ class Sweep:
         over = f"{self.args.over} {value}"
         try:
             flags = self._flags(value)
-            run.describe(self.args.model, flags)
+            run.describe(self.args.model, flags, self.preset)
         except run.Mistake as mistake:
             self.points[value] = self._unmeasured(value, "unsupported", str(mistake))
             print(f"\nnot run: {mistake}")

@@ -103,21 +103,19 @@ class Graphed:
     def step(self, index: int):
         state = self.state
         views, (frames, tokens) = state.begin_step(index, state.plan.fit)
-        with state.aside(), section("prediction"):
+        # One after the other whatever --streams says: all replays read the random offset from one place.
+        with section("prediction"):
             (g,) = self.prediction.forward(tokens)
         with section("encoder"):
             f, lengths = self.encoder.forward(frames)
-        state.join(g)
         with section("joint and loss"):
             loss = state.loss(f.requires_grad_(), g.requires_grad_(), views, lengths)
         mark()
         with section("backward"):
             wanted = (f, g, *state.parameters[self.joint])
             grad_f, grad_g, *self.grads[self.joint] = torch.autograd.grad(state.scaled(loss), wanted)
-            with state.aside():
-                self.prediction.backward(tokens, grad_g)
+            self.prediction.backward(tokens, grad_g)
             self.encoder.backward(frames, grad_f)
-            state.join()
         mark()
         with section("optimizer"):
             state.update(loss, self.grads)

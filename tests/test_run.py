@@ -127,6 +127,17 @@ def test_a_reference_is_not_taken_for_eager(tmp_path, monkeypatch):
     assert record["status"] == "numerics_failed" and record["message"].startswith("not bitwise equal to eager")
 
 
+def test_flags_are_checked_with_the_preset_that_they_are_added_to(tmp_path, gpu, monkeypatch):
+    persistent = ["--lstm", "persistent"]
+    assert run.describe("rnnt", persistent, "bench")["model"] == "rnnt"
+    with pytest.raises(run.Mistake, match="--lstm persistent: takes --precision fp16"):
+        run.describe("rnnt", persistent, "tiny")
+    session = run.Session(run.parse(["--model", "rnnt", "--out", str(tmp_path), "--", *persistent]))
+    assert session.preset == "bench" and session.flags == persistent
+    with pytest.raises(run.Mistake, match="--lstm persistent: takes --precision fp16"):
+        run.Session(run.parse(["--model", "rnnt", "--preset", "tiny", "--out", str(tmp_path), "--", *persistent]))
+
+
 @pytest.mark.slow
 def test_auto_stops_on_width(tmp_path, gpu, monkeypatch):
     monkeypatch.setattr(intervals, "AUTO_MIN_ROUNDS", 4)
@@ -339,7 +350,7 @@ def test_compiled_kernels_promise_a_tolerance_only(tmp_path):
 
 def described(monkeypatch, **more):
     original = run.describe
-    monkeypatch.setattr(run, "describe", lambda model, flags: original(model, flags) | more)
+    monkeypatch.setattr(run, "describe", lambda *arguments: original(*arguments) | more)
 
 
 def test_a_script_can_promise_and_tolerate_otherwise(tmp_path, monkeypatch):
