@@ -143,7 +143,8 @@ def _point(axes, row, y, appearance, contended, low, high):
     axes.plot(
         [row["speedup"]],
         [y],
-        "D" if contended else marker,
+        linestyle="",
+        marker="D" if contended else marker,
         color=colour,
         markerfacecolor=colour if row["verdict"] in SIGNIFICANT else "white",
         markersize=5.5 if contended else 7,
@@ -268,7 +269,8 @@ def crossover(sweep: dict) -> Page:
         axes.plot(
             [point["value"]],
             [point["speedup"]],
-            marker,
+            linestyle="",
+            marker=marker,
             color=colour,
             markerfacecolor=colour if significant else "white",
             markeredgewidth=1.4,
@@ -425,7 +427,8 @@ def scaling(blocks: list[Block]) -> Page:
             if row["speedup_low"] is not None:
                 speed.plot([x, x], [row["speedup_low"], row["speedup_high"]], color=colour, linewidth=1.2)
             face = colour if row["verdict"] in SIGNIFICANT else "white"
-            speed.plot([x], [row["speedup"]], marker, color=colour, markerfacecolor=face, markeredgewidth=1.4)
+            dot = {"linestyle": "", "marker": marker, "markeredgewidth": 1.4}
+            speed.plot([x], [row["speedup"]], color=colour, markerfacecolor=face, **dot)
         steps = [(x, row["tail"]) for x, row in rows if row["tail"] is not None]
         tails.plot(*zip(*steps, strict=True), color=colour, linestyle=dashes, marker=marker, label=variant)
     for axes in (speed, tails):

@@ -98,6 +98,8 @@ def _step_title(name, members):
     if eager["issue_ms"] is None or eager["busy_ms"] is None:
         return f"{name}: an eager step takes {_ms(eager['step_ms'])}"
     bound = "the host" if eager["issue_ms"] > eager["busy_ms"] else "the GPU"
+    if eager["step_ms"] > 1.1 * eager["busy_ms"] and 0.5 * eager["busy_ms"] < eager["issue_ms"] <= eager["busy_ms"]:
+        bound = "host and GPU in turn"
     title = f"{name}: eager is bound by {bound}, busy {_ms(eager['busy_ms'])} and issued in {_ms(eager['issue_ms'])}"
     main = evidence.row(main_variant(evidence.rows) or "")
     if main and main["issue_ms"] is not None:

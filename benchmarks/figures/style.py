@@ -60,10 +60,11 @@ STYLE = {
 }
 
 # Looks of a variant: colour, hatch of its bars, marker, dashes of its line. Hatch, marker and dashes tell
-# variants apart in grey print. No marker is a diamond: those are rows under host load.
+# variants apart in grey print; dots as a hatch would cost 45 kB in a drawing. No marker is a diamond: those
+# are rows under host load.
 LOOKS = {
     "eager": ("#8c8c8c", "", "s", "-"),
-    "eager_sync": ("#bdbdbd", "..", "X", (0, (1, 1))),
+    "eager_sync": ("#bdbdbd", "|", "X", (0, (1, 1))),
     "graph": ("#1b6ca8", "", "o", "-"),
     "graph_te": ("#7fb0d6", "//", "^", (0, (4, 1.5))),
     "graph_overlap": ("#0d3c61", "xx", "p", (0, (1, 1))),
@@ -79,7 +80,7 @@ MORE = {
     "graph": [
         ("#4a8fc4", "--", "<", (0, (3, 2))),
         ("#12507f", "++", (6, 1, 0), (0, (6, 2))),
-        ("#c5dcef", "oo", (4, 1, 0), (0, (2, 2))),
+        ("#c5dcef", "\\\\\\\\", (4, 1, 0), (0, (2, 2))),
         ("#2f7db8", "||", "H", (0, (7, 1, 2, 1))),
     ],
 }
