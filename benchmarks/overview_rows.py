@@ -159,11 +159,10 @@ def rows_of(blocks: list[Block]) -> list[dict]:
 
 
 def labels_of(blocks):
-    """model/preset of each block by id, with what its folder's name adds and what else tells it apart."""
-    many = {block.gpu for block in blocks if block.num_gpus > 1}
+    """model/preset of each block by id, several GPUs, and what its folder's name adds and what else tells it apart."""
     labels = {}
     for block in blocks:
-        gpus = f" x{block.num_gpus}" if block.gpu in many else ""
+        gpus = f" x{block.num_gpus}" if block.num_gpus > 1 else ""
         load = f" load {block.host_load}" if block.host_load else ""
         labels[id(block)] = f"{block.model}/{block.preset}{gpus}{load}"
         if block.folder.name.startswith(f"{block.model}-{block.preset}-") and not block.host_load:

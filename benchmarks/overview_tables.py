@@ -176,7 +176,7 @@ MEASURED = (
 # Text
 
 PARTS = ("summary", "speed", "host", "capture", "cost", "submitted", "measured", "sources", "notes")
-# The summary repeats columns of the others: it is for a README, and leaves out what cannot run here.
+# The summary repeats columns of the others: it is for a README, and leaves out what cannot run here and eager's kinds.
 ALL = PARTS[1:]
 
 
@@ -229,7 +229,8 @@ def _section(root, rows, parts, markdown, link_from):
     for each in columns:
         own = measured if each in (HOST, COST) else rows
         if each is SUMMARY:
-            own = [row for row in rows if row["status"] != "unsupported"]
+            graphed = [row for row in rows if row["variant"].partition("_")[0] != "eager"]
+            own = [row for row in graphed if row["status"] != "unsupported"]
         texts += [_table(own, each, markdown, num_left.get(id(each), 2))] if own else []
     return texts
 

@@ -72,7 +72,7 @@ class Graphed:
         self.state = state
         self.encoder_pool, self.prediction_pool = Pool(state.device), Pool(state.device)
         self.capture = Capture(
-            strategy=f"encoder in {len(state.plan.audio)} buckets, prediction network in {len(state.plan.text)}",
+            strategy=f"encoder, buckets: {len(state.plan.audio)}; prediction, buckets: {len(state.plan.text)}",
             pools=[self.encoder_pool, self.prediction_pool],
         )
         _warm_up(state, self.capture)
@@ -190,7 +190,7 @@ class FullGraphed:
         pairs = _few_pairs(state, "full")
         self.state = state
         self.pool = Pool(state.device)
-        self.capture = Capture(strategy=f"full iteration, {len(pairs)} pairs of buckets", pools=[self.pool])
+        self.capture = Capture(strategy=f"full iteration, pairs of buckets: {len(pairs)}", pools=[self.pool])
         self.graphs = {}
         _warm_up(state, self.capture)
         # All eager passes before any capture, which gives the memory that they leave behind back.

@@ -98,10 +98,10 @@ def test_labels_tell_folders_of_one_model_apart(tmp_path):
     put(tmp_path / "two", *graphed(env={"world_size": 2}))
     labels = [row["label"] for row in rows_of(tmp_path)]
     assert labels == [
-        "fake/bench x1",
-        "fake/bench x1 overlap",
-        "fake/bench x1 again (x/again)",
-        "fake/bench x1 again (y/again)",
+        "fake/bench",
+        "fake/bench overlap",
+        "fake/bench again (x/again)",
+        "fake/bench again (y/again)",
         "fake/bench x2",
     ]
 
