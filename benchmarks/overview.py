@@ -67,7 +67,14 @@ def csv_text(blocks) -> str:
 
 
 def json_text(blocks, faults) -> str:
-    return json.dumps(document(blocks, faults), indent=1, allow_nan=False) + "\n"
+    """The document with a line for each row, folder and figure."""
+    parts = []
+    for key, value in document(blocks, faults).items():
+        lines = (
+            ",\n".join(f"  {json.dumps(each, allow_nan=False)}" for each in value) if isinstance(value, list) else ""
+        )
+        parts.append(f' "{key}": ' + (f"[\n{lines}\n ]" if lines else json.dumps(value, allow_nan=False)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def files_of(root, blocks, faults) -> dict[Path, str]:

@@ -161,7 +161,7 @@ MEASURED = (
     ("model", field("title")),
     ("mechanism", _whose),
     ("measured here", _measured),
-    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 25))),
+    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 23))),
     ("graphs", _here("num_graphs")),
     ("pool GiB", _here("pool_gib", number(2))),
     ("ceiling", _here("ceiling", lambda value: f"{value:.2f}x")),
