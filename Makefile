@@ -80,9 +80,10 @@ submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as
 	$(setup) core
 	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
 
+# Two processes of one thread each: two that share two cores would wait for each other. ARGS="-n 0" runs all in one.
 test: ## tests of what runs anywhere, in minutes
 	$(setup) core dev plots lightning speech dali
-	$(python) -m pytest -m "not slow and not slurm and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
 	$(setup) core dev plots lightning speech dali
