@@ -128,6 +128,24 @@ def test_both_kinds_of_lstm_give_the_same_networks(monkeypatch):
     assert len(calls) == 7
 
 
+def test_networks_end_with_the_longest_utterance():
+    toy = Config(features=16, encoder_hidden=256, prediction_hidden=256, joint_hidden=16, vocab=16, lstm="persistent")
+    model = RNNT(toy)
+    initialise(model, toy, seed=0)
+    model.half().eval()
+    features, tokens = random(9, 8, 16), torch.arange(40).view(8, 5) % 15
+    lengths, token_lengths = (torch.tensor([longest, *[1] * 7], dtype=torch.int32) for longest in (5, 2))
+    (f, _), g = model.encoder(features, lengths), model.prediction(tokens, token_lengths)
+    alone = model.encoder(features[:5], lengths)[0], model.prediction(tokens[:, :2], token_lengths)
+    for found, wanted, linear in zip((f, g), alone, (model.encoder.linear, model.prediction.linear), strict=True):
+        num = wanted.shape[1]
+        assert num == 3
+        # Before the end what the batch alone gives, the half of a frame after it too; behind it nothing but the bias.
+        close(found[:, :num], wanted, 1e-3)
+        assert torch.equal(found[:, num:], linear.bias.expand_as(found[:, num:]))
+        assert not torch.equal(found[:, num - 1], linear.bias.expand_as(found[:, num - 1]))
+
+
 # ------------------------------------------------------------------------------------------------
 # The kernel's source on the CPU
 
