@@ -47,13 +47,13 @@ def fit(lengths: list[int], length: int) -> int:
     return lengths[place]
 
 
-def auto_pairs(maxima, max_frames: int, max_tokens: int, time_steps) -> list[tuple[int, int]]:
-    """The fewest (frames, tokens) to pad to that cost at most AUTO_WASTE more time steps; MAX_PAIRS at most.
+def auto_pairs(maxima, max_frames: int, max_tokens: int, cost_of) -> list[tuple[int, int]]:
+    """The fewest (frames, tokens) to pad to that cost at most AUTO_WASTE more; MAX_PAIRS at most.
 
     maxima: (frames, tokens) of batches; (max_frames, max_tokens), the most that a batch may have, is always a pair.
-    time_steps(frames, tokens): sequential LSTM steps, which is what a batch's time goes by where batches are small; it
-    takes arrays too. Candidates are quantiles of the maxima. Greedy: the pair that saves most, then another; to move
-    them afterwards would save 0.1 % more. Where MAX_PAIRS pairs cost more than AUTO_WASTE, so be it.
+    cost_of(frames, tokens): what a batch of this shape costs, in any unit (rnnt.config.padded_cost); it takes arrays
+    too. Candidates are quantiles of the maxima. Greedy: the pair that saves most, then another; to move them afterwards
+    would save 0.1 % more. Where MAX_PAIRS pairs cost more than AUTO_WASTE, so be it.
     """
     import numpy
 
@@ -63,10 +63,10 @@ def auto_pairs(maxima, max_frames: int, max_tokens: int, time_steps) -> list[tup
         for column, count, largest_one in ((0, 32, max_frames), (1, 16, max_tokens))
     )
     candidates = numpy.array([(a, t) for a in frames for t in tokens])
-    needed = time_steps(maxima[:, 0], maxima[:, 1])
+    needed = cost_of(maxima[:, 0], maxima[:, 1])
     holds = (maxima[None] <= candidates[:, None]).all(2)
-    # cost[i, j]: time steps of batch j where candidate i is what it is padded to.
-    cost = numpy.where(holds, time_steps(candidates[:, 0], candidates[:, 1])[:, None], 2**30)
+    # cost[i, j]: of batch j where candidate i is what it is padded to.
+    cost = numpy.where(holds, cost_of(candidates[:, 0], candidates[:, 1])[:, None], 2**30)
     chosen, executed = [len(candidates) - 1], cost[-1]
     while executed.sum() > (1 + AUTO_WASTE) * needed.sum() and len(chosen) < MAX_PAIRS:
         chosen.append(int(numpy.minimum(cost, executed).sum(1).argmin()))
@@ -90,9 +90,9 @@ class Plan:
     the full iteration.
     """
 
-    def __init__(self, audio: list[int], text: list[int], pairs, time_steps, jointly: bool):
+    def __init__(self, audio: list[int], text: list[int], pairs, cost_of, jointly: bool):
         self.audio, self.text = audio, text
-        self.pairs = sorted(pairs, key=lambda pair: (time_steps(*pair), pair))
+        self.pairs = sorted(pairs, key=lambda pair: (cost_of(*pair), pair))
         self._choice = self.pairs if jointly else []
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -104,21 +104,21 @@ class Plan:
         return self._known[frames, tokens]
 
 
-def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, time_steps) -> Plan:
+def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> Plan:
     """The plan for --buckets `kind` and batches whose (frames, tokens) are `maxima`, at most (max_frames, max_tokens).
 
     auto chooses pairs, ladders fit each network apart. Of ladders with few enough buckets all pairs are in it, whether
     they have been seen or not, else those of `maxima`.
     """
     if kind == "auto":
-        pairs = auto_pairs(maxima, max_frames, max_tokens, time_steps)
+        pairs = auto_pairs(maxima, max_frames, max_tokens, cost_of)
         audio, text = (sorted(set(lengths)) for lengths in zip(*pairs, strict=True))
     else:
         audio, text = ladder(kind, "audio", max_frames), ladder(kind, "text", max_tokens)
         pairs = [(a, t) for a in audio for t in text]
         if len(pairs) > MAX_PAIRS:
             pairs = {(fit(audio, frames), fit(text, tokens)) for frames, tokens in maxima}
-    return Plan(audio, text, pairs, time_steps, jointly=kind == "auto")
+    return Plan(audio, text, pairs, cost_of, jointly=kind == "auto")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -316,6 +316,21 @@ def time_steps(config: Config, frames: int, tokens: int) -> int:
     return config.pre_layers * frames + config.post_layers * stacked + config.prediction_layers * (tokens + 1)
 
 
+# What a cell of one utterance's lattice costs in time steps of cuDNN's LSTMs, forward and backward: 8.7 ns in joint and
+# loss (batch 192, results/h200x1/rnnt-full) against 7.6 us (results/h200x1/rnnt-bench).
+CELL_COST = 0.00115
+
+
+def padded_cost(config: Config, frames: int, tokens: int) -> float:
+    """What a batch of this shape costs by its padding, in time steps: --buckets auto makes little of that.
+
+    --lstm persistent ends with the longest utterance and leaves the lattice's cells.
+    """
+    cells = config.batch * ((frames + 1) // 2) * (tokens + 1)
+    steps = 0 if config.lstm == "persistent" else time_steps(config, frames, tokens)
+    return steps + CELL_COST * cells
+
+
 def predicted_bytes(config: Config) -> int:
     """Device memory that an eager step with the longest batch needs, from sizes alone.
 

@@ -12,7 +12,16 @@ from common.measure import Unsupported, section
 from common.optimizers import LossScaler
 from rnnt import buckets, decoding, lstm
 from rnnt.batch import Batch
-from rnnt.config import GENERATED, Config, learning_rate, limits, predicted_bytes, time_steps, training_flops
+from rnnt.config import (
+    GENERATED,
+    Config,
+    learning_rate,
+    limits,
+    padded_cost,
+    predicted_bytes,
+    time_steps,
+    training_flops,
+)
 from rnnt.inputs import Inputs
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
@@ -83,7 +92,7 @@ class State:
         largest = limits(self.config)
         if self.config.buckets == "auto":
             largest = tuple(own or limit for own, limit in zip(most, largest, strict=True))
-        return buckets.make_plan(self.config.buckets, maxima, *largest, functools.partial(time_steps, self.config))
+        return buckets.make_plan(self.config.buckets, maxima, *largest, functools.partial(padded_cost, self.config))
 
     def reset(self):
         # Weights are the same on all ranks, draws each rank's own.

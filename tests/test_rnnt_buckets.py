@@ -1,11 +1,14 @@
 """rnnt/buckets: ladders, the automatic choice, what a batch is padded to, and the report of it."""
 
+import functools
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from rnnt import buckets
+from rnnt.config import PRESETS, padded_cost, time_steps
 
 
 def steps(frames, tokens):
@@ -96,6 +99,22 @@ def test_auto_never_takes_more_pairs_than_a_full_graph_has():
     fresh = drawn(2000, seed=1)
     even = buckets.make_plan("4", maxima, 641, 125, steps)
     assert waste(plan, fresh) < 0.03 < waste(even, fresh)
+
+
+def test_auto_weighs_the_lattice_against_time_steps():
+    maxima = drawn(2000)
+
+    def waste_of(what, cost_of):
+        plan = buckets.make_plan("auto", maxima, 641, 125, cost_of)
+        return sum(what(*plan.fit(*pair)) for pair in maxima) / sum(what(*pair) for pair in maxima) - 1
+
+    config = PRESETS["bench_lengths"]
+    both = functools.partial(padded_cost, config)
+    lattice = functools.partial(padded_cost, replace(config, lstm="persistent"))
+    assert waste_of(both, both) < 0.95 * waste_of(both, steps)
+    assert waste_of(lattice, lattice) < 0.8 * waste_of(lattice, both)
+    # In a batch of one utterance there is next to no lattice.
+    assert padded_cost(replace(config, batch=1), 409, 56) == pytest.approx(time_steps(config, 409, 56), rel=0.01)
 
 
 def test_a_batch_is_padded_to_the_cheapest_pair_that_holds_it():
