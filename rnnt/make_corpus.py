@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.config import mistakes_in_one_line
+
 SAMPLE_RATE = 16000
 # English voices that come with espeak-ng, some with another larynx (+f and +m).
 VOICES = ("en-us", "en-gb", "en-us+f2", "en-gb-x-rp+f4", "en-gb-scotland+m3", "en-us+m7")
@@ -244,4 +246,6 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with mistakes_in_one_line("rnnt", "make_corpus"):
+        status = main()
+    sys.exit(status)

@@ -35,6 +35,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.config import mistakes_in_one_line
+
 LATENT_SCALE = 0.18215
 STORED = {"moments": "image_embed", "context": "captions_embed"}
 DTYPES = ("float32", "float16")
@@ -627,4 +629,6 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with mistakes_in_one_line("stable_diffusion", "data"):
+        status = main()
+    sys.exit(status)
