@@ -284,9 +284,9 @@ def strategies(rows: list[dict]) -> list[dict]:
 
     First the variant that stands for NVIDIA's mechanism (is_nvidias), measured or not; then, where there is one, the
     best other capture of this suite's own. Both are `here`: of rows of one GPU type or CPU, quiet ones before those
-    under load, then the model's largest preset on the most GPUs. Of several folders NVIDIA's is of the one with the
-    most rounds; best is the highest lower end of the speed-up's interval at the same preset, if it was measured there,
-    without what torch.compile made.
+    under load, those with an interval before those of one round, then the model's largest preset on the most GPUs. Of
+    several folders NVIDIA's is of the one with the most rounds; best is the highest lower end of the speed-up's
+    interval at the same preset, if it was measured there, without what torch.compile made.
     """
     found = []
     for published in PUBLISHED:
@@ -306,7 +306,7 @@ def _share(row):
     # A GPU that holds fewer layers names its preset bench-l6.
     preset = row["preset"].partition("-")[0]
     size = PRESET_ORDER.index(preset) if preset in PRESET_ORDER else len(PRESET_ORDER)
-    return bool(row["host_load"]), size, -row["num_gpus"]
+    return bool(row["host_load"]), row["speedup_low"] is None, size, -row["num_gpus"]
 
 
 def _is_own_capture(row):

@@ -63,7 +63,7 @@ class Config:
     lstm: str = option(
         "cudnn", "cudnn, or persistent: kernels of our own, for FP16 and a batch of 8", ("cudnn", "persistent")
     )
-    streams: int = option(1, "2: the prediction network beside the encoder, on a stream of its own", (1, 2))
+    streams: int = option(1, "2: the prediction network beside the encoder on a GPU, but in graph", (1, 2))
     lr: float = option(0.0062, "learning rate after warm-up")
     lr_warmup: int = option(544, "steps of linear warm-up")
     lr_hold: int = option(5984, "steps at --lr after it")
@@ -133,12 +133,13 @@ class Config:
             )
 
     def _require_persistent(self):
-        widths = self.encoder_hidden, self.prediction_hidden
-        if self.precision != "fp16" or self.batch != LSTM_BATCH or any(width not in LSTM_WIDTHS for width in widths):
-            raise ValueError(
-                f"--lstm persistent: takes --precision fp16, --batch {LSTM_BATCH} and as --encoder-hidden and "
-                f"--prediction-hidden {', '.join(map(str, LSTM_WIDTHS))}: change them, or take cudnn"
-            )
+        wrong = [] if self.precision == "fp16" else ["--precision fp16"]
+        wrong += [] if self.batch == LSTM_BATCH else [f"--batch {LSTM_BATCH}"]
+        widths = ", ".join(map(str, LSTM_WIDTHS))
+        for name in ("encoder_hidden", "prediction_hidden"):
+            wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {_flag(name)}"]
+        if wrong:
+            raise ValueError(f"--lstm persistent: takes {' and '.join(wrong)}, or take cudnn")
 
 
 def _flag(name):
@@ -316,8 +317,9 @@ def time_steps(config: Config, frames: int, tokens: int) -> int:
     return config.pre_layers * frames + config.post_layers * stacked + config.prediction_layers * (tokens + 1)
 
 
-# What a cell of one utterance's lattice costs in time steps of cuDNN's LSTMs, forward and backward: 8.7 ns in joint and
-# loss (batch 192, results/h200x1/rnnt-full) against 7.6 us (results/h200x1/rnnt-bench).
+# What a cell of one utterance's lattice costs in time steps of cuDNN's LSTMs, forward and backward: 8.7 ns in 7.6 us.
+# Sources: three times the forward of joint and loss, 6.5 ms over 192 x 205 x 57 cells (results/h200x1/rnnt-full);
+# 11.8 ms over 1547 time steps (results/h200x1/rnnt-lstm).
 CELL_COST = 0.00115
 
 

@@ -30,12 +30,12 @@ def lstm(x, w_ih, w_hh, b_ih, b_hh, lengths=None, extra=0):
     return _Lstm.apply(x, w_ih, w_hh, b_ih, b_hh, lengths, extra)
 
 
-def require(device: torch.device, hidden: int) -> None:
-    """ValueError where a GPU cannot run layers of this width."""
+def require(device: torch.device, *widths: int) -> None:
+    """ValueError where a GPU cannot run layers of these widths at the same time."""
     if device.type == "cuda":
         from rnnt import lstm_kernel
 
-        lstm_kernel.require(device, hidden)
+        lstm_kernel.require(device, *widths)
 
 
 def check(device: torch.device) -> None:
@@ -74,7 +74,10 @@ def _recurrence(x):
 
 
 class Steps:
-    """What rnnt/lstm_kernel.py computes, in plain torch."""
+    """What rnnt/lstm_kernel.py computes, in plain torch; there grad_bias sums what is not rounded yet.
+
+    After the longest utterance cells and gates mean nothing, there or here.
+    """
 
     @staticmethod
     def forward(inputs, w_hh, b_hh, lengths=None, extra=0):

@@ -352,6 +352,7 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
     const bool has_unit = unit < BACKWARD_UNITS;
     const bool is_even = unit % 2 == 0;
     // The even one writes gates i and f of both, the odd one g and o.
+    // Without time steps it is before the beginning, and not used.
     Half* to = grad_gates + ((long long)(needed - 1) * BATCH + b) * INNER + (is_even ? own : 2 * HIDDEN + own - 1);
     // Of step t: its gates, gradient and cell before it are loaded in the step before.
     uint2 next_gates = {};

@@ -23,14 +23,14 @@ CLUSTER = 4
 PATIENCE = 2**20
 
 
-def require(device: torch.device, hidden: int) -> None:
-    """ValueError where layers of this width cannot run: all blocks must be on the GPU at the same time."""
+def require(device: torch.device, *widths: int) -> None:
+    """ValueError where layers of these widths cannot run side by side: all blocks must be on the GPU at once."""
     gpu = torch.cuda.get_device_properties(device)
-    need = hidden // min(FORWARD_UNITS, BACKWARD_UNITS)
+    need = sum(widths) // min(FORWARD_UNITS, BACKWARD_UNITS)
     if gpu.major < 9 or gpu.multi_processor_count < need:
         raise ValueError(
-            f"--lstm persistent: takes a GPU of compute capability 9.0 and {need} multiprocessors, {gpu.name} has "
-            f"{gpu.major}.{gpu.minor} and {gpu.multi_processor_count}: take cudnn"
+            f"--lstm persistent: takes a GPU of compute capability 9.0 or later and {need} multiprocessors, "
+            f"{gpu.name} has {gpu.major}.{gpu.minor} and {gpu.multi_processor_count}: take cudnn"
         )
 
 

@@ -172,7 +172,16 @@ class State:
     def end_step(self, index: int):
         """What this step reports, on its way to the host; FloatingPointError where an earlier one ends the run."""
         with section("report"):
-            self.report.end_step(index)
+            try:
+                self.report.end_step(index)
+            except FloatingPointError:
+                self.check()
+                raise
+
+    def check(self):
+        """Waits for the device. RuntimeError where an LSTM kernel gave up, which makes NaN of everything after it."""
+        if self.config.lstm == "persistent":
+            lstm.check(self.device)
 
     # -- what the harness asks
 
@@ -217,6 +226,7 @@ class State:
         if self.config.data != "synthetic":
             record["flops_per_step"] = report["useful_flops_per_step"]
         decoding.finish(self, record)
+        self.check()
 
     def named_state(self):
         yield from zip(self.names, self.parameters, strict=True)
@@ -224,9 +234,8 @@ class State:
         yield from self.scaler.named_state()
 
     def read_losses(self, count: int) -> list[float]:
-        """Raises FloatingPointError where none of many steps trained."""
-        if self.config.lstm == "persistent":
-            lstm.check(self.device)
+        """Raises FloatingPointError where none of many steps trained, RuntimeError as `check` does."""
+        self.check()
         return self.report.read_losses(count)
 
     def read_grad_norms(self, count: int) -> list[float]:
@@ -272,7 +281,8 @@ def _require_memory(config, device):
 
 def _require_lstm(config, device):
     if config.lstm == "persistent":
-        lstm.require(device, max(config.encoder_hidden, config.prediction_hidden))
+        widths = config.encoder_hidden, config.prediction_hidden
+        lstm.require(device, *(widths if config.streams == 2 else [max(widths)]))
 
 
 def hyperparameters(config: Config, world_size: int) -> dict:

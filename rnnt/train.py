@@ -288,6 +288,7 @@ class EagerSync(Eager):
             loss = state.loss(f, g, views, lengths)
             logged = {"loss": loss.item()}
         if logged["loss"] != logged["loss"]:
+            state.check()
             raise FloatingPointError(f"loss is NaN at step {index}")
         mark()
         with section("backward"):
@@ -352,13 +353,18 @@ def _card(config, device, flops_per_step):
         f"{rnnt_config.num_parameters(c) / 1e6:,.1f} M parameters: {name}",
         f"batch {c.batch}, {lengths}, buckets {c.buckets} | {c.precision} with FP32 masters | "
         f"{flops_per_step / 1e12:.3g} TFLOP/step{memory}",
+        f"LSTMs: {c.lstm}, streams: {c.streams}",
     ]
 
 
-def _notes(config, device):
-    if device.type == "cpu" or rnnt_config.persistent_lstms(config):
-        return []
-    return ["cuDNN's persistent LSTM kernels take FP16, widths of 128 and batches of 8 to 128: this runs without them"]
+def _notes(config, device, variant):
+    notes = []
+    if config.streams == 2 and (device.type == "cpu" or variant == "graph"):
+        notes.append("--streams 2 changes nothing on a CPU and in graph")
+    if device.type == "cuda" and config.lstm == "cudnn" and not rnnt_config.persistent_lstms(config):
+        kernels = "cuDNN's persistent LSTM kernels"
+        notes.append(f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them")
+    return notes
 
 
 def main(args):
@@ -378,7 +384,7 @@ def main(args):
             variants=MAKE_VARIANT,
             reference=padded_step,
             card=_card(config, device, flops_per_step),
-            notes=_notes(config, device),
+            notes=_notes(config, device, args.run.variant),
             flops_per_step=flops_per_step,
             flops_convention="matrix products of the utterances' true lengths",
             items_per_step=config.batch,

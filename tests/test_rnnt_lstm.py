@@ -84,11 +84,17 @@ def test_another_batch_is_refused_with_the_flag():
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch": 16}, {"precision": "bf16"}, {"encoder_hidden": 640}, {"prediction_hidden": 2048}]
+    ("change", "wanted"),
+    [
+        ({"batch": 16}, "--batch 8"),
+        ({"precision": "bf16"}, "--precision fp16"),
+        ({"encoder_hidden": 640}, "one of 256, 512, 768, 1024 as --encoder-hidden"),
+        ({"batch": 4, "prediction_hidden": 2048}, "--batch 8 and one of 256, 512, 768, 1024 as --prediction-hidden"),
+    ],
 )
-def test_what_the_kernels_cannot_do_is_refused_with_the_flags(change):
+def test_what_the_kernels_cannot_do_is_refused_with_the_flags(change, wanted):
     persistent = replace(PRESETS["bench"], lstm="persistent")
-    with pytest.raises(ValueError, match=r"--lstm persistent: takes --precision fp16, --batch 8 and .* or take cudnn$"):
+    with pytest.raises(ValueError, match=f"^--lstm persistent: takes {wanted}, or take cudnn$"):
         replace(persistent, **change)
 
 
@@ -97,6 +103,10 @@ def test_a_gpu_that_cannot_hold_all_blocks_is_refused(monkeypatch, gpu):
     h200 = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**h200))
     lstm_kernel.require(torch.device("cuda"), 1024)
+    # Two layers at the same time, on two streams.
+    lstm_kernel.require(torch.device("cuda"), 1024, 512)
+    with pytest.raises(ValueError, match="and 192 multiprocessors, GPU has 9.0 and 132: take cudnn"):
+        lstm_kernel.require(torch.device("cuda"), 2048, 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**h200 | gpu))
     with pytest.raises(ValueError, match="--lstm persistent: takes a GPU of .* and 64 multiprocessors.*: take cudnn"):
         lstm_kernel.require(torch.device("cuda"), 1024)
