@@ -19,7 +19,7 @@ from common.config import Arguments, Run
 from rnnt import buckets, decoding
 from rnnt.config import PRESETS, learning_rate, time_steps, training_flops
 from rnnt.state import State, nominal_flops
-from rnnt.train import MAKE_VARIANT, padded_step
+from rnnt.train import MAKE_VARIANT, _notes, padded_step
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -337,6 +337,15 @@ def test_full_refuses_a_pair_that_it_has_no_graph_of():
         for index in range(64):
             variant.step(index)
     variant.close()
+
+
+def test_a_run_says_which_of_its_settings_do_nothing():
+    gpu, two = torch.device("cuda"), replace(PRESETS["full"], streams=2)
+    assert _notes(TINY, CPU, "full") == _notes(PRESETS["bench"], gpu, "graph") == []
+    assert _notes(replace(TINY, streams=2), CPU, "full") == ["--streams 2 changes nothing on a CPU and in graph"]
+    # Batch 192.
+    assert ["runs without" in note for note in _notes(two, gpu, "graph")] == [False, True]
+    assert ["runs without" in note for note in _notes(two, gpu, "full")] == [True]
 
 
 def test_compile_says_that_it_needs_a_gpu():
