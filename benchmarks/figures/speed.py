@@ -408,7 +408,9 @@ def scaling(blocks: list[Block]) -> Page:
         provenance(members),
         3.1,
     )
-    width = (page.WIDTH - 2.6) / 2
+    # The legend's marks, and the names beside them.
+    legend = 0.6 + width_of(variants, 8.5)
+    width = (page.WIDTH - 0.75 - 0.8 - legend - page.MARGIN) / 2
     speed = page.axes(0.75, 0.1, width, 2.4)
     tails = page.axes(0.75 + width + 0.8, 0.1, width, 2.4)
     low, high = limits(points)
