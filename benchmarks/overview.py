@@ -70,10 +70,11 @@ def json_text(blocks, faults) -> str:
     """The document with a line for each row, folder and figure."""
     parts = []
     for key, value in document(blocks, faults).items():
-        lines = (
-            ",\n".join(f"  {json.dumps(each, allow_nan=False)}" for each in value) if isinstance(value, list) else ""
-        )
-        parts.append(f' "{key}": ' + (f"[\n{lines}\n ]" if lines else json.dumps(value, allow_nan=False)))
+        text = json.dumps(value, allow_nan=False)
+        if value and isinstance(value, list):
+            lines = ",\n".join(f"  {json.dumps(each, allow_nan=False)}" for each in value)
+            text = f"[\n{lines}\n ]"
+        parts.append(f' "{key}": {text}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

@@ -134,6 +134,13 @@ def _order(block):
     return block.device != "cuda", block.gpu, place, block.model, block.preset, block.num_gpus, block.name
 
 
+def family(variant: str) -> str:
+    """eager, compile or graph: what a variant is a kind of."""
+    if variant.split("_")[0] == "eager":
+        return "eager"
+    return "compile" if variant.startswith(("compile", "reduce_overhead")) else "graph"
+
+
 # ------------------------------------------------------------------------------------------------
 # Rows
 
@@ -310,8 +317,7 @@ def _share(row):
 
 
 def _is_own_capture(row):
-    by_torch = "compile" in row["variant"] or row["variant"] == "reduce_overhead"
-    return row["status"] == "pass" and row["num_graphs"] and not by_torch
+    return row["status"] == "pass" and row["num_graphs"] and family(row["variant"]) == "graph"
 
 
 def _lower_end(row):

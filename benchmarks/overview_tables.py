@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from benchmarks import compare, tables
-from benchmarks.overview_rows import BASE, find_folders, labels_of, rows_of, strategies
+from benchmarks.overview_rows import BASE, family, find_folders, labels_of, rows_of, strategies
 from benchmarks.published import PUBLISHED
 from benchmarks.tables import field, number, ratio
 
@@ -140,7 +140,7 @@ def _measured(row):
 
 
 def _whose(row):
-    return "NVIDIA's" if row["is_nvidias"] else "our best other"
+    return "NVIDIA's" if row["is_nvidias"] else "our best"
 
 
 def _published_for(row):
@@ -161,7 +161,7 @@ MEASURED = (
     ("model", field("title")),
     ("mechanism", _whose),
     ("measured here", _measured),
-    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 23))),
+    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 25))),
     ("graphs", _here("num_graphs")),
     ("pool GiB", _here("pool_gib", number(2))),
     ("ceiling", _here("ceiling", lambda value: f"{value:.2f}x")),
@@ -229,8 +229,7 @@ def _section(root, rows, parts, markdown, link_from):
     for each in columns:
         own = measured if each in (HOST, COST) else rows
         if each is SUMMARY:
-            graphed = [row for row in rows if row["variant"].partition("_")[0] != "eager"]
-            own = [row for row in graphed if row["status"] != "unsupported"]
+            own = [row for row in rows if row["status"] != "unsupported" and family(row["variant"]) != "eager"]
         texts += [_table(own, each, markdown, num_left.get(id(each), 2))] if own else []
     return texts
 

@@ -255,7 +255,7 @@ def test_strategies_have_a_row_for_each_submission_measured_or_not(tmp_path):
     assert text.count("not measured yet") == 5
     nvidias, ours = [line for line in text.splitlines() if line.startswith("GPT-3 175B")]
     assert "NVIDIA's" in nvidias and "not measured yet" in nvidias and "1.022x to 1.030x" in nvidias
-    assert "our best other" in ours and "bench graph" in ours and "[1." in ours and "1.022x" not in ours
+    assert "our best" in ours and "bench graph" in ours and "[1." in ours and "1.022x" not in ours
     for published in PUBLISHED:
         assert published.source in text
 
@@ -302,6 +302,25 @@ def test_our_best_is_of_the_preset_at_which_nvidias_mechanism_was_measured(tmp_p
     for path in (tmp_path / "bench").glob("graph.*"):
         path.unlink()
     assert ours() == ["full"]
+
+
+def test_a_mechanism_is_shown_where_it_has_an_interval(tmp_path):
+    put(tmp_path / "full", *graphed(((10.0, 5.0),), model="rnnt", preset="full"))
+
+    def presets():
+        return [row["here"]["preset"] for row in overview_rows.strategies(rows_of(tmp_path)) if row["here"]]
+
+    assert presets() == ["full"]
+    put(tmp_path / "bench", *graphed(model="rnnt"))
+    assert presets() == ["bench"]
+
+
+def test_the_summary_is_about_captures(tmp_path):
+    padded = [record | {"variant": "eager_padded"} for record in graphed() if record["variant"] == "graph"]
+    put(tmp_path / "one", *graphed(), *padded)
+    assert "eager_padded" in text_of(tmp_path, parts=("speed",))
+    summary = text_of(tmp_path, parts=("summary",))
+    assert "eager_padded" not in summary and " graph " in summary
 
 
 def test_a_model_whose_own_capture_is_nvidias_has_one_row(tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rnnt import lstm_kernel
+from rnnt import lstm_check, lstm_kernel
 from rnnt import model as model_module
 from rnnt.config import PRESETS, Config
 from rnnt.lstm import Steps, lstm
@@ -154,6 +154,19 @@ def test_networks_end_with_the_longest_utterance():
         close(found[:, :num], wanted, 1e-3)
         assert torch.equal(found[:, num:], linear.bias.expand_as(found[:, num:]))
         assert not torch.equal(found[:, num - 1], linear.bias.expand_as(found[:, num - 1]))
+
+
+@pytest.mark.parametrize("ignores_lengths", [False, True])
+def test_the_check_of_padding_finds_what_ignores_it(monkeypatch, ignores_lengths):
+    monkeypatch.setattr(lstm_check, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(lstm_check, "PROBLEMS", [])
+    if ignores_lengths:
+        monkeypatch.setattr(lstm_check, "lstm", lambda *arguments: lstm(*arguments[:5]))
+    parameters = [weight.requires_grad_() for weight in weights_of(32, 32)]
+    x, grad = random(9, 8, 32).requires_grad_(), random(9, 8, 32, seed=1)
+    lstm_check.check_padding(parameters, x, grad, 4)
+    expected = [(32, 9, 4)] if ignores_lengths else []
+    assert expected == lstm_check.PROBLEMS
 
 
 # ------------------------------------------------------------------------------------------------

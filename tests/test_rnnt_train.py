@@ -114,19 +114,15 @@ def test_without_dropout_padding_changes_little():
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
 
 
-def test_persistent_lstms_end_with_the_longest_utterance():
-    """In graphs as in eager, and then padding changes how sums are rounded and nothing else."""
+def test_graphs_of_persistent_lstms_equal_padded_eager_and_count_no_padding_of_theirs():
     widths = {"encoder_hidden": 256, "prediction_hidden": 256}
     config = replace(
         SEVERAL, lstm="persistent", precision="fp16", batch=8, buckets="2", max_frames=16, frames=16, **widths
     )
-    padded, _ = run_steps("eager_padded", 2, config)
+    padded, state = run_steps("eager_padded", 2, config)
     for name in ("graph", "full"):
         assert_equal(run_steps(name, 2, config)[0], padded)
-    config = replace(config, encoder_dropout=0.0, prediction_dropout=0.0, joint_dropout=0.0, lr=0.0)
-    (_, eager), (_, padded) = (run_steps(name, 3, config) for name in ("eager", "eager_padded"))
-    assert padded.read_losses(3) == pytest.approx(eager.read_losses(3), rel=1e-3)
-    report = padded.tally.report(lambda *_: 1.0, lambda frames, tokens: frames + tokens)
+    report = state.tally.report(lambda *_: 1.0, lambda frames, tokens: frames + tokens)
     assert report["padding"]["frames"] > 0 and report["padding"]["time_steps"] == 0
 
 

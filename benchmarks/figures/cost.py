@@ -8,7 +8,6 @@ from benchmarks.figures.evidence import (
     Block,
     Evidence,
     Missing,
-    family,
     main_variant,
     ms_text,
     percent,
@@ -18,7 +17,7 @@ from benchmarks.figures.evidence import (
 )
 from benchmarks.figures.steps import name_rows
 from benchmarks.figures.style import FAILURE, FAINT, INK, Page, look, width_of
-from benchmarks.overview_rows import break_even_steps, setup_s, step_gain_ms
+from benchmarks.overview_rows import break_even_steps, family, setup_s, step_gain_ms
 
 REST = "#c9c9c9"
 # Memory of a GPU as nvidia-smi states it, MiB. The records do not hold it; of others no line is drawn.

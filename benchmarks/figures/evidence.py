@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import compare, crossover, intervals
+from benchmarks.overview_rows import family
 from common import trace
 
 NAMES = {
@@ -240,13 +241,6 @@ def traces(evidence: Evidence) -> dict[str, Path]:
 
 # ------------------------------------------------------------------------------------------------
 # Kinds of variant
-
-
-def family(variant: str) -> str:
-    """eager, compile or graph: what colour a variant has."""
-    if variant.split("_")[0] == "eager":
-        return "eager"
-    return "compile" if variant.startswith(("compile", "reduce_overhead")) else "graph"
 
 
 def main_variant(rows: list[dict]) -> str | None:
