@@ -289,13 +289,13 @@ def test_statistic():
     assert measure.statistic([1, 10, 1, 1, 30, 1], "abaaba") == (1 + 20) / 2
 
 
-@on_a_quiet_host
 def test_window_has_the_steps_and_the_seconds_asked_for(run):
     config = Config(min_steps=5, min_window_s=0.2, warmup_max_s=0.05)
-    by_seconds = run(sleeping(lambda index: 0.004), config=config).record["steps"]
-    # As many steps as fill the window at the settled pace, which a busy moment makes a tenth slower.
-    assert 45 <= len(by_seconds["gpu_ms"]) <= 55
-    assert by_seconds["wall_ms"] >= 45 * 4
+    record = run(sleeping(lambda index: 0.004), config=config).record
+    # As many steps as fill the window at the settled pace, whatever that is on a busy machine.
+    num_steps, settled_ms = len(record["steps"]["gpu_ms"]), record["extra"]["settle"]["step_ms"]
+    assert settled_ms >= 4 and num_steps == int(200 / settled_ms) + 1
+    assert record["steps"]["wall_ms"] >= num_steps * 4
     assert len(run(config=Config(min_steps=7)).record["steps"]["gpu_ms"]) == 7
     assert len(run(config=Config(min_steps=7), steps=31).record["steps"]["gpu_ms"]) == 31
 
