@@ -61,7 +61,10 @@ class Config:
     prior_bias: bool = option(False, "begin with the output bias at each class's share in the transcripts")
     precision: str = option("fp16", "weights and activations; masters are FP32", ("fp16", "bf16"))
     lstm: str = option(
-        "cudnn", "cudnn, or persistent: kernels of our own, for FP16 and a batch of 8", ("cudnn", "persistent")
+        "cudnn",
+        "cudnn, or kernels of our own, for FP16 and a batch of 8: persistent, a layer after the other, or wavefront, "
+        "two side by side",
+        ("cudnn", "persistent", "wavefront"),
     )
     streams: int = option(1, "2: the prediction network beside the encoder on a GPU, but in graph", (1, 2))
     lr: float = option(0.0062, "learning rate after warm-up")
@@ -117,8 +120,8 @@ class Config:
             raise ValueError(f"--audio {self.audio}: takes dali or torch")
         if self.features < MEL_FEATURES and self.data not in GENERATED:
             raise ValueError(f"--features {self.features}: speech has {MEL_FEATURES}, take as many or more")
-        if self.lstm == "persistent":
-            self._require_persistent()
+        if self.lstm != "cudnn":
+            self._require_own_lstm()
         if self.prior_bias and self.data in GENERATED:
             raise ValueError(f"--prior-bias true: --data {self.data} has no transcripts, take corpus or a folder")
         buckets.require_kind(self.buckets)
@@ -132,14 +135,14 @@ class Config:
                 f"--tokens {self.tokens}: the largest bucket has {max_tokens}: see --max-tokens and --buckets"
             )
 
-    def _require_persistent(self):
+    def _require_own_lstm(self):
         wrong = [] if self.precision == "fp16" else ["--precision fp16"]
         wrong += [] if self.batch == LSTM_BATCH else [f"--batch {LSTM_BATCH}"]
         widths = ", ".join(map(str, LSTM_WIDTHS))
         for name in ("encoder_hidden", "prediction_hidden"):
             wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {_flag(name)}"]
         if wrong:
-            raise ValueError(f"--lstm persistent: takes {' and '.join(wrong)}, or take cudnn")
+            raise ValueError(f"--lstm {self.lstm}: takes {' and '.join(wrong)}, or take cudnn")
 
 
 def _flag(name):
@@ -326,10 +329,10 @@ CELL_COST = 0.00115
 def padded_cost(config: Config, frames: int, tokens: int) -> float:
     """What a batch of this shape costs by its padding, in time steps: --buckets auto makes little of that.
 
-    --lstm persistent ends with the longest utterance and leaves the lattice's cells.
+    LSTM kernels of our own end with the longest utterance, which leaves the lattice's cells.
     """
     cells = config.batch * ((frames + 1) // 2) * (tokens + 1)
-    steps = 0 if config.lstm == "persistent" else time_steps(config, frames, tokens)
+    steps = 0 if config.lstm != "cudnn" else time_steps(config, frames, tokens)
     return steps + CELL_COST * cells
 
 

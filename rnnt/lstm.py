@@ -1,41 +1,56 @@
-"""An LSTM layer whose recurrence is one launch forwards and one backwards, for the sizes of RNN-T at batch 8.
+"""LSTM layers whose recurrence is a few launches forwards and a few backwards, for the sizes of RNN-T at batch 8.
 
 At this batch a time step is a product of 8 rows with 8 MiB of weights: what it takes is the time in which thread blocks
 hear of each other's results, not arithmetic. rnnt/lstm_kernel.cu keeps the weights in registers and passes results on
-in one journey through L2. All that has no order in time stays with cuBLAS: the input's product before, gradients of
-input and weights after, for all steps at once.
+in one journey through L2. All that has no order in time stays with cuBLAS: the inputs' products before, gradients of
+inputs and weights after, for many steps at once.
+
+A layer takes half of the GPU. With --lstm persistent layers run one after the other, each in one launch. With --lstm
+wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer has the one
+before. That takes two thirds of the time and many launches more, which a graph has for nothing and eager has not.
 
 Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, what is kept for the
 backward and gradients in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
 """
 
+import functools
+from dataclasses import dataclass, fields
+
 import torch
-import torch.nn.functional as F
 
 from rnnt.config import LSTM_BATCH
+
+# What a turn of the wavefront costs besides its time steps, in time steps: launches, weights loaded into registers, and
+# the products between turns.
+TURN_COST = 10
+MAX_STRETCHES = 16
 
 
 # Compiled code would look into the kernel's launch.
 @torch.compiler.disable
-def lstm(x, w_ih, w_hh, b_ih, b_hh, lengths=None, extra=0):
-    """h [T, 8, H] of x [T, 8, I], FP16, from a state of zeros; differentiable. Weights as torch.nn.LSTM names them.
+def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
+    """Output [T, 8, H] of a stack of LSTM layers for x [T, 8, I], FP16, from states of zeros; differentiable.
 
+    layers: (w_ih, w_hh, b_ih, b_hh) of each, as torch.nn.LSTM names them, all of one width H.
     lengths: int32 [8], time steps of each utterance, `extra` more for each. What comes after the longest of them is
-    padding: h is 0 there and takes no time, which is read on the device, so that a graph does it too. None: all T.
+    padding: outputs are 0 there and take no time, which is read on the device, so that a graph does so, too. None: T.
+    dropout: the share of every layer's outputs that is dropped.
+    at_once: layers that may run side by side, 1 or 2.
 
     Raises ValueError for another batch size. The width is one of LSTM_WIDTHS where x is on a GPU.
     """
     if x.shape[1] != LSTM_BATCH:
-        raise ValueError(f"--lstm persistent: takes batches of {LSTM_BATCH}, not of {x.shape[1]}: take cudnn")
-    return _Lstm.apply(x, w_ih, w_hh, b_ih, b_hh, lengths, extra)
+        raise ValueError(f"our LSTM kernels take batches of {LSTM_BATCH}, not of {x.shape[1]}: take --lstm cudnn")
+    weights = [weight for layer in layers for weight in layer]
+    return _Stack.apply(x, lengths, extra, dropout, at_once, *weights)
 
 
-def require(device: torch.device, *widths: int) -> None:
-    """ValueError where a GPU cannot run layers of these widths at the same time."""
+def require(device: torch.device, which: str, *widths: int) -> None:
+    """ValueError with the flag, --lstm `which`, where a GPU cannot run layers of these widths at the same time."""
     if device.type == "cuda":
         from rnnt import lstm_kernel
 
-        lstm_kernel.require(device, *widths)
+        lstm_kernel.require(device, which, *widths)
 
 
 def check(device: torch.device) -> None:
@@ -46,26 +61,160 @@ def check(device: torch.device) -> None:
         lstm_kernel.check(device)
 
 
-class _Lstm(torch.autograd.Function):
+# ------------------------------------------------------------------------------------------------
+# The order of work
+
+
+@functools.lru_cache(4096)
+def turns(num_layers: int, num_steps: int, at_once: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """Turns, each of (layer, first time step, end) for up to `at_once` layers, in forward order.
+
+    A layer's stretch comes after its stretch before and after the same one of the layer below. There are as many
+    stretches, MAX_STRETCHES at most, as take the least time, if a turn takes as long as its steps and TURN_COST.
+    """
+    found = []
+    for num in range(1, min(num_steps, MAX_STRETCHES) + 1 if at_once > 1 else 2):
+        order = _order(num_layers, num, at_once)
+        found.append((len(order) * (num_steps / num + TURN_COST), num, order))
+    _, num, order = min(found)
+    bounds = [num_steps * index // num for index in range(num + 1)]
+    return tuple(tuple((layer, bounds[k], bounds[k + 1]) for layer, k in turn) for turn in order)
+
+
+def _order(num_layers, num, at_once):
+    """Turns of (layer, stretch): always those with the most still to come behind them."""
+    done, order = [0] * num_layers, []
+    while done[-1] < num:
+        ready = [
+            layer for layer in range(num_layers) if done[layer] < num and (not layer or done[layer - 1] > done[layer])
+        ]
+        ready.sort(key=lambda layer: (done[layer] + layer, layer))
+        order.append([(layer, done[layer]) for layer in ready[:at_once]])
+        for layer in ready[:at_once]:
+            done[layer] += 1
+    return order
+
+
+# ------------------------------------------------------------------------------------------------
+# Forward and backward
+
+
+@dataclass(slots=True)
+class Layer:
+    """What a layer's time steps read and write, in the order of rnnt/lstm_kernel.cu, which tells the shapes."""
+
+    given: torch.Tensor
+    weights: torch.Tensor
+    bias: torch.Tensor | None = None
+    h: torch.Tensor | None = None
+    cells: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    grad_gates: torch.Tensor | None = None
+    grad_bias: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+
+    def tensors(self):
+        return [getattr(self, each.name) for each in fields(self)]
+
+
+@dataclass(slots=True)
+class Padding:
+    """What all layers of a stack have in common."""
+
+    num_steps: int
+    lengths: torch.Tensor | None = None
+    extra: int = 0
+    # Of what dropout keeps.
+    scale: float = 1.0
+
+
+class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w_ih, w_hh, b_ih, b_hh, lengths, extra):
-        h, cells, gates = _recurrence(x).forward(F.linear(x, w_ih, b_ih), w_hh, b_hh, lengths, extra)
-        ctx.save_for_backward(x, w_ih, w_hh, h, cells, gates, lengths)
-        ctx.extra = extra
-        return h
+    def forward(ctx, x, lengths, extra, dropout, at_once, *weights):
+        layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
+        (num_steps, batch), num, hidden = x.shape[:2], len(layers), layers[0][1].shape[1]
+        run = _kernels(x)
+        common = Padding(num_steps, lengths, extra, 1 / (1 - dropout))
+        shape = num, num_steps, batch
+        inputs = x.new_empty(*shape, 4 * hidden)
+        h, cells, gates = (x.new_empty(*shape, *each) for each in ((hidden,), (hidden,), (hidden, 4)))
+        kept, outputs, state = None, h, x.new_empty(num, batch, hidden, dtype=torch.float32)
+        if dropout > 0:
+            kept = torch.empty(*shape, hidden, dtype=torch.uint8, device=x.device).bernoulli_(1 - dropout)
+            outputs = torch.empty_like(h)
+        run.prepare(h)
+        dropped = None if kept is None else outputs
+        parts = _by_layer(given=inputs, h=h, cells=cells, gates=gates, output=dropped, kept=kept, state=state)
+        stack = run.bind(
+            [Layer(weights=w_hh, bias=b_hh, **part) for (_, w_hh, _, b_hh), part in zip(layers, parts, strict=True)],
+            common,
+        )
+        _products(inputs[0], x, layers[0])
+        for turn in turns(num, num_steps, at_once):
+            for layer, first, end in turn:
+                if layer:
+                    _products(inputs[layer, first:end], outputs[layer - 1, first:end], layers[layer])
+            run.forward(stack, turn)
+        ctx.save_for_backward(x, lengths, kept, h, outputs, cells, gates, *weights)
+        ctx.common, ctx.at_once = (extra, common.scale), at_once
+        return outputs[-1]
 
     @staticmethod
     def backward(ctx, grad):
-        x, w_ih, w_hh, h, cells, gates, lengths = ctx.saved_tensors
-        grad_gates, grad_bias = _recurrence(x).backward(grad.contiguous(), w_hh, cells, gates, lengths, ctx.extra)
-        grad_x = grad_gates @ w_ih if ctx.needs_input_grad[0] else None
-        grad_w_ih = grad_gates.flatten(0, 1).t() @ x.flatten(0, 1)
-        # Before the first step h was 0.
-        grad_w_hh = grad_gates[1:].flatten(0, 1).t() @ h[:-1].flatten(0, 1)
-        return grad_x, grad_w_ih, grad_w_hh, grad_bias, grad_bias, None, None
+        x, lengths, kept, h, outputs, cells, gates, *weights = ctx.saved_tensors
+        layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
+        num, num_steps, batch, hidden = h.shape
+        run = _kernels(x)
+        # Of each layer's output.
+        grads = [*h.new_empty(num - 1, num_steps, batch, hidden), grad.contiguous()]
+        grad_gates, grad_bias = h.new_empty(num, num_steps, batch, 4 * hidden), h.new_empty(num, 4 * hidden)
+        state = h.new_empty(num, batch, hidden, dtype=torch.float32)
+        sums = h.new_empty(num, 4 * hidden, dtype=torch.float32)
+        run.prepare(grad_gates)
+        parts = _by_layer(
+            cells=cells, gates=gates, kept=kept, grad_gates=grad_gates, grad_bias=grad_bias, state=state, sums=sums
+        )
+        stack = run.bind(
+            [
+                Layer(given=given, weights=w_hh, **part)
+                for given, (_, w_hh, _, _), part in zip(grads, layers, parts, strict=True)
+            ],
+            Padding(num_steps, lengths, *ctx.common),
+        )
+        # From the last stretch of the last layer on, the forward's order read from behind.
+        for turn in reversed(turns(num, num_steps, ctx.at_once)):
+            for layer, first, end in turn:
+                if layer + 1 < num:
+                    of = grad_gates[layer + 1, first:end].flatten(0, 1), layers[layer + 1][0]
+                    torch.mm(*of, out=grads[layer][first:end].flatten(0, 1))
+            run.backward(stack, turn)
+        found = []
+        for index in range(num):
+            gate_rows = grad_gates[index].flatten(0, 1).t()
+            below = outputs[index - 1] if index else x
+            # Before the first step h was 0.
+            of_w_hh = grad_gates[index, 1:].flatten(0, 1).t() @ h[index, :-1].flatten(0, 1)
+            found += [gate_rows @ below.flatten(0, 1), of_w_hh, grad_bias[index], grad_bias[index]]
+        grad_x = grad_gates[0] @ layers[0][0] if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, None, *found
 
 
-def _recurrence(x):
+def _by_layer(**tensors):
+    """What is not None of [layers, ...] tensors, a dictionary for each layer."""
+    given = {name: tensor.unbind() for name, tensor in tensors.items() if tensor is not None}
+    return [dict(zip(given, each, strict=True)) for each in zip(*given.values(), strict=True)]
+
+
+def _products(inputs, x, layer):
+    """inputs [T, B, 4 H] becomes W_ih x + b_ih."""
+    w_ih, _, b_ih, _ = layer
+    torch.addmm(b_ih, x.flatten(0, 1), w_ih.t(), out=inputs.flatten(0, 1))
+
+
+def _kernels(x):
     if x.device.type == "cuda":
         from rnnt import lstm_kernel
 
@@ -74,57 +223,73 @@ def _recurrence(x):
 
 
 class Steps:
-    """What rnnt/lstm_kernel.py computes, in plain torch; there grad_bias sums what is not rounded yet.
+    """What rnnt/lstm_kernel.cu computes, in plain torch; there grad_bias sums what is not rounded yet.
 
     After the longest utterance cells and gates mean nothing, there or here.
     """
 
     @staticmethod
-    def forward(inputs, w_hh, b_hh, lengths=None, extra=0):
-        """inputs [T, B, 4 H]: W_ih x + b_ih. Gives h and cells [T, B, H], and gates [T, B, H, 4] of the backward.
-
-        lengths, extra: as in `lstm`.
-        """
-        weights, bias = w_hh.float().t(), b_hh.float()
-        hidden = w_hh.shape[1]
-        h = inputs.new_zeros(inputs.shape[1], hidden)
-        cell = h.float()
-        kept = []
-        for step in inputs:
-            i, f, g, o = (step.float() + bias + h.float() @ weights).chunk(4, 1)
-            i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-            cell = f * cell + i * g
-            h = (o * cell.tanh()).to(inputs.dtype)
-            kept.append((h, cell.to(inputs.dtype), torch.stack((i, f, g, o), -1).to(inputs.dtype)))
-        h, cells, gates = (torch.stack(each) for each in zip(*kept, strict=True))
-        return _without_padding(h, lengths, extra), cells, gates
+    def prepare(exchanged):
+        """Before the first time step, forwards for h and backwards for grad_gates, of all layers."""
 
     @staticmethod
-    def backward(grad, w_hh, cells, gates, lengths=None, extra=0):
-        """Gradients [T, B, 4 H] of the gates before their activations and [4 H] of biases, from grad [T, B, H] of h."""
-        grad = _without_padding(grad, lengths, extra)
-        weights, dtype = w_hh.float(), grad.dtype
-        found = [None] * len(grad)
-        grad_cell = torch.zeros_like(grad[0], dtype=torch.float32)
-        for t in reversed(range(len(grad))):
-            i, f, g, o = gates[t].float().unbind(-1)
-            grad_h = grad[t].float()
-            if t + 1 < len(grad):
-                grad_h = grad_h + found[t + 1].float() @ weights
-            tanh_cell = cells[t].float().tanh()
-            previous = cells[t - 1].float() if t else torch.zeros_like(tanh_cell)
-            grad_cell = grad_cell + grad_h * o * (1 - tanh_cell * tanh_cell)
-            grad_i, grad_g = grad_cell * g * i * (1 - i), grad_cell * i * (1 - g * g)
-            grad_f, grad_o = grad_cell * previous * f * (1 - f), grad_h * tanh_cell * o * (1 - o)
-            found[t] = torch.cat((grad_i, grad_f, grad_g, grad_o), 1).to(dtype)
-            grad_cell = grad_cell * f
-        grad_gates = torch.stack(found)
-        return grad_gates, grad_gates.float().sum((0, 1)).to(dtype)
+    def bind(layers, common):
+        """What `forward` and `backward` take: the layers of a stack, once for all their turns."""
+        needed = common.num_steps if common.lengths is None else common.lengths.max() + common.extra
+        is_needed = torch.arange(common.num_steps, device=layers[0].given.device) < needed
+        return layers, common, is_needed.view(-1, 1, 1)
+
+    @staticmethod
+    def forward(stack, turn):
+        """turn: (index of the layer, first time step, end) of each that runs side by side."""
+        layers, common, is_needed = stack
+        for index, first, end in turn:
+            _forward(layers[index], first, end, common, is_needed)
+
+    @staticmethod
+    def backward(stack, turn):
+        layers, common, is_needed = stack
+        for index, first, end in turn:
+            _backward(layers[index], first, end, common, is_needed)
 
 
-def _without_padding(x, lengths, extra):
-    """x [T, B, H], 0 after the longest utterance's end."""
-    if lengths is None:
-        return x
-    is_needed = torch.arange(len(x), device=x.device) < lengths.max() + extra
-    return torch.where(is_needed.view(-1, 1, 1), x, torch.zeros_like(x))
+def _forward(layer, first, end, common, is_needed):
+    weights, bias, steps = layer.weights.float().t(), layer.bias.float(), slice(first, end)
+    h = layer.h[first - 1] if first else torch.zeros_like(layer.h[0])
+    cell = layer.state if first else torch.zeros_like(layer.state)
+    for t in range(first, end):
+        i, f, g, o = (layer.given[t].float() + bias + h.float() @ weights).chunk(4, 1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        cell = f * cell + i * g
+        h = (o * cell.tanh()).to(layer.h.dtype)
+        layer.h[t], layer.cells[t], layer.gates[t] = h, cell, torch.stack((i, f, g, o), -1)
+    layer.h[steps] = torch.where(is_needed[steps], layer.h[steps], 0)
+    layer.state.copy_(cell)
+    if layer.output is not None:
+        layer.output[steps] = layer.h[steps] * (layer.kept[steps] * common.scale)
+
+
+def _backward(layer, first, end, common, is_needed):
+    weights, gates, steps = layer.weights.float(), layer.grad_gates, slice(first, end)
+    goes_on = end < common.num_steps
+    grad_cell = layer.state if goes_on else torch.zeros_like(layer.state)
+    grads = torch.where(is_needed[steps], layer.given[steps].float(), 0)
+    if layer.kept is not None:
+        grads = grads * (layer.kept[steps] * common.scale)
+    for t in reversed(range(first, end)):
+        i, f, g, o = layer.gates[t].float().unbind(-1)
+        grad_h = grads[t - first]
+        if t + 1 < common.num_steps:
+            grad_h = grad_h + gates[t + 1].float() @ weights
+        tanh_cell = layer.cells[t].float().tanh()
+        previous = layer.cells[t - 1].float() if t else torch.zeros_like(tanh_cell)
+        grad_cell = grad_cell + grad_h * o * (1 - tanh_cell * tanh_cell)
+        grad_i, grad_g = grad_cell * g * i * (1 - i), grad_cell * i * (1 - g * g)
+        grad_f, grad_o = grad_cell * previous * f * (1 - f), grad_h * tanh_cell * o * (1 - o)
+        gates[t] = torch.cat((grad_i, grad_f, grad_g, grad_o), 1)
+        grad_cell = grad_cell * f
+    layer.state.copy_(grad_cell)
+    sums = gates[steps].float().sum((0, 1))
+    layer.sums.copy_(layer.sums + sums if goes_on else sums)
+    if first == 0:
+        layer.grad_bias.copy_(layer.sums)

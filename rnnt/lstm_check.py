@@ -1,4 +1,4 @@
-"""Both LSTM kernels on this GPU: errors against FP32, bitwise repeats, and milliseconds. Takes a few seconds.
+"""cuDNN's LSTM kernels and ours on this GPU: errors against FP32, bitwise repeats, and milliseconds. Takes seconds.
 
     python -m rnnt.lstm_check              every way to split the work
     python -m rnnt.lstm_check 1024:16:1    one of them, hidden:forward units:cluster
@@ -14,9 +14,10 @@ import time
 import torch
 from torch import nn
 
+from rnnt import lstm as lstm_module
 from rnnt import lstm_kernel
 from rnnt.config import Config
-from rnnt.lstm import lstm
+from rnnt.lstm import Layer, Padding, lstm, turns
 from rnnt.model import Encoder, Prediction, flatten
 
 WATCHDOG_S = 75
@@ -78,9 +79,9 @@ def check(hidden, steps, padding=0):
     if padding:
         check_padding(parameters, x, grad, end)
         x, grad = x[:end].detach().requires_grad_(), grad[:end]
-    ours = both(lambda: lstm(x, *parameters), x, parameters, grad)
+    ours = both(lambda: lstm(x, [parameters]), x, parameters, grad)
     lstm_kernel.check(DEVICE)
-    again = [both(lambda: lstm(x, *parameters), x, parameters, grad) for _ in range(3)]
+    again = [both(lambda: lstm(x, [parameters]), x, parameters, grad) for _ in range(3)]
     repeated = all(torch.equal(a, b) for other in again for a, b in zip(ours, other, strict=True))
     lstm_kernel.check(DEVICE)
     cudnn = both(lambda: layer(x)[0], x, parameters, grad)
@@ -101,11 +102,37 @@ def check(hidden, steps, padding=0):
         PROBLEMS.append((hidden, steps))
 
 
+def check_stacks():
+    """Layers side by side, stretch by stretch, against the same layers one after the other; with dropout, padded."""
+    for num, steps, padding in ((2, 409, 30), (3, 205, 0), (3, 205, 150)):
+        torch.manual_seed(0)
+        layers = [list(nn.LSTM(1024, 1024, device=DEVICE).half().parameters()) for _ in range(num)]
+        x = torch.randn(steps, 8, 1024, device=DEVICE).half().requires_grad_()
+        grad = (torch.randn(steps, 8, 1024, device=DEVICE) * 0.1).half()
+        lengths = torch.full((8,), steps - padding, dtype=torch.int32, device=DEVICE)
+        flat = [parameter for layer in layers for parameter in layer]
+        results = []
+        for at_once in (1, 2, 2):
+            torch.manual_seed(1)
+            output = lstm(x, layers, lengths, 0, 0.1, at_once)
+            results.append((output, *torch.autograd.grad(output, (x, *flat), grad)))
+        lstm_kernel.check(DEVICE)
+        worst = max(error(results[1], results[0]))
+        repeated = all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
+        good = repeated and worst < 5e-3
+        say(
+            f"{'OK ' if good else 'BAD'} {num} layers, T {steps}, {padding} of it padding, "
+            f"{len(turns(num, steps, 2))} turns: bitwise repeat {repeated}, difference {worst:.1e}"
+        )
+        if not good:
+            PROBLEMS.append((num, steps, padding))
+
+
 def check_padding(parameters, x, grad, end):
     lengths = torch.full((8,), end - 1, dtype=torch.int32, device=DEVICE)
-    h, dx, *grads = both(lambda: lstm(x, *parameters, lengths, 1), x, parameters, grad)
+    h, dx, *grads = both(lambda: lstm(x, [parameters], lengths, 1), x, parameters, grad)
     short = x[:end].detach().requires_grad_()
-    alone_h, alone_dx, *alone = both(lambda: lstm(short, *parameters), short, parameters, grad[:end])
+    alone_h, alone_dx, *alone = both(lambda: lstm(short, [parameters]), short, parameters, grad[:end])
     # cuBLAS may take another order of sums for another number of time steps.
     worst = max(error((h[:end], dx[:end], *grads), (alone_h, alone_dx, *alone)))
     good = worst < 5e-3 and not h[end:].any() and not dx[end:].any()
@@ -125,17 +152,25 @@ def timed_ours(hidden, inputs, steps):
     layer, x, grad = make(hidden, inputs, steps)
     parameters = list(layer.parameters())
     _, w_hh, _, b_hh = (p.detach() for p in parameters)
-    gx = torch.randn(steps, 8, 4 * hidden, device=DEVICE).half()
-    _, cells, gates = lstm_kernel.forward(gx, w_hh, b_hh)
-    kernel_forward = time_ms(lambda: lstm_kernel.forward(gx, w_hh, b_hh))
-    kernel_backward = time_ms(lambda: lstm_kernel.backward(grad, w_hh, cells, gates))
-    forward = time_ms(lambda: lstm(x, *parameters))
-    whole = time_ms(lambda: both(lambda: lstm(x, *parameters), x, parameters, grad))
+    gx, h, cells = (torch.randn(steps, 8, size, device=DEVICE).half() for size in (4 * hidden, hidden, hidden))
+    gates, grad_gates = (torch.zeros(steps, 8, 4 * hidden, device=DEVICE).half() for _ in range(2))
+    state, sums = torch.zeros(8, hidden, device=DEVICE), torch.zeros(4 * hidden, device=DEVICE)
+    one, common = ((0, 0, steps),), Padding(steps)
+    bound = lstm_kernel.bind([Layer(gx, w_hh, b_hh, h, cells, gates, state=state)], common)
+    back = Layer(
+        grad, w_hh, None, None, cells, gates, grad_gates=grad_gates, grad_bias=sums.half(), state=state, sums=sums
+    )
+    back = lstm_kernel.bind([back], common)
+    kernel_forward = time_ms(lambda: (lstm_kernel.prepare(h), lstm_kernel.forward(bound, one)))
+    kernel_backward = time_ms(lambda: (lstm_kernel.prepare(grad_gates), lstm_kernel.backward(back, one)))
+    forward = time_ms(lambda: lstm(x, [parameters]))
+    whole = time_ms(lambda: both(lambda: lstm(x, [parameters]), x, parameters, grad))
     lstm_kernel.check(DEVICE)
     return kernel_forward, kernel_backward, forward, whole
 
 
 def networks(which):
+    """ms of encoder and prediction network forwards, and of both forwards and backwards."""
     config = Config(lstm=which)
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -200,9 +235,15 @@ def main():
         if table:
             best = min(table, key=lambda row: row[1][3])[0]
             lstm_kernel.FORWARD_UNITS, lstm_kernel.CLUSTER = best
+            check_stacks()
             print(f"\nencoder fwd, prediction fwd, both fwd+bwd, ms; ours with units {best[0]}, cluster {best[1]}")
-            for which in ("cudnn", "persistent"):
-                print(f"{which:12}", *(f"{each:9.3f}" for each in networks(which)), flush=True)
+            for which in ("cudnn", "persistent", "wavefront"):
+                print(f"{which:22}", *(f"{each:9.3f}" for each in networks(which)), flush=True)
+            for cost in (2, 5, 20, 40):
+                lstm_module.TURN_COST = cost
+                turns.cache_clear()
+                label = f"  TURN_COST {cost}, {len(turns(2, 409, 2))} + {len(turns(3, 205, 2))}"
+                print(f"{label:22}", *(f"{each:9.3f}" for each in networks("wavefront")), flush=True)
             lstm_kernel.check(DEVICE)
     say("PROBLEMS " + str(PROBLEMS) if PROBLEMS else "no problems")
     return 1 if PROBLEMS else 0

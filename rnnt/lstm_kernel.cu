@@ -1,4 +1,8 @@
-// The recurrence of an LSTM layer, forwards and backwards, in one launch each; rnnt/lstm.py has what is around it.
+// The recurrence of LSTM layers, forwards and backwards; rnnt/lstm.py has what is around it.
+//
+// A launch runs a stretch of time steps of one layer, or of two side by side: the second half of the grid then has a
+// layer of its own. The layer's cell, or its gradient, passes from a stretch to the next in FP32, so that where a
+// stretch ends changes no bit of h and of the gates' gradients.
 //
 // A block owns UNITS hidden units and keeps their recurrent weights in registers, as operands of m16n8k16: weights are
 // the 16 rows, the batch of 8 the columns. A warp has an eighth of the inner dimension, its partial sums are added
@@ -11,7 +15,7 @@
 // cooperative. A warp that has read PATIENCE times in vain sets *status and stops waiting; then its results are NaN.
 //
 // A batch may be padded. Blocks read its utterances' lengths and stop with the longest: what comes after it is 0, and
-// costs no time step.
+// costs no time step. Dropout of a layer's output is here, too: what is kept has been drawn before.
 //
 // Backwards four times as much is exchanged. There CLUSTER blocks share it out: each multiplies a part of it by the
 // weights of the units of all of them, and they send the sums into each other's shared memory.
@@ -225,27 +229,59 @@ __device__ void multiply(const unsigned (&a)[VECTORS][2][TILES][4], const uint4*
     }
 }
 
-// Time steps of the longest utterance: lengths [8], or null for all num_steps; extra: what each has besides.
-__device__ inline int steps_needed(const int* __restrict__ lengths, int extra, int num_steps) {
-    if (!lengths) return num_steps;
+// Time steps first to end of a layer of T. gates' order is torch's: i, f, g, o.
+struct Layer {
+    const Half* given;          // forwards W_ih x + b_ih [T, 8, 4 H], backwards the gradient [T, 8, H] of output
+    const Half* weights;        // [4 H, H]
+    const Half* bias;           // [4 H]
+    Half *h, *cells;            // [T, 8, H]; after the last time step that is needed h is 0, cells are not written
+    Half* gates;                // [T, 8, H, 4], after their activations; not written there either
+    Half* output;               // [T, 8, H]: h after dropout; null where kept is
+    const unsigned char* kept;  // [T, 8, H]: 1 where output is h times scale, 0 where it is 0; null without dropout
+    Half* grad_gates;           // [T, 8, 4 H], before their activations, 0 where nothing is needed
+    Half* grad_bias;            // [4 H], their sum, written by the stretch that has step 0
+    float* state;               // [8, H]: forwards the cell, backwards its gradient, between stretches
+    float* sums;                // [4 H]: of grad_bias, between stretches
+    int first, end;
+};
+
+struct Work {
+    Layer layers[2];
+    const int* lengths;  // [8], or null
+    int* status;
+    float scale;
+    int extra, num_steps;
+};
+
+// The time steps that the longest utterance has, all of them without lengths.
+__device__ inline int steps_needed(const Work& work) {
+    if (!work.lengths) return work.num_steps;
     int longest = 0;
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) longest = lengths[b] > longest ? lengths[b] : longest;
-    return longest + extra < num_steps ? longest + extra : num_steps;
+    for (int b = 0; b < BATCH; ++b) longest = work.lengths[b] > longest ? work.lengths[b] : longest;
+    return longest + work.extra < work.num_steps ? longest + work.extra : work.num_steps;
 }
 
-// Grid: HIDDEN / UNITS. inputs [T, 8, 4 H]: W_ih x + b_ih, gates in torch's order i, f, g, o; weights [4 H, H]; bias
-// [4 H]; h, cells [T, 8, H]; gates [T, 8, H, 4], after their activations. State before the first step is 0. After the
-// last one that is needed h is 0, cells and gates are not written.
+// Where the steps from first to end that are needed end.
+__device__ inline int clamp(int needed, int first, int end) {
+    return needed < first ? first : needed > end ? end : needed;
+}
+
+// Grid: HIDDEN / UNITS for each layer. State before step 0 is 0.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, const Half* __restrict__ bias, Half* h,
-             Half* __restrict__ cells, Half* __restrict__ gates, const int* __restrict__ lengths, int extra, int num_steps,
-             int* status) {
+lstm_forward(const __grid_constant__ Work work) {
+    constexpr int BLOCKS = HIDDEN / UNITS;
     constexpr int VECTORS = HIDDEN / WARPS / 32, TILES = UNITS / 4, ROWS = 4 * UNITS;
     __shared__ float partial[2][WARPS][ROWS][BATCH];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_unit = blockIdx.x * UNITS;
+    const Layer& layer = work.layers[blockIdx.x / BLOCKS];
+    const Half *inputs = layer.given, *weights = layer.weights;
+    Half *h = layer.h, *gates = layer.gates, *output = layer.output;
+    const unsigned char* kept = layer.kept;
+    int* status = work.status;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_unit = blockIdx.x % BLOCKS * UNITS;
     const int inner = warp * (HIDDEN / WARPS) + lane % 4 * 8;
-    const int needed = steps_needed(lengths, extra, num_steps);
+    const int first = layer.first, end = layer.end;
+    const int stop = clamp(steps_needed(work), first, end);
     unsigned patience = PATIENCE;
 
     unsigned a[VECTORS][2][TILES][4];
@@ -259,24 +295,29 @@ lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, 
     const bool has_unit = unit < UNITS;
     const bool is_even = unit % 2 == 0;
     // The even one writes h of both, the odd one the cells, without a branch in front of what others wait for.
-    Half* to = (is_even ? h + own : cells + own - 1) + b * HIDDEN;
-    float biases[4] = {}, cell = 0;
+    Half* to = (is_even ? h + own : layer.cells + own - 1) + (size_t(first) * BATCH + b) * HIDDEN;
+    float* state = layer.state + b * HIDDEN + own;
+    float biases[4] = {}, cell = 0, scale = 0, next_scale = 0;
     Half x[4] = {};
+    // What comes from elsewhere is loaded in the step before.
+    const auto load = [&](int t) {
+        const size_t row = size_t(t) * BATCH + b;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) x[q] = inputs[row * 4 * HIDDEN + q * HIDDEN + own];
+        if (kept) next_scale = kept[row * HIDDEN + own] ? work.scale : 0.0f;
+    };
     if (has_unit) {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            biases[q] = to_float(bias[q * HIDDEN + own]);
-            x[q] = inputs[size_t(b) * 4 * HIDDEN + q * HIDDEN + own];
-        }
+        for (int q = 0; q < 4; ++q) biases[q] = to_float(layer.bias[q * HIDDEN + own]);
+        if (first > 0) cell = *state;
+        if (first < stop) load(first);
     }
-    for (int t = 0; t < needed; ++t) {
+    for (int t = first; t < stop; ++t) {
         float z[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) z[q] = to_float(x[q]) + biases[q];
-        if (has_unit && t + 1 < needed) {
-#pragma unroll
-            for (int q = 0; q < 4; ++q) x[q] = inputs[(size_t(t + 1) * BATCH + b) * 4 * HIDDEN + q * HIDDEN + own];
-        }
+        scale = next_scale;
+        if (has_unit && t + 1 < stop) load(t + 1);
         if (t > 0) {
             const Half* from = h + (size_t(t - 1) * BATCH + lane / 4) * HIDDEN + inner;
             multiply<TILES, VECTORS>(a, reinterpret_cast<const uint4*>(from), partial[t % 2][warp], patience, status);
@@ -293,40 +334,49 @@ lstm_forward(const Half* __restrict__ inputs, const Half* __restrict__ weights, 
         if (has_unit) {
             const float i = sigmoid(z[0]), f = sigmoid(z[1]), g = hyperbolic_tangent(z[2]), o = sigmoid(z[3]);
             cell = f * cell + i * g;
-            const float output = o * hyperbolic_tangent(cell);
-            const float other = __shfl_xor_sync(ALL, is_even ? cell : output, BATCH);
-            store_exchanged(to, to_halves(is_even ? output : other, is_even ? other : cell));
+            const float result = o * hyperbolic_tangent(cell);
+            const float other = __shfl_xor_sync(ALL, is_even ? cell : result, BATCH);
+            store_exchanged(to, to_halves(is_even ? result : other, is_even ? other : cell));
             to += BATCH * HIDDEN;
             const size_t at = (size_t(t) * BATCH + b) * HIDDEN + own;
             *reinterpret_cast<uint2*>(gates + at * 4) = make_uint2(to_halves(i, f), to_halves(g, o));
+            if (output) output[at] = Half(to_halves(to_float(Half(to_halves(result, 0.0f))) * scale, 0.0f));
         }
     }
-    for (int t = needed; t < num_steps; ++t) {
-        if (has_unit) h[(size_t(t) * BATCH + b) * HIDDEN + own] = 0;
+    for (int t = stop; t < end; ++t) {
+        const size_t at = (size_t(t) * BATCH + b) * HIDDEN + own;
+        if (has_unit) h[at] = 0;
+        if (has_unit && output) output[at] = 0;
     }
+    if (has_unit && end < work.num_steps) *state = cell;
 }
 
-// Grid: HIDDEN / BACKWARD_UNITS. grad [T, 8, H] of h; weights, cells and gates as above; grad_gates [T, 8, 4 H], before
-// their activations, 0 after the last time step that is needed; grad_bias [4 H], their sum.
+// Grid: HIDDEN / BACKWARD_UNITS for each layer.
 #if CLUSTER > 1
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define IN_CLUSTERS
 #endif
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
-lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, const Half* __restrict__ cells,
-              const Half* __restrict__ gates, Half* grad_gates, Half* grad_bias, const int* __restrict__ lengths,
-              int extra, int num_steps, int* status) {
+lstm_backward(const __grid_constant__ Work work) {
+    constexpr int BLOCKS = HIDDEN / BACKWARD_UNITS;
     constexpr int INNER = 4 * HIDDEN, PART = INNER / CLUSTER, VECTORS = PART / WARPS / 32;
     constexpr int ROWS = CLUSTER * BACKWARD_UNITS, TILES = ROWS / 16;
     __shared__ float partial[2][WARPS][ROWS][BATCH];
     // From each block of the cluster.
     __shared__ float2 found[2][CLUSTER][BACKWARD_UNITS][PAIRS];
     __shared__ Barrier arrivals[2];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_unit = blockIdx.x * BACKWARD_UNITS;
+    const Layer& layer = work.layers[blockIdx.x / BLOCKS];
+    const Half *grad = layer.given, *weights = layer.weights, *cells = layer.cells, *gates = layer.gates;
+    Half* grad_gates = layer.grad_gates;
+    const unsigned char* kept = layer.kept;
+    int* status = work.status;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_unit = blockIdx.x % BLOCKS * BACKWARD_UNITS;
     const int rank = blockIdx.x % CLUSTER, first_row = first_unit - rank * BACKWARD_UNITS;
     const int inner = rank * PART + warp * (PART / WARPS) + lane % 4 * 8;
-    const int needed = steps_needed(lengths, extra, num_steps);
+    const int needed = steps_needed(work), first = layer.first, end = layer.end, stop = clamp(needed, first, end);
+    // The first step that hears of the one after it.
+    const int first_to_hear = stop < needed ? stop - 1 : stop - 2;
     // Of the warp, and of the thread.
     unsigned patience = PATIENCE, own_patience = PATIENCE;
 
@@ -352,35 +402,40 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
     const bool has_unit = unit < BACKWARD_UNITS;
     const bool is_even = unit % 2 == 0;
     // The even one writes gates i and f of both, the odd one g and o.
-    // Without time steps it is before the beginning, and not used.
-    Half* to = grad_gates + ((long long)(needed - 1) * BATCH + b) * INNER + (is_even ? own : 2 * HIDDEN + own - 1);
+    // Without time steps it may be before the beginning, and is not used.
+    Half* to = grad_gates + ((long long)(stop - 1) * BATCH + b) * INNER + (is_even ? own : 2 * HIDDEN + own - 1);
     // Of step t: its gates, gradient and cell before it are loaded in the step before.
     uint2 next_gates = {};
     Half next_grad = 0, next_cell = 0;
-    float cell = 0, grad_cell = 0, sums[4] = {};
+    float cell = 0, grad_cell = 0, next_scale = 1, sums[4] = {};
+    float* state = layer.state + b * HIDDEN + own;
+    // Other stretches have gone before this one.
+    const bool goes_on = end < work.num_steps;
     const auto load = [&](int t) {
         const size_t at = (size_t(t) * BATCH + b) * HIDDEN + own;
         next_gates = *reinterpret_cast<const uint2*>(gates + at * 4);
         next_grad = grad[at];
         next_cell = t > 0 ? cells[at - BATCH * HIDDEN] : Half(0);
+        if (kept) next_scale = kept[at] ? work.scale : 0.0f;
     };
-    for (int t = needed; t < num_steps; ++t) {
+    for (int t = stop; t < end; ++t) {
         if (has_unit) {
 #pragma unroll
             for (int q = 0; q < 4; ++q) grad_gates[(size_t(t) * BATCH + b) * INNER + q * HIDDEN + own] = 0;
         }
     }
-    if (has_unit && needed > 0) {
-        cell = to_float(cells[(size_t(needed - 1) * BATCH + b) * HIDDEN + own]);
-        load(needed - 1);
+    if (has_unit && goes_on) grad_cell = *state;
+    if (has_unit && first < stop) {
+        cell = to_float(cells[(size_t(stop - 1) * BATCH + b) * HIDDEN + own]);
+        load(stop - 1);
     }
-    for (int t = needed - 1; t >= 0; --t) {
+    for (int t = stop - 1; t >= first; --t) {
         const float i = to_float(Half(next_gates.x)), g = to_float(Half(next_gates.y));
         const float f = to_float(Half(next_gates.x >> 16)), o = to_float(Half(next_gates.y >> 16));
-        float grad_h = to_float(next_grad);
+        float grad_h = to_float(next_grad) * next_scale;
         const float previous = to_float(next_cell), tanh_cell = hyperbolic_tangent(cell);
         cell = previous;
-        if (has_unit && t > 0) load(t - 1);
+        if (has_unit && t > first) load(t - 1);
         // All that does not wait for the other blocks.
         float to_o = tanh_cell * o * (1.0f - o), to_cell = o * (1.0f - tanh_cell * tanh_cell);
         float to_i = g * i * (1.0f - i), to_f = previous * f * (1.0f - f), to_g = i * (1.0f - g * g);
@@ -405,7 +460,7 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
                 }
             }
             if (has_unit && CLUSTER > 1) {
-                while (!has_arrived(&arrivals[t % 2], (needed - 2 - t) / 2 % 2)) {
+                while (!has_arrived(&arrivals[t % 2], (first_to_hear - t) / 2 % 2)) {
                     if (own_patience == 0) {
                         *status = 1;
                         grad_h = to_float(Half(NANS));
@@ -434,12 +489,15 @@ lstm_backward(const Half* __restrict__ grad, const Half* __restrict__ weights, c
             for (int q = 0; q < 4; ++q) sums[q] += grads[q];
         }
     }
-    if (has_unit) {
+    if (!has_unit) return;
+    if (first > 0) *state = grad_cell;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
+    for (int q = 0; q < 4; ++q) {
 #pragma unroll
-            for (int mask = 1; mask < BATCH; mask *= 2) sums[q] += __shfl_xor_sync(ALL, sums[q], mask);
-            if (b == 0) grad_bias[q * HIDDEN + own] = Half(to_halves(sums[q], 0.0f));
-        }
+        for (int mask = 1; mask < BATCH; mask *= 2) sums[q] += __shfl_xor_sync(ALL, sums[q], mask);
+        if (b > 0) continue;
+        if (goes_on) sums[q] += layer.sums[q * HIDDEN + own];
+        if (first > 0) layer.sums[q * HIDDEN + own] = sums[q];
+        else layer.grad_bias[q * HIDDEN + own] = Half(to_halves(sums[q], 0.0f));
     }
 }

@@ -6,6 +6,7 @@ kernels, and Triton has neither mma operands that stay in registers from step to
 
 import ctypes
 import functools
+import struct
 from pathlib import Path
 
 import torch
@@ -17,60 +18,84 @@ THREADS = 256
 # Hidden units of a block. Forwards few blocks read less, many multiply faster; backwards 16 are one operand's rows.
 FORWARD_UNITS = 16
 BACKWARD_UNITS = 16
-# Blocks that share out what is exchanged backwards: 1, 2 or 4.
+# Blocks that share out what is exchanged backwards: 1, 2 or 4; fewer where a GPU has no places for so many together.
 CLUSTER = 4
 # Reads in vain, of about 0.5 us each: half a second, where a time step takes 2 us.
 PATIENCE = 2**20
 
 
-def require(device: torch.device, *widths: int) -> None:
-    """ValueError where layers of these widths cannot run side by side: all blocks must be on the GPU at once."""
+# Layer and Work of the source: a layer's tensors, its first time step and end; two of them, and what they share.
+LAYER, COMMON = "12P2i", "2Pf2i4x"
+WORK = struct.Struct("@" + LAYER + LAYER + COMMON)
+
+
+def require(device: torch.device, which: str, *widths: int) -> None:
+    """ValueError with the flag, --lstm `which`, where layers of these widths cannot run side by side.
+
+    All their blocks must be on the GPU at once.
+    """
     gpu = torch.cuda.get_device_properties(device)
     need = sum(widths) // min(FORWARD_UNITS, BACKWARD_UNITS)
     if gpu.major < 9 or gpu.multi_processor_count < need:
         raise ValueError(
-            f"--lstm persistent: takes a GPU of compute capability 9.0 or later and {need} multiprocessors, "
+            f"--lstm {which}: takes a GPU of compute capability 9.0 or later and {need} multiprocessors, "
             f"{gpu.name} has {gpu.major}.{gpu.minor} and {gpu.multi_processor_count}: take cudnn"
         )
 
 
-def forward(inputs, w_hh, b_hh, lengths=None, extra=0):
+def prepare(exchanged):
+    """As rnnt.lstm.Steps.prepare: EMPTY in the kernels' words."""
+    exchanged.view(torch.int16).fill_(-1)
+
+
+def bind(layers, common):
+    """As rnnt.lstm.Steps.bind."""
+    for layer in layers:
+        for tensor in (layer.given, layer.weights):
+            assert tensor.is_contiguous() and tensor.dtype == torch.float16 and tensor.data_ptr() % 16 == 0
+    hidden, device = layers[0].weights.shape[1], _Device.of(layers[0].weights.device)
+    return hidden, device, [pointers(layer) for layer in layers], shared(common, device.status)
+
+
+def forward(stack, turn):
     """As rnnt.lstm.Steps.forward."""
-    steps, hidden = len(inputs), w_hh.shape[1]
-    h, cells, gates = (_unwritten(inputs, (steps, LSTM_BATCH, *shape)) for shape in ((hidden,), (hidden,), (hidden, 4)))
-    _fill(h)
-    device = _Device.of(inputs.device)
+    hidden, device, layers, common = stack
     kernel, _ = _kernels(device.index, hidden, FORWARD_UNITS, CLUSTER)
-    tensors = inputs.contiguous(), w_hh, b_hh, h, cells, gates
-    device.launch(kernel, hidden // FORWARD_UNITS, tensors, lengths, extra, steps)
-    return h, cells, gates
+    device.launch(kernel, len(turn) * hidden // FORWARD_UNITS, pack(layers, common, turn))
 
 
-def backward(grad, w_hh, cells, gates, lengths=None, extra=0):
+def backward(stack, turn):
     """As rnnt.lstm.Steps.backward."""
-    steps, hidden = len(grad), w_hh.shape[1]
-    grad_gates, grad_bias = (_unwritten(grad, (*shape, 4 * hidden)) for shape in ((steps, LSTM_BATCH), ()))
-    _fill(grad_gates)
-    device = _Device.of(grad.device)
-    _, kernel = _kernels(device.index, hidden, FORWARD_UNITS, CLUSTER)
-    tensors = grad, w_hh, cells, gates, grad_gates, grad_bias
-    device.launch(kernel, hidden // BACKWARD_UNITS, tensors, lengths, extra, steps)
-    return grad_gates, grad_bias
+    hidden, device, layers, common = stack
+    cluster = _cluster(device.index, hidden, FORWARD_UNITS, CLUSTER, len(turn))
+    _, kernel = _kernels(device.index, hidden, FORWARD_UNITS, cluster)
+    device.launch(kernel, len(turn) * hidden // BACKWARD_UNITS, pack(layers, common, turn))
+
+
+def pointers(layer):
+    """A layer's addresses, 0 for what is not there."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in layer.tensors()]
+
+
+def shared(common, status):
+    lengths = common.lengths
+    if lengths is not None:
+        assert lengths.dtype == torch.int32 and lengths.shape == (LSTM_BATCH,) and lengths.is_contiguous()
+    address = 0 if lengths is None else lengths.data_ptr()
+    return address, status.data_ptr(), common.scale, common.extra, common.num_steps
+
+
+def pack(layers, common, turn):
+    """Work of the source, in bytes."""
+    index, first, end = turn[0]
+    other, other_first, other_end = turn[-1]
+    return WORK.pack(*layers[index], first, end, *layers[other], other_first, other_end, *common)
 
 
 def check(device: torch.device) -> None:
     """Waits for the device. RuntimeError where a block has waited in vain for another one, which made results NaN."""
     if _Device.of(device).status.item():
         raise RuntimeError("rnnt/lstm_kernel.cu: a block waited in vain for another one, all results are void")
-
-
-def _unwritten(like, shape):
-    return torch.empty(shape, dtype=torch.float16, device=like.device)
-
-
-def _fill(exchanged):
-    """EMPTY in the kernel's words."""
-    exchanged.view(torch.int16).fill_(-1)
 
 
 class _Device:
@@ -85,22 +110,18 @@ class _Device:
     def of(device):
         return _device(torch.cuda.current_device() if device.index is None else device.index)
 
-    def launch(self, kernel, num_blocks, tensors, lengths, extra, steps):
+    def launch(self, kernel, num_blocks, work):
         from cuda.bindings import driver
 
-        for tensor in tensors:
-            assert tensor.is_contiguous() and tensor.dtype == torch.float16 and tensor.data_ptr() % 16 == 0
-        if lengths is not None:
-            assert lengths.dtype == torch.int32 and lengths.shape == (LSTM_BATCH,) and lengths.is_contiguous()
-        pointers = *(tensor.data_ptr() for tensor in tensors), 0 if lengths is None else lengths.data_ptr()
-        values = (*pointers, extra, steps, self.status.data_ptr())
-        kinds = (*(ctypes.c_void_p for _ in pointers), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
-        stream = torch.cuda.current_stream(self.index).cuda_stream
+        # One parameter; the driver copies it before it returns.
+        held = ctypes.create_string_buffer(work, len(work))
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+        stream = driver.CUstream(torch.cuda.current_stream(self.index).cuda_stream)
         with torch.cuda.device(self.index):
             # Refused with an error where not all blocks fit on the GPU at once.
             _checked(
                 driver.cuLaunchCooperativeKernel(
-                    kernel, num_blocks, 1, 1, THREADS, 1, 1, 0, driver.CUstream(stream), (values, kinds)
+                    kernel, num_blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(parameters)
                 )
             )
 
@@ -119,6 +140,28 @@ def _kernels(index, hidden, forward_units, cluster):
     with torch.cuda.device(index):
         module = _checked(driver.cuModuleLoadData(image))
         return [_checked(driver.cuModuleGetFunction(module, name)) for name in (b"lstm_forward", b"lstm_backward")]
+
+
+@functools.cache
+def _cluster(index, hidden, forward_units, cluster, num_layers):
+    """The largest size of cluster, `cluster` at most, of which the blocks of so many layers fit on the GPU at once."""
+    from cuda.bindings import driver
+
+    num_blocks = num_layers * hidden // BACKWARD_UNITS
+    while cluster > 1:
+        _, kernel = _kernels(index, hidden, forward_units, cluster)
+        size = driver.CUlaunchAttribute()
+        size.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size.value.clusterDim.x, size.value.clusterDim.y, size.value.clusterDim.z = cluster, 1, 1
+        launch = driver.CUlaunchConfig()
+        launch.gridDimX, launch.gridDimY, launch.gridDimZ = num_blocks, 1, 1
+        launch.blockDimX, launch.blockDimY, launch.blockDimZ = THREADS, 1, 1
+        launch.attrs, launch.numAttrs = [size], 1
+        with torch.cuda.device(index):
+            if _checked(driver.cuOccupancyMaxActiveClusters(kernel, launch)) * cluster >= num_blocks:
+                break
+        cluster //= 2
+    return cluster
 
 
 def compile_source(hidden: int, forward_units: int, cluster: int, capability: tuple[int, int]) -> bytes:

@@ -4,10 +4,11 @@ Source: MLPerf training v3.1, NVIDIA's rnnt/model.py and common/rnn.py with base
 stacks of single-layer LSTMs with dropout of torch between them, since cuDNN's dropout keeps a state that no graph can
 record. Nothing is masked: LSTMs run forwards in time, so padding changes only what comes after an utterance's end, and
 the loss does not look there. One exception, the benchmark's too: the last frame of an utterance of odd length is
-stacked with what follows, which is 0 at the end of the tensor and an LSTM's answer to padding elsewhere. With --lstm
-persistent LSTMs end with the batch's longest utterance: behind it h is 0, wherever the tensor ends.
+stacked with what follows, which is 0 at the end of the tensor and an LSTM's answer to padding elsewhere. With LSTM
+kernels of our own LSTMs end with the batch's longest utterance: behind it h is 0, wherever the tensor ends.
 """
 
+import functools
 import math
 
 import torch
@@ -28,7 +29,7 @@ class Encoder(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.encoder_hidden
-        self.run = RUN_LAYER[config.lstm]
+        self.run = RUN_STACK[config.lstm]
         self.pre = _stack(config.features, hidden, config.pre_layers)
         self.post = _stack(STACK * hidden, hidden, config.post_layers)
         self.dropout = nn.Dropout(config.encoder_dropout)
@@ -36,15 +37,9 @@ class Encoder(nn.Module):
 
     def forward(self, features, lengths):
         stacked_lengths = (lengths + (STACK - 1)) // STACK
-        x = stack_time(self._run(self.pre, features, lengths))
-        x = self._run(self.post, x, stacked_lengths)
+        x = stack_time(self.run(self.pre, features, lengths, 0, self.dropout))
+        x = self.run(self.post, x, stacked_lengths, 0, self.dropout)
         return self.linear(x.transpose(0, 1)), stacked_lengths
-
-    def _run(self, layers, x, lengths):
-        for layer in layers:
-            x = self.dropout(self.run(layer, x, lengths, 0))
-            _mark(x)
-        return x
 
 
 def stack_time(x):
@@ -59,7 +54,7 @@ class Prediction(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.prediction_hidden
-        self.run = RUN_LAYER[config.lstm]
+        self.run = RUN_STACK[config.lstm]
         # No row for the blank, which is never fed back.
         self.embedding = nn.Embedding(config.vocab - 1, hidden)
         self.layers = _stack(hidden, hidden, config.prediction_layers)
@@ -68,9 +63,7 @@ class Prediction(nn.Module):
 
     def forward(self, tokens, lengths):
         x = F.pad(self.embedding(tokens).transpose(0, 1), (0, 0, 0, 0, 1, 0))
-        for layer in self.layers:
-            x = self.dropout(self.run(layer, x, lengths, 1))
-            _mark(x)
+        x = self.run(self.layers, x, lengths, 1, self.dropout)
         return self.linear(x.transpose(0, 1))
 
     def step(self, label, state):
@@ -108,11 +101,27 @@ class RNNT(nn.Module):
         self.joint = Joint(config)
 
 
-# What --lstm names: h [T, B, H] of a layer and its input, from a state of zeros. Utterances have `extra` time steps
-# more than lengths says; cuDNN computes padding, too, since it takes lengths from the host only.
-RUN_LAYER = {
-    "cudnn": lambda layer, x, lengths, extra: layer(x)[0],
-    "persistent": lambda layer, x, lengths, extra: lstm(x, *layer.parameters(), lengths, extra),
+def _by_cudnn(layers, x, lengths, extra, dropout):
+    """Computes padding, too: cuDNN takes lengths from the host only."""
+    for layer in layers:
+        x = dropout(layer(x)[0])
+        _mark(x)
+    return x
+
+
+def _by_own_kernels(layers, x, lengths, extra, dropout, at_once):
+    weights = [layer.all_weights[0] for layer in layers]
+    x = lstm(x, weights, lengths, extra, dropout.p if dropout.training else 0.0, at_once)
+    _mark(x)
+    return x
+
+
+# What --lstm names: the last one's output [T, B, H] of layers with dropout after each, from states of zeros. Utterances
+# have `extra` time steps more than lengths says.
+RUN_STACK = {
+    "cudnn": _by_cudnn,
+    "persistent": functools.partial(_by_own_kernels, at_once=1),
+    "wavefront": functools.partial(_by_own_kernels, at_once=2),
 }
 
 

@@ -75,7 +75,7 @@ class State:
         self.plan = self._make_plan()
         size = (max(self.plan.audio), config.batch, config.features)
         self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
-        self.tally = buckets.Tally(skips_padding=config.lstm == "persistent")
+        self.tally = buckets.Tally(skips_padding=config.lstm != "cudnn")
         self._side = torch.cuda.Stream(device) if config.streams == 2 and device.type == "cuda" else None
         # Ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
@@ -180,7 +180,7 @@ class State:
 
     def check(self):
         """Waits for the device. RuntimeError where an LSTM kernel gave up, which makes NaN of everything after it."""
-        if self.config.lstm == "persistent":
+        if self.config.lstm != "cudnn":
             lstm.check(self.device)
 
     # -- what the harness asks
@@ -280,9 +280,10 @@ def _require_memory(config, device):
 
 
 def _require_lstm(config, device):
-    if config.lstm == "persistent":
+    if config.lstm != "cudnn":
         widths = config.encoder_hidden, config.prediction_hidden
-        lstm.require(device, *(widths if config.streams == 2 else [max(widths)]))
+        at_once = 2 if config.lstm == "wavefront" else 1
+        lstm.require(device, config.lstm, *(widths if config.streams == 2 else [max(widths)]) * at_once)
 
 
 def hyperparameters(config: Config, world_size: int) -> dict:

@@ -14,6 +14,7 @@
 #define HOST_CHECK
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -210,33 +211,20 @@ static void settle(float&) {}
 
 #include "lstm_kernel.cu"
 
-struct Launch {
-    bool is_forward;
-    const Half *grads_or_inputs, *weights, *bias;
-    Half *h, *cells, *gates, *grad_gates, *grad_bias;
-    const int* lengths;
-    int extra, num_steps, *status;
-};
-
-static thread_local const Launch* launch;
+static thread_local const Work* work;
+static thread_local bool is_forward;
 
 static void fiber() {
-    const Launch& l = *launch;
-    if (l.is_forward)
-        lstm_forward(l.grads_or_inputs, l.weights, l.bias, l.h, l.cells, l.gates, l.lengths, l.extra, l.num_steps,
-                     l.status);
-    else
-        lstm_backward(l.grads_or_inputs, l.weights, l.cells, l.gates, l.grad_gates, l.grad_bias, l.lengths,
-                      l.extra, l.num_steps, l.status);
+    is_forward ? lstm_forward(*work) : lstm_backward(*work);
     block->done[threadIdx.x] = true;
     give_way();
 }
 
-static void run_block(const Launch& what, int index) {
+static void run_block(const Work& what, bool forward, int index) {
     constexpr size_t STACK = 64 * 1024;
     std::unique_ptr<Block> own(new Block);
     std::unique_ptr<char[]> stacks(new char[FIBERS * STACK]);
-    block = own.get(), launch = &what, blockIdx.x = index;
+    block = own.get(), work = &what, is_forward = forward, blockIdx.x = index;
     shared->bases[index] = reinterpret_cast<char*>(&threadIdx);
     for (int i = 0; i < FIBERS; ++i) {
         getcontext(&own->fibers[i]);
@@ -257,11 +245,11 @@ static void run_block(const Launch& what, int index) {
 }
 
 // absent: a block that is not run, as if it never became resident; -1: none.
-extern "C" void run(const Launch* what, int num_blocks, int absent) {
+extern "C" void run(const Work* what, bool forward, int num_blocks, int absent) {
     std::unique_ptr<Shared> own(new Shared);
     shared = own.get();
     std::vector<std::thread> threads;
     for (int i = 0; i < num_blocks; ++i)
-        if (i != absent) threads.emplace_back(run_block, std::cref(*what), i);
+        if (i != absent) threads.emplace_back(run_block, std::cref(*what), forward, i);
     for (auto& thread : threads) thread.join();
 }

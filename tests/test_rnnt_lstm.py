@@ -12,8 +12,9 @@ import torch
 
 from rnnt import lstm_check, lstm_kernel
 from rnnt import model as model_module
+from rnnt import state as state_module
 from rnnt.config import PRESETS, Config
-from rnnt.lstm import Steps, lstm
+from rnnt.lstm import Layer, Padding, Steps, lstm, turns
 from rnnt.model import RNNT, initialise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +59,7 @@ def test_outputs_and_all_gradients_are_those_of_torchs_lstm():
     expected_grads = torch.autograd.grad(expected, (wide, *layer.parameters()), grad.double())
 
     narrow = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
-    h = lstm(*narrow)
+    h = lstm(narrow[0], [narrow[1:]])
     assert h.dtype == torch.float16
     close(h, expected, 3e-3)
     for found, expected_grad in zip(torch.autograd.grad(h, narrow, grad), expected_grads, strict=True):
@@ -69,14 +70,83 @@ def test_outputs_and_all_gradients_are_those_of_torchs_lstm():
 def test_one_time_step_has_no_gradient_of_recurrent_weights():
     weights, x = weights_of(8, 8), random(1, 8, 8)
     narrow = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
-    grads = torch.autograd.grad(lstm(*narrow), narrow, random(1, 8, 8, seed=1))
+    grads = torch.autograd.grad(lstm(narrow[0], [narrow[1:]]), narrow, random(1, 8, 8, seed=1))
     assert grads[2].shape == weights[1].shape and not grads[2].any()
     assert grads[1].any()
 
 
 def test_another_batch_is_refused_with_the_flag():
-    with pytest.raises(ValueError, match="--lstm persistent: takes batches of 8, not of 4: take cudnn"):
-        lstm(random(3, 4, 8), *weights_of(8, 8))
+    with pytest.raises(ValueError, match="our LSTM kernels take batches of 8, not of 4: take --lstm cudnn"):
+        lstm(random(3, 4, 8), [weights_of(8, 8)])
+
+
+def stack_of(num_layers, inputs, hidden):
+    return [weights_of(hidden if index else inputs, hidden, seed=index, scale=2.0) for index in range(num_layers)]
+
+
+def run_stack(x, layers, grad, *how, **more):
+    """Output and gradients of x and all weights."""
+    narrow = [tensor.clone().requires_grad_() for tensor in (x, *(weight for layer in layers for weight in layer))]
+    output = lstm(narrow[0], [narrow[1 + 4 * index :][:4] for index in range(len(layers))], *how, **more)
+    return output, *torch.autograd.grad(output, narrow, grad)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_stack_is_layer_after_layer(at_once, dropout):
+    layers, x, grad = stack_of(3, 24, 32), random(37, 8, 24), random(37, 8, 32, seed=1)
+    assert max(end - first for turn in turns(3, 37, 2) for _, first, end in turn) < 37
+    lengths = torch.tensor([20, 33, 1, 0, 30, 29, 4, 11], dtype=torch.int32)
+    torch.manual_seed(5)
+    found = run_stack(x, layers, grad, lengths, 1, dropout, at_once)
+    torch.manual_seed(5)
+    kept = torch.empty(3, 37, 8, 32, dtype=torch.uint8).bernoulli_(1 - dropout)
+    assert (dropout == 0) == kept.all()
+    narrow = [tensor.clone().requires_grad_() for tensor in (x, *(weight for layer in layers for weight in layer))]
+    below = narrow[0]
+    for index in range(3):
+        below = lstm(below, [narrow[1 + 4 * index :][:4]], lengths, 1) * (kept[index] / (1 - dropout)).half()
+    expected = below, *torch.autograd.grad(below, narrow, grad)
+    assert not found[0][34:].any() and found[0][33].any()
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 5e-3)
+
+
+def test_dropout_drops_the_share_it_is_told():
+    layers, x = stack_of(1, 24, 32), random(64, 8, 24)
+    torch.manual_seed(0)
+    whole, dropped = (lstm(x, layers, dropout=dropout) for dropout in (0.0, 0.25))
+    is_kept = dropped != 0
+    assert is_kept.float().mean() == pytest.approx(0.75, abs=0.02)
+    close(dropped[is_kept], whole[is_kept] / 0.75, 1e-3)
+
+
+@pytest.mark.parametrize("num_layers, num_steps", [(1, 5), (2, 409), (3, 205), (5, 641), (2, 1), (3, 2)])
+def test_turns_hold_every_time_step_once_and_in_order(num_layers, num_steps):
+    for at_once in (1, 2):
+        order = turns(num_layers, num_steps, at_once)
+        done = [0] * num_layers
+        for turn in order:
+            before = list(done)
+            assert 1 <= len({layer for layer, _, _ in turn}) == len(turn) <= at_once
+            for layer, first, end in turn:
+                assert first == before[layer] < end
+                # The layer below had these steps in an earlier turn.
+                assert layer == 0 or before[layer - 1] >= end
+                done[layer] = end
+        assert done == [num_steps] * num_layers
+    assert len(turns(num_layers, num_steps, 1)) == num_layers
+
+
+def test_two_layers_side_by_side_take_two_thirds_of_the_time():
+    def cost(num_layers, num_steps, at_once):
+        return sum(10 + max(end - first for _, first, end in turn) for turn in turns(num_layers, num_steps, at_once))
+
+    # The encoder of the benchmark: 2 layers over 409 frames, 3 over 205.
+    one, two = (cost(2, 409, at_once) + cost(3, 205, at_once) for at_once in (1, 2))
+    assert one == 2 * 419 + 3 * 215 and 0.6 * one < two < 0.68 * one
+    # The prediction network is too short to gain by it.
+    assert cost(2, 57, 2) <= cost(2, 57, 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -102,14 +172,27 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_flags(change, wanted):
 def test_a_gpu_that_cannot_hold_all_blocks_is_refused(monkeypatch, gpu):
     h200 = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**h200))
-    lstm_kernel.require(torch.device("cuda"), 1024)
+    lstm_kernel.require(torch.device("cuda"), "persistent", 1024)
     # Two layers at the same time, on two streams.
-    lstm_kernel.require(torch.device("cuda"), 1024, 512)
-    with pytest.raises(ValueError, match="and 192 multiprocessors, GPU has 9.0 and 132: take cudnn"):
-        lstm_kernel.require(torch.device("cuda"), 2048, 1024)
+    lstm_kernel.require(torch.device("cuda"), "persistent", 1024, 512)
+    with pytest.raises(
+        ValueError, match="^--lstm wavefront: .* and 192 multiprocessors, GPU has 9.0 and 132: take cudnn"
+    ):
+        lstm_kernel.require(torch.device("cuda"), "wavefront", 2048, 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**h200 | gpu))
     with pytest.raises(ValueError, match="--lstm persistent: takes a GPU of .* and 64 multiprocessors.*: take cudnn"):
-        lstm_kernel.require(torch.device("cuda"), 1024)
+        lstm_kernel.require(torch.device("cuda"), "persistent", 1024)
+
+
+@pytest.mark.parametrize(
+    "which, streams, widths",
+    [("persistent", 1, [1024]), ("persistent", 2, [1024, 512]), ("wavefront", 1, [1024, 1024])],
+)
+def test_what_runs_side_by_side_must_fit(monkeypatch, which, streams, widths):
+    asked = []
+    monkeypatch.setattr(state_module.lstm, "require", lambda device, *words: asked.append(words))
+    state_module._require_lstm(replace(PRESETS["bench"], lstm=which, streams=streams), torch.device("cpu"))
+    assert asked == [(which, *widths)]
 
 
 def test_a_kernel_that_gave_up_ends_the_run(monkeypatch):
@@ -123,19 +206,20 @@ def test_a_kernel_that_gave_up_ends_the_run(monkeypatch):
 
 def test_both_kinds_of_lstm_give_the_same_networks(monkeypatch):
     calls = []
-    monkeypatch.setattr(model_module, "lstm", lambda *arguments: calls.append(0) or lstm(*arguments))
+    monkeypatch.setattr(model_module, "lstm", lambda *arguments: calls.append(arguments) or lstm(*arguments))
     toy = Config(features=16, encoder_hidden=256, prediction_hidden=256, joint_hidden=16, vocab=16)
     outputs = []
-    for config in (toy, replace(toy, lstm="persistent")):
+    for config in (toy, replace(toy, lstm="persistent"), replace(toy, lstm="wavefront")):
         model = RNNT(config)
         initialise(model, config, seed=0)
         model.half().eval()
         f, lengths = model.encoder(random(7, 8, 16), torch.full((8,), 7, dtype=torch.int32))
         outputs.append((f, model.prediction(torch.arange(24).view(8, 3) % 15, torch.full((8,), 3, dtype=torch.int32))))
         assert f.shape[1] == lengths[0] == 4
-    for torchs, ours in zip(*outputs, strict=True):
-        close(ours, torchs, 5e-3)
-    assert len(calls) == 7
+    for torchs, *ours in zip(*outputs, strict=True):
+        for found in ours:
+            close(found, torchs, 5e-3)
+    assert [at_once for *_, at_once in calls] == [1, 1, 1, 2, 2, 2]
 
 
 def test_networks_end_with_the_longest_utterance():
@@ -161,7 +245,7 @@ def test_the_check_of_padding_finds_what_ignores_it(monkeypatch, ignores_lengths
     monkeypatch.setattr(lstm_check, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(lstm_check, "PROBLEMS", [])
     if ignores_lengths:
-        monkeypatch.setattr(lstm_check, "lstm", lambda *arguments: lstm(*arguments[:5]))
+        monkeypatch.setattr(lstm_check, "lstm", lambda x, layers, *padding: lstm(x, layers))
     parameters = [weight.requires_grad_() for weight in weights_of(32, 32)]
     x, grad = random(9, 8, 32).requires_grad_(), random(9, 8, 32, seed=1)
     lstm_check.check_padding(parameters, x, grad, 4)
@@ -171,16 +255,6 @@ def test_the_check_of_padding_finds_what_ignores_it(monkeypatch, ignores_lengths
 
 # ------------------------------------------------------------------------------------------------
 # The kernel's source on the CPU
-
-
-class Launch(ctypes.Structure):
-    _fields_ = [
-        ("is_forward", ctypes.c_bool),
-        *((name, ctypes.c_void_p) for name in ("inputs", "weights", "bias", "h", "cells", "gates")),
-        *((name, ctypes.c_void_p) for name in ("grad_gates", "grad_bias", "lengths")),
-        *((name, ctypes.c_int) for name in ("extra", "num_steps")),
-        ("status", ctypes.c_void_p),
-    ]
 
 
 class Host:
@@ -196,26 +270,92 @@ class Host:
         self.run = ctypes.CDLL(library).run
         self.status = torch.zeros((), dtype=torch.int32)
 
-    def launch(self, num_blocks, absent=-1, lengths=None, extra=0, **tensors):
-        sizes = {"num_steps": len(tensors["inputs"]), "extra": extra}
-        pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        pointers["lengths"] = None if lengths is None else lengths.data_ptr()
-        launch = Launch(**sizes, status=self.status.data_ptr(), is_forward="h" in tensors, **pointers)
-        self.run(ctypes.byref(launch), num_blocks, absent)
+    def launch(self, stack, turn, is_forward, units, absent=-1):
+        layers, common, _ = stack
+        addresses = [lstm_kernel.pointers(layer) for layer in layers]
+        work = lstm_kernel.pack(addresses, lstm_kernel.shared(common, self.status), turn)
+        self.run(work, is_forward, len(turn) * self.hidden // units, absent)
 
-    def forward(self, inputs, w_hh, b_hh, **how):
-        h, cells = (torch.full((len(inputs), 8, self.hidden), -1, dtype=torch.int16).view(torch.half) for _ in range(2))
-        gates = torch.zeros(len(inputs), 8, self.hidden, 4, dtype=torch.half)
-        tensors = {"inputs": inputs, "weights": w_hh, "bias": b_hh, "h": h, "cells": cells, "gates": gates}
-        self.launch(self.hidden // self.units, **tensors, **how)
-        return h, cells, gates
+    def forward(self, stack, turn, **how):
+        self.launch(stack, turn, True, self.units, **how)
 
-    def backward(self, grad, w_hh, cells, gates, **how):
-        grad_gates = torch.full((len(grad), 8, 4 * self.hidden), -1, dtype=torch.int16).view(torch.half)
-        grad_bias = torch.zeros(4 * self.hidden, dtype=torch.half)
-        tensors = {"inputs": grad, "weights": w_hh, "cells": cells, "gates": gates}
-        self.launch(self.hidden // 16, **tensors, grad_gates=grad_gates, grad_bias=grad_bias, **how)
-        return grad_gates, grad_bias
+    def backward(self, stack, turn, **how):
+        self.launch(stack, turn, False, 16, **how)
+
+
+EMPTY = -1
+
+
+def bound_forward(layers, inputs, lengths=None, extra=0, kept=None):
+    """A stack of layers that do not feed each other, of what they are given, and nothing of what they compute."""
+    num, steps, _, gates = inputs.shape
+    shape = num, steps, 8, gates // 4
+
+    def made(*of, like=torch.half):
+        return torch.full(of, float("nan"), dtype=like)
+
+    h = torch.full(shape, EMPTY, dtype=torch.int16).view(torch.half)
+    cells, all_gates, output, state = (
+        made(*shape),
+        made(*shape, 4),
+        made(*shape),
+        made(num, 8, gates // 4, like=torch.float),
+    )
+    return Steps.bind(
+        [
+            Layer(
+                given=inputs[index],
+                weights=w_hh,
+                bias=b_hh,
+                h=h[index],
+                cells=cells[index],
+                gates=all_gates[index],
+                output=None if kept is None else output[index],
+                kept=None if kept is None else kept[index],
+                state=state[index],
+            )
+            for index, (_, w_hh, _, b_hh) in enumerate(layers)
+        ],
+        Padding(steps, lengths, extra, 1.25),
+    )
+
+
+def bound_backward(layers, grads, after, kept=None):
+    """The backward of what `bound_forward` gave, after its turns."""
+    num, steps, _, hidden = grads.shape
+    grad_gates = torch.full((num, steps, 8, 4 * hidden), EMPTY, dtype=torch.int16).view(torch.half)
+    grad_bias, state = torch.full((num, 4 * hidden), float("nan")).half(), torch.full((num, 8, hidden), float("nan"))
+    sums = torch.full((num, 4 * hidden), float("nan"))
+    done, common, _ = after
+    return Steps.bind(
+        [
+            Layer(
+                given=grads[index],
+                weights=w_hh,
+                cells=done[index].cells,
+                gates=done[index].gates,
+                kept=None if kept is None else kept[index],
+                grad_gates=grad_gates[index],
+                grad_bias=grad_bias[index],
+                state=state[index],
+                sums=sums[index],
+            )
+            for index, (_, w_hh, _, _) in enumerate(layers)
+        ],
+        common,
+    )
+
+
+def same(found, expected, names, end=None):
+    for one, other in zip(found[0], expected[0], strict=True):
+        for name in names:
+            a, b = getattr(one, name), getattr(other, name)
+            close(a if end is None else a[:end], b if end is None else b[:end], 1e-3)
+
+
+def whole(num, steps):
+    """All time steps in one turn."""
+    return [tuple((index, 0, steps) for index in range(num))]
 
 
 @pytest.fixture(scope="module")
@@ -235,43 +375,84 @@ def folder(tmp_path_factory):
     ],
 )
 def test_the_kernels_compute_what_torch_does(folder, hidden, units, cluster, steps):
-    host = Host(folder, hidden, units, cluster)
-    _, w_hh, _, b_hh = weights_of(1, hidden, scale=2.0)
-    inputs, grad = random(steps, 8, 4 * hidden), random(steps, 8, hidden, seed=1)
-    expected = Steps.forward(inputs, w_hh, b_hh)
-    for found, wanted in zip(host.forward(inputs, w_hh, b_hh), expected, strict=True):
-        close(found, wanted, 1e-3)
-    _, cells, gates = expected
-    expected = Steps.backward(grad, w_hh, cells, gates)
-    for found, wanted in zip(host.backward(grad, w_hh, cells, gates), expected, strict=True):
-        close(found, wanted, 1e-3)
+    host, layers = Host(folder, hidden, units, cluster), [weights_of(1, hidden, scale=2.0)]
+    inputs, grads = random(1, steps, 8, 4 * hidden), random(1, steps, 8, hidden, seed=1)
+    found, expected = (bound_forward(layers, inputs) for _ in range(2))
+    host.forward(found, *whole(1, steps))
+    Steps.forward(expected, *whole(1, steps))
+    same(found, expected, ("h", "cells", "gates"))
+    back, expected_back = (bound_backward(layers, grads, expected) for _ in range(2))
+    host.backward(back, *whole(1, steps))
+    Steps.backward(expected_back, *whole(1, steps))
+    same(back, expected_back, ("grad_gates", "grad_bias"))
+    assert host.status == 0
+
+
+STRETCHES = [((0, 0, 2),), ((0, 2, 5), (1, 0, 2)), ((1, 2, 5), (0, 5, 6)), ((1, 5, 6),)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("cluster", [4, 1])
+@pytest.mark.parametrize("longest", [None, 6, 5, 4, 2, 1, 0])
+def test_stretches_of_two_layers_side_by_side_change_no_bit(folder, cluster, longest):
+    host = Host(folder, 256, 16, cluster)
+    layers, inputs, grads = stack_of(2, 1, 256), random(2, 6, 8, 1024), random(2, 6, 8, 256, seed=1)
+    lengths = None if longest is None else torch.tensor([0, 0, longest, *[0] * 5], dtype=torch.int32)
+    end = 6 if longest is None else longest
+    kept = torch.empty(2, 6, 8, 256, dtype=torch.uint8).bernoulli_(0.8, generator=torch.Generator().manual_seed(0))
+
+    def compute(run, order):
+        stack = bound_forward(layers, inputs, lengths, kept=kept)
+        for turn in order:
+            run.forward(stack, turn)
+        back = bound_backward(layers, grads, stack, kept=kept)
+        for turn in reversed(order):
+            run.backward(back, turn)
+        return stack, back
+
+    alone = [((0, 0, 6),), ((1, 0, 6),)]
+    (found, back), (one, one_back), (torchs, torchs_back) = (
+        compute(host, STRETCHES), compute(host, alone), compute(Steps, STRETCHES)
+    )  # fmt: skip
+    for stack, other, names in ((found, one, ("h", "output")), (back, one_back, ("grad_gates",))):
+        for layer, same_layer in zip(stack[0], other[0], strict=True):
+            for name in names:
+                assert torch.equal(getattr(layer, name), getattr(same_layer, name))
+                assert not getattr(layer, name)[end:].any()
+    if end:
+        # grad_bias sums in another order.
+        for stack, stack_back in ((found, back), (torchs, torchs_back)):
+            same(stack, one, ("h", "output", "cells", "gates"), end)
+            same(stack_back, one_back, ("grad_gates", "grad_bias"))
+        assert not torch.equal(found[0][0].output, found[0][0].h)
+    else:
+        assert not any(layer.grad_bias.any() for layer in (*back[0], *one_back[0], *torchs_back[0]))
     assert host.status == 0
 
 
 @needs_compiler
 @pytest.mark.parametrize("cluster, longest, extra", [(4, 2, 1), (1, 3, 0), (4, 0, 0), (4, 9, 0)])
 def test_the_kernels_end_with_the_longest_utterance(folder, cluster, longest, extra):
-    host = Host(folder, 256, 16, cluster)
-    _, w_hh, _, b_hh = weights_of(1, 256, scale=2.0)
-    inputs, grad = random(5, 8, 1024), random(5, 8, 256, seed=1)
+    host, layers = Host(folder, 256, 16, cluster), [weights_of(1, 256, scale=2.0)]
+    inputs, grads = random(1, 5, 8, 1024), random(1, 5, 8, 256, seed=1)
     lengths = torch.tensor([0, 0, longest, 0, 0, 0, 0, max(longest - 1, 0)], dtype=torch.int32)
-    padding = {"lengths": lengths, "extra": extra}
     end = min(longest + extra, 5)
-    h, _, _ = host.forward(inputs, w_hh, b_hh, **padding)
-    expected, wanted_cells, wanted_gates = Steps.forward(inputs, w_hh, b_hh, **padding)
-    assert not h[end:].any() and not expected[end:].any()
+    found, expected = (bound_forward(layers, inputs, lengths, extra) for _ in range(2))
+    host.forward(found, *whole(1, 5))
+    Steps.forward(expected, *whole(1, 5))
+    assert not found[0][0].h[end:].any() and not expected[0][0].h[end:].any()
+    expected[0][0].cells[end:], expected[0][0].gates[end:] = float("nan"), float("nan")
+    # What no time step needs must not be read.
+    back, alone = bound_backward(layers, grads, expected), bound_backward(layers, grads, expected)
+    host.backward(back, *whole(1, 5))
+    assert not back[0][0].grad_gates[end:].any()
     if end:
-        close(h, expected, 1e-3)
-    # What no time step wrote must not be read.
-    wanted_cells[end:], wanted_gates[end:] = float("nan"), float("nan")
-    grad_gates, grad_bias = host.backward(grad, w_hh, wanted_cells, wanted_gates, **padding)
-    assert not grad_gates[end:].any()
-    if end:
-        alone = Steps.backward(grad[:end], w_hh, wanted_cells[:end], wanted_gates[:end])
-        for found, wanted in zip((grad_gates[:end], grad_bias), alone, strict=True):
-            close(found, wanted, 1e-3)
+        same(found, expected, ("h", "cells", "gates"), end)
+        Steps.backward(Steps.bind(alone[0], Padding(end)), *whole(1, end))
+        same(back, alone, ("grad_gates",), end)
+        same(back, alone, ("grad_bias",))
     else:
-        assert not grad_bias.any()
+        assert not back[0][0].grad_bias.any()
     assert host.status == 0
 
 
@@ -281,7 +462,7 @@ def test_padding_changes_nothing():
 
     def compute(x, grad, *padding):
         tensors = [tensor.clone().requires_grad_() for tensor in (x, *weights)]
-        h = lstm(*tensors, *padding)
+        h = lstm(tensors[0], [tensors[1:]], *padding)
         return h, *torch.autograd.grad(h, tensors, grad)
 
     h, grad_x, *grads = compute(x, grad, lengths, 1)
@@ -294,23 +475,24 @@ def test_padding_changes_nothing():
 
 @needs_compiler
 def test_the_order_of_blocks_changes_no_bit(folder):
-    host = Host(folder, 256)
-    _, w_hh, _, b_hh = weights_of(1, 256)
-    inputs = random(3, 8, 1024)
-    first, second = (host.forward(inputs, w_hh, b_hh) for _ in range(2))
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    host, layers, inputs = Host(folder, 256), [weights_of(1, 256)], random(1, 3, 8, 1024)
+    first, second = (bound_forward(layers, inputs) for _ in range(2))
+    for stack in (first, second):
+        host.forward(stack, *whole(1, 3))
+    for name in ("h", "cells", "gates"):
+        assert torch.equal(getattr(first[0][0], name), getattr(second[0][0], name))
 
 
 @needs_compiler
 def test_gradients_that_overflow_are_passed_on(folder):
-    host = Host(folder, 256)
-    _, w_hh, _, b_hh = weights_of(1, 256)
-    grad = random(3, 8, 256)
-    _, cells, gates = Steps.forward(random(3, 8, 1024), w_hh, b_hh)
+    host, layers, grads = Host(folder, 256), [weights_of(1, 256)], random(1, 3, 8, 256)
+    stack = bound_forward(layers, random(1, 3, 8, 1024))
+    Steps.forward(stack, *whole(1, 3))
     # NaN in the payload of EMPTY: whatever a conversion makes of it, nobody may wait for it.
-    grad[2, 0, :16] = torch.tensor(-1, dtype=torch.int16).view(torch.half)
-    grad_gates, _ = host.backward(grad, w_hh, cells, gates)
+    grads[0, 2, 0, :16] = torch.tensor(-1, dtype=torch.int16).view(torch.half)
+    back = bound_backward(layers, grads, stack)
+    host.backward(back, *whole(1, 3))
+    grad_gates = back[0][0].grad_gates
     assert host.status == 0
     assert grad_gates[0, 0].isnan().all() and not grad_gates[:, 1:].isnan().any()
 
@@ -318,10 +500,10 @@ def test_gradients_that_overflow_are_passed_on(folder):
 @needs_compiler
 def test_a_block_that_never_comes_ends_in_a_flag_and_nan(folder):
     host = Host(folder, 256, patience=50)
-    _, w_hh, _, b_hh = weights_of(1, 256)
-    h, _, _ = host.forward(random(4, 8, 1024), w_hh, b_hh, absent=3)
+    stack = bound_forward([weights_of(1, 256)], random(1, 4, 8, 1024))
+    host.forward(stack, *whole(1, 4), absent=3)
     assert host.status == 1
-    assert h[1:].isnan().all()
+    assert stack[0][0].h[1:].isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -329,13 +511,16 @@ def test_a_block_that_never_comes_ends_in_a_flag_and_nan(folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("hidden, steps, padding", [(1024, 37, 0), (512, 57, 0), (1024, 37, 9)])
-def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps, padding):
-    def compute():
-        h = lstm(*narrow, lengths, 1)
-        return h, *torch.autograd.grad(h, narrow, grad)
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("hidden, steps, padding", [(1024, 37, 0), (512, 57, 0), (1024, 137, 9), (1024, 137, 90)])
+def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps, padding, at_once):
+    layers = stack_of(3, hidden, hidden)
 
-    tensors = random(steps, 8, hidden), *weights_of(hidden, hidden, scale=2.0)
+    def compute():
+        output = lstm(narrow[0], [narrow[1 + 4 * index :][:4] for index in range(3)], lengths, 1, at_once=at_once)
+        return output, *torch.autograd.grad(output, narrow, grad)
+
+    tensors = random(steps, 8, hidden), *(weight for layer in layers for weight in layer)
     narrow = [tensor.cuda().requires_grad_() for tensor in tensors]
     grad = random(steps, 8, hidden, seed=1)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -349,9 +534,13 @@ def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps, padding):
             graph.replay()
     torch.cuda.synchronize()
     lstm_kernel.check(narrow[0].device)
-    layer, wide = torch_lstm(tensors[1:]), tensors[0].double().requires_grad_()
-    expected = torch.nn.functional.pad(layer(wide[: steps - padding])[0], (0, 0, 0, 0, 0, padding))
-    expected = expected, *torch.autograd.grad(expected, (wide, *layer.parameters()), grad.double().cpu())
+    networks, wide = [torch_lstm(layer) for layer in layers], tensors[0].double().requires_grad_()
+    below = wide[: steps - padding]
+    for layer in networks:
+        below = layer(below)[0]
+    expected = torch.nn.functional.pad(below, (0, 0, 0, 0, 0, padding))
+    parameters = [parameter for layer in networks for parameter in layer.parameters()]
+    expected = expected, *torch.autograd.grad(expected, (wide, *parameters), grad.double().cpu())
     for one, other, wanted in zip(eager, recorded, expected, strict=True):
         assert torch.equal(one, other)
-        close(one.cpu(), wanted.detach(), 1e-2)
+        close(one.cpu(), wanted.detach(), 2e-2)

@@ -114,11 +114,10 @@ def test_without_dropout_padding_changes_little():
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
 
 
-def test_graphs_of_persistent_lstms_equal_padded_eager_and_count_no_padding_of_theirs():
+@pytest.mark.parametrize("lstm", ["persistent", "wavefront"])
+def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(lstm):
     widths = {"encoder_hidden": 256, "prediction_hidden": 256}
-    config = replace(
-        SEVERAL, lstm="persistent", precision="fp16", batch=8, buckets="2", max_frames=16, frames=16, **widths
-    )
+    config = replace(SEVERAL, lstm=lstm, precision="fp16", batch=8, buckets="2", max_frames=16, frames=16, **widths)
     padded, state = run_steps("eager_padded", 2, config)
     for name in ("graph", "full"):
         assert_equal(run_steps(name, 2, config)[0], padded)
