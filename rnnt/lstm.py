@@ -23,7 +23,8 @@ from rnnt.config import LSTM_BATCH
 # What a turn of the wavefront costs besides its time steps, in time steps: launches, weights loaded into registers, and
 # the products between turns.
 TURN_COST = 10
-MAX_STRETCHES = 16
+# Stretches but the last have a multiple of so many time steps: cuBLAS looks for a kernel whenever it meets a new shape.
+UNIT = 8
 
 
 # Compiled code would look into the kernel's launch.
@@ -69,16 +70,20 @@ def check(device: torch.device) -> None:
 def turns(num_layers: int, num_steps: int, at_once: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Turns, each of (layer, first time step, end) for up to `at_once` layers, in forward order.
 
-    A layer's stretch comes after its stretch before and after the same one of the layer below. There are as many
-    stretches, MAX_STRETCHES at most, as take the least time, if a turn takes as long as its steps and TURN_COST.
+    A layer's stretch comes after its stretch before and after the same one of the layer below. Stretches are as long as
+    takes the least time, if a turn takes as long as its steps and TURN_COST.
     """
-    found = []
-    for num in range(1, min(num_steps, MAX_STRETCHES) + 1 if at_once > 1 else 2):
-        order = _order(num_layers, num, at_once)
-        found.append((len(order) * (num_steps / num + TURN_COST), num, order))
-    _, num, order = min(found)
-    bounds = [num_steps * index // num for index in range(num + 1)]
-    return tuple(tuple((layer, bounds[k], bounds[k + 1]) for layer, k in turn) for turn in order)
+    sizes = range(UNIT, num_steps + UNIT, UNIT) if at_once > 1 else [num_steps]
+    return min((_cut(num_layers, num_steps, size, at_once) for size in sizes), key=_cost)
+
+
+def _cut(num_layers, num_steps, size, at_once):
+    order = _order(num_layers, -(-num_steps // size), at_once)
+    return tuple(tuple((layer, k * size, min((k + 1) * size, num_steps)) for layer, k in turn) for turn in order)
+
+
+def _cost(order):
+    return sum(TURN_COST + max(end - first for _, first, end in turn) for turn in order)
 
 
 def _order(num_layers, num, at_once):

@@ -94,20 +94,20 @@ def run_stack(x, layers, grad, *how, **more):
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_a_stack_is_layer_after_layer(at_once, dropout):
-    layers, x, grad = stack_of(3, 24, 32), random(37, 8, 24), random(37, 8, 32, seed=1)
-    assert max(end - first for turn in turns(3, 37, 2) for _, first, end in turn) < 37
-    lengths = torch.tensor([20, 33, 1, 0, 30, 29, 4, 11], dtype=torch.int32)
+    layers, x, grad = stack_of(3, 24, 32), random(80, 8, 24), random(80, 8, 32, seed=1)
+    assert len(turns(3, 80, 2)) > 3
+    lengths = torch.tensor([20, 63, 1, 0, 60, 29, 4, 11], dtype=torch.int32)
     torch.manual_seed(5)
     found = run_stack(x, layers, grad, lengths, 1, dropout, at_once)
     torch.manual_seed(5)
-    kept = torch.empty(3, 37, 8, 32, dtype=torch.uint8).bernoulli_(1 - dropout)
+    kept = torch.empty(3, 80, 8, 32, dtype=torch.uint8).bernoulli_(1 - dropout)
     assert (dropout == 0) == kept.all()
     narrow = [tensor.clone().requires_grad_() for tensor in (x, *(weight for layer in layers for weight in layer))]
     below = narrow[0]
     for index in range(3):
         below = lstm(below, [narrow[1 + 4 * index :][:4]], lengths, 1) * (kept[index] / (1 - dropout)).half()
     expected = below, *torch.autograd.grad(below, narrow, grad)
-    assert not found[0][34:].any() and found[0][33].any()
+    assert not found[0][64:].any() and found[0][63].any()
     for one, other in zip(found, expected, strict=True):
         close(one, other, 5e-3)
 
