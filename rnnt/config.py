@@ -143,6 +143,8 @@ class Config:
             wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {_flag(name)}"]
         if wrong:
             raise ValueError(f"--lstm {self.lstm}: takes {' and '.join(wrong)}, or take cudnn")
+        if self.lstm == "wavefront" and self.streams == 2:
+            raise ValueError("--streams 2: --lstm wavefront leaves no room beside the encoder, take 1")
 
 
 def _flag(name):

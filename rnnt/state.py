@@ -282,8 +282,9 @@ def _require_memory(config, device):
 def _require_lstm(config, device):
     if config.lstm != "cudnn":
         widths = config.encoder_hidden, config.prediction_hidden
-        at_once = 2 if config.lstm == "wavefront" else 1
-        lstm.require(device, config.lstm, *(widths if config.streams == 2 else [max(widths)]) * at_once)
+        if config.streams == 1:
+            widths = [max(widths)] * (2 if config.lstm == "wavefront" else 1)
+        lstm.require(device, config.lstm, *widths)
 
 
 def hyperparameters(config: Config, world_size: int) -> dict:

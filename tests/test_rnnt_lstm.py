@@ -168,6 +168,11 @@ def test_what_the_kernels_cannot_do_is_refused_with_the_flags(change, wanted):
         replace(persistent, **change)
 
 
+def test_a_wavefront_is_refused_a_second_stream():
+    with pytest.raises(ValueError, match="^--streams 2: --lstm wavefront leaves no room beside the encoder, take 1$"):
+        replace(PRESETS["bench"], lstm="wavefront", streams=2)
+
+
 @pytest.mark.parametrize("gpu", [{"major": 8}, {"multi_processor_count": 60}])
 def test_a_gpu_that_cannot_hold_all_blocks_is_refused(monkeypatch, gpu):
     h200 = {"name": "GPU", "major": 9, "minor": 0, "multi_processor_count": 132}
