@@ -249,7 +249,7 @@ VARIANTS = {
     "eager_padded": "eager with batches padded to the graphs' shapes: what graph and full must equal",
     "graph": "a forward and a backward graph per bucket of encoder and prediction network; the rest eager",
     "full": "the full iteration as one graph per pair of buckets, 16 at most",
-    "compile": "torch.compile of the three networks around cuDNN's LSTMs, no graphs",
+    "compile": "torch.compile of the three networks around their LSTMs, no graphs",
 }
 
 ABOUT = {
@@ -331,7 +331,8 @@ CELL_COST = 0.00115
 def padded_cost(config: Config, frames: int, tokens: int) -> float:
     """What a batch of this shape costs by its padding, in time steps: --buckets auto makes little of that.
 
-    LSTM kernels of our own end with the longest utterance, which leaves the lattice's cells.
+    LSTM kernels of our own end with the longest utterance, which leaves the lattice's cells. What wavefront loses by
+    stretches that are cut for the padded length is left out.
     """
     cells = config.batch * ((frames + 1) // 2) * (tokens + 1)
     steps = 0 if config.lstm != "cudnn" else time_steps(config, frames, tokens)

@@ -5,9 +5,10 @@ hear of each other's results, not arithmetic. rnnt/lstm_kernel.cu keeps the weig
 in one journey through L2. All that has no order in time stays with cuBLAS: the inputs' products before, gradients of
 inputs and weights after, for many steps at once.
 
-A layer takes half of the GPU. With --lstm persistent layers run one after the other, each in one launch. With --lstm
-wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer has the one
-before. That takes two thirds of the time and many launches more, which a graph has for nothing and eager has not.
+A layer of width 1024 takes half of an H200. With --lstm persistent layers run one after the other, each in one launch.
+With --lstm wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer
+has the one before. That takes two thirds of the time and many launches more, which a graph has for nothing and eager
+has not.
 
 Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, what is kept for the
 backward and gradients in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
@@ -17,6 +18,7 @@ import functools
 from dataclasses import dataclass, fields
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from rnnt.config import LSTM_BATCH
 
@@ -34,15 +36,22 @@ def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
 
     layers: (w_ih, w_hh, b_ih, b_hh) of each, as torch.nn.LSTM names them, all of one width H.
     lengths: int32 [8], time steps of each utterance, `extra` more for each. What comes after the longest of them is
-    padding: outputs are 0 there and take no time, which is read on the device, so that a graph does so, too. None: T.
+    padding: outputs are 0 there and take no time steps, which is decided on the device, in a graph, too. None: all T.
     dropout: the share of every layer's outputs that is dropped.
     at_once: layers that may run side by side, 1 or 2.
 
-    Raises ValueError for another batch size. The width is one of LSTM_WIDTHS where x is on a GPU.
+    Raises ValueError for another batch size, dtype or at_once, or layers of several widths. The width is one of
+    LSTM_WIDTHS where x is on a GPU. The output is a view, not to be changed in place.
     """
     if x.shape[1] != LSTM_BATCH:
         raise ValueError(f"our LSTM kernels take batches of {LSTM_BATCH}, not of {x.shape[1]}: take --lstm cudnn")
     weights = [weight for layer in layers for weight in layer]
+    if any(tensor.dtype != torch.float16 for tensor in (x, *weights)):
+        raise ValueError("our LSTM kernels take FP16: take --lstm cudnn")
+    if len({w_hh.shape for _, w_hh, _, _ in layers}) > 1:
+        raise ValueError("a stack's layers have one width")
+    if at_once not in (1, 2):
+        raise ValueError(f"at_once {at_once}: takes 1 or 2")
     return _Stack.apply(x, lengths, extra, dropout, at_once, *weights)
 
 
@@ -126,14 +135,14 @@ class Layer:
 
 
 @dataclass(slots=True)
-class Padding:
-    """What all layers of a stack have in common."""
+class Common:
+    """What all layers of a stack have in common; scale: of what dropout keeps."""
 
     num_steps: int
     lengths: torch.Tensor | None = None
     extra: int = 0
-    # Of what dropout keeps.
     scale: float = 1.0
+    at_once: int = 1
 
 
 class _Stack(torch.autograd.Function):
@@ -142,7 +151,7 @@ class _Stack(torch.autograd.Function):
         layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
         (num_steps, batch), num, hidden = x.shape[:2], len(layers), layers[0][1].shape[1]
         run = _kernels(x)
-        common = Padding(num_steps, lengths, extra, 1 / (1 - dropout))
+        common = Common(num_steps, lengths, extra, 1 / (1 - dropout), at_once)
         shape = num, num_steps, batch
         inputs = x.new_empty(*shape, 4 * hidden)
         h, cells, gates = (x.new_empty(*shape, *each) for each in ((hidden,), (hidden,), (hidden, 4)))
@@ -164,10 +173,11 @@ class _Stack(torch.autograd.Function):
                     _products(inputs[layer, first:end], outputs[layer - 1, first:end], layers[layer])
             run.forward(stack, turn)
         ctx.save_for_backward(x, lengths, kept, h, outputs, cells, gates, *weights)
-        ctx.common, ctx.at_once = (extra, common.scale), at_once
+        ctx.common, ctx.at_once = (extra, common.scale, at_once), at_once
         return outputs[-1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, lengths, kept, h, outputs, cells, gates, *weights = ctx.saved_tensors
         layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
@@ -187,7 +197,7 @@ class _Stack(torch.autograd.Function):
                 Layer(given=given, weights=w_hh, **part)
                 for given, (_, w_hh, _, _), part in zip(grads, layers, parts, strict=True)
             ],
-            Padding(num_steps, lengths, *ctx.common),
+            Common(num_steps, lengths, *ctx.common),
         )
         # From the last stretch of the last layer on, the forward's order read from behind.
         for turn in reversed(turns(num, num_steps, ctx.at_once)):
@@ -196,13 +206,15 @@ class _Stack(torch.autograd.Function):
                     of = grad_gates[layer + 1, first:end].flatten(0, 1), layers[layer + 1][0]
                     torch.mm(*of, out=grads[layer][first:end].flatten(0, 1))
             run.backward(stack, turn)
+        # Alike, but each with memory of its own: gradients are accumulated in place.
+        of_b_ih, of_b_hh = grad_bias.clone(), grad_bias
         found = []
         for index in range(num):
             gate_rows = grad_gates[index].flatten(0, 1).t()
             below = outputs[index - 1] if index else x
             # Before the first step h was 0.
             of_w_hh = grad_gates[index, 1:].flatten(0, 1).t() @ h[index, :-1].flatten(0, 1)
-            found += [gate_rows @ below.flatten(0, 1), of_w_hh, grad_bias[index], grad_bias[index]]
+            found += [gate_rows @ below.flatten(0, 1), of_w_hh, of_b_ih[index], of_b_hh[index]]
         grad_x = grad_gates[0] @ layers[0][0] if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, *found
 

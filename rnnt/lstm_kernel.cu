@@ -9,7 +9,7 @@
 // through shared memory in a fixed order, so that the same numbers run after run give the same bits.
 //
 // Between time steps blocks exchange what they made through the output tensor itself, which is filled with EMPTY before
-// the launch: a word of it is either EMPTY or final, and whoever needs it reads until it is there. That costs one
+// its first launch: a word of it is either EMPTY or final, and whoever needs it reads until it is there. That costs one
 // journey through L2, where a flag beside the data costs three, and needs no order between words, hence no fences.
 // Nothing is overwritten, so there is no second use to wait for. All blocks must be resident: the launch is
 // cooperative. A warp that has read PATIENCE times in vain sets *status and stops waiting; then its results are NaN.
@@ -245,6 +245,7 @@ struct Layer {
     int first, end;
 };
 
+// As rnnt/lstm_kernel.py packs it.
 struct Work {
     Layer layers[2];
     const int* lengths;  // [8], or null

@@ -51,24 +51,26 @@ def prepare(exchanged):
 def bind(layers, common):
     """As rnnt.lstm.Steps.bind."""
     for layer in layers:
-        for tensor in (layer.given, layer.weights):
-            assert tensor.is_contiguous() and tensor.dtype == torch.float16 and tensor.data_ptr() % 16 == 0
+        # What comes from elsewhere; the rest is made by rnnt/lstm.py.
+        for tensor in (layer.given, layer.weights, *([] if layer.bias is None else [layer.bias])):
+            assert tensor.is_contiguous() and tensor.dtype == torch.float16
+        assert layer.weights.data_ptr() % 16 == 0
     hidden, device = layers[0].weights.shape[1], _Device.of(layers[0].weights.device)
-    return hidden, device, [pointers(layer) for layer in layers], shared(common, device.status)
+    # One for all turns, so that sums have one order.
+    cluster = _cluster(device.index, hidden, FORWARD_UNITS, CLUSTER, common.at_once)
+    kernels = _kernels(device.index, hidden, FORWARD_UNITS, cluster)
+    return hidden, device, kernels, [pointers(layer) for layer in layers], shared(common, device.status)
 
 
 def forward(stack, turn):
     """As rnnt.lstm.Steps.forward."""
-    hidden, device, layers, common = stack
-    kernel, _ = _kernels(device.index, hidden, FORWARD_UNITS, CLUSTER)
+    hidden, device, (kernel, _), layers, common = stack
     device.launch(kernel, len(turn) * hidden // FORWARD_UNITS, pack(layers, common, turn))
 
 
 def backward(stack, turn):
     """As rnnt.lstm.Steps.backward."""
-    hidden, device, layers, common = stack
-    cluster = _cluster(device.index, hidden, FORWARD_UNITS, CLUSTER, len(turn))
-    _, kernel = _kernels(device.index, hidden, FORWARD_UNITS, cluster)
+    hidden, device, (_, kernel), layers, common = stack
     device.launch(kernel, len(turn) * hidden // BACKWARD_UNITS, pack(layers, common, turn))
 
 
@@ -93,7 +95,7 @@ def pack(layers, common, turn):
 
 
 def check(device: torch.device) -> None:
-    """Waits for the device. RuntimeError where a block has waited in vain for another one, which made results NaN."""
+    """Waits for the current stream. RuntimeError where a block waited in vain for another one, which made NaN."""
     if _Device.of(device).status.item():
         raise RuntimeError("rnnt/lstm_kernel.cu: a block waited in vain for another one, all results are void")
 

@@ -2,10 +2,11 @@
 
 Source: MLPerf training v3.1, NVIDIA's rnnt/model.py and common/rnn.py with baseline_v3-1023sp.yaml and decoupled_rnns:
 stacks of single-layer LSTMs with dropout of torch between them, since cuDNN's dropout keeps a state that no graph can
-record. Nothing is masked: LSTMs run forwards in time, so padding changes only what comes after an utterance's end, and
-the loss does not look there. One exception, the benchmark's too: the last frame of an utterance of odd length is
-stacked with what follows, which is 0 at the end of the tensor and an LSTM's answer to padding elsewhere. With LSTM
-kernels of our own LSTMs end with the batch's longest utterance: behind it h is 0, wherever the tensor ends.
+record; kernels of our own have it inside. Nothing is masked: LSTMs run forwards in time, so padding changes only what
+comes after an utterance's end, and the loss does not look there. One exception, the benchmark's too: the last frame of
+an utterance of odd length is stacked with what follows, which is 0 at the end of the tensor and an LSTM's answer to
+padding elsewhere. With kernels of our own LSTMs end with the batch's longest utterance: behind it h is 0, wherever
+the tensor ends.
 """
 
 import functools

@@ -305,7 +305,7 @@ class EagerSync(Eager):
 
 
 class Compiled(EagerPadded):
-    """torch.compile of the three networks; cuDNN's LSTMs break its graphs, so it has what lies between and the joint.
+    """torch.compile of the three networks; their LSTMs break its graphs, so it has what lies between and the joint.
 
     Batches are padded, since each new shape is compiled for itself. Dropout draws as eager does, but not the joint's:
     compiled code cannot call its kernel.

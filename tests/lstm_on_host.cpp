@@ -15,7 +15,6 @@
 #define __device__
 #define __global__
 #define __grid_constant__
-#define __restrict__ __restrict
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 #define __shared__ static thread_local
@@ -243,6 +242,8 @@ static void run_block(const Work& what, bool forward, int index) {
         std::this_thread::yield();
     }
 }
+
+extern "C" int size_of_work() { return sizeof(Work); }
 
 // absent: a block that is not run, as if it never became resident; -1: none.
 extern "C" void run(const Work* what, bool forward, int num_blocks, int absent) {

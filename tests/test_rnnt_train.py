@@ -18,6 +18,7 @@ from common import measure, memory
 from common.config import Arguments, Run
 from rnnt import buckets, decoding
 from rnnt.config import PRESETS, learning_rate, time_steps, training_flops
+from rnnt.lstm import turns
 from rnnt.state import State, nominal_flops
 from rnnt.train import MAKE_VARIANT, _notes, padded_step
 
@@ -116,8 +117,10 @@ def test_without_dropout_padding_changes_little():
 
 @pytest.mark.parametrize("lstm", ["persistent", "wavefront"])
 def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(lstm):
-    widths = {"encoder_hidden": 256, "prediction_hidden": 256}
-    config = replace(SEVERAL, lstm=lstm, precision="fp16", batch=8, buckets="2", max_frames=16, frames=16, **widths)
+    # Long enough for two layers to run side by side.
+    sizes = {"encoder_hidden": 256, "prediction_hidden": 256, "pre_layers": 2, "max_frames": 80, "frames": 80}
+    config = replace(SEVERAL, lstm=lstm, precision="fp16", batch=8, buckets="2", **sizes)
+    assert max(map(len, turns(2, 80, 2))) == 2
     padded, state = run_steps("eager_padded", 2, config)
     for name in ("graph", "full"):
         assert_equal(run_steps(name, 2, config)[0], padded)
