@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from rnnt.config import LSTM_BATCH
 
 # What a turn of the wavefront costs besides its time steps, in time steps: launches, weights loaded into registers, and
-# the products between turns.
+# the products between turns. From 5 to 20 it makes a difference of 1 % (results/h200x1/rnnt-lstm).
 TURN_COST = 10
-# Stretches but the last have a multiple of so many time steps: cuBLAS looks for a kernel whenever it meets a new shape.
+# Stretches but the last have a multiple of so many time steps: few shapes for which cuBLAS has to choose a kernel.
 UNIT = 8
 
 
