@@ -324,7 +324,7 @@ def time_steps(config: Config, frames: int, tokens: int) -> int:
 
 # What a cell of one utterance's lattice costs in time steps of cuDNN's LSTMs, forward and backward: 8.7 ns in 7.6 us.
 # Sources: three times the forward of joint and loss, 6.5 ms over 192 x 205 x 57 cells (results/h200x1/rnnt-full);
-# 11.8 ms over 1547 time steps (results/h200x1/rnnt-lstm).
+# 11.8 ms over 1547 time steps, 12.0 when measured again (results/h200x1/rnnt-lstm).
 CELL_COST = 0.00115
 
 

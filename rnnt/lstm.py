@@ -7,8 +7,8 @@ inputs and weights after, for many steps at once.
 
 A layer of width 1024 takes half of an H200. With --lstm persistent layers run one after the other, each in one launch.
 With --lstm wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer
-has the one before. That takes two thirds of the time and many launches more, which a graph has for nothing and eager
-has not.
+has the one before. That takes three quarters of the time and many launches more, which a graph has for nothing and
+eager has not.
 
 Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, what is kept for the
 backward and gradients in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.

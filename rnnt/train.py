@@ -359,6 +359,8 @@ def _card(config, device, flops_per_step):
 
 def _notes(config, device, variant):
     notes = []
+    if device.type == "cpu" and config.lstm != "cudnn":
+        notes.append(f"--lstm {config.lstm}: on a CPU plain torch computes what the kernels do, slowly")
     if config.streams == 2 and (device.type == "cpu" or variant == "graph"):
         notes.append("--streams 2 changes nothing on a CPU and in graph")
     if device.type == "cuda" and config.lstm == "cudnn" and not rnnt_config.persistent_lstms(config):

@@ -341,6 +341,11 @@ def test_a_run_says_which_of_its_settings_do_nothing():
     gpu, two = torch.device("cuda"), replace(PRESETS["full"], streams=2)
     assert _notes(TINY, CPU, "full") == _notes(PRESETS["bench"], gpu, "graph") == []
     assert _notes(replace(TINY, streams=2), CPU, "full") == ["--streams 2 changes nothing on a CPU and in graph"]
+    wavefront = replace(PRESETS["bench"], lstm="wavefront")
+    assert _notes(wavefront, CPU, "full") == [
+        "--lstm wavefront: on a CPU plain torch computes what the kernels do, slowly"
+    ]
+    assert _notes(wavefront, gpu, "full") == []
     # Batch 192.
     assert ["runs without" in note for note in _notes(two, gpu, "graph")] == [False, True]
     assert ["runs without" in note for note in _notes(two, gpu, "full")] == [True]
