@@ -64,7 +64,7 @@ def require(device: torch.device, which: str, *widths: int) -> None:
 
 
 def check(device: torch.device) -> None:
-    """Waits for the device. RuntimeError where a kernel gave up, after which all results are NaN."""
+    """Waits for the current stream. RuntimeError where a kernel gave up, after which all results are NaN."""
     if device.type == "cuda":
         from rnnt import lstm_kernel
 
@@ -173,7 +173,7 @@ class _Stack(torch.autograd.Function):
                     _products(inputs[layer, first:end], outputs[layer - 1, first:end], layers[layer])
             run.forward(stack, turn)
         ctx.save_for_backward(x, lengths, kept, h, outputs, cells, gates, *weights)
-        ctx.common, ctx.at_once = (extra, common.scale, at_once), at_once
+        ctx.common = extra, common.scale, at_once
         return outputs[-1]
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Stack(torch.autograd.Function):
         x, lengths, kept, h, outputs, cells, gates, *weights = ctx.saved_tensors
         layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
         num, num_steps, batch, hidden = h.shape
-        run = _kernels(x)
+        run, common = _kernels(x), Common(num_steps, lengths, *ctx.common)
         # Of each layer's output.
         grads = [*h.new_empty(num - 1, num_steps, batch, hidden), grad.contiguous()]
         grad_gates, grad_bias = h.new_empty(num, num_steps, batch, 4 * hidden), h.new_empty(num, 4 * hidden)
@@ -197,10 +197,10 @@ class _Stack(torch.autograd.Function):
                 Layer(given=given, weights=w_hh, **part)
                 for given, (_, w_hh, _, _), part in zip(grads, layers, parts, strict=True)
             ],
-            Common(num_steps, lengths, *ctx.common),
+            common,
         )
         # From the last stretch of the last layer on, the forward's order read from behind.
-        for turn in reversed(turns(num, num_steps, ctx.at_once)):
+        for turn in reversed(turns(num, num_steps, common.at_once)):
             for layer, first, end in turn:
                 if layer + 1 < num:
                     of = grad_gates[layer + 1, first:end].flatten(0, 1), layers[layer + 1][0]
