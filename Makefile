@@ -9,6 +9,8 @@ flag = $(if $(strip $($1)),$2 "$(strip $($1))")
 bench_flags = $(strip $(call flag,MODEL,--model) $(call flag,PRESET,--preset) $(call flag,VARIANTS,--variants) \
     $(call flag,ROUNDS,--rounds) $(call flag,STEPS,--steps) $(call flag,NGPU,--ngpu) \
     $(call flag,HOST_LOAD,--host-load) $(call flag,MINUTES,--minutes) $(call flag,OUT,--out))
+session_flags = $(strip $(call flag,LABEL,--label) $(if $(strip $(CONTROL)),--control) $(if $(strip $(CLOSE)),--close) \
+    $(call flag,SESSION,--session))
 table = $(if $(strip $(BASE)),gate,compare)
 submit_flags = $(bench_flags) $(strip $(call flag,NODES,--nodes) $(call flag,PARTITION,--partition) \
     $(call flag,ACCOUNT,--account) $(call flag,TIME,--time) $(call flag,IMAGE,--image) $(call flag,MOUNTS,--mounts) \
@@ -17,7 +19,7 @@ sweep_flags = $(bench_flags) $(strip $(call flag,OVER,--over) $(call flag,VALUES
     $(call flag,VARIANT,--variant))
 need = $(if $(strip $($1)),,$(error $1 is missing, as in make $@ $1=$2))
 
-.PHONY: help bench sweep compare plots readme submit test test-slow lint format te clean
+.PHONY: help bench publish sweep compare plots readme submit test test-slow lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -37,7 +39,11 @@ help: ## this list
 # NGPU       ## bench: number of GPUs, or of ranks on the CPU (1)
 # HOST_LOAD  ## bench: busy processes beside the timed runs (0)
 # MINUTES    ## bench: start no round that would end later
-# OUT        ## bench, compare, plots: folder of the records (bench: runs/...; else results)
+# OUT        ## bench: root of the sessions (runs); compare, plots: what is read (results)
+# LABEL      ## bench: ends the name of the sessions' folder (made of the flags after --)
+# CONTROL    ## bench: =1 runs eager once more beside eager: what two equal programs differ by here
+# CLOSE      ## bench: =1 packs the open session of this MODEL as it stands, or the one that SESSION names
+# SESSION    ## publish: packed sessions; bench with CLOSE=1: name of an open one
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
 # OVER       ## sweep, submit: what is varied, as in OVER=batch; the model says what it has
 # VALUES     ## sweep, submit: just these values, as in VALUES=1,2,4
@@ -53,9 +59,14 @@ help: ## this list
 # PYTHON     ## all: use this interpreter as it is, without any set-up
 
 bench: ## measure MODEL, eager against graphed
-	$(call need,MODEL,$(firstword $(models)); models: $(models))
+	$(if $(strip $(SESSION)),,$(call need,MODEL,$(firstword $(models)); models: $(models)))
 	$(setup) core
-	$(python) -m benchmarks.run $(bench_flags) $(ARGS)
+	$(python) -m benchmarks.run $(bench_flags) $(session_flags) $(ARGS)
+
+publish: ## copy packed sessions, SESSION=runs/..., unchanged into results/
+	$(call need,SESSION,runs/h200x1/gpt3-bench/20261122T031500Z-13f405-c77b)
+	$(setup) core
+	$(python) -m benchmarks.sessions publish $(SESSION)
 
 sweep: ## where graphs stop paying: MODEL at growing values of OVER
 	$(call need,MODEL,$(firstword $(models)); models: $(models))

@@ -3,7 +3,7 @@
     python -m benchmarks.gate runs/h200x1/gpt3-bench --against results/h200x1/gpt3-bench
     python -m benchmarks.gate results --against ../main/results --tolerance 1
 
-Each side is one folder of records or a root of folders. Rows are matched by GPU type, model, preset, number of
+Each side is a session, a group of sessions, or a root of groups. Rows are matched by GPU type, model, preset, number of
 GPUs, host load and variant; where a side has several folders of one such row, by the folder's path or name too.
 Of each row are judged, up and down alike, because a sudden gain is suspect too:
 
@@ -38,7 +38,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import compare, intervals, overview_rows, tables
+from benchmarks import compare, intervals, overview_rows, rows, tables
 
 TOLERANCE_PERCENT = 2.0
 # Two GPUs of one type, each off by about 1 %, differ by less than this in 97 of 100 cases.
@@ -191,7 +191,7 @@ def _judge_row(name, block, partner, row, other, tolerance):
     judged.append(_judge_word(name, "replays", row["replays"], other["replays"], best="ok"))
     judged.append(_judge_word(name, "graphs", row["num_graphs"], other["num_graphs"]))
     if block.device == "cuda":
-        judged += _judge_times(name, row, _groups(block, row), _groups(partner, row), tolerance)
+        judged += _judge_times(name, row, _runs(block, row), _runs(partner, row), tolerance)
         for quantity, key, text in (
             ("reserved GiB", "peak_reserved_gib", tables.number(2)),
             ("kernels", "num_kernels", tables.number(0)),
@@ -202,22 +202,29 @@ def _judge_row(name, block, partner, row, other, tolerance):
     return [each for each in judged if each]
 
 
-def _groups(block, row):
-    """Records of the variant and of eager, the base of speed-ups."""
-    return [[r for r in block.found if r["variant"] == variant] for variant in (row["variant"], overview_rows.BASE)]
+def _runs(block, row):
+    """Timed records of a row, and the log ratios of its pairs: of the sessions that the row rests on."""
+    group = rows.group_of(block.runs)
+    pooled, _ = rows.standing(group, row["variant"])
+    records = [each["record"] for session in pooled for each in group.timed(session, row["variant"])]
+    ratios = []
+    for session in pooled:
+        if group.bases[session] not in (None, row["variant"]):
+            both = rows.pairs(group, session, row["variant"], group.bases[session])
+            ratios += rows.log_ratios(both, lambda record: record["statistic_ms"])
+    return records, ratios
 
 
 def _judge_times(name, row, base, new, tolerance):
-    same_gpu = len({record["env"]["gpu_uuid"] for group in (base[0], new[0]) for record in compare.timed(group)}) == 1
+    same_gpu = len({record["env"]["gpu_uuid"] for records, _ in (base, new) for record in records}) == 1
     allowed = tolerance if same_gpu else tolerance + OTHER_GPU_PERCENT / 100
-    steps = [[math.log(record["statistic_ms"]) for record in compare.timed(side[0])] for side in (base, new)]
+    steps = [[math.log(record["statistic_ms"]) for record in records] for records, _ in (base, new)]
     judged = [_judge_logs(name, "step ms", *steps, allowed, tables.number(2))]
     if same_gpu:
-        issues = [[math.log(r["issue_ms"]) for r in compare.timed(side[0]) if r["issue_ms"]] for side in (base, new)]
+        issues = [[math.log(r["issue_ms"]) for r in records if r["issue_ms"]] for records, _ in (base, new)]
         judged.append(_judge_logs(name, "issue ms", *issues, ISSUE_PERCENT / 100, tables.number(2)))
     if not row["is_base"]:
-        ratios = [compare.log_ratios(*side) for side in (base, new)]
-        judged.append(_judge_logs(name, "speed-up", *ratios, tolerance, lambda value: f"{value:.3f}x"))
+        judged.append(_judge_logs(name, "speed-up", base[1], new[1], tolerance, lambda value: f"{value:.3f}x"))
     return judged
 
 
@@ -320,7 +327,7 @@ def main(argv=None) -> int:
         epilog="exit status: 0 all hold, 1 something changed, is missing or failed, 2 the two cannot be compared",
         allow_abbrev=False,
     )
-    parser.add_argument("new", metavar="DIR", help="the newer results: a folder of records, or of such folders")
+    parser.add_argument("new", metavar="DIR", help="the newer results: a session, a group of sessions, or a root")
     parser.add_argument("--against", required=True, metavar="BASE", help="the earlier results, of either kind")
     parser.add_argument(
         "--tolerance", type=_percent, default=TOLERANCE_PERCENT / 100, metavar="PERCENT", help="allowed change (2)"

@@ -4,9 +4,9 @@
     python -m benchmarks.overview results --markdown            also --csv, --json; to stdout
     python -m benchmarks.overview results --write --readme      results/overview.*, and the tables in the READMEs
 
-Each folder is a block of rows of its own: what ran in different sessions is never paired. GPU types and CPUs
-stand under headings of their own. A folder measured beside busy processes joins the quiet folder of the same
-work as its column "busy host". Break-even is the number of steps after which the variant has paid for its
+Each group of sessions is a block of rows; docs/method.md says how sessions and hosts pool. GPU types and CPUs
+stand under headings of their own. A group measured beside busy processes joins the quiet group of the same
+work as a column of its own. Break-even is the number of steps after which the variant has paid for its
 compilation, its capture, and what its warm-up takes beyond eager's. A folder that holds sweep.json
 is a sweep, with a table of its own. Reads records only: no torch, no GPU.
 
@@ -23,11 +23,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import overview_tables, readme
-from benchmarks.overview_rows import find_folders, read, rows_of
+from benchmarks import frame, overview_tables, readme
+from benchmarks.overview_rows import blocks_of, rows_of
 from benchmarks.published import PUBLISHED
 
-SCHEMA = 1
+SCHEMA = 2
 
 # ------------------------------------------------------------------------------------------------
 # For programs
@@ -46,6 +46,7 @@ def document(blocks, faults) -> dict:
             "num_gpus": block.num_gpus,
             "host_load": block.host_load,
             "gpu_uuids": sorted({record["env"]["gpu_uuid"] for record in block.found} - {None}),
+            "sessions": sorted(set(block.runs["session"])),
             "source_hashes": sorted(map(str, block.sources)),
             "git_shas": sorted({record["env"]["git_sha"] for record in block.found} - {None}),
             "num_records": len(block.found),
@@ -53,7 +54,7 @@ def document(blocks, faults) -> dict:
         for block in blocks
     ]
     published = [asdict(each) for each in PUBLISHED]
-    return {"schema": SCHEMA, "rows": rows, "folders": folders, "published": published, "skipped": faults}
+    return {"schema": SCHEMA, "rows": rows, "folders": folders, "published": published, "left_out": faults}
 
 
 def csv_text(blocks) -> str:
@@ -107,17 +108,18 @@ def main(argv=None) -> int:
     parser.add_argument("--readme", action="store_true", help="make the tables in README.md and */README.md again")
     args = parser.parse_args(argv)
     try:
-        blocks, faults, refused = read(args.root)
+        runs = frame.read(args.root)
+        blocks, faults, refused = blocks_of(runs, args.root)
     except FileNotFoundError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     for fault in faults:
-        print(f"{parser.prog}: unsound: {fault}", file=sys.stderr)
+        print(f"{parser.prog}: left out: {fault}", file=sys.stderr)
     for line in refused:
         print(f"{parser.prog}: refused: {line}", file=sys.stderr)
     if (faults or refused) and (args.write or args.readme):
         parser.exit(1, f"{parser.prog}: nothing written\n")
     if not blocks:
-        parser.exit(1, f"{parser.prog}: {_nothing(args.root)}\n")
+        parser.exit(1, f"{parser.prog}: {_nothing(args.root, runs)}\n")
     # All texts are made before the first is written.
     try:
         texts = files_of(args.root, blocks, faults) if args.write else {}
@@ -132,13 +134,14 @@ def main(argv=None) -> int:
     elif args.form == "json":
         print(json_text(blocks, faults), end="")
     elif args.form == "markdown" or not (args.write or args.readme):
-        print(overview_tables.text_of(args.root, blocks, faults, markdown=args.form == "markdown"))
+        markdown = args.form == "markdown"
+        print(overview_tables.text_of(args.root, blocks, faults, markdown=markdown, sweeps=runs.sweeps))
     return 1 if faults or refused else 0
 
 
-def _nothing(root):
-    folders, sweeps = find_folders(root)
-    if folders or not sweeps:
+def _nothing(root, runs):
+    sweeps = runs.sweeps
+    if not runs.frame.empty or not sweeps:
         return f"no records in or below {root}"
     more = ", ..." if len(sweeps) > 1 else ""
     return f"{root} holds sweeps alone: each has its table.md, and is shown by its own name ({sweeps[0]}{more})"

@@ -1,20 +1,15 @@
-"""Folders of records below a root, and the rows of the overview: each variant against eager of its own folder.
+"""Groups of sessions below a root, and the rows of the overview: each variant against the base of its sessions.
 
-Each folder is a block of rows: what ran in different sessions is never paired. A folder measured beside busy
-processes joins the quiet folder of the same work.
+Each group is a block of rows. A group measured beside busy processes joins the quiet group of the same work.
 """
 
-import os
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import compare
+from benchmarks import compare, frame, rows
 from benchmarks.published import PUBLISHED, of_model
+from benchmarks.rows import MEASURING
 
-BASE = "eager"
-# How a run is measured, not what a step computes: folders that differ in these alone did the same work.
-MEASURING = ("min_steps", "min_window_s", "warmup_min_s", "warmup_max_s")
 # The share of a model that says most about it, for the table of strategies.
 PRESET_ORDER = ("mlperf", "full", "bench", "tiny")
 
@@ -30,18 +25,16 @@ OF_BOTH = {
     "sm_mhz": "sm_mhz",
 }
 
-_RECORD_NAME = re.compile(r".+\.r\d+\.json")
-
 # ------------------------------------------------------------------------------------------------
 # Reading
 
 
 @dataclass(frozen=True)
 class Block:
-    """One folder: its sound records, the rows of its table, and what all its records have in common.
+    """One group of sessions: its runs, the rows of its table, and what all its records have in common.
 
-    name: the folder's path below the root. gpu: the GPU's name, or the CPU's. work: the configuration, without
-    how it is measured.
+    name: the group's path below the root. gpu: the GPU's name, or the CPU's. work: the configuration, without
+    how it is measured. runs: a frame. found: its records.
     """
 
     folder: Path
@@ -54,6 +47,7 @@ class Block:
     host_load: int
     sources: frozenset
     work: dict
+    runs: object
     found: list
     rows: list
 
@@ -61,56 +55,43 @@ class Block:
     def identity(self) -> tuple:
         return self.device, self.gpu, self.model, self.preset, self.num_gpus
 
-
-def find_folders(root) -> tuple[list[Path], list[Path]]:
-    """Folders of records at or below `root`, and folders of sweeps, whose points are left out; both sorted.
-
-    Raises FileNotFoundError when there is no such folder.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        raise FileNotFoundError(f"no folder {root}")
-    folders, sweeps = [], []
-    for place, below, files in os.walk(root):
-        here = Path(place)
-        if "sweep.json" in files and here != root:
-            sweeps.append(here)
-            below.clear()
-            continue
-        below[:] = [name for name in below if not name.startswith(".")]
-        if any(_RECORD_NAME.fullmatch(name) for name in files):
-            folders.append(here)
-    return sorted(folders), sorted(sweeps)
+    @property
+    def base(self) -> dict | None:
+        return next((row for row in self.rows if row["is_base"]), None)
 
 
 def read(root) -> tuple[list[Block], list[str], list[str]]:
-    """Blocks of all folders, a line for each unsound file, and a line for each folder that cannot be shown: it mixes
+    """Blocks of all groups, a line for each record left out, and a line for each group that cannot be shown: it mixes
     what must not mix, or has timed runs of everything but eager.
     """
+    return blocks_of(frame.read(root), root)
+
+
+def blocks_of(runs: frame.Runs, root) -> tuple[list[Block], list[str], list[str]]:
+    """The same of runs that were read before."""
     root = Path(root)
-    blocks, faults, refused = [], [], []
-    for folder in find_folders(root)[0]:
-        name = folder.relative_to(root).as_posix() if folder != root else folder.resolve().name
-        found, unsound = compare.load(folder)
-        faults += [fault.replace(f"{folder}/", f"{name}/") for fault in unsound]
-        lack = compare.missing_base(found, BASE)
+    blocks, refused = [], []
+    for group, part in runs.frame.groupby("group", sort=True):
+        folder = root if group == "." else root / group
+        name = root.resolve().name if group == "." else group
+        lack = compare.missing_base(part)
         if lack:
             refused.append(f"{name}: {lack}")
             continue
         try:
-            rows = compare.summarise(found, BASE)
+            table = rows.summarise(part)
         except compare.Mixed as mixed:
             refused.append(f"{name}: {mixed}")
             continue
-        if found:
-            blocks.append(_block(folder, name, found, rows))
-    return sorted(blocks, key=_order), faults, refused
+        blocks.append(_block(folder, name, part, table))
+    return sorted(blocks, key=_order), list(runs.faults), refused
 
 
-def _block(folder, name, found, rows):
-    # A run that came to nothing may not know what its preset became, nor its machine.
+def _block(folder, name, part, table):
+    found = frame.records_of(part)
+    # A run that came to nothing may not know what its preset became, nor its machine. The newest speaks.
     sound = compare.timed(found) or [record for record in found if record["status"] == "pass"] or found
-    first = sound[0]
+    first = sound[-1]
     return Block(
         folder=folder,
         name=name,
@@ -122,8 +103,9 @@ def _block(folder, name, found, rows):
         host_load=first["host_load"],
         sources=frozenset(record["env"]["source_hash"] for record in sound),
         work={key: value for key, value in first["config"].items() if key not in MEASURING},
+        runs=part,
         found=found,
-        rows=rows,
+        rows=table,
     )
 
 
@@ -134,35 +116,27 @@ def _order(block):
     return block.device != "cuda", block.gpu, place, block.model, block.preset, block.num_gpus, block.name
 
 
-def family(variant: str) -> str:
-    """eager, compile or graph: what a variant is a kind of."""
-    if variant.split("_")[0] == "eager":
-        return "eager"
-    return "compile" if variant.startswith(("compile", "reduce_overhead")) else "graph"
-
-
 # ------------------------------------------------------------------------------------------------
 # Rows
 
 
 def rows_of(blocks: list[Block]) -> list[dict]:
-    """One row for each variant of each block that is not eager, in the order of the blocks.
+    """One row for each variant of each block that is not the base, in the order of the blocks.
 
     Names end in their unit; a name that begins with eager_ is the base's. What is not known is None.
     """
     labels = labels_of(blocks)
     folded = _fold(blocks)
     busy = {id(loaded) for partners in folded.values() for loaded in partners}
-    rows = []
+    table = []
     for block in blocks:
         if id(block) not in busy:
-            eager = next((row for row in block.rows if row["is_base"]), None)
-            rows += [
-                _row(block, row, eager, labels[id(block)], folded.get(id(block), []))
+            table += [
+                _row(block, row, block.base, labels[id(block)], folded.get(id(block), []))
                 for row in block.rows
                 if not row["is_base"]
             ]
-    return rows
+    return table
 
 
 def labels_of(blocks):
@@ -222,12 +196,14 @@ def _row(block, row, eager, label, loaded):
         "num_gpus": block.num_gpus,
         "host_load": block.host_load,
         **{key: row[key] for key in ("variant", "status", "message", "strategy", "num_graphs", "num_operators")},
-        **{key: row[key] for key in ("replays", "parity", "max_rel_diff", "num_rounds", "num_pairs")},
-        "eager_ms": of_eager("step_ms"),
+        **{key: row[key] for key in ("replays", "parity", "max_rel_diff", "num_rounds", "num_pairs", "num_hosts")},
+        **{key: row[key] for key in ("kind", "num_sessions", "num_older", "lacks", "graph_kernel_share")},
+        "base": row["base"],
+        "eager_ms": row["base_ms"] or of_eager("step_ms"),
         "step_ms": row["step_ms"],
         "ceiling": of_eager("ceiling"),
         **{key: row[key] for key in _with_interval("speedup")},
-        "verdict": row["verdict"],
+        **{key: row[key] for key in ("verdict", "scope", "range_low", "range_high")},
         **{key: row[key] for key in _with_interval("quiet_speedup")},
         **_under_load(row["variant"], loaded),
     }
@@ -249,13 +225,14 @@ def _with_interval(key):
 
 def _under_load(variant, loaded):
     """The speed-up beside the most busy processes that this variant was measured with."""
-    rows = [(block, row) for block in loaded for row in block.rows if row["variant"] == variant]
-    block, row = rows[0] if rows else (None, None)
+    found = [(block, row) for block in loaded for row in block.rows if row["variant"] == variant]
+    block, row = found[0] if found else (None, None)
     return {
         "contended_host_load": block.host_load if block else None,
         "contended_folder": block.name if block else None,
         **{f"contended_{key}": row[key] if row else None for key in _with_interval("speedup")},
         "contended_verdict": row["verdict"] if row else None,
+        "contended_scope": row["scope"] if row else None,
     }
 
 
@@ -317,7 +294,7 @@ def _share(row):
 
 
 def _is_own_capture(row):
-    return row["status"] == "pass" and row["num_graphs"] and family(row["variant"]) == "graph"
+    return row["status"] == "pass" and row["num_graphs"] and row["kind"] == "graph"
 
 
 def _lower_end(row):

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from benchmarks import compare, tables
-from benchmarks.overview_rows import BASE, family, find_folders, labels_of, rows_of, strategies
+from benchmarks.overview_rows import labels_of, rows_of, strategies
 from benchmarks.published import PUBLISHED
 from benchmarks.tables import field, number, ratio
 
@@ -33,9 +33,29 @@ def _ratio(key):
     return lambda row: ratio(key)(row | {"is_base": False})
 
 
+def _alone(key):
+    return lambda row: tables.plain_ratio(key)(row | {"is_base": False})
+
+
 def _verdict(row):
     """A row that came to nothing says so where its verdict would stand."""
-    return row["verdict"] if row["status"] == "pass" else row["status"]
+    return tables.verdict(row) if row["status"] == "pass" else row["status"]
+
+
+def _verdict_under_load(row):
+    return tables.verdict({"verdict": row["contended_verdict"], "scope": row["contended_scope"]})
+
+
+def _base_ms(digits):
+    """The base's step; its name where it is not eager."""
+
+    def cell(row):
+        if row["eager_ms"] is None:
+            return None
+        name = "" if row["base"] in (None, "eager") else f" ({row['base']})"
+        return number(digits)(row["eager_ms"]) + name
+
+    return cell
 
 
 def _break_even(row):
@@ -56,20 +76,25 @@ def _published(row):
 _NAME = (("model", field("label")), ("variant", field("variant")))
 SPEED = (
     *_NAME,
-    ("rounds", field("num_rounds")),
-    ("eager ms", field("eager_ms", number(2))),
+    ("base ms", _base_ms(2)),
     ("step ms", field("step_ms", number(2))),
     ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    ("speed-up", _ratio("speedup")),
-    ("verdict", _verdict),
+    ("speed-up", _alone("speedup")),
+    ("95 %", tables.bounds("speedup")),
+    ("verdict, 99 %", _verdict),
+    ("hosts", tables.host_range),
+    ("hosts, pairs", tables.hosts_pairs),
+    ("by p10", _ratio("quiet_speedup")),
     ("NVIDIA published", _published),
+    ("older", lambda row: str(row["num_older"]) if row["num_older"] else None),
+    ("lacks", lambda row: row["lacks"] or None),
 )
 HOST = (
     *_NAME,
     ("speed-up", _ratio("speedup")),
-    ("quiet host, by p10", _ratio("quiet_speedup")),
-    ("busy host", _ratio("contended_speedup")),
-    ("verdict there", field("contended_verdict")),
+    ("by p10", _ratio("quiet_speedup")),
+    ("beside busy processes", _ratio("contended_speedup")),
+    ("verdict there, 99 %", _verdict_under_load),
     ("processes", field("contended_host_load")),
     ("p95/p50", _from_to("tail_p95_over_p50", number(3))),
     ("issue ms", _from_to("issue_ms", number(1))),
@@ -111,15 +136,18 @@ CPU = (
 SUMMARY = (
     *_NAME,
     ("captured", field("strategy", lambda text: tables.short(text, 44))),
-    ("eager ms", field("eager_ms", number(1))),
+    ("base ms", _base_ms(1)),
     ("step ms", field("step_ms", number(1))),
     ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    ("speed-up", _ratio("speedup")),
-    ("verdict", _verdict),
+    ("speed-up", _alone("speedup")),
+    ("95 %", tables.bounds("speedup")),
+    ("verdict, 99 %", _verdict),
+    ("hosts", tables.host_range),
+    ("hosts, pairs", tables.hosts_pairs),
+    ("by p10", _ratio("quiet_speedup")),
     ("pool GiB", field("pool_gib", number(2))),
-    ("capture s", field("capture_s", number(2))),
-    ("break-even", _break_even),
     ("parity", field("parity")),
+    ("lacks", lambda row: row["lacks"] or None),
 )
 
 
@@ -165,8 +193,10 @@ MEASURED = (
     ("graphs", _here("num_graphs")),
     ("pool GiB", _here("pool_gib", number(2))),
     ("ceiling", _here("ceiling", lambda value: f"{value:.2f}x")),
-    ("speed-up", lambda row: row["here"] and _ratio("speedup")(row["here"])),
-    ("verdict", _here("verdict")),
+    ("speed-up", lambda row: row["here"] and _alone("speedup")(row["here"])),
+    ("95 %", lambda row: row["here"] and tables.bounds("speedup")(row["here"])),
+    ("verdict, 99 %", lambda row: row["here"] and tables.verdict(row["here"])),
+    ("hosts, pairs", lambda row: row["here"] and tables.hosts_pairs(row["here"])),
     ("parity", _here("parity")),
     ("NVIDIA published", _published_for),
 )
@@ -180,7 +210,7 @@ PARTS = ("summary", "speed", "host", "capture", "cost", "submitted", "measured",
 ALL = PARTS[1:]
 
 
-def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None) -> str:
+def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, sweeps=()) -> str:
     """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links)."""
     rows = rows_of(blocks)
     sections: dict[str, list[dict]] = {}
@@ -206,7 +236,8 @@ def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None) -> 
     if "sources" in parts:
         lines.append(_list([_source(published, markdown) for published in PUBLISHED], markdown))
     if "notes" in parts:
-        lines.append(_list([*_notes(root, blocks, rows), *(f"skipped: {fault}" for fault in faults)], markdown))
+        notes = [*_notes(root, blocks, rows, sweeps), *(f"left out: {fault}" for fault in faults)]
+        lines.append(_list(notes, markdown))
     return "\n\n".join(line for line in lines if line)
 
 
@@ -229,7 +260,7 @@ def _section(root, rows, parts, markdown, link_from):
     for each in columns:
         own = measured if each in (HOST, COST) else rows
         if each is SUMMARY:
-            own = [row for row in rows if row["status"] != "unsupported" and family(row["variant"]) != "eager"]
+            own = [row for row in rows if row["status"] != "unsupported" and row["kind"] not in ("eager", "control")]
         texts += [_table(own, each, markdown, num_left.get(id(each), 2))] if own else []
     return texts
 
@@ -258,21 +289,21 @@ def _source(published, markdown):
     return f"{link}: {published.gain}{memory}; {published.remark}"
 
 
-def _notes(root, blocks, rows):
+def _notes(root, blocks, rows, sweeps):
     labels = labels_of(blocks)
     lines = []
     for block in blocks:
-        env, runs = block.found[-1]["env"], compare.timed(block.found)
-        versions = ", ".join(f"{key} {env[key]}" for key in ("torch", "cuda", "driver") if env[key])
-        sha = f"git {env['git_sha'][:12]}{' (changed)' if env['git_dirty'] else ''}, " if env["git_sha"] else ""
+        runs = compare.timed(block.found)
+        env = (runs or block.found)[-1]["env"]
+        versions = "".join(f"{key} {env[key]}, " for key in ("torch", "cuda", "driver") if env[key])
         load = f", {block.host_load} busy processes beside each run" if block.host_load else ""
-        rounds = len({record["round"] for record in runs})
+        count = block.runs["session"].nunique()
         lines.append(
-            f"{labels[id(block)]}: {block.name}, x{block.num_gpus}, {rounds} rounds{load}, {versions}, {sha}"
-            f"source {', '.join(sorted(map(str, block.sources)))}"
+            f"{labels[id(block)]}: {block.name}, x{block.num_gpus}, {count} session{'s' if count > 1 else ''}, "
+            f"{len(runs)} timed runs{load}, {versions}{_commits(block.found)}"
         )
         if not any(not row["is_base"] for row in block.rows):
-            lines.append(f"{labels[id(block)]}: {BASE} alone, nothing to compare")
+            lines.append(f"{labels[id(block)]}: the base alone, nothing to compare")
     for row in rows:
         if row["message"]:
             lines.append(f"{row['label']} {row['variant']}: {row['status']}: {tables.short(row['message'])}")
@@ -280,5 +311,14 @@ def _notes(root, blocks, rows):
         lines.append("CPU: parity and replays; a host graph says nothing about the speed of a GPU")
     if any(row["break_even_steps"] for row in rows):
         lines.append("break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's")
-    lines += [f"{sweep.relative_to(root).as_posix()}: a sweep, left out" for sweep in find_folders(root)[1]]
+    if any(row["num_older"] for row in rows):
+        lines.append("older: sessions of other code, configuration, versions or schema, which are not pooled")
+    lines += [f"{sweep.relative_to(root).as_posix()}: a sweep, left out" for sweep in sweeps]
     return lines
+
+
+def _commits(found):
+    """All commits that records name."""
+    envs = {(r["env"]["git_sha"], bool(r["env"]["git_dirty"])) for r in found if r["env"]["git_sha"]}
+    names = sorted(f"{sha[:12]}{' (changed)' if dirty else ''}" for sha, dirty in envs)
+    return f"git {', '.join(names)}" if names else "no commit"

@@ -55,6 +55,8 @@ def _table(words, root, place):
 
 def _compare(folder, parts, place):
     found, faults = compare.load(folder)
+    if found["group"].nunique() > 1:
+        raise ValueError(f"{folder} holds several groups of sessions: compare takes one of them")
     rows = compare.summarise(found)
     fault = [*faults, compare.missing_base(found)][0]
     if fault or not rows:

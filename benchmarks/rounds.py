@@ -1,6 +1,6 @@
-"""What a session of rounds is made of: child processes, host load, locks, order, parity and resume.
+"""What a session of rounds is made of: child processes, host load, order, GPUs.
 
-`benchmarks.run` puts these parts together. Nothing here imports torch or a model.
+`benchmarks.bench` puts these parts together. Nothing here imports torch or a model.
 
 As a command it is the launcher that stands between the session and a training script:
 
@@ -13,7 +13,6 @@ end first: what it started on other machines, only it can reach.
 """
 
 import ctypes
-import fcntl
 import importlib.util
 import os
 import runpy
@@ -267,169 +266,13 @@ class HostLoad:
         self.processes = []
 
 
-class FolderBusy(RuntimeError):
-    """Another session holds the folder; the message names its process id."""
-
-
-def lock_folder(out: Path):
-    """Take the folder's lock; it lasts until the returned file is closed or the process ends. Raises FolderBusy."""
-    out.mkdir(parents=True, exist_ok=True)
-    file = open(out / ".lock", "a+")  # noqa: SIM115 (the caller closes it)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "unknown"
-        file.close()
-        raise FolderBusy(f"{out} is in use by another run, process {owner}") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
-
-
 def order(variants: list[str], round_index: int) -> list[str]:
     """ABBA: odd rounds in the given order, even rounds backwards, so that a drift falls on both sides."""
     return list(variants) if round_index % 2 else list(reversed(variants))
 
 
 # ------------------------------------------------------------------------------------------------
-# Parity: round 0 tensor by tensor, timed rounds by their losses
-
-
-@dataclass(frozen=True)
-class Parity:
-    """Two runs compared: bitwise, the largest relative difference (of anything, of the losses), and where the first is.
-
-    After an optimizer's first steps a weight of almost no gradient may differ by all of its value; whether
-    two runs train alike is therefore judged by their losses.
-    """
-
-    bitwise: bool
-    max_rel_diff: float
-    loss_rel_diff: float
-    first_difference: dict | None
-
-    @property
-    def name(self) -> str:
-        return "bitwise" if self.bitwise else "differs"
-
-
-def compare_parity(path: Path, base_path: Path) -> Parity:
-    """Compare two parity sidecars (.npz with names [T], hashes [steps, T], samples [T, K], loss and grad_norm [steps]).
-
-    The relative difference of losses and gradient norms is |a-b| / max(|a|, |b|); that of samples is
-    relative to the tensor's largest sampled magnitude, so that noise around zero does not count as
-    100 %. Raises ValueError when a sidecar is missing, damaged, or of other steps or tensors.
-    """
-    import numpy
-
-    ours, base = _load_sidecar(path), _load_sidecar(base_path)
-    names = [str(name) for name in base["names"]]
-    if names != [str(name) for name in ours["names"]]:
-        odd = sorted(set(names) ^ {str(name) for name in ours["names"]}) or ["their order"]
-        raise ValueError(f"parity sidecars name different tensors: {', '.join(odd[:3])}")
-    for key in ("hashes", "samples", "loss", "grad_norm"):
-        if ours[key].shape != base[key].shape:
-            raise ValueError(f"parity sidecars differ in the shape of {key}: {ours[key].shape} and {base[key].shape}")
-    differing = ours["hashes"] != base["hashes"]
-    unequal = {key: _unequal(ours[key], base[key]) for key in ("loss", "grad_norm")}
-    steps = numpy.flatnonzero(differing.any(axis=1) | unequal["loss"] | unequal["grad_norm"])
-    scale = numpy.fmax(_largest(ours["samples"]), _largest(base["samples"]))
-    series = {key: _relative(ours[key], base[key], numpy.fmax(abs(ours[key]), abs(base[key]))) for key in unequal}
-    largest = max(_relative(ours["samples"], base["samples"], scale[:, None]), *series.values())
-    if not steps.size:
-        return Parity(True, largest, series["loss"], None)
-    step = int(steps[0])
-    tensor = names[int(numpy.argmax(differing[step]))] if differing[step].any() else None
-    if tensor is None:
-        tensor = "loss" if unequal["loss"][step] else "grad_norm"
-    return Parity(False, largest, series["loss"], {"step": step, "tensor": tensor})
-
-
-def _load_sidecar(path):
-    import zipfile
-
-    import numpy
-
-    try:
-        with numpy.load(path) as file:
-            return {key: file[key] for key in ("names", "hashes", "samples", "loss", "grad_norm")}
-    except FileNotFoundError:
-        raise ValueError(f"the run wrote no parity sidecar {path.name}") from None
-    except (KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path.name} is not a whole parity sidecar ({error})") from None
-
-
-def _unequal(a, b):
-    import numpy
-
-    return ~((a == b) | (numpy.isnan(a) & numpy.isnan(b)))
-
-
-def _largest(samples):
-    import numpy
-
-    return numpy.nan_to_num(abs(samples.astype(numpy.float64)), nan=0.0, posinf=numpy.inf).max(axis=1, initial=0.0)
-
-
-def _relative(a, b, scale):
-    """Largest |a-b| / scale; equal values (NaN too, which pads) count as 0 and a value that is not finite as inf."""
-    import numpy
-
-    unequal = _unequal(a, b)
-    if not unequal.any():
-        return 0.0
-    with numpy.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        ratio = abs(a.astype(numpy.float64) - b.astype(numpy.float64)) / scale
-    ratio = numpy.where(numpy.isfinite(ratio), ratio, numpy.inf)
-    return float(ratio[unequal].max())
-
-
-# Timed rounds take the fastest kernels, which may sum in any order. The distance between two eager runs
-# is itself one random draw, and a third run like them is farther from both in one session of three:
-# hence the factor, and the nearest eager run as the partner. On a GPU a few eager runs may show no spread
-# at all: the 26 timed runs under results/h200x1 (GPT-3, four variants that are bitwise equal in round 0)
-# agree in pairs bit for bit for some steps (median 3), until atomic sums are reordered, and part by up to
-# 7e-3 relative within 50 steps. A replay of stale inputs or weights is off by far more than the floor.
-SPREAD_FACTOR = 3.0
-ONE_EAGER_RUN_TOLERANCE = 1e-2
-CUDA_FLOOR = 1e-2
-TIMED_LOSSES = "timed losses differ from eager"
-
-
-def timed_losses_fault(losses, eager_losses: list, loss_rel_diff: float | None, floor: float = 0.0) -> str | None:
-    """Why the losses of a timed run are not those of eager, in words, or None.
-
-    losses: [steps]; eager_losses: one such list for each timed eager run so far. Allowed, relative to the
-    nearest eager run: SPREAD_FACTOR times the largest distance between eager runs (1e-2 while there is
-    only one; at least `floor`), twice the losses' difference in round 0, and 1e-6.
-    """
-    import itertools
-
-    if not eager_losses or not losses:
-        return None
-    if len(eager_losses) == 1:
-        spread = ONE_EAGER_RUN_TOLERANCE
-    else:
-        spread = SPREAD_FACTOR * max(loss_distance(a, b) for a, b in itertools.combinations(eager_losses, 2))
-    allowed = max(spread, floor) + 2 * (loss_rel_diff or 0.0) + 1e-6
-    distance = min(loss_distance(losses, eager) for eager in eager_losses)
-    if distance <= allowed:
-        return None
-    return f"{TIMED_LOSSES} by {distance:.2g} relative, allowed {allowed:.2g}"
-
-
-def loss_distance(a: list, b: list) -> float:
-    """Largest relative difference over the steps that both runs have; infinite when a loss is missing in one."""
-    if any((x is None) != (y is None) for x, y in zip(a, b, strict=False)):
-        return float("inf")
-    pairs = [(x, y) for x, y in zip(a, b, strict=False) if x is not None and x != y]
-    return max((abs(x - y) / max(abs(x), abs(y)) for x, y in pairs), default=0.0)
-
-
-# ------------------------------------------------------------------------------------------------
-# Resume
+# GPUs and versions
 
 
 @dataclass(frozen=True)
@@ -477,68 +320,6 @@ def cuda_version() -> str | None:
     spec = importlib.util.find_spec("torch")
     path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     return runpy.run_path(str(path)).get("cuda") if path and path.exists() else None
-
-
-def difference(record: dict, fresh: dict, gpus: Gpus, request: dict, host_load: int) -> str | None:
-    """In words, the first thing in which a published record is not what this session would measure, or None.
-
-    fresh: the `env` of this machine and source now. request: what this session asks of the script (the
-    preset's configuration, flags, steps, number of GPUs), which `run` keeps in each record's `extra`.
-    The boot is not looked at: see `stale`.
-    """
-    if record["status"] in ("failed", "timeout"):
-        return f"its status is {record['status']}"
-    asked = record["extra"].get("request")
-    if not isinstance(asked, dict):
-        return "it was not written by benchmarks.run"
-    # Records of one node have no such key.
-    for key, value in {"nodes": None, **request}.items():
-        if asked.get(key) != value:
-            return f"{key} was {_changes(asked.get(key), value)}"
-    # Round 0 is never under load.
-    if record["host_load"] != (host_load if record["round"] else 0):
-        return f"host_load was {record['host_load']}, now {host_load}"
-    for key in ("source_hash", "torch", "transformer_engine", "cuda", "driver"):
-        was, now = record["env"][key], fresh[key]
-        # A CPU run knows neither CUDA nor driver.
-        if was != now and not (key in ("cuda", "driver") and None in (was, now)):
-            return f"{key} was {was}, now {now}"
-    if record["env"]["gpu_uuid"] and record["env"]["gpu_uuid"] not in gpus.uuids:
-        return f"it ran on {record['env']['gpu_name']} {record['env']['gpu_uuid']}, which is not here"
-    return None
-
-
-def _changes(was, now):
-    if isinstance(was, dict) and isinstance(now, dict):
-        keys = [key for key in sorted(set(was) | set(now)) if was.get(key) != now.get(key)]
-        return ", ".join(f"{key}={was.get(key)} (now {now.get(key)})" for key in keys)
-    return f"{was!r}, now {now!r}"
-
-
-def stale(published: list[dict], variants: list[str], describe_difference, boot_id: str | None) -> dict:
-    """Which published records cannot stand beside this session's: {(variant, round): the difference in words}.
-
-    A timed record from before a reboot stands only if its round is whole: pairs need one boot.
-    """
-    out = {}
-    for record in published:
-        fault = describe_difference(record)
-        if fault:
-            out[record["variant"], record["round"]] = fault
-    left = [record for record in published if (record["variant"], record["round"]) not in out]
-    settled = {record["variant"] for record in left if record["round"] == 0 and record["status"] in NOT_RUN_AGAIN}
-    for record in left:
-        number = record["round"]
-        if number == 0 or record["env"]["boot_id"] == boot_id:
-            continue
-        beside = {
-            other["variant"]
-            for other in left
-            if other["round"] == number and other["env"]["boot_id"] == record["env"]["boot_id"]
-        }
-        if not beside >= set(variants) - settled:
-            out[record["variant"], number] = "the machine was booted since, and its round is not whole"
-    return out
 
 
 def blank_record(*, model, preset, variant, round_index, device, env, status, message) -> dict:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import rounds, run, sweep
+from benchmarks import rounds, run, script, sweep
 
 SCRIPTS = Path("benchmarks", "slurm")
 SLURM_LIMIT_S = 120
@@ -54,16 +54,16 @@ class Unknown(RuntimeError):
 def parse(argv=None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = run.Parser(
+    parser = script.Parser(
         prog="python -m benchmarks.submit",
         description="Submit a benchmark to Slurm, and after it a job that makes the tables.",
         epilog="What follows -- goes to the training script.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="A,B", required=True, help=f"an array over {', '.join(run.models())}")
-    parser.add_argument("--nodes", metavar="N", type=run.positive, default=1, help="nodes of one job (1)")
+    parser.add_argument("--model", metavar="A,B", required=True, help=f"an array over {', '.join(script.models())}")
+    parser.add_argument("--nodes", metavar="N", type=script.positive, default=1, help="nodes of one job (1)")
     parser.add_argument(
-        "--ngpu", metavar="N", type=run.positive, default=1, help="GPUs, or ranks on the CPU, of a node (1)"
+        "--ngpu", metavar="N", type=script.positive, default=1, help="GPUs, or ranks on the CPU, of a node (1)"
     )
     parser.add_argument("--preset", metavar="NAME", help="bench unless told, as jobs are for GPUs")
     for name in ("variants", "rounds", "steps", "host-load", "minutes"):
@@ -71,7 +71,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--over", metavar="QUANTITY", help="what benchmarks.sweep varies, with --values")
     parser.add_argument("--variant", metavar="NAME", help="with --over: what stands against eager (graph)")
     parser.add_argument("--values", metavar="1,2,4", type=sweep._values, help="an array over these points of the sweep")
-    parser.add_argument("--out", metavar="DIR", help="records, on a shared file system (runs/slurm/<nodes>x<ngpu>/...)")
+    parser.add_argument("--out", metavar="DIR", help="root of the sessions, on a shared file system (runs/slurm/...)")
     parser.add_argument("--partition", metavar="NAME", help="Slurm's default unless told")
     parser.add_argument("--account", metavar="NAME", help="Slurm's account")
     parser.add_argument("--time", metavar="D-HH:MM:SS", help="limit of a job, which then is queued again")
@@ -90,7 +90,7 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 class Plan:
-    """The two jobs: settings, environment and commands. Raises run.Mistake for what cannot be.
+    """The two jobs: settings, environment and commands. Raises script.Mistake for what cannot be.
 
     jobs: the ids of those that are in the queue.
     """
@@ -100,26 +100,26 @@ class Plan:
         self.jobs: list[str] = []
         self.models = list(dict.fromkeys(_list(args.model)))
         if not self.models:
-            raise run.Mistake(f"--model takes some of {', '.join(run.models())}")
+            raise script.Mistake(f"--model takes some of {', '.join(script.models())}")
         if bool(args.over) != bool(args.values):
-            raise run.Mistake("--over and --values belong together, as in --over batch --values 1,2,4")
+            raise script.Mistake("--over and --values belong together, as in --over batch --values 1,2,4")
         if args.over and len(self.models) > 1:
-            raise run.Mistake("--over takes one --model; submit once for each")
+            raise script.Mistake("--over takes one --model; submit once for each")
         if args.over and args.variants:
-            raise run.Mistake("--variants with --over: a sweep compares eager with one variant, --variant")
+            raise script.Mistake("--variants with --over: a sweep compares eager with one variant, --variant")
         if args.variant and not args.over:
-            raise run.Mistake("--variant is for a sweep, --over is missing; --variants takes several")
+            raise script.Mistake("--variant is for a sweep, --over is missing; --variants takes several")
         if args.variant == "eager":
-            raise run.Mistake("--variant eager: a sweep compares eager with another variant")
+            raise script.Mistake("--variant eager: a sweep compares eager with another variant")
         self.values = args.values or []
         if args.mounts and not args.image:
-            raise run.Mistake("--mounts is for a container, --image is missing")
+            raise script.Mistake("--mounts is for a container, --image is missing")
         if args.nodes > 1 and args.host_load not in (None, "0"):
-            raise run.Mistake("--host-load with --nodes > 1: only the first node would be busy")
+            raise script.Mistake("--host-load with --nodes > 1: only the first node would be busy")
         self.more = _more(args.sbatch)
         _check_time(self._in_effect("time", "SBATCH_TIMELIMIT"), self._in_effect("signal", "SBATCH_SIGNAL"))
         if "SBATCH_CLUSTERS" in os.environ:
-            raise run.Mistake("SBATCH_CLUSTERS is set: use SLURM_CLUSTERS, which scontrol and scancel know too")
+            raise script.Mistake("SBATCH_CLUSTERS is set: use SLURM_CLUSTERS, which scontrol and scancel know too")
         self.preset = args.preset or "bench"
         for model in self.models:
             self._check_script(model)
@@ -132,15 +132,16 @@ class Plan:
             self._require_writable(folder / "logs")
 
     def _check_script(self, model):
-        presets = run.describe(model, [])["presets"]
+        presets = script.describe(model, [])["presets"]
         if self.preset not in presets:
-            raise run.Mistake(f"{model} has no preset {self.preset!r}, --preset takes one of {', '.join(presets)}")
-        description = run.describe(model, self.args.flags, self.preset)
-        run.choose_variants(self.args.variant or self.args.variants, description["variants"])
+            raise script.Mistake(f"{model} has no preset {self.preset!r}, --preset takes one of {', '.join(presets)}")
+        description = script.describe(model, self.args.flags, self.preset)
+        self.on_gpu = script.needs_gpu(description, self.preset)
+        script.choose_variants(self.args.variant or self.args.variants, description["variants"])
         sweeps = description.get("sweeps", {})
         if self.args.over and self.args.over not in sweeps:
             known = ", ".join(sweeps) or "none"
-            raise run.Mistake(f"{model} has no quantity {self.args.over!r}, --over takes one of {known}")
+            raise script.Mistake(f"{model} has no quantity {self.args.over!r}, --over takes one of {known}")
         if self.args.over:
             self._check_sweep(description)
         # Jobs start in the repository's root, and this command may not.
@@ -154,14 +155,14 @@ class Plan:
         draft.session = argparse.Namespace(description=description, flags=self.args.flags)
         draft.fields = draft._fields(description["sweeps"])
         for value in self.values:
-            run.describe(self.models[0], draft._flags(value), self.preset)
+            script.describe(self.models[0], draft._flags(value), self.preset)
 
     def _require_writable(self, folder):
         parent = next(path for path in (folder, *folder.parents) if path.exists())
         if not parent.is_dir():
-            raise run.Mistake(f"--out {self.base}: {parent} is no folder")
+            raise script.Mistake(f"--out {self.base}: {parent} is no folder")
         if not os.access(parent, os.W_OK):
-            raise run.Mistake(f"--out {self.base}: cannot write in {parent}")
+            raise script.Mistake(f"--out {self.base}: cannot write in {parent}")
 
     def _in_effect(self, option, variable):
         """(where it is from, value) of an option of sbatch, as sbatch itself would choose; the value may be None."""
@@ -182,7 +183,7 @@ class Plan:
         size = f"{self.args.nodes}x{self.args.ngpu}"
         base = Path(self.args.out).resolve() if self.args.out else rounds.ROOT / "runs" / "slurm" / size
         if "{}" in str(base):
-            raise run.Mistake(f"--out {base}: without braces, they stand for a task's item")
+            raise script.Mistake(f"--out {base}: without braces, they stand for a task's item")
         if self.values:
             base = base if self.args.out else base / f"{self.models[0]}-{self.preset}-{self.args.over}{load}"
             return base, base / f"{self.args.over}-{{}}"
@@ -195,10 +196,6 @@ class Plan:
         names = ("variants", "rounds", "steps", "host_load", "minutes")
         given = [(name, getattr(self.args, name)) for name in names]
         return [word for name, value in given if value is not None for word in (f"--{name.replace('_', '-')}", value)]
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.preset in run.GPU_PRESETS
 
     @property
     def environment(self) -> dict:
@@ -297,16 +294,16 @@ def _more(text) -> list[str]:
         # Given without their dashes, as a word with dashes is an option of this command.
         words = [f"--{word.lstrip('-')}" for word in shlex.split(text)]
     except ValueError as error:
-        raise run.Mistake(f"--sbatch {text!r}: {error}") from None
+        raise script.Mistake(f"--sbatch {text!r}: {error}") from None
     for word in words:
         name = word.partition("=")[0].removeprefix("--")
         if not re.fullmatch("[a-z][a-z-]+", name):
-            raise run.Mistake(f"--sbatch {text!r}: {name!r} is no long option of sbatch, as in qos=high")
+            raise script.Mistake(f"--sbatch {text!r}: {name!r} is no long option of sbatch, as in qos=high")
         # sbatch takes the beginning of a name for the whole.
         owned = next((option for option in OWNED if option.startswith(name)), None)
         if owned:
             own = f"--{owned} of this command does it" if owned in ("nodes", "time") else "this command sets it"
-            raise run.Mistake(f"--sbatch {text!r}: not {owned}, {own}")
+            raise script.Mistake(f"--sbatch {text!r}: not {owned}, {own}")
     return words
 
 
@@ -345,10 +342,10 @@ def _check_time(limit, signalled):
     try:
         seconds = limit_s(text)
     except ValueError as error:
-        raise run.Mistake(f"{source} {text}: {error}") from None
+        raise script.Mistake(f"{source} {text}: {error}") from None
     if seconds is not None and seconds < 2 * lead_s:
         least = f"{2 * lead_s / 60:.3g} minutes"
-        raise run.Mistake(f"{source} {text}: the job stops {lead_s} s before its limit, ask for {least} at least")
+        raise script.Mistake(f"{source} {text}: the job stops {lead_s} s before its limit, ask for {least} at least")
 
 
 def _list(text):
@@ -364,13 +361,13 @@ def _shown(path):
 
 
 def check_partition(*asked) -> None:
-    """Raises run.Mistake for a partition that sinfo does not list; without an answer Slurm itself decides."""
+    """Raises script.Mistake for a partition that sinfo does not list; without an answer Slurm itself decides."""
     answer = _call(["sinfo", "--noheader", "--format=%R"])
     known = sorted(set(answer.stdout.split()))
     for name in asked:
         for part in _list(name or ""):
             if known and part not in known:
-                raise run.Mistake(f"unknown partition {part!r}, Slurm knows {', '.join(known)}")
+                raise script.Mistake(f"unknown partition {part!r}, Slurm knows {', '.join(known)}")
 
 
 def submit(plan: Plan) -> None:
@@ -501,7 +498,7 @@ def main(argv=None) -> int:
             return 0
         submit(plan)
         _report(plan)
-    except run.Mistake as mistake:
+    except script.Mistake as mistake:
         print(f"{prog}: {mistake}", file=sys.stderr)
         return 2
     except BrokenPipeError:

@@ -5,7 +5,7 @@
 
 The value starts at the preset's own and doubles until the interval of the speed-up touches 1, until memory is
 full, or at 64 times the start; where graphs do not pay at the start it is halved instead. Then a point or more
-between the last two narrows the bracket. Every point is a session of benchmarks.run in a folder of its own,
+between the last two narrows the bracket. Every point is a session of benchmarks.run below a root of its own,
 OUT/<over>-<value>; what this command does not know (--preset, --rounds, --ngpu, ...) goes there. The same
 command goes on where it was stopped, and commands with other --values may fill one OUT, at the same time too.
 What is measured stands in OUT/sweep.json and OUT/table.md after every point.
@@ -15,7 +15,6 @@ mistake on the command line, 130 after Ctrl-C.
 """
 
 import argparse
-import copy
 import fcntl
 import json
 import os
@@ -25,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import compare, crossover, launch, rounds, run, tables
+from benchmarks import bench, compare, crossover, frame, launch, rounds, run, script, sessions, tables
 from common import record as records
 
 SCHEMA = 1
@@ -38,10 +37,12 @@ ENV += ("source_hash",)
 
 
 def read_point(found: list[dict], variant: str, preset: str) -> dict:
-    """The numbers of a point from the records of its folder; what is not known is None."""
-    rows = {row["variant"]: row for row in _rows(found, variant)}
+    """The numbers of a point from the runs of its folder, a frame or records; what is not known is None."""
+    runs = frame.of(found)
+    rows = {row["variant"]: row for row in compare.summarise(runs[runs["variant"].isin(("eager", variant))])}
     empty = dict.fromkeys(("speedup", "speedup_low", "speedup_high", "verdict", "step_ms", "ceiling", "issue_ms"))
     empty |= {"busy_ms": None, "parity": None, "replays": None, "num_rounds": 0, "num_pairs": 0, "message": ""}
+    empty |= {"scope": None}
     eager, row = (rows.get(name) or empty for name in ("eager", variant))
     failed = next((one for one in (row, eager) if one.get("status") not in ("pass", None)), None)
     untimed = " and ".join(name for name in ("eager", variant) if not (rows.get(name) or empty)["num_rounds"])
@@ -50,6 +51,7 @@ def read_point(found: list[dict], variant: str, preset: str) -> dict:
         "low": row["speedup_low"],
         "high": row["speedup_high"],
         "verdict": row["verdict"],
+        "scope": row["scope"],
         "ceiling": eager["ceiling"],
         "issue_ms": eager["issue_ms"],
         "busy_ms": eager["busy_ms"],
@@ -62,16 +64,13 @@ def read_point(found: list[dict], variant: str, preset: str) -> dict:
         "status": failed["status"] if failed else "failed" if untimed else "pass",
         "message": failed["message"] if failed else f"{UNTIMED} {untimed}" if untimed else "",
     }
-    shrunk = next((r["preset"] for r in compare.timed(found) if r["preset"] != preset), None)
+    timed = compare.timed(frame.records_of(runs))
+    shrunk = next((record["preset"] for record in timed if record["preset"] != preset), None)
     if shrunk:
         # The script made the model smaller: a step of another model, which says nothing about this value.
         unknown = ("speedup", "low", "high", "verdict", "ceiling", "issue_ms", "busy_ms", "eager_ms", "graph_ms")
         point.update(dict.fromkeys(unknown), report={}, status="oom", message=f"ran as {shrunk}: {preset} does not fit")
     return point
-
-
-def _rows(found, variant):
-    return compare.summarise([record for record in found if record["variant"] in ("eager", variant)])
 
 
 def run_point(argv: list[str]) -> int:
@@ -99,22 +98,24 @@ def run_point(argv: list[str]) -> int:
 def parse(argv=None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = run.Parser(
+    parser = script.Parser(
         prog="python -m benchmarks.sweep",
         description="Where graphs stop paying: eager against one variant over a growing quantity.",
         epilog="Other options go to every point: see python -m benchmarks.run --help. What follows -- goes to the "
         "training script.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", metavar="NAME", required=True, help=f"one of {', '.join(run.models())}")
+    parser.add_argument("--model", metavar="NAME", required=True, help=f"one of {', '.join(script.models())}")
     parser.add_argument("--over", metavar="QUANTITY", required=True, help="what grows, as in batch; the model's choice")
     parser.add_argument("--variant", metavar="NAME", default="graph", help="what stands against eager (graph)")
     parser.add_argument("--values", metavar="1,2,4", type=_values, help="just these, instead of a search")
     parser.add_argument(
-        "--max", metavar="N", type=run.positive, help=f"no value above this ({crossover.REACH} times the start)"
+        "--max", metavar="N", type=script.positive, help=f"no value above this ({crossover.REACH} times the start)"
     )
-    parser.add_argument("--refine", metavar="N", type=run.count, help="points between the last two (1)")
-    parser.add_argument("--minutes", metavar="M", type=run.amount, help="start no point that cannot end in this time")
+    parser.add_argument("--refine", metavar="N", type=script.count, help="points between the last two (1)")
+    parser.add_argument(
+        "--minutes", metavar="M", type=script.amount, help="start no point that cannot end in this time"
+    )
     parser.add_argument("--out", metavar="DIR", help="folder (runs/<gpu>x<count>/<model>-<preset>-<over>-<variant>)")
     args, args.rest = parser.parse_known_args(argv[:split])
     args.flags = argv[split + 1 :]
@@ -142,43 +143,49 @@ class Sweep:
     def __init__(self, args, runner):
         self.args, self.runner = args, runner
         if any(text.split("=")[0] == "--variants" for text in args.rest):
-            raise run.Mistake("--variants: a sweep compares eager with one variant, --variant")
-        out = ["--out", args.out] if args.out else []
-        self.session = run.Session(run.parse(["--model", args.model, *out, *args.rest, "--", *args.flags]))
+            raise script.Mistake("--variants: a sweep compares eager with one variant, --variant")
+        known = script.describe(args.model, [])["variants"]
+        if args.variant not in known or args.variant == "eager":
+            others = [name for name in known if name != "eager"]
+            raise script.Mistake(f"unknown variant {args.variant!r}, --variant takes one of {', '.join(others)}")
+        self.session = self._session(args.flags, args.out)
         self.preset, described = self.session.preset, self.session.description
-        if args.variant not in described["variants"] or args.variant == "eager":
-            others = [name for name in described["variants"] if name != "eager"]
-            raise run.Mistake(f"unknown variant {args.variant!r}, --variant takes one of {', '.join(others)}")
-        self.session.variants = run.choose_variants(args.variant, described["variants"], described.get("reference"))
+        self.session.variants = script.choose_variants(args.variant, described["variants"], described.get("reference"))
         self.fields = self._fields(described.get("sweeps", {}))
         if args.values and (args.max or args.refine is not None):
-            raise run.Mistake("--max and --refine are for a search, --values says which points: take one of them")
+            raise script.Mistake("--max and --refine are for a search, --values says which points: take one of them")
         first = described["presets"][self.preset][self.fields[0]]
         # A field that is text may hold a word such as auto.
         self.first = first if isinstance(first, int) else 1
         self.largest = args.max or crossover.REACH * self.first
         if self.first > self.largest:
-            raise run.Mistake(f"--max {args.max} is below {self.first}, where preset {self.preset} starts")
+            raise script.Mistake(f"--max {args.max} is below {self.first}, where preset {self.preset} starts")
         # Before the first of them costs minutes.
         for value in args.values or [self.first]:
-            run.describe(args.model, self._flags(value), self.preset)
+            script.describe(args.model, self._flags(value), self.preset)
         load = f"-load{self.session.args.host_load}" if self.session.args.host_load else ""
         name = f"{args.model}-{self.preset}-{args.over}-{args.variant}{load}"
-        self.root = self.session.out if args.out else run.default_folder(self.session).parent / name
+        self.root = Path(args.out).resolve() if args.out else self.session.group.parent / name
         self.points: dict[int, dict] = {}
         self.left_out: list[str] = []
         self.envs: list[dict] = []
         self.start, self.longest_s = time.monotonic(), 0.0
         self._require_own_folder()
 
+    def _session(self, flags, out=None):
+        """What one call of benchmarks.run would be."""
+        argv = ["--model", self.args.model, "--variants", f"eager,{self.args.variant}", *self.args.rest]
+        argv += ["--out", str(out)] if out else []
+        return bench.Session(run.parse([*argv, "--", *flags]))
+
     def _fields(self, sweeps):
         over = self.args.over
         if over not in sweeps:
-            raise run.Mistake(f"unknown quantity {over!r}, --over takes one of {', '.join(sweeps) or 'none'}")
+            raise script.Mistake(f"unknown quantity {over!r}, --over takes one of {', '.join(sweeps) or 'none'}")
         for field in sweeps[over]:
             given = next((text for text in self.args.flags if text.split("=")[0] == _flag(field)), None)
             if given:
-                raise run.Mistake(f"{given} after -- is what --over {over} sets, leave it out")
+                raise script.Mistake(f"{given} after -- is what --over {over} sets, leave it out")
         return sweeps[over]
 
     def _require_own_folder(self):
@@ -194,7 +201,7 @@ class Sweep:
         odd = [key for key in own if other.get(key) != own[key]]
         if odd:
             said = ", ".join(f"{key} {other.get(key)}" for key in odd)
-            raise run.Mistake(f"--out {self.root} holds a sweep of {said}; take another folder")
+            raise script.Mistake(f"--out {self.root} holds a sweep of {said}; take another folder")
 
     def swept(self, value: int) -> list[str]:
         """The script's flags for a value. Raises Mistake where a field that keeps its ratio gets no whole number."""
@@ -204,7 +211,7 @@ class Sweep:
         for field in self.fields:
             scaled, rest = divmod(preset[field] * value, preset[self.fields[0]])
             if rest:
-                raise run.Mistake(f"--over {self.args.over}: {value} makes {_flag(field)} no whole number")
+                raise script.Mistake(f"--over {self.args.over}: {value} makes {_flag(field)} no whole number")
             out += [_flag(field), str(scaled)]
         return out
 
@@ -236,8 +243,8 @@ class Sweep:
         over = f"{self.args.over} {value}"
         try:
             flags = self._flags(value)
-            run.describe(self.args.model, flags, self.preset)
-        except run.Mistake as mistake:
+            script.describe(self.args.model, flags, self.preset)
+        except script.Mistake as mistake:
             self.points[value] = self._unmeasured(value, "unsupported", str(mistake))
             print(f"\nnot run: {mistake}")
         else:
@@ -261,7 +268,7 @@ class Sweep:
         if self.args.minutes:
             left_s = 60 * self.args.minutes - (time.monotonic() - self.start)
             if left_s <= self.longest_s:
-                took = f", the longest so far took {run.duration(self.longest_s)}" if self.longest_s else ""
+                took = f", the longest so far took {bench.duration(self.longest_s)}" if self.longest_s else ""
                 raise OutOfTime(f"\n--minutes {self.args.minutes:g}: {over} not started{took}")
             argv += ["--minutes", f"{left_s / 60:.3f}"]
         print(flush=True)
@@ -271,17 +278,9 @@ class Sweep:
         self.longest_s = max(self.longest_s, time.monotonic() - start)
 
     def _is_complete(self, value, flags):
-        """Whether the folder holds all that benchmarks.run would measure there now."""
-        point = copy.copy(self.session)
-        point.out, point.flags = self.folder(value), flags
-        point.request = self.session.request | {"flags": flags}
-        if not point.out.is_dir():
-            return False
-        found, faults = compare.load(point.out)
-        odd = rounds.stale(found, point.variants, point._difference, point.env["boot_id"])
-        keys = [(record["variant"], record["round"]) for record in found]
-        point.records = {key: record for key, record in zip(keys, found, strict=True) if key not in odd}
-        return not faults and point.is_complete()
+        """Whether a packed session of the point holds all that benchmarks.run would measure there now."""
+        folder = self.folder(value)
+        return folder.is_dir() and self._session(flags, folder).finished() is not None
 
     # -- reading
 
@@ -289,34 +288,46 @@ class Sweep:
         """Read a point's folder into `points`, or say, and return, why it is left out."""
         folder = self.folder(value)
         self.left_out = [line for line in self.left_out if not line.startswith(f"{folder.name} ")]
-        loaded, faults = compare.load(folder) if folder.is_dir() else ([], [])
-        found = [record for record in loaded if record["variant"] in ("eager", self.args.variant)]
-        fault = self._foreign(found, value) if found else None
+        path, runs = self._newest(folder)
+        if runs is None:
+            return None
+        found = runs.frame[runs.frame["variant"].isin(("eager", self.args.variant))]
+        fault = self._foreign(frame.records_of(found), value) if len(found) else None
         if fault:
             self.left_out.append(f"{folder.name} is left out: {fault}")
             return fault
-        if faults:
+        if runs.faults:
             # Without its unsound rounds a point may say anything: it gets no numbers at all.
-            others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            message = f"unsound: {faults[0].replace(f'{folder}/', f'{folder.name}/')}{others}"
+            others = f" (and {len(runs.faults) - 1} more)" if len(runs.faults) > 1 else ""
+            message = f"unsound: {path.relative_to(self.root)}/{runs.faults[0]}{others}"
             self.points[value] = self._unmeasured(value, "failed", message)
             return None
-        if not found:
+        if found.empty:
             return None
         try:
             point = read_point(found, self.args.variant, self.preset)
         except compare.Mixed as error:
             point = self._unmeasured(value, "failed", str(error))
         self.points[value] = {"value": value, "flags": self.swept(value), "folder": folder.name} | point
-        self.envs += [record["env"] | {"device": record["device"]} for record in compare.timed(found)]
+        timed = compare.timed(frame.records_of(found))
+        self.envs += [record["env"] | {"device": record["device"]} for record in timed]
         return None
+
+    def _newest(self, folder):
+        """(path, runs) of the point's newest session that has any: it is the point, whatever older ones hold."""
+        found = sessions.find(folder) if folder.is_dir() else []
+        for path in sorted(found, key=lambda path: path.name, reverse=True):
+            runs = frame.read(path)
+            if runs.faults or not runs.frame.empty:
+                return path, runs
+        return None, None
 
     def _foreign(self, found, value):
         """Why records are not this sweep's, in words, or None. GPU, boot and source may be those of another call."""
         gpu = next(iter(self.session.gpus.names), None)
         try:
             flags = self._flags(value)
-        except run.Mistake as mistake:
+        except script.Mistake as mistake:
             return str(mistake)
         asked = self.session.request | {"flags": flags}
         for record in found:
@@ -332,7 +343,7 @@ class Sweep:
 
     def _unmeasured(self, value, status, message):
         nothing = dict.fromkeys(("speedup", "low", "high", "verdict", "ceiling", "issue_ms", "busy_ms", "eager_ms"))
-        nothing |= {"graph_ms": None, "rounds": 0, "parity": None, "replays": None, "report": {}}
+        nothing |= {"graph_ms": None, "scope": None, "rounds": 0, "parity": None, "replays": None, "report": {}}
         head = {"value": value, "flags": [], "folder": self.folder(value).name}
         return head | nothing | {"status": status, "message": message}
 
@@ -375,7 +386,7 @@ class Sweep:
 
     def finish(self) -> int:
         result = self.result()
-        print(f"\n{report(result, self.left_out)}\n\n{run.shown(self.root)}/: a folder a point, sweep.json, table.md")
+        print(f"\n{report(result, self.left_out)}\n\n{bench.shown(self.root)}/: a folder a point, sweep.json, table.md")
         points = result["points"]
         bad = [point for point in points if point["status"] not in ("pass", "oom", "unsupported")]
         # With --values, a point that is not measured yet may be another call's, going on at this moment.
@@ -409,7 +420,7 @@ def _columns(over, variant):
         ("ceiling", tables.field("ceiling", lambda value: f"{value:.2f}x")),
         ("issue/busy", _issue_over_busy),
         ("speed-up", _speedup),
-        ("verdict", tables.field("verdict")),
+        ("verdict, 99 %", tables.verdict),
         ("parity", tables.field("parity")),
         ("replays", tables.field("replays")),
         ("status", tables.field("status")),
@@ -474,10 +485,10 @@ def main(argv=None, runner=run_point) -> int:
             raise
         print(f"{prog}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    except run.Mistake as mistake:
+    except script.Mistake as mistake:
         print(f"{prog}: {mistake}", file=sys.stderr)
         return 2
-    except launch.NodesDiffer as error:
+    except (launch.NodesDiffer, sessions.Damaged) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

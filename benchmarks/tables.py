@@ -52,12 +52,12 @@ def number(digits, scale=1.0):
 
 
 def ratio(key):
-    """1 for the base, else the speed-up with its interval where there is one."""
+    """1 for the base, else the speed-up with its 95 % interval where there is one."""
     return lambda row: "1" if row["is_base"] else interval(key)(row)
 
 
 def interval(key):
-    """A speed-up with its interval where there is one."""
+    """A speed-up with its 95 % interval where there is one."""
 
     def text(row):
         if row[key] is None:
@@ -67,6 +67,36 @@ def interval(key):
         return f"{row[key]:.3f}x [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
 
     return text
+
+
+def plain_ratio(key):
+    """1 for the base, else the speed-up alone."""
+    return lambda row: "1" if row["is_base"] else None if row[key] is None else f"{row[key]:.3f}x"
+
+
+def bounds(key):
+    """A 95 % interval alone."""
+    return lambda row: (
+        None if row[f"{key}_half_width"] is None else f"{row[f'{key}_low']:.3f} to {row[f'{key}_high']:.3f}"
+    )
+
+
+def verdict(row):
+    """The verdict at 99 % and what it holds for: faster (all hosts), faster on this host, one round."""
+    if not row["verdict"]:
+        return None
+    return f"{row['verdict']} on this host" if row["scope"] == "on this host" else row["verdict"]
+
+
+def host_range(row):
+    if row["range_low"] is None:
+        return None
+    return f"{row['range_low']:.3f}x to {row['range_high']:.3f}x"
+
+
+def hosts_pairs(row):
+    """Hosts whose sessions have the 3 pairs that count, and all pairs that the ratio rests on."""
+    return f"{row['num_hosts']}, {row['num_pairs']}" if row["num_pairs"] else None
 
 
 def sum_text(*seconds):
@@ -91,19 +121,29 @@ def _cold_warm(row):
     return f"{row['compile_cold_s']:.1f} / " + (NOTHING if warm is None else f"{warm:.1f}")
 
 
+def _by_p10(row):
+    """Nothing where a window holds too few steps for a 10th percentile, of the base too."""
+    return None if row["p10_ms"] is None else ratio("quiet_speedup")(row)
+
+
 # Two for a GPU, because one would not fit on a screen.
 GAIN = (
     ("variant", field("variant")),
     ("rounds", field("num_rounds")),
     ("step ms", field("step_ms", number(2))),
     ("p95/p50", field("tail", number(3))),
-    ("speed-up", ratio("speedup")),
-    ("verdict", field("verdict")),
-    ("by p10", ratio("quiet_speedup")),
+    ("speed-up", plain_ratio("speedup")),
+    ("95 %", bounds("speedup")),
+    ("verdict, 99 %", verdict),
+    ("hosts", host_range),
+    ("hosts, pairs", hosts_pairs),
+    ("by p10", _by_p10),
     ("fwd+bwd", ratio("model_speedup")),
     ("over eager_sync", interval("sync_speedup")),
     ("parity", field("parity")),
     ("status", field("status")),
+    ("older", lambda row: str(row["num_older"]) if row["num_older"] else None),
+    ("lacks", lambda row: row["lacks"] or None),
 )
 COST = (
     ("variant", field("variant")),
@@ -111,6 +151,7 @@ COST = (
     ("busy ms", field("busy_ms", number(2))),
     ("idle %", field("idle_fraction", number(1, 100))),
     ("profiled idle %", field("profiled_idle_fraction", number(1, 100))),
+    ("in graphs %", field("graph_kernel_share", number(0, 100))),
     ("optimizer ms", field("optimizer_ms", number(2))),
     ("reserved GiB", field("peak_reserved_gib", number(2))),
     ("pool GiB", field("pool_gib", number(2))),

@@ -13,11 +13,22 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import tempfile
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+
+from common import phases  # noqa: F401 (a script's first import: it notes when its first line ran)
+
+# A window keeps two events and five numbers of each step, and all of them go into one line of JSON: 30 MB of a million.
+MAX_STEPS = 1_000_000
+# A trace holds every kernel.
+MAX_PROFILE_STEPS = 1000
+MAX_WINDOW_S = 3600.0
+# What is computed from sizes stays within the range of a float.
+MAX_INTEGER = 2**53
 
 # ------------------------------------------------------------------------------------------------
 # What concerns one run and not the model
@@ -36,10 +47,16 @@ class Run:
     profile_steps: int = 12
     mllog: str = ""
     profile: str = ""
+    parity_steps: int = 0
 
     def __post_init__(self):
-        if min(self.steps, self.round, self.profile_steps) < 0:
-            raise ValueError("--steps, --round and --profile-steps take a number from 0 up")
+        if min(self.steps, self.round, self.profile_steps, self.parity_steps) < 0:
+            raise ValueError("--steps, --round, --profile-steps and --parity-steps take a number from 0 up")
+        require_steps("--steps", self.steps)
+        require_steps("--parity-steps", self.parity_steps)
+        require_steps("--profile-steps", self.profile_steps, MAX_PROFILE_STEPS)
+        if self.parity_steps and not self.parity:
+            raise ValueError("--parity-steps needs --parity")
         if self.profile and not self.profile.endswith((".json", ".json.gz")):
             raise ValueError(f"--profile {self.profile}: takes a path that ends in .json or .json.gz")
         for flag, path in (("--mllog", self.mllog), ("--profile", self.profile)):
@@ -91,6 +108,13 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     )
     parser.add_argument("--round", type=int, default=1, metavar="R", help="number of the round this run belongs to")
     parser.add_argument("--parity", action="store_true", help="deterministic kernels, every step hashed, nothing timed")
+    parser.add_argument(
+        "--parity-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="just so many steps with --parity (0: --steps, at least 20, or 3 of more than 0.4 s)",
+    )
     parser.add_argument("--record", default="", metavar="PATH", help="where to write the record")
     parser.add_argument(
         "--profile-steps", type=int, default=12, metavar="N", help="steps in the profile pass (0: none)"
@@ -106,11 +130,11 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
         require_known("preset", run.preset, presets)
         require_known("variant", run.variant, variants)
         config = dataclasses.replace(presets[run.preset], **overrides)
-        _require_seconds(config)
+        _require_window(config)
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
-        print(json.dumps(describe(model, config_class, presets, variants, about)))
+        print(json.dumps(describe(model, config_class, presets, variants, about, {run.preset: config})))
         sys.exit(0)
     return Arguments(config=config, run=run)
 
@@ -155,16 +179,30 @@ def mistakes_in_one_line(model, command="train"):
         sys.exit(2)
 
 
-def describe(model, config_class, presets, variants, about=None) -> dict:
+def describe(model, config_class, presets, variants, about=None, asked=None) -> dict:
     """What the harness needs to know of a script, as plain data: presets, variants, flags, and what `about` adds.
 
     about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance" (variant -> relative
     difference of losses allowed in round 0), "reference" (variant -> the one that its numbers are compared with, where
     that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of round 0), "sweeps"
     (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
-    field that is text takes the value as it is).
+    field that is text takes the value as it is), "kinds" (variant -> "eager", "graph", or "compile" for what
+    torch.compile makes), "presets_need" (preset -> {"gpus": 0 where it runs on a CPU, else 1, "world_size": "any"}) and
+    "promises", a function of a config and a variant's name: (graphs, replays a step), None for a number from 1 up that
+    is known only later, 0 and 0 without graphs. It answers as "promised": preset -> variant -> {"graphs",
+    "replays_per_step"}. asked: preset -> the config that flags made of it, for its promises.
     """
     types = typing.get_type_hints(config_class)
+    about = dict(about or {})
+    promises = about.pop("promises", None)
+    if promises:
+        about["promised"] = {
+            name: {
+                variant: dict(zip(("graphs", "replays_per_step"), promises(config, variant), strict=True))
+                for variant in variants
+            }
+            for name, config in {**presets, **(asked or {})}.items()
+        }
     return {
         "model": model,
         "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},
@@ -179,8 +217,14 @@ def describe(model, config_class, presets, variants, about=None) -> dict:
             }
             for field in dataclasses.fields(config_class)
         ],
-        **(about or {}),
+        **about,
     }
+
+
+def require_folder_of_its_own(flag, path):
+    """ValueError where a folder of data is the root of the file system: nobody means all of it."""
+    if path and os.path.normpath(path).strip("/") == "":
+        raise ValueError(f"{flag} {path}: this is the whole file system, take the folder that the data is in")
 
 
 def require_writable(flag, path):
@@ -197,13 +241,22 @@ def require_writable(flag, path):
         raise ValueError(f"{flag} {path}: cannot write in {folder} ({error.strerror})") from None
 
 
-def _require_seconds(config):
-    """ValueError where one of the window's settings is not a number of seconds."""
+def require_steps(flag, value, most=MAX_STEPS):
+    """ValueError where a number of steps is beyond what a window, or a trace, can hold."""
+    if value > most:
+        raise ValueError(f"{flag} {value}: takes at most {most:,} steps")
+
+
+def _require_window(config):
+    """ValueError where one of the window's settings is not a number of seconds, or of steps, that can be run."""
+    require_steps("--min-steps", getattr(config, "min_steps", 0))
     for name in ("min_window_s", "warmup_min_s", "warmup_max_s"):
         value = getattr(config, name, 0.0)
         # Written so that NaN, which compares as false, is refused too.
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: takes a number of seconds from 0 up")
+        if not 0 <= value <= MAX_WINDOW_S:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: takes a number of seconds from 0 up, at most {MAX_WINDOW_S:,.0f}"
+            )
 
 
 def require_known(what, name, table):
@@ -228,7 +281,9 @@ def _converter(kind, choices):
         try:
             value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not of type {kind.__name__}") from None
+            raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not of type {kind.__name__}") from None
+        if kind is int and abs(value) > MAX_INTEGER:
+            raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is beyond {MAX_INTEGER:,}")
         if choices and value not in choices:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(map(str, choices))}")
         return value
@@ -236,8 +291,21 @@ def _converter(kind, choices):
     return convert
 
 
+def _shortened(text):
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 class Parser(argparse.ArgumentParser):
-    """With mistakes in one line on stderr, exit status 2."""
+    """With mistakes in one line on stderr, exit status 2; `--flag=--` is one."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, which takes the -- out of --flag=-- and gives an empty list to who asked for a value."""
+        args = sys.argv[1:] if args is None else list(args)
+        for text in args[: args.index("--")] if "--" in args else args:
+            name, equals, value = text.partition("=")
+            if equals and name.startswith("-") and value == "--":
+                self.error(f"argument {name}: expected a value, '--' is none (./-- is a path of that name)")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n")

@@ -5,6 +5,8 @@ import sys
 
 from common import memory
 
+LONG_STEP_MS = 400.0
+
 
 def print_card(record, workload):
     """What runs where, and what the script says of it."""
@@ -41,7 +43,9 @@ def _print_table(record, workload):
     p95 = statistics.quantiles(ordered, n=20, method="inclusive")[-1] if len(ordered) > 1 else ordered[0]
     rows = [
         ("step", f"{ms:.2f} ms", _statistic(record["steps"]["batch"])),
-        ("tail", f"{p95 / ms:.3f}", "p95 over step"),
+        # A twentieth of a few long steps is not a step.
+        *([("tail", f"{p95 / ms:.3f}", "p95 over step")] if ms <= LONG_STEP_MS else []),
+        ("window", _or_dash(record["conditions"]["window_s"], "s"), _settled(record["conditions"]["settled"])),
         ("rate", f"{record['extra']['items_per_s']:,.0f} {record['unit']}/s", ""),
     ]
     if kind == "cuda":
@@ -64,6 +68,10 @@ def _statistic(batch):
     """What the time of a step is, for steps of these kinds of batch; see common/measure.py."""
     num_kinds = len(set(batch))
     return f"median of {len(batch)}" if num_kinds == 1 else f"mean of {num_kinds} kinds' medians, {len(batch)} steps"
+
+
+def _settled(settled):
+    return {True: "", False: "steps or clock had not settled", None: ""}[settled]
 
 
 def _or_dash(value, unit):

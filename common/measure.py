@@ -2,12 +2,15 @@
 
 A training script hands over how to build its state and its variants; `run` does the rest:
 
-    build -> variant (warm-up and capture, timed apart) -> canary -> settle -> timed window
+    build -> variant (warm-up and capture, timed apart) -> canary -> settle -> timed window -> proof of its work
           -> issue pass -> section pass -> profile pass -> record
+
+The passes are in common/passes.py, the proof in common/proof.py.
 
 Window and parity start from the same seeded state (`state.reset()`), so that warm-up and capture leave
 no trace. In the timed window nothing synchronises and nothing is printed. With --profile the steps after
-settling are traced for people to look at, and nothing is timed.
+settling are traced for people to look at, and nothing is timed. A run whose graphs, replays, memory or clocks are not
+what its script promised has status `failed`, with its numbers.
 
 The state a script builds:
     reset()               everything a step reads or writes, back to the seeded start, in place
@@ -33,10 +36,8 @@ A variant (what VARIANTS maps a name to, made from the state):
 
 import contextlib
 import dataclasses
-import functools
+import errno
 import gc
-import itertools
-import statistics
 import sys
 import time
 import traceback
@@ -45,14 +46,19 @@ from pathlib import Path
 
 import torch
 
-from common import console, environment, memory, mllog, trace
+from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
 from common.capture import CaptureError
+from common.marks import mark, section
+from common.passes import statistic, synchronize
 from common.state_hash import StateHasher
 
-SETTLE_BLOCK_S = 1.0
-SETTLE_TOLERANCE = 0.01
-PROFILE_HEAT_S = 2.0
+__all__ = ["Capture", "Unsupported", "Workload", "mark", "process_settings", "run", "section", "statistic"]
+__all__ += ["synchronize"]
+
+PARITY_STEPS, LONG_PARITY_STEPS = 20, 3
+# What a disk says that is full, over its quota, read-only or broken.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 class Unsupported(RuntimeError):
@@ -89,6 +95,7 @@ class Workload:
 
     card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
     hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
+    kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; promises None: nothing.
     """
 
     model: str
@@ -103,47 +110,8 @@ class Workload:
     unit: str
     peak_flops: float | None = None
     hyperparameters: dict = field(default_factory=dict)
-
-
-# ------------------------------------------------------------------------------------------------
-# Marks and sections: places in a step that only their own pass looks at
-
-_marks = None
-_open_section = None
-_nothing = contextlib.nullcontext()
-
-
-def mark(tensor=None) -> None:
-    """A place, at most some 800 launches after the last one, where the issue pass may drain the GPU's queue.
-
-    tensor: the place in the backward pass where its gradient is ready is one as well.
-    """
-    if _marks is not None:
-        _marks()
-        if tensor is not None and tensor.requires_grad:
-            tensor.register_hook(lambda gradient: _marks() if _marks is not None else None)
-
-
-def section(name: str):
-    """A context for a named part of the step: events in the section pass, a range in a profile, else nothing.
-
-    Outside of these it costs 0.15 us of host time. Parts are phases of a microbatch, not layers.
-    """
-    return _nothing if _open_section is None else _open_section(name)
-
-
-@contextlib.contextmanager
-def _between_events(pairs, name):
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    yield
-    end.record()
-    pairs.append((name, begin, end))
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    kinds: dict = field(default_factory=dict)
+    promises: object = None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -154,7 +122,7 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     """Measure one variant once, write the record (rank 0) and return it.
 
     args: `common.config.Arguments`. A variant that cannot run, that runs out of memory or whose capture
-    fails is a record with that status, not an exception.
+    fails is a record with that status, not an exception; so is a disk that is full.
     """
     config, options = args.config, args.run
     if rank > 0:
@@ -174,7 +142,10 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         items_per_step=workload.items_per_step,
         unit=workload.unit,
     )
+    clock = phases.Phases(record)
+    record["conditions"]["cores"] = passes.own_cores()
     record["extra"]["notes"] = list(workload.notes)
+    _promise(record, workload, config)
     log = mllog.Log(options.mllog if rank == 0 else "", workload.hyperparameters)
     if rank == 0:
         console.print_card(record, workload)
@@ -182,12 +153,13 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     state = variant = None
     try:
         with process_settings(device, options.parity):
-            state = workload.build(config, device)
+            with clock.phase("build"):
+                state = workload.build(config, device)
             log.say(getattr(state, "hyperparameters", {}))
             variant = workload.variants[options.variant](state)
             record["status"] = "pass"
             if options.parity:
-                _parity_pass(record, state, variant, options)
+                _parity_pass(record, state, variant, config, options)
             elif options.profile:
                 _canary(state, variant, workload.reference, device)
                 _traced_pass(record, state, variant, config, options, device, rank)
@@ -196,7 +168,7 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
                 # Its eager steps beside a graph's memory are no part of the variant.
                 with peaks.set_aside():
                     _canary(state, variant, workload.reference, device)
-                _timed_passes(record, workload, state, variant, config, options, device, log, peaks)
+                _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank)
     except Unsupported as error:
         record.update(status="unsupported", message=str(error))
     except torch.OutOfMemoryError as error:
@@ -209,18 +181,55 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         # A user's mistake that only building could show; the message names the flag.
         record.update(status="failed", message=str(error))
     except Exception as error:
-        traceback.print_exc()
+        if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
+            traceback.print_exc()
         record.update(status="failed", message=f"{type(error).__name__}: {str(error)[:300]}")
     # Graphs end before what they were captured over.
     _close(variant, record)
     _close(state, record)
     log.finish(record)
+    if variant is not None:
+        for name in ("warmup", "compile", "capture"):
+            record["seconds"][name] = round(getattr(variant.capture, f"{name}_s"), 3)
+    record["env"]["run_hash"] = environment.run_hash()
+    clock.end()
     if rank == 0:
-        console.print_end(record, workload)
-        if options.record:
-            records.write(options.record, record)
-        print(records.dumps(record), flush=True)
+        _hand_over(record, workload, options)
     return record
+
+
+def _promise(record, workload, config):
+    record["extra"]["kind"] = workload.kinds.get(record["variant"])
+    if workload.promises is not None:
+        graphs, replays = workload.promises(config, record["variant"])
+        record["promised"].update(graphs=graphs, replays_per_step=replays)
+
+
+def _hand_over(record, workload, options):
+    """Print the end, write the record, and print it as the last line. A disk that takes no record is one line."""
+    console.print_end(record, workload)
+    if options.record:
+        try:
+            records.write(options.record, record)
+        except OSError as error:
+            message = f"--record {error.filename}: {error.strerror}"
+            record.update(status="failed", message=message)
+            print(f"python -m {workload.model}.train: {message}", file=sys.stderr)
+    print(records.dumps(record), flush=True)
+
+
+def _fail(record, fault):
+    """Status failed with the reason; the first one stands."""
+    if fault and record["status"] == "pass":
+        record.update(status="failed", message=fault)
+
+
+def _judge_promise(record, num_steps):
+    """A run that does not make the graphs and replays that were promised is not what its name says."""
+    capture = record["capture"]
+    _fail(record, proof.broken_promise(capture, num_steps, record["promised"], record["extra"]["kind"]))
+    if capture["num_replays"] != capture["expected_replays"]:
+        _fail(record, f"{capture['num_replays']} replays counted, its steps make {capture['expected_replays']}")
 
 
 def _close(opened, record):
@@ -254,16 +263,29 @@ def process_settings(device, parity):
 # Passes
 
 
-def _parity_pass(record, state, variant, options):
-    """Deterministic steps from the seeded start, the whole state hashed after each; nothing is timed."""
-    num_steps = max(20, options.steps)
+def _parity_pass(record, state, variant, config, options):
+    """Deterministic steps from the seeded start, the whole state hashed after each; nothing is recorded as timed.
+
+    --parity-steps, or --steps but at least 20; where the second step takes longer than 0.4 s, 3 unless --parity-steps
+    asks for more.
+    """
+    num_steps = options.parity_steps or max(PARITY_STEPS, options.steps)
     state.reset()
     hasher = StateHasher(state.named_state())
     replays_before = variant.capture.num_replays
-    for index in range(num_steps):
+    index = 0
+    while index < num_steps:
+        synchronize()
+        start = time.perf_counter()
         variant.step(index)
+        synchronize()
+        step_ms = (time.perf_counter() - start) * 1e3
         hasher.update()
-    _fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+        if index == 1 and not options.parity_steps and passes.of_first_rank(passes.is_long(step_ms, config)):
+            num_steps = LONG_PARITY_STEPS
+        index += 1
+    passes.fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+    _judge_promise(record, num_steps)
     losses, norms = state.read_losses(num_steps), state.read_grad_norms(num_steps)
     record["numerics"].update(loss=losses, grad_norm=norms, state_hash=hasher.digest())
     if options.record:
@@ -297,7 +319,7 @@ def _canary(state, variant, reference, device):
             raise CaptureError(f"canary: step {index} replayed gives loss {ours:.6g}, eager {eager:.6g}")
 
 
-def _timed_passes(record, workload, state, variant, config, options, device, log, peaks):
+def _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank):
     host = environment.HostActivity()
     host.start()
     sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
@@ -305,113 +327,79 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         sampler.start()
     try:
         state.reset()
-        settle = _settle(variant, config, device, sampler)
-        state.reset()
-        num_steps = max(options.steps or config.min_steps, int(config.min_window_s * 1e3 / settle["step_ms"]) + 1)
-        num_steps = _of_first_rank(num_steps)
+        sample = proof.StateSample(state.named_state(), device)
+        with clock.phase("settle"):
+            settle, settled_ms = passes.settle(variant, config, device, sampler, state.batch_class)
+        record["conditions"]["settled"], record["proof"]["settled_ms"] = settle["settled"], settled_ms
+        held = proof.held_bytes(device)
         log.end_init(variant.capture, settle["seconds"])
-        window_start = _window(record, variant, num_steps, device, sampler)
-        losses = state.read_losses(num_steps)
+        with clock.phase("window"):
+            window_start, own_ms = passes.windows(
+                record, state, variant, config, options, device, sampler, settle["step_ms"], sample
+            )
+        gc.collect()
+        now_held = proof.held_bytes(device)
+        record["proof"]["growth_bytes"] = None if None in (held, now_held) else now_held - held
+        losses = _prove(record, state, device, sample)
         log.window(record, losses, window_start)
-        norms = state.read_grad_norms(min(config.min_steps, num_steps))
-        record["numerics"].update(loss=losses[: config.min_steps], grad_norm=norms)
         _require_finite(losses)
-        record["steps"]["batch"] = [state.batch_class(index) for index in range(num_steps)]
-        record["statistic_ms"] = statistic(record["steps"]["gpu_ms"], record["steps"]["batch"])
         record["extra"].update(settle=settle, host=host.stop(), items_per_s=_rate(record))
         # Before an evaluation, whose activations are not the step's.
         record["memory"] = memory.account(device, variant.capture.pools, peaks)
         record["extra"]["allocator"] = memory.allocator_events(device)
-        if options.mllog and hasattr(state, "evaluate"):
-            _evaluate(record, state, variant, num_steps, log)
-        if hasattr(state, "finish"):
-            state.finish(variant, record)
-        if device.type == "cuda":
-            _issue_pass(record, variant)
-            _section_pass(record, variant)
-            if options.profile_steps:
-                _profile_pass(record, variant, options, sampler)
+        _judge(record, own_ms, rank)
+        with clock.phase("passes"):
+            if options.mllog and hasattr(state, "evaluate"):
+                _evaluate(record, state, variant, log)
+            if hasattr(state, "finish"):
+                state.finish(variant, record)
+            if device.type == "cuda":
+                passes.issue_pass(record, variant)
+                passes.section_pass(record, variant)
+        if device.type == "cuda" and options.profile_steps:
+            with clock.phase("profile"):
+                passes.profile_pass(record, variant, options, sampler)
+            share = record["proof"]["graph_kernel_share"]
+            _fail(record, proof.wrong_share(share, record["promised"], record["extra"]["kind"]))
     finally:
         if sampler:
             sampler.stop()
-    record["capture"]["nodes"] = _nodes(variant)
+    record["capture"]["nodes"] = passes.nodes(variant)
 
 
-def _settle(variant, config, device, sampler):
-    """Steps until step time and SM clock have settled: two blocks in a row within 1 %, floor and ceiling in seconds."""
-    start = time.perf_counter()
-    index, previous, settled = 0, None, False
-    while True:
-        block_start, count = time.perf_counter(), 0
-        block_s = min(SETTLE_BLOCK_S, config.warmup_min_s)
-        while _of_first_rank(count < 2 or time.perf_counter() - block_start < block_s):
-            variant.step(index)
-            index, count = index + 1, count + 1
-            if count % 4 == 0:
-                synchronize()
-        synchronize()
-        now = time.perf_counter()
-        block = ((now - block_start) * 1e3 / count, sampler.latest_sm_mhz() if sampler else None)
-        if previous is not None:
-            settled = all(
-                a is None or b is None or abs(a - b) <= SETTLE_TOLERANCE * b
-                for a, b in zip(block, previous, strict=True)
-            )
-        previous = block
-        elapsed = now - start
-        done = (settled and elapsed >= config.warmup_min_s) or elapsed >= config.warmup_max_s
-        if _of_first_rank(done):
-            return {"seconds": elapsed, "num_steps": index, "settled": settled, "step_ms": block[0]}
+def _prove(record, state, device, sample):
+    """Fill in numerics and proof from what the window left behind, and return its losses."""
+    num_steps, num_compared = len(record["steps"]["gpu_ms"]), record["config"]["min_steps"]
+
+    def read():
+        return state.read_losses(num_steps), state.read_grad_norms(num_steps)
+
+    seen = proof.look_again(read, sample, device, record["statistic_ms"])
+    losses, norms = seen.pop("read")
+    record["proof"].update(seen, state_sample=sample.report())
+    record["numerics"].update(loss=losses[:num_compared], grad_norm=norms[:num_compared])
+    proof.fill_series(record["proof"], num_steps, losses, norms)
+    return losses
 
 
-def _window(record, variant, num_steps, device, sampler):
-    """The timed steps. CUDA: events at step boundaries and no synchronisation inside. CPU: wall time per step.
-
-    Returns time.monotonic() at the start of the first.
-    """
-    replays_before = variant.capture.num_replays
-    energy = environment.energy_joules(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
-    gc.collect()
-    gc.disable()
-    try:
-        synchronize()
-        _barrier()
-        start = time.perf_counter()
-        window_start = time.monotonic()
-        if device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-            events[0].record()
-            for index in range(num_steps):
-                variant.step(index)
-                events[index + 1].record()
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - start
-            step_ms = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-        else:
-            stamps = [start]
-            for index in range(num_steps):
-                variant.step(index)
-                stamps.append(time.perf_counter())
-            wall = stamps[-1] - start
-            step_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
-    finally:
-        gc.enable()
-    window_end = time.monotonic()
-    energy_end = environment.energy_joules(record["env"]["gpu_uuid"]) if energy is not None else None
-    if energy_end is not None:
-        record["energy_j"] = energy_end - energy
-    if sampler:
-        record["clocks"] = sampler.between(window_start, window_end)
-    slowest, skew = _slowest_rank(step_ms)
-    record["steps"].update(gpu_ms=[round(ms, 4) for ms in slowest], wall_ms=wall * 1e3)
-    record["rank_skew_ms"] = skew
-    # Events that do not add up to the wall clock were not recorded where the step is.
-    assert abs(sum(step_ms) / (wall * 1e3) - 1) < 0.05, (sum(step_ms), wall * 1e3)
-    _fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
-    return window_start
+def _judge(record, own_ms, rank):
+    """What a run that lies about its window is told by itself; see benchmarks/trust.py for what eager tells of it."""
+    world_size = record["env"]["world_size"]
+    _judge_promise(record, len(record["steps"]["gpu_ms"]))
+    _fail(record, passes.wrong_wall(record, world_size))
+    _fail(record, proof.leaked(record))
+    if world_size == 1:
+        return
+    own = {"rank": rank, "gpu_uuid": record["env"]["gpu_uuid"], "statistic_ms": own_ms}
+    own |= {"num_replays": record["capture"]["num_replays"], "message": record["message"]}
+    record["ranks"] = passes.of_all_ranks(own)
+    for other in record["ranks"]:
+        # Rank 0 writes the record; what another one lacks, the run lacks.
+        message = other.pop("message")
+        _fail(record, message and f"rank {other['rank']}: {message}")
 
 
-def _evaluate(record, state, variant, num_steps, log):
+def _evaluate(record, state, variant, log):
     """Mean loss over held-out batches after the window, for the log and as extra.eval_loss.
 
     What was timed stands, whether an evaluation is possible or not.
@@ -423,112 +411,29 @@ def _evaluate(record, state, variant, num_steps, log):
     except (Unsupported, torch.OutOfMemoryError) as error:
         record["extra"]["notes"].append(f"no evaluation: {str(error).splitlines()[0]}")
     else:
-        log.evaluation(record["extra"]["eval_loss"], num_steps, start)
-
-
-def _issue_pass(record, variant, num_steps=8):
-    """Host time to issue a step: the queue is drained at each mark, and the drains are not counted.
-
-    The launch queue holds about 1024 launches; a host that runs further ahead waits for the GPU, which
-    is why a running loop cannot show this number.
-    """
-    global _marks
-    issue_ms, num_marks = [], 0
-    for index in range(num_steps):
-        spent, last = 0.0, 0.0
-
-        def drain():
-            nonlocal spent, last, num_marks
-            spent += time.perf_counter() - last
-            num_marks += 1
-            torch.cuda.synchronize()
-            last = time.perf_counter()
-
-        torch.cuda.synchronize()
-        _marks, last = drain, time.perf_counter()
-        try:
-            variant.step(index)
-            drain()
-        finally:
-            _marks = None
-        issue_ms.append(spent * 1e3)
-    record["issue_ms"] = statistics.median(issue_ms)
-    record["extra"]["num_marks"] = num_marks / num_steps
-
-
-def _section_pass(record, variant, num_steps=12):
-    """Device time a step of its sections, from events around them; two that overlap on two streams both count."""
-    global _open_section
-    steps = [[] for _ in range(num_steps)]
-    try:
-        for index, pairs in enumerate(steps):
-            _open_section = functools.partial(_between_events, pairs)
-            variant.step(index)
-    finally:
-        _open_section = None
-    torch.cuda.synchronize()
-    totals: dict[str, list[float]] = {}
-    for index, pairs in enumerate(steps):
-        for name, begin, end in pairs:
-            totals.setdefault(name, [0.0] * num_steps)[index] += begin.elapsed_time(end)
-    times = {name: statistics.median(per_step) for name, per_step in totals.items()}
-    record["optimizer_ms"] = times.pop("optimizer", None)
-    record["extra"]["sections_ms"] = times
-
-
-def _profile_pass(record, variant, options, sampler):
-    """Busy time, kernels and gaps from profiled steps; the clock of this pass beside the window's."""
-    # Busy time is set beside the statistic, a mean over all kinds of batch.
-    num_steps = max(options.profile_steps, len(set(record["steps"]["batch"])))
-    index = itertools.count()
-
-    def run_steps(count):
-        for _ in range(count):
-            variant.step(next(index))
-
-    heat = int(PROFILE_HEAT_S * 1e3 / record["statistic_ms"]) + 1
-    work, start, end = trace.profile(run_steps, num_steps, heat)
-    clock = sampler.between(start, end)["sm_mhz"]
-    if not work:
-        record["extra"]["profile"] = "the profiler saw no kernels"
-        return
-    summary = trace.summarise(work, num_steps)
-    record["busy_ms"], record["num_kernels"] = summary.pop("busy_ms"), summary.pop("num_kernels")
-    # The profiler slows the host, so an ungraphed step's idle time is what the timed window had beyond busy.
-    graphed = variant.capture.num_replays > 0
-    record["idle_fraction"] = (
-        summary["idle_fraction"] if graphed else max(0.0, 1 - record["busy_ms"] / record["statistic_ms"])
-    )
-    record["extra"]["profile"] = summary
-    timed_clock = record["clocks"]["sm_mhz"]
-    if clock and timed_clock:
-        record["extra"]["profiled_clock_ratio"] = clock / timed_clock
-    if options.record:
-        trace.write_sidecar(Path(options.record).with_suffix(".trace.json.gz"), work, num_steps)
+        log.evaluation(record["extra"]["eval_loss"], len(record["steps"]["gpu_ms"]), start)
 
 
 def _traced_pass(record, state, variant, config, options, device, rank):
     """With --profile: a few steady steps as a Chrome trace, each section a range in it; nothing is timed."""
-    global _open_section
     sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
     if sampler:
         sampler.start()
     try:
         state.reset()
-        record["extra"]["settle"] = _settle(variant, config, device, sampler)
+        record["extra"]["settle"], _ = passes.settle(variant, config, device, sampler)
+        record["conditions"]["settled"] = record["extra"]["settle"]["settled"]
     finally:
         if sampler:
             sampler.stop()
     state.reset()
     replays_before = variant.capture.num_replays
-    _open_section = trace.named_range
-    try:
+    with marks.opening_sections(trace.named_range):
         # All ranks make the same steps; rank 0 traces its own.
         events = trace.trace_steps(variant.step, device.type == "cuda")
-    finally:
-        _open_section = None
     num_steps = trace.UNTRACED_STEPS + trace.TRACED_STEPS
-    _fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+    passes.fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+    _judge_promise(record, num_steps)
     losses, norms = state.read_losses(num_steps), state.read_grad_norms(num_steps)
     record["numerics"].update(loss=losses, grad_norm=norms)
     _require_finite(losses)
@@ -537,68 +442,11 @@ def _traced_pass(record, state, variant, config, options, device, rank):
         trace.report(options.profile, events)
 
 
-# ------------------------------------------------------------------------------------------------
-# Small parts
-
-
-def statistic(step_ms, batch) -> float:
-    """Mean over the kinds of batch of each kind's median, ms; with one kind, the median."""
-    by_batch: dict = {}
-    for ms, kind in zip(step_ms, batch, strict=True):
-        by_batch.setdefault(kind, []).append(ms)
-    return sum(statistics.median(times) for times in by_batch.values()) / len(by_batch)
-
-
 def _rate(record):
     return record["items_per_step"] / record["statistic_ms"] * 1e3
-
-
-def _fill_capture(record, variant, num_replays, num_steps):
-    capture = variant.capture
-    record["capture"].update(
-        strategy=capture.strategy,
-        warmup_s=round(capture.warmup_s, 4),
-        compile_s=round(capture.compile_s, 4),
-        capture_s=round(capture.capture_s, 4),
-        num_graphs=sum(len(pool.graphs) for pool in capture.pools),
-        num_replays=num_replays,
-        expected_replays=sum(variant.replays_of(index) for index in range(num_steps)),
-    )
-
-
-def _nodes(variant):
-    nodes: dict[str, int] = {}
-    for pool in variant.capture.pools:
-        for kind, count in pool.nodes().items():
-            nodes[kind] = nodes.get(kind, 0) + count
-    return nodes
 
 
 def _require_finite(losses):
     for index, loss in enumerate(losses):
         if not abs(loss) < float("inf"):
             raise FloatingPointError(f"loss is {loss} at step {index}")
-
-
-def _barrier():
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
-def _of_first_rank(value):
-    """Rank 0's value on every rank: clocks differ, and ranks that take different numbers of steps wait for ever."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _slowest_rank(step_ms):
-    """A step is as long as its slowest rank; skew is the median over steps of slowest less fastest rank."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return step_ms, None
-    every = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, step_ms)
-    slowest = [max(times) for times in zip(*every, strict=True)]
-    return slowest, statistics.median(max(times) - min(times) for times in zip(*every, strict=True))

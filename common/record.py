@@ -1,18 +1,21 @@
 """The record: one JSON object per run, the contract between training scripts and the harness.
 
 A training script writes it (`write`), the harness fills in parity and status and publishes it, and
-every table and figure is made from it (`read`). No torch here: reading must work without it.
+every table and figure is made from it (`read`, `upgrade`). No torch here: reading must work without it.
 
 Names end in their unit (`_ms`, `_s`, `_bytes`, `_j`, `_mhz`, `_w`); a count starts with `num_`. A
-value that could not be measured is null, never zero.
+value that could not be measured is null, never zero. Schema 1, which knew no session, times, conditions or proof of
+work, stays readable as it was written.
 """
 
+import copy
+import hashlib
 import json
 import os
 import tempfile
 from pathlib import Path
 
-SCHEMA = 1
+SCHEMA = 2
 
 STATUSES = (
     "pass",
@@ -25,17 +28,23 @@ STATUSES = (
     "failed",
 )
 
-# Every key that a record of schema 1 must have; what a run does not know is null or empty.
+# Every key that a record of schema 2 must have; what a run does not know is null or empty.
 TEMPLATE = {
     "schema": SCHEMA,
+    # The folder of the session: 20261122T031500Z-13f405-c77b; empty where a script ran by itself.
+    "session": "",
     "model": "",
     "preset": "",
     "variant": "",
     "round": 0,
+    # 2 where the first run of this round did not settle and was repeated.
+    "attempt": 1,
     "host_load": 0,
     "status": "failed",
     "message": "",
     "device": "",
+    "begin_utc": None,
+    "end_utc": None,
     "config": {},
     "argv": [],
     "env": {
@@ -55,10 +64,36 @@ TEMPLATE = {
         "host": None,
         "cpu": None,
         "git_sha": None,
+        "git_tree": None,
         "git_dirty": None,
+        # Of the whole session's code, and of what this run imported or compiled.
         "source_hash": None,
+        "run_hash": None,
         "slurm": {},
         "variables": {},
+    },
+    "conditions": {
+        "settled": None,
+        "window_s": None,
+        "cores": [],
+        "numa_node": None,
+        "us_per_operator": None,
+        "us_per_launch": None,
+        # Text for each process of somebody else on the GPU, and for each other session of ours on the host.
+        "others_on_gpu": [],
+        "other_sessions": [],
+    },
+    "seconds": {
+        "start": None,
+        "import": None,
+        "build": None,
+        "warmup": None,
+        "compile": None,
+        "capture": None,
+        "settle": None,
+        "window": None,
+        "passes": None,
+        "profile": None,
     },
     "clocks": {"sm_mhz": None, "power_w": None, "temperature_c": None, "throttle": []},
     "energy_j": None,
@@ -70,15 +105,18 @@ TEMPLATE = {
         "num_graphs": 0,
         "num_replays": 0,
         "expected_replays": 0,
-        "num_fallbacks": 0,
         "nodes": {},
     },
+    # What the script said before it ran: graphs 0 for an eager variant; null: at least one, as many as are needed.
+    "promised": {"graphs": None, "replays_per_step": None},
     "steps": {"gpu_ms": [], "batch": [], "wall_ms": None},
     "statistic_ms": None,
     "issue_ms": None,
     "busy_ms": None,
     "optimizer_ms": None,
     "rank_skew_ms": None,
+    # Of several ranks: rank, gpu_uuid, statistic_ms, num_replays of each.
+    "ranks": [],
     "num_kernels": None,
     "idle_fraction": None,
     "memory": {
@@ -96,11 +134,51 @@ TEMPLATE = {
         "grad_norm": [],
         "state_hash": None,
         "parity": None,
+        # The variant that parity was asked against.
+        "reference": None,
         "max_rel_diff": None,
         "first_difference": None,
     },
+    # That the timed window did its work; see common/proof.py.
+    "proof": {
+        "steps": [],
+        "loss": [],
+        "grad_norm": [],
+        "state_step": None,
+        "state_sample": [],
+        "settled_ms": None,
+        "late_ms": None,
+        "late_change": None,
+        "growth_bytes": None,
+        "graph_kernel_share": None,
+    },
     "extra": {},
+    # SHA-256 of the rest; `write` fills it in. It shows an edit by hand, not a forger's.
+    "digest": None,
 }
+
+# Schema 1 had these besides, and none of what it lacks here.
+_ONLY_1 = {"capture": ("num_fallbacks",)}
+_ONLY_2 = {
+    "": ("session", "attempt", "begin_utc", "end_utc", "conditions", "seconds", "promised", "ranks", "proof", "digest"),
+    "env": ("git_tree", "run_hash"),
+    "numerics": ("reference",),
+}
+
+
+def _template(schema):
+    if schema == SCHEMA:
+        return TEMPLATE
+    template = copy.deepcopy(TEMPLATE)
+    for group, keys in _ONLY_2.items():
+        for key in keys:
+            del (template[group] if group else template)[key]
+    for group, keys in _ONLY_1.items():
+        template[group].update(dict.fromkeys(keys, 0))
+    return template
+
+
+TEMPLATES = {schema: _template(schema) for schema in (1, SCHEMA)}
 
 
 class RecordError(ValueError):
@@ -120,30 +198,60 @@ def blank(**values) -> dict:
     return record
 
 
-def file_name(variant: str, round_index: int) -> str:
-    """`graph`, 3 -> `graph.r3.json`."""
-    return f"{variant}.r{round_index}.json"
+def file_name(variant: str, round_index: int, attempt: int = 1) -> str:
+    """`graph`, 3 -> `graph.r3.json`; attempt 2 -> `graph.r3.a2.json`."""
+    return f"{variant}.r{round_index}{f'.a{attempt}' if attempt > 1 else ''}.json"
 
 
 def dumps(record: dict) -> str:
     """One compact line of JSON; NaN and infinity, which JSON does not have, become null."""
-    return json.dumps(_finite(record), separators=(",", ":"), allow_nan=False)
+    return _dumps(record)
+
+
+def digest_of(record: dict) -> str:
+    """SHA-256 (hex) of a record without its digest; the order of keys does not count."""
+    rest = {key: value for key, value in record.items() if key != "digest"}
+    return hashlib.sha256(_dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _dumps(value, **options):
+    options |= {"separators": (",", ":"), "allow_nan": False}
+    try:
+        return json.dumps(value, **options)
+    except ValueError:
+        return json.dumps(_finite(value), **options)
 
 
 def write(path: str | os.PathLike, record: dict) -> None:
-    """Write `record` so that a reader sees the old file or the whole new one, never a half."""
+    """Write `record` so that a reader sees the old file or the whole new one, never a half.
+
+    A record of schema 2 gets its digest. Raises OSError, whose filename is `path`, where the disk is full or the
+    folder cannot be written; the old file is then as it was.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if record.get("schema") == SCHEMA and "digest" in record:
+        record["digest"] = digest_of(record)
+    write_text(path, dumps(record) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The same for any text."""
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w") as file:
-            file.write(dumps(record) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            # Errors of an open file name none.
+            raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
 
 
@@ -151,27 +259,37 @@ def read(path: str | os.PathLike) -> dict:
     """Read and check one record. Raises RecordError that names the file and the fault."""
     path = Path(path)
     try:
-        record = json.loads(path.read_text())
+        text = path.read_text()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # bad JSON or UTF-8, numbers and lists beyond Python's limits
+    except ValueError as error:
         raise RecordError(f"{path}: not a whole JSON document ({error})") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, where: str) -> dict:
+    """The record in `text`. Raises RecordError that begins with `where`."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:  # bad JSON or UTF-8, numbers and lists beyond Python's limits
+        raise RecordError(f"{where}: not a whole JSON document ({error})") from None
     fault = check(record)
     if fault:
-        raise RecordError(f"{path}: {fault}")
+        raise RecordError(f"{where}: {fault}")
     return record
 
 
 def check(record: object) -> str | None:
-    """What makes `record` unfit for schema 1, in words, or None."""
+    """What makes `record` unfit for its schema, in words, or None."""
     if not isinstance(record, dict) or "schema" not in record:
         return "a foreign JSON document, it has no key 'schema'"
-    if record["schema"] != SCHEMA:
-        return f"schema {record['schema']!r}, this code reads schema {SCHEMA}"
-    missing = [key for key in TEMPLATE if key not in record]
-    for group, default in TEMPLATE.items():
+    if record["schema"] not in TEMPLATES or isinstance(record["schema"], bool):
+        return f"schema {record['schema']!r}, this code reads schema {' and '.join(map(str, TEMPLATES))}"
+    template = TEMPLATES[record["schema"]]
+    missing = [key for key in template if key not in record]
+    for group, default in template.items():
         if group in record and isinstance(default, dict):
             if not isinstance(record[group], dict):
                 return f"key {group!r} is not an object"
@@ -180,7 +298,26 @@ def check(record: object) -> str | None:
         return f"keys missing: {', '.join(missing)}"
     if record["status"] not in STATUSES:
         return f"unknown status {record['status']!r}, known: {', '.join(STATUSES)}"
+    if record.get("digest") is not None and record["digest"] != digest_of(record):
+        return "its digest is not that of its content: edited by hand?"
     return None
+
+
+def upgrade(record: dict) -> dict:
+    """A sound record with every key of schema 2; what its own schema lacks is null or empty. "schema" stays."""
+    if record["schema"] == SCHEMA:
+        return record
+    full = copy.deepcopy(TEMPLATE) | record
+    for group, default in TEMPLATE.items():
+        if isinstance(default, dict):
+            full[group] = default | record.get(group, {})
+    settle = record["extra"].get("settle")
+    full["conditions"] = copy.deepcopy(TEMPLATE["conditions"])
+    if isinstance(settle, dict):
+        full["conditions"]["settled"] = settle.get("settled")
+    wall_ms = record["steps"].get("wall_ms")
+    full["conditions"]["window_s"] = wall_ms / 1e3 if isinstance(wall_ms, int | float) else None
+    return full
 
 
 def _finite(value):

@@ -22,8 +22,15 @@ from pathlib import Path
 
 import numpy as np
 
+from common.config import require_folder_of_its_own
+
+# A folder of text is copied once, byte by byte; a larger one belongs into Megatron's token files.
+MAX_FILES = 100_000
+MAX_TEXT_BYTES = 16 * 2**30
+
 _CHUNK_TOKENS = 1 << 22
 _END_OF_DOCUMENT = b"\0"
+_ELSE = "take one of its folders, or make Megatron token files (.bin, .idx) of it"
 
 
 class TokenFile:
@@ -139,11 +146,21 @@ def text_folder(path, cache_dir) -> TokenFile:
 
     Files that are not UTF-8 are left out too, with a warning that counts and names them. The cache is keyed by names,
     sizes and modification times; its length is checked against the note beside it. Raises ValueError when there is
-    no text at all.
+    no text at all, when a file cannot be read, and for more than MAX_FILES names or MAX_TEXT_BYTES, before any file is
+    read.
     """
     root = Path(path)
+    require_folder_of_its_own("--data", str(root.resolve()))
     paths = _files(root, set())
-    listing = [(file.relative_to(root).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in paths]
+    listing = [(file.relative_to(root).as_posix(), *_size_and_time(file)) for file in paths]
+    num_bytes = sum(size for _, size, _ in listing)
+    if num_bytes > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"--data {path}: {num_bytes / 2**30:,.0f} GiB in {len(paths):,} files, a folder of text may have "
+            f"{MAX_TEXT_BYTES / 2**30:.0f}: {_ELSE}"
+        )
+    # What has no size is not read: files of /proc have none either, and some of them never end.
+    paths = [file for file, (_, size, _) in zip(paths, listing, strict=True) if size]
     key = hashlib.sha256(json.dumps([str(root.resolve()), listing]).encode()).hexdigest()[:16]
     name = f"{root.resolve().name}-{key}"
     tokens_path, note_path = Path(cache_dir) / f"{name}.bin", Path(cache_dir) / f"{name}.json"
@@ -165,12 +182,30 @@ def text_folder(path, cache_dir) -> TokenFile:
 
 
 def _files(root, skipped_folders):
-    """Regular files below `root`, sorted by relative path; hidden ones left out, linked folders not followed."""
-    found = []
+    """Regular files below `root`, sorted by relative path; hidden ones left out, linked folders not followed.
+
+    ValueError for more than MAX_FILES names of files and folders.
+    """
+    found, num_names = [], 0
     for folder, folders, names in os.walk(root):
+        num_names += len(folders) + len(names)
+        if num_names > MAX_FILES:
+            raise ValueError(f"--data {root}: more than {MAX_FILES:,} files below this folder: {_ELSE}")
         folders[:] = [name for name in folders if name not in skipped_folders and not name.startswith(".")]
         found += [Path(folder) / name for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+    return sorted(filter(_is_file, found), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _is_file(path):
+    try:
+        return path.is_file()
+    except PermissionError:  # a link into a folder that is closed to us
+        return False
+
+
+def _size_and_time(path):
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _concatenate(root, paths, out, skipped):
@@ -179,7 +214,7 @@ def _concatenate(root, paths, out, skipped):
         start = out.tell()
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
-            with open(path, "rb") as file:
+            with _open_to_read(root, path) as file:
                 while chunk := file.read(1 << 20):
                     decoder.decode(chunk)
                     out.write(chunk)
@@ -191,6 +226,13 @@ def _concatenate(root, paths, out, skipped):
             continue
         if out.tell() > start:
             out.write(_END_OF_DOCUMENT)
+
+
+def _open_to_read(root, path):
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"--data {root}: cannot read {path} ({error.strerror})") from None
 
 
 def _read_note(path):

@@ -7,6 +7,7 @@ host, not the kernels: busy time is trusted, the span of an eager step is not.
 
 import contextlib
 import gzip
+import hashlib
 import json
 import os
 import tempfile
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CALLS = ("cuda_runtime", "cuda_driver")
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 UNTRACED_STEPS = 2
 TRACED_STEPS = 3
 
@@ -27,7 +30,7 @@ def profile(run_steps, num_steps: int, num_heat_steps: int):
 
     run_steps(n) issues n steps. num_heat_steps run first, unprofiled, so that power and clock are those of
     the timed window: a GPU that rested while the profiler started runs faster for a while. The work is
-    dicts of name, category, start_us, duration_us and stream, sorted by start.
+    what `gpu_work` returns.
     """
     import torch
 
@@ -51,7 +54,13 @@ def profile(run_steps, num_steps: int, num_heat_steps: int):
 
 
 def gpu_work(events: list[dict]) -> list[dict]:
-    """The GPU's kernels and copies out of Chrome trace events, sorted by start."""
+    """The GPU's kernels and copies out of Chrome trace events: dicts, sorted by start.
+
+    name, category, start_us, duration_us, stream, and by_graph: whether the launch of a graph started it, by the
+    correlation id that Kineto gives a host call and its work; None where the trace has no host calls.
+    """
+    calls = [event for event in events if event.get("cat") in HOST_CALLS]
+    launches = {_correlation(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
     work = [
         {
             "name": event["name"],
@@ -59,11 +68,32 @@ def gpu_work(events: list[dict]) -> list[dict]:
             "start_us": float(event["ts"]),
             "duration_us": float(event["dur"]),
             "stream": event.get("tid", 0),
+            "by_graph": _correlation(event) in launches if calls else None,
         }
         for event in events
         if event.get("cat") in GPU_WORK and event.get("ph") == "X"
     ]
     return sorted(work, key=lambda event: event["start_us"])
+
+
+def _correlation(event):
+    return event.get("args", {}).get("correlation")
+
+
+def graph_kernel_share(work: list[dict]) -> float | None:
+    """The share of kernels that launches of graphs started; None where the trace does not tell, or has no kernel."""
+    started = [event["by_graph"] for event in work if event["category"] == "kernel"]
+    return None if None in started or not started else sum(started) / len(started)
+
+
+def kernels_hash(work: list[dict], num_steps: int) -> str:
+    """16 hex digits over the names of all kernels and how often each runs in a step: what a step computes with."""
+    counts: dict[str, int] = {}
+    for event in work:
+        if event["category"] == "kernel":
+            counts[event["name"]] = counts.get(event["name"], 0) + 1
+    lines = [f"{name} {count / num_steps:.6g}\n" for name, count in sorted(counts.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def busy(work: list[dict]) -> tuple[float, float, list[float]]:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from common.config import option
+from common.config import option, require_folder_of_its_own
+from common.fitting import blame, gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Config:
             raise ValueError("--microbatches, --batches, --min-steps and --amax-history take a number from 1 up")
         if self.lr != self.lr or not 0 <= self.lr < float("inf"):
             raise ValueError(f"--lr {self.lr}: takes a finite number from 0 up")
+        require_folder_of_its_own("--data", self.data)
         if self.precision == "fp8" and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
             raise ValueError("--precision fp8 needs --hidden, --ffn and --heads x --head-dim divisible by 16")
 
@@ -79,7 +81,32 @@ VARIANTS = {
 # width is the share of the layers that this GPU has, 96 heads and ffn 49152 divided by the tensor-parallel size;
 # hidden size and vocabulary stay as they are.
 SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", "ffn"], "layers": ["layers"]}
-ABOUT = {"sweeps": SWEEPS}
+KINDS = {
+    "eager": "eager",
+    "graph_te": "graph",
+    "graph": "graph",
+    "graph_overlap": "graph",
+    "compile": "compile",
+    "reduce_overhead": "compile",
+}
+
+
+def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
+    """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
+    per_layer = 2 * config.layers
+    per_slot = per_layer * config.microbatches
+    # Transformer Engine's one slot per layer is replayed by every microbatch; ours has a graph for each.
+    table = {"graph_te": (per_layer, per_slot), "graph": (per_slot, per_slot), "graph_overlap": (per_slot, per_slot)}
+    return {**table, "reduce_overhead": (None, None)}.get(variant, (0, 0))
+
+
+ABOUT = {
+    "bitwise": ["eager", "graph_te", "graph", "graph_overlap"],
+    "sweeps": SWEEPS,
+    "kinds": KINDS,
+    "promises": promises,
+    "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
+}
 
 CONTEXT_BYTES = 2 * 2**30
 
@@ -103,33 +130,52 @@ def predicted_bytes(config: Config) -> int:
     quantised weight and its transpose. Activations of one microbatch (one is in flight at a time): inputs
     of both norms and both residual sums in full width, the operands of the four GEMMs, attention's
     operands. Logits in bf16 and FP32 with their gradients. Fifteen percent for workspaces and graphs,
-    and CONTEXT_BYTES for what CUDA and its libraries take.
+    and CONTEXT_BYTES for what CUDA and its libraries take. Besides one batch of tokens and targets (int64), and with
+    fp8 the history of a layer's eight operands (FP32).
     """
     c, tokens, attention = config, config.sequence * config.microbatch, config.heads * config.head_dim
     per_parameter = 20 if c.precision == "fp8" else 18
     activations = c.layers * tokens * (12 * c.hidden + 12 * attention + 8 * c.ffn)
     logits = tokens * c.vocab * 12
-    return int(1.15 * (num_parameters(c) * per_parameter + activations + logits)) + CONTEXT_BYTES
+    rest = batch_bytes(c) + (c.layers * 8 * c.amax_history * 4 if c.precision == "fp8" else 0)
+    # In integers: a float does not hold what some flags ask for.
+    return (num_parameters(c) * per_parameter + activations + logits + rest) * 115 // 100 + CONTEXT_BYTES
+
+
+def batch_bytes(config: Config) -> int:
+    """Tokens and targets of one step, int64."""
+    return 16 * config.microbatches * config.microbatch * config.sequence
 
 
 def fit(config: Config, available_bytes: int) -> Config:
     """The config with as many of its layers as fit into available_bytes. ValueError if not even one does."""
-    for layers in range(config.layers, 0, -1):
-        smaller = replace(config, layers=layers)
-        if predicted_bytes(smaller) <= available_bytes:
-            return smaller
-    need = predicted_bytes(replace(config, layers=1)) / 2**30
-    raise ValueError(
-        f"one layer needs {need:.1f} GiB, {available_bytes / 2**30:.1f} GiB are free: "
-        "lower --sequence or --ffn, or run --preset tiny"
-    )
+    one = replace(config, layers=1)
+    if predicted_bytes(one) > available_bytes:
+        raise ValueError(
+            blame(one, PRESETS, predicted_bytes, available_bytes)
+            or f"one layer needs {gib(predicted_bytes(one))} GiB, {gib(available_bytes)} GiB are free: "
+            "lower --sequence or --ffn, or run --preset tiny"
+        )
+    fits, first_too_many = 1, config.layers + 1
+    while first_too_many - fits > 1:
+        layers = (fits + first_too_many) // 2
+        if predicted_bytes(replace(config, layers=layers)) <= available_bytes:
+            fits = layers
+        else:
+            first_too_many = layers
+    return replace(config, layers=fits)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    need = predicted_bytes(config) - CONTEXT_BYTES
-    if available_bytes is not None and need > available_bytes:
+    if available_bytes is not None and _host_bytes(config) > available_bytes:
         raise ValueError(
-            f"this preset needs {need / 2**30:.0f} GiB on a GPU, there is none, and the host has "
-            f"{available_bytes / 2**30:.0f} GiB free: run --preset tiny"
+            blame(config, PRESETS, _host_bytes, available_bytes)
+            or f"this preset needs {gib(_host_bytes(config))} GiB on a GPU, there is none, and the host has "
+            f"{gib(available_bytes)} GiB free: run --preset tiny"
         )
+
+
+def _host_bytes(config):
+    """Without CUDA's context; or the batches that rotate, where those are larger."""
+    return max(predicted_bytes(config) - CONTEXT_BYTES, config.batches * batch_bytes(config))

@@ -480,6 +480,8 @@ def main(args):
             unit="tokens",
             peak_flops=flops.peak_flops(gpu, config.precision),
             hyperparameters=hyperparameters(config, world_size),
+            kinds=ABOUT["kinds"],
+            promises=ABOUT["promises"],
         )
         return measure.run(workload, args, device, rank, world_size)
     finally:

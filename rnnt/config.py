@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import option
+from common.config import option, require_folder_of_its_own
+from common.fitting import blame, gib
 from rnnt import buckets
 
 CONTEXT_BYTES = 2 * 2**30
@@ -16,6 +17,8 @@ FRAME_S = 0.03
 # What rnnt/lstm_kernel.cu is written for: one operand's columns, weights of 16 units in the registers of a block.
 LSTM_BATCH = 8
 LSTM_WIDTHS = (256, 512, 768, 1024)
+# Longer than any speech, and than what rnnt/synthetic.py cuts utterances from.
+MAX_LENGTH = 16384
 # Words that --data takes instead of a folder.
 GENERATED = ("synthetic", "lengths")
 DATA = (*GENERATED, "corpus")
@@ -98,6 +101,9 @@ class Config:
                 raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up")
         if not 1 <= self.workers <= MAX_WORKERS:
             raise ValueError(f"--workers {self.workers}: takes a number from 1 to {MAX_WORKERS}")
+        for name in ("frames", "tokens"):
+            if getattr(self, name) > MAX_LENGTH:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number up to {MAX_LENGTH}")
         if self.vocab < 2:
             raise ValueError(f"--vocab {self.vocab}: takes a number from 2 up, one class is the blank")
         # Written so that NaN, which compares as false, is refused too.
@@ -116,6 +122,7 @@ class Config:
             raise ValueError(f"--loss-scale {self.loss_scale}: takes a number from 1 to {MAX_LOSS_SCALE:.0f}")
         if not self.data:
             raise ValueError(f"--data takes {', '.join(DATA)} or a folder of speech")
+        require_folder_of_its_own("--data", self.data)
         if self.audio not in ("dali", "torch"):
             raise ValueError(f"--audio {self.audio}: takes dali or torch")
         if self.features < MEL_FEATURES and self.data not in GENERATED:
@@ -252,6 +259,22 @@ VARIANTS = {
     "compile": "torch.compile of the three networks around their LSTMs, no graphs",
 }
 
+KINDS = {
+    "eager": "eager",
+    "eager_sync": "eager",
+    "eager_padded": "eager",
+    "graph": "graph",
+    "full": "graph",
+    "compile": "compile",
+}
+CPU_PRESETS = ("tiny", "corpus_tiny")
+
+
+def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
+    """(graphs, replays a step) of a variant; None: at least one, known only once the data has been seen."""
+    return {"graph": (None, 4), "full": (None, 1)}.get(variant, (0, 0))
+
+
 ABOUT = {
     "bitwise": ["eager", "eager_sync", "eager_padded", "graph"],
     # Shapes decide which numbers are drawn and how sums are rounded: padded is compared with padded.
@@ -260,6 +283,9 @@ ABOUT = {
     "tolerance": {"full": 1e-3, "compile": 0.1},
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"], "buckets": ["buckets"]},
+    "kinds": KINDS,
+    "promises": promises,
+    "presets_need": {name: {"gpus": 0 if name in CPU_PRESETS else 1, "world_size": "any"} for name in PRESETS},
 }
 
 # ------------------------------------------------------------------------------------------------
@@ -279,7 +305,7 @@ def num_parameters(config: Config) -> int:
 
 
 def _lstm_parameters(inputs, hidden, layers):
-    return sum(4 * hidden * ((hidden if index else inputs) + hidden + 2) for index in range(layers))
+    return 4 * hidden * (inputs + hidden + 2 + (layers - 1) * (2 * hidden + 2))
 
 
 class Flops(NamedTuple):
@@ -354,7 +380,8 @@ def predicted_bytes(config: Config) -> int:
     units += stacked * (8 * c.post_layers + 4) * c.encoder_hidden
     units += symbols * 8 * c.prediction_layers * c.prediction_hidden
     units += stacked * symbols * (2 * c.joint_hidden + c.vocab)
-    return int(1.15 * (24 * num_parameters(c) + 2 * c.batch * units)) + CONTEXT_BYTES
+    # In integers: a float does not hold what some flags ask for.
+    return (24 * num_parameters(c) + 2 * c.batch * units) * 115 // 100 + CONTEXT_BYTES
 
 
 def require(config: Config, available_bytes: int | None) -> None:
@@ -362,8 +389,9 @@ def require(config: Config, available_bytes: int | None) -> None:
     need = predicted_bytes(config)
     if available_bytes is not None and need > available_bytes:
         raise ValueError(
-            f"--batch {config.batch} needs {need / 2**30:.0f} GiB ({need:,} bytes), "
-            f"{available_bytes / 2**30:.0f} GiB are free: lower --batch, or run --preset tiny"
+            blame(config, PRESETS, predicted_bytes, available_bytes)
+            or f"--batch {config.batch} needs {gib(need)} GiB ({need:,} bytes), {gib(available_bytes)} GiB are free: "
+            "lower --batch, or run --preset tiny"
         )
 
 

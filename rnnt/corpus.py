@@ -23,6 +23,8 @@ STACK = 3
 FASTEST, SLOWEST = 0.85, 1.15
 MIN_S = 0.1
 AUDIO = (".flac", ".wav")
+# LibriSpeech has 292,000 recordings and 5,800 transcripts.
+MAX_NAMES = 2_000_000
 TRANSCRIPT = ".trans.txt"
 
 
@@ -181,8 +183,11 @@ class Corpus:
         def drop(name, reason):
             self.dropped.append(Dropped(name, reason))
 
-        visited = set()
+        visited, num_names = set(), 0
         for place, folders, files in os.walk(self.folder, followlinks=True):
+            num_names += len(folders) + len(files)
+            if num_names > MAX_NAMES:
+                raise ValueError(f"--data {self.folder}: more than {MAX_NAMES:,} files: name the corpus")
             # Links may lead back up, or twice to one folder.
             if os.path.realpath(place) in visited:
                 folders.clear()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from common.source import note_compiled
 from rnnt.config import LSTM_BATCH
 
 SOURCE = Path(__file__).with_name("lstm_kernel.cu")
@@ -174,6 +175,7 @@ def compile_source(hidden: int, forward_units: int, cluster: int, capability: tu
     options += [f"-DHIDDEN={hidden}", f"-DUNITS={forward_units}", f"-DCLUSTER={cluster}"]
     options += [f"-DPATIENCE={PATIENCE}u"]
     source = SOURCE.read_bytes()
+    note_compiled(SOURCE)
     program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], []))
     (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if failed:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import option
+from common.config import option, require_folder_of_its_own
+from common.fitting import blame, gib
 
 TIMESTEPS = 1000
 CONTEXT_BYTES = 2 * 2**30
@@ -61,6 +62,7 @@ class Config:
             raise ValueError(f"--lr {self.lr}: takes a number from 0 to 1")
         if not 1 <= self.loss_scale <= MAX_LOSS_SCALE:
             raise ValueError(f"--loss-scale {self.loss_scale}: takes a number from 1 to {MAX_LOSS_SCALE:.0f}")
+        require_folder_of_its_own("--data", self.data)
         if self.latent_size % 8:
             raise ValueError(f"--latent-size {self.latent_size}: takes a multiple of 8, it is halved three times")
         if self.channels % 32 or self.channels % self.head_dim:
@@ -107,11 +109,33 @@ VARIANTS = {
     "reduce_overhead": "torch.compile(mode='reduce-overhead') of the UNet: graphs as torch makes them",
 }
 
+KINDS = {
+    "eager": "eager",
+    "eager_sync": "eager",
+    "partial": "graph",
+    "graph": "graph",
+    "lightning_graph": "graph",
+    "compile": "compile",
+    "compile_graph": "compile",
+    "reduce_overhead": "compile",
+}
+FULL_ITERATION = ("graph", "lightning_graph", "compile_graph")
+
+
+def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
+    """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
+    table = dict.fromkeys(FULL_ITERATION, (1, 1)) | {"partial": (2, 2), "reduce_overhead": (None, None)}
+    return table.get(variant, (0, 0))
+
+
 # Compiled kernels fuse and round otherwise; their losses may differ by 1e-3 relative.
 ABOUT = {
     "bitwise": ["eager", "eager_sync", "partial", "graph", "lightning_graph"],
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"]},
+    "kinds": KINDS,
+    "promises": promises,
+    "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
 }
 
 # ------------------------------------------------------------------------------------------------
@@ -217,17 +241,18 @@ def predicted_bytes(config: Config) -> int:
 
     Per parameter 16 bytes: 16-bit weight and gradient, FP32 master and two moments. Activations that autograd keeps for
     the backward, each area x channels x 2 bytes: 2 at the input's and 2 at the output's width of a residual block, 28
-    of a transformer: 0.72 GiB a sample with MLPerf's settings. Fifteen percent for workspaces, and CONTEXT_BYTES for
-    CUDA and its libraries.
+    of a transformer: 0.72 GiB a sample with MLPerf's settings. Besides the text encoding, and its keys and values in
+    each transformer. Fifteen percent for workspaces, and CONTEXT_BYTES for CUDA and its libraries.
     """
-    units = 0
+    units = config.context_tokens * config.context_dim
     for block in plan(config):
         area = block.size**2
         if block.kind == "res":
             units += 2 * area * (block.in_channels + block.out_channels)
         if block.attention:
-            units += 28 * area * block.out_channels
-    return int(1.15 * (16 * num_parameters(config) + 2 * config.batch * units)) + CONTEXT_BYTES
+            units += (28 * area + 2 * config.context_tokens) * block.out_channels
+    # In integers: a float does not hold what some flags ask for.
+    return (16 * num_parameters(config) + 2 * config.batch * units) * 115 // 100 + CONTEXT_BYTES
 
 
 def require(config: Config, available_bytes: int | None) -> None:
@@ -235,12 +260,17 @@ def require(config: Config, available_bytes: int | None) -> None:
 
     Without a GPU's kernels the optimizer has the gradients in FP32 too, and norms and GEGLU keep more: a half on top.
     """
-    need = predicted_bytes(config) * 3 // 2
+    need = _host_bytes(config)
     if available_bytes is not None and need > available_bytes:
         raise ValueError(
-            f"--batch {config.batch} needs {need / 2**30:.0f} GiB ({need:,} bytes), "
-            f"{available_bytes / 2**30:.0f} GiB are free: lower --batch, or run --preset tiny"
+            blame(config, PRESETS, _host_bytes, available_bytes)
+            or f"--batch {config.batch} needs {gib(need)} GiB ({need:,} bytes), {gib(available_bytes)} GiB are free: "
+            "lower --batch, or run --preset tiny"
         )
+
+
+def _host_bytes(config):
+    return predicted_bytes(config) * 3 // 2
 
 
 def learning_rate(config: Config, index: int) -> float:

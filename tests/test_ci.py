@@ -11,95 +11,125 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import sessions
 from common import record as records
 
 CI = Path(__file__).resolve().parent.parent / ".ci"
 VARIANTS = ["eager", "graph", "graph_te"]
+SESSION = "20261122T031500Z-13f405-cpu0"
 
 spec = importlib.util.spec_from_file_location("check_records", CI / "check_records.py")
 check_records = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_records)
 
 
-def write(folder, variant, number, status="pass", parity="bitwise", **values):
-    record = records.blank(variant=variant, round=number, status=status, **values)
+def write(session, variant, number, status="pass", parity="bitwise", attempt=1, **extra):
+    record = records.blank(variant=variant, round=number, status=status, attempt=attempt)
+    record["message"] = extra.pop("message", "")
     record["numerics"]["parity"] = parity
-    records.write(folder / records.file_name(variant, number), record)
+    record["extra"].update(extra)
+    suffix = ".t1.json" if extra else ".json"
+    records.write(session / records.file_name(variant, number, attempt).replace(".json", suffix), record)
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """Two rounds as they are on a machine without a GPU: graph_te cannot run."""
+def session(tmp_path):
+    """Two rounds, still open, as they are on a machine without a GPU: graph_te cannot run."""
+    path = tmp_path / "cpux1" / "gpt3-tiny" / f"{SESSION}.open"
     for variant in ("eager", "graph"):
         for number in range(3):
-            write(tmp_path, variant, number)
-    write(tmp_path, "graph_te", 0, status="unsupported", parity=None)
-    return tmp_path
+            write(path, variant, number)
+    write(path, "graph_te", 0, status="unsupported", parity=None)
+    sessions.write_meta(path, {"schema": 1, "session": SESSION})
+    return path
 
 
-def find_faults(folder):
-    return check_records.find_faults(folder, VARIANTS, ["eager", "graph"], 2)
+def find_faults(session):
+    """Of the session, packed."""
+    sessions.pack(session, "complete")
+    faults = check_records.find_faults(session.parents[2], VARIANTS, ["eager", "graph"], 2)
+    assert all(fault.startswith(f"{SESSION}: ") for fault in faults)
+    return [fault.removeprefix(f"{SESSION}: ") for fault in faults]
 
 
 # ------------------------------------------------------------------------------------------------
 # check_records.py
 
 
-def test_whole_and_sound_records_have_no_fault(folder):
-    assert find_faults(folder) == []
+def test_whole_and_sound_records_have_no_fault(session):
+    assert find_faults(session) == []
 
 
 @pytest.mark.parametrize("name", ["eager.r0", "eager.r2", "graph.r1", "graph_te.r0"])
-def test_missing_record(folder, name):
-    (folder / f"{name}.json").unlink()
-    assert find_faults(folder)[0] == f"{name}.json is missing"
+def test_missing_record(session, name):
+    (session / f"{name}.json").unlink()
+    assert find_faults(session)[0] == f"{name} is missing"
 
 
 @pytest.mark.parametrize("status", [status for status in records.STATUSES if status != "pass"])
-def test_status_other_than_pass(folder, status):
-    write(folder, "graph", 1, status=status, message="the reason")
-    assert find_faults(folder) == [f"graph.r1.json: {status}: the reason"]
+def test_status_other_than_pass(session, status):
+    write(session, "graph", 1, status=status, message="the reason")
+    assert find_faults(session) == [f"graph.r1: {status}: the reason"]
 
 
-def test_variant_that_may_be_unsupported_must_pass_where_it_runs(folder):
+def test_variant_that_may_be_unsupported_must_pass_where_it_runs(session):
     for number in range(3):
-        write(folder, "graph_te", number, parity="differs")
-    assert find_faults(folder) == []
-    write(folder, "graph_te", 2, status="oom", parity=None, message="no memory")
-    assert find_faults(folder) == ["graph_te.r2.json: oom: no memory"]
+        write(session, "graph_te", number, parity="differs")
+    write(session, "graph_te", 2, status="oom", parity=None, message="no memory")
+    assert find_faults(session) == ["graph_te.r2: oom: no memory"]
 
 
 @pytest.mark.parametrize("parity", [None, "differs"])
 @pytest.mark.parametrize(("variant", "number"), [("eager", 0), ("graph", 0), ("graph", 2)])
-def test_parity_other_than_bitwise(folder, variant, number, parity):
-    write(folder, variant, number, parity=parity)
-    assert find_faults(folder) == [f"{variant}.r{number}.json: parity is {parity}, not bitwise"]
+def test_parity_other_than_bitwise(session, variant, number, parity):
+    write(session, variant, number, parity=parity)
+    assert find_faults(session) == [f"{variant}.r{number}: parity is {parity}, not bitwise"]
 
 
-@pytest.mark.parametrize("text", ["", '{"schema": 1, "mod', "[]", '{"schema": 99}'])
-def test_damaged_record_is_a_fault(folder, text):
-    (folder / "graph.r2.json").write_text(text)
-    (fault,) = find_faults(folder)
-    assert "graph.r2.json" in fault
+def test_a_failed_try_that_was_made_once_more_and_a_second_attempt_are_no_fault(session):
+    write(session, "graph", 1, status="failed", superseded=True)
+    write(session, "graph", 1, attempt=2)
+    assert find_faults(session) == []
 
 
-def test_record_of_another_run_under_the_name_is_a_fault(folder):
-    shutil.copy(folder / "eager.r1.json", folder / "graph.r1.json")
-    assert find_faults(folder) == ["graph.r1.json holds eager, round 1"]
+def test_a_second_attempt_alone_is_no_run(session):
+    (session / "graph.r1.json").unlink()
+    write(session, "graph", 1, attempt=2)
+    assert find_faults(session) == ["graph.r1 is missing"]
 
 
-def test_bitwise_variant_that_the_model_does_not_have_is_a_fault(folder):
-    assert check_records.find_faults(folder, ["eager"], ["eager", "graph"], 2) == [
-        "graph is not a variant of the model"
-    ]
+def test_an_open_session_and_none_are_faults(session, tmp_path):
+    root = session.parents[2]
+    assert check_records.find_faults(root, VARIANTS, ["eager", "graph"], 2) == [f"{SESSION}.open is not packed"]
+    for empty in (tmp_path / "none", root / "cpux1" / "nothing"):
+        assert check_records.find_faults(empty, VARIANTS, [], 2) == [f"no session below {empty}"]
 
 
-def test_exit_status_follows_the_faults(folder, monkeypatch, capsys):
+def test_damaged_archive_is_a_fault(session):
+    path = sessions.pack(session, "complete") / sessions.RECORDS
+    path.write_bytes(path.read_bytes()[:200])
+    faults = check_records.find_faults(session.parents[2], VARIANTS, ["eager", "graph"], 2)
+    assert faults[0].startswith(f"{SESSION}: records.jsonl.xz: not a whole archive")
+    assert f"{SESSION}: eager.r0 is missing" in faults
+
+
+def test_a_line_that_is_no_record_is_a_fault(session):
+    (session / "graph.r2.json").write_text('{"schema": 99}')
+    faults = find_faults(session)
+    assert faults[0].startswith("records.jsonl.xz:6: ") and faults[1] == "graph.r2 is missing"
+
+
+def test_bitwise_variant_that_the_model_does_not_have_is_a_fault(session):
+    root = sessions.pack(session, "complete").parents[2]
+    assert check_records.find_faults(root, ["eager"], ["eager", "graph"], 2) == ["graph is not a variant of the model"]
+
+
+def test_exit_status_follows_the_faults(session, monkeypatch, capsys):
     monkeypatch.setattr(check_records, "describe_variants", lambda model: VARIANTS)
-    arguments = [str(folder), "--model", "fake", "--rounds", "2"]
+    arguments = [str(sessions.pack(session, "complete").parents[2]), "--model", "fake", "--rounds", "2"]
     assert check_records.main(arguments) == 0
     assert check_records.main([*arguments[:-1], "3"]) == 1
-    assert "eager.r3.json is missing" in capsys.readouterr().out
+    assert f"{SESSION}: eager.r3 is missing" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------

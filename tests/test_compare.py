@@ -1,4 +1,4 @@
-"""Pairs, refusals, rows and tables, from records made by hand."""
+"""Tables of groups and sessions: rows as text, notes, refusals and files, from records made by hand."""
 
 import csv
 import json
@@ -7,97 +7,38 @@ import sys
 
 import pytest
 
-from benchmarks import compare, rounds
-from common import environment
-from common import record as records
+from benchmarks import compare, rounds, sessions
+from common import source
+from tests.table_records import SPEEDUP, STEPS, make, mean_ratio, opened, packed, put, schema_1, session
 
 
-def make(variant="eager", number=1, step_ms=10.0, num_steps=20, **changes):
-    """A sound CUDA record; changes: top-level keys, or dicts that update a group."""
-    record = records.blank(
-        model="fake", preset="bench", variant=variant, round=number, status="pass", device="cuda", message=""
-    )
-    record["env"].update(gpu_name="NVIDIA H200", gpu_uuid="GPU-0", boot_id="boot", source_hash="abc", num_gpus=1)
-    if number:
-        times = [step_ms * (1 + 0.001 * (index % 5 - 2)) for index in range(num_steps)]
-        record["steps"].update(gpu_ms=times, batch=[0] * num_steps, wall_ms=sum(times))
-        record.update(statistic_ms=step_ms, busy_ms=8.0, optimizer_ms=1.0)
-    for key, value in changes.items():
-        record[key].update(value) if isinstance(value, dict) else record.__setitem__(key, value)
-    return record
-
-
-def session(steps=((10.0, 8.0), (10.1, 8.1), (9.9, 8.0)), **changes):
-    found = []
-    for number, (eager, graph) in enumerate(steps, 1):
-        found += [make("eager", number, eager, **changes), make("graph", number, graph, **changes)]
-    return found
-
-
-def row_of(found, variant="graph", base="eager"):
+def row_of(found, variant="graph", base=None):
     return next(row for row in compare.summarise(found, base) if row["variant"] == variant)
 
 
-def put(folder, *found):
-    for record in found:
-        records.write(folder / records.file_name(record["variant"], record["round"]), record)
-
-
-def test_speed_up_is_the_mean_of_paired_log_ratios():
-    row = row_of(session())
-    expected = (10.0 / 8.0 * 10.1 / 8.1 * 9.9 / 8.0) ** (1 / 3)
-    assert row["speedup"] == pytest.approx(expected)
-    assert row["speedup_low"] < expected < row["speedup_high"]
-    assert (row["verdict"], row["num_rounds"], row["num_pairs"]) == ("faster", 3, 3)
-    assert row["quiet_speedup"] == pytest.approx(expected, rel=1e-6)
-    assert row["model_speedup"] == pytest.approx((9.0 / 7.0 * 9.1 / 7.1 * 8.9 / 7.0) ** (1 / 3))
-    assert row["step_ms"] == 8.0
-    assert f"{expected:.3f}x [1.2" in compare.console_table(compare.summarise(session()))
-
-
 def test_beside_an_eager_that_synchronises_stand_two_ratios():
-    found = [*session(), *(make("eager_sync", number, 12.0) for number in (1, 2, 3))]
+    found = [*session(), *(make("eager_sync", number, 12.0) for number in range(1, 6))]
     row, eager = row_of(found), row_of(found, "eager")
-    assert row["sync_speedup"] == pytest.approx((12.0 / 8.0 * 12.0 / 8.1 * 12.0 / 8.0) ** (1 / 3))
-    assert eager["sync_speedup"] == pytest.approx((12.0 / 10.0 * 12.0 / 10.1 * 12.0 / 9.9) ** (1 / 3))
+    assert row["sync_speedup"] == pytest.approx(mean_ratio([(12.0, graph) for _, graph in STEPS]))
+    assert eager["sync_speedup"] == pytest.approx(mean_ratio([(12.0, own) for own, _ in STEPS]))
     assert row["speedup"] == row_of(session())["speedup"]
     assert row_of(found, "eager_sync")["sync_speedup"] is None
     assert "over eager_sync" in compare.console_table(compare.summarise(found))
     assert "over eager_sync" not in compare.console_table(compare.summarise(session()))
 
 
-def test_the_base_can_be_chosen():
-    row = row_of(session(), "eager", base="graph")
-    assert row["speedup"] == pytest.approx(1 / row_of(session())["speedup"])
-    assert row["verdict"] == "slower"
-
-
-@pytest.mark.parametrize("key", ["gpu_uuid", "boot_id", "source_hash"])
-def test_only_runs_of_one_gpu_boot_and_source_are_paired(key):
-    found = session()
-    found[1]["env"][key] = "other"
-    row = row_of(found)
-    assert row["num_pairs"] == 2
-    assert row["speedup"] == pytest.approx((10.1 / 8.1 * 9.9 / 8.0) ** 0.5)
-    assert any("1 of 3 rounds have no base" in note for note in compare.notes(found, compare.summarise(found), []))
-
-
-def test_one_round_has_a_ratio_without_interval():
-    rows = compare.summarise(session([(10.0, 8.0)]))
-    assert rows[1]["verdict"] == "one round"
-    table = compare.console_table(rows)
-    assert "1.250x  one round" in table and "[" not in table
-
-
 def test_an_unsettled_size_is_noted():
-    found = session([(10.0, 9.98), (10.0, 9.90), (10.0, 9.94)])
-    rows = compare.summarise(found)
-    assert rows[1]["verdict"] == "unclear"
-    found = session([(10.0, 9.94), (10.0, 9.90), (10.0, 9.92), (10.0, 9.85)])
-    rows = compare.summarise(found)
-    assert rows[1]["verdict"] == "faster"
-    assert any("not settled" in note for note in compare.notes(found, rows, []))
-    assert not any("not settled" in note for note in compare.notes(session(), compare.summarise(session()), []))
+    def notes(*graph):
+        found = session([(10.0, ms) for ms in graph])
+        table = compare.summarise(found)
+        return table[1]["verdict"], [note for note in compare.notes(found, table, []) if "is not settled" in note]
+
+    assert notes(9.98, 9.90, 9.94, 10.05, 9.92) == ("unclear", [])
+    verdict, lines = notes(9.95, 9.89, 9.93, 9.83, 9.89)
+    assert verdict == "faster" and lines == [
+        "graph: faster, but how much is not settled: see its interval and range"
+    ], compare.summarise(session([(10.0, ms) for ms in (9.95, 9.89, 9.93, 9.83, 9.89)]))[1]
+    assert notes(9.01, 9.0, 9.02, 9.0, 9.01) == ("faster", [])
 
 
 @pytest.mark.parametrize(
@@ -156,8 +97,6 @@ def test_replays_parity_compile_and_memory_columns():
     row = row_of(found)
     assert (row["replays"], row["parity"], row["compile_cold_s"], row["compile_warm_s"]) == ("ok", "bitwise", 30.0, 3.0)
     assert (row["peak_reserved_gib"], row["pool_gib"], row["energy_j"]) == (3.0, 0.5, 5.0)
-    found[1]["capture"]["num_replays"] = 39
-    assert row_of(found)["replays"] == "39 of 40"
     found[-1]["numerics"].update(
         parity="differs", max_rel_diff=1e-5, first_difference={"step": 3, "tensor": "layers.0.weight"}
     )
@@ -170,80 +109,150 @@ def test_replays_parity_compile_and_memory_columns():
 
 def test_several_kinds_of_batch():
     times, batch = [1.0, 10.0] * 10, ["short", "long"] * 10
-    record = make(steps={"gpu_ms": times, "batch": batch, "wall_ms": sum(times)}, statistic_ms=5.5)
-    assert compare.self_check(record) is None
+    record = make(steps={"gpu_ms": times, "batch": batch, "wall_ms": sum(times)}, statistic_ms=5.5, busy_ms=4.0)
     assert row_of([record], "eager")["tail"] == 1.0
-    record["statistic_ms"] = 1.0
-    assert "edited by hand" in compare.self_check(record)
 
 
-def test_a_record_edited_by_hand_is_named_and_refused(tmp_path):
+def test_what_is_left_out_is_named_below_the_table(tmp_path):
     found = session()
     found[1]["statistic_ms"] *= 0.998
     put(tmp_path, *found)
-    kept, faults = compare.load(tmp_path)
-    assert len(kept) == 5
-    assert len(faults) == 1 and "graph.r1.json" in faults[0] and "edited by hand" in faults[0]
-    found[1]["statistic_ms"] = found[1]["statistic_ms"] / 0.998 * 1.0005
-    put(tmp_path, found[1])
-    assert compare.load(tmp_path)[1] == []
-
-
-def test_foreign_and_half_written_files_are_named_and_counted(tmp_path):
-    put(tmp_path, *session())
-    (tmp_path / "foreign.json").write_text('{"a": 1}')
     (tmp_path / "half.r1.json").write_text('{"schema": 1, "mod')
-    (tmp_path / "copy.json").write_text((tmp_path / "graph.r1.json").read_text())
-    wrong = make("wrong", 1)
-    wrong["steps"]["gpu_ms"] = "fast"
-    put(tmp_path, wrong)
-    found, faults = compare.load(tmp_path)
-    assert len(found) == 6 and len(faults) == 4
-    text, _ = compare.report(found, faults)
-    for name in ("foreign.json", "half.r1.json", "copy.json", "wrong.r1.json", "4 files skipped"):
-        assert name in text
+    kept, faults = compare.load(tmp_path)
+    assert len(kept) == 9 and len(faults) == 2
+    text, _ = compare.report(kept, faults)
+    assert "left out: graph.r1.json: statistic_ms 7.984 does not follow from its steps" in text
+    assert "left out: half.r1.json: not a whole JSON document" in text and "2 records are left out" in text
     with pytest.raises(FileNotFoundError):
         compare.load(tmp_path / "nothing")
 
 
 def test_summary_files(tmp_path):
-    put(tmp_path, *session(), make("graph", 0), make("compile", 0, status="oom", message="a, b"))
+    packed(tmp_path, [*session(), make("graph", 0), make("compile", 0, status="oom", message="a, b")])
+    packed(tmp_path, session(), hour=5)
     rows = compare.write_summary(tmp_path)
     assert [row["variant"] for row in rows] == ["eager", "compile", "graph"]
     with open(tmp_path / "summary.csv") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == 8
+    assert len(lines) == 22
     line = next(line for line in lines if line["variant"] == "graph" and line["round"] == "2")
-    assert float(line["statistic_ms"]) == 8.1 and line["status"] == "pass"
+    assert float(line["statistic_ms"]) == 8.1 and line["status"] == "pass" and line["attempt"] == "1"
+    assert (line["session"], line["begin"]) == ("20261122T030000Z-13f405-c77b", "2026-11-22T03:00:00Z")
+    assert (line["boot_id"], line["gpu_uuid"], line["run_hash"]) == ("13f405", "GPU-c77b", "run")
     table = (tmp_path / "table.md").read_text()
     assert table.startswith("eager: step") and "| graph |" in table
     assert str(tmp_path) not in table and table.isascii()
+    assert compare.write_summary(tmp_path) == rows and (tmp_path / "table.md").read_text() == table
+    (tmp_path / "empty").mkdir()
+    assert compare.write_summary(tmp_path / "empty") == [] and not list((tmp_path / "empty").iterdir())
 
 
-def test_a_source_that_is_not_its_commits_is_noted(monkeypatch):
-    monkeypatch.setattr(environment, "source_hash_of_commit", lambda model, sha: {"good": "abc", "bad": "def"}.get(sha))
-
-    def doubts(**env):
-        found = session(env=env)
-        return [note for note in compare.notes(found, compare.summarise(found), []) if "is not that of" in note]
-
-    assert doubts(git_sha="good") == []
-    assert doubts(git_sha="unknown") == []
-    assert "do not belong" in doubts(git_sha="bad")[0]
-    assert "uncommitted" in doubts(git_sha="bad", git_dirty=True)[0]
+# ------------------------------------------------------------------------------------------------
+# Notes
 
 
-def test_notes_name_machine_rounds_and_host():
-    found = session(host_load=16, extra={"host": {"steal_fraction": 0.02, "busy_fraction": 0.5, "load_1m_end": 3.0}})
-    text = "\n".join(compare.notes(found, compare.summarise(found), []))
-    assert "NVIDIA H200 x1" in text and "source abc" in text
-    assert "3 rounds x 20 steps, 16 busy processes" in text
-    assert "steal up to 2.0 %" in text
+def notes_of(root):
+    """Notes below the table of a folder."""
+    from benchmarks import frame
+
+    runs = frame.read(root)
+    table = compare.summarise(runs.frame)
+    return compare.notes(runs.frame, table, runs.faults, runs.metas, runs.doubts)
+
+
+def test_notes_name_machine_base_and_a_line_for_each_session(tmp_path):
+    host = {"host": {"steal_fraction": 0.02, "busy_fraction": 0.5, "load_1m_end": 3.0}}
+    found = session(host_load=16, extra=host, env={"torch": "2.11.0", "driver": "580", "nccl": "2.29"})
+    for record in found:
+        record["conditions"]["window_s"] = record["steps"]["wall_ms"] / 1e3
+    probes = [
+        {"at": "begin", "us_per_operator": 3.21, "us_per_launch": 2.0},
+        {"at": "end", "us_per_operator": 3.42, "us_per_launch": 2.0},
+    ]
+    packed(tmp_path, found, probes=probes, closed="the source has changed since")
+    lines = notes_of(tmp_path)
+    assert lines[0] == "NVIDIA H200 x1, fake preset bench, torch 2.11.0, driver 580"
+    assert lines[1] == "base: eager"
+    assert lines[2] == (
+        "20261122T030000Z-13f405-c77b: 5 rounds x 20 steps, windows of 0.2 s, 16 busy processes beside each, "
+        "steal up to 2.0 %, host busy 50 %, load 3.0, 3.2 then 3.4 us to issue an operator, 2.0 us for a bare launch, "
+        "closed: the source has changed since"
+    )
+
+
+def test_notes_name_what_else_was_on_the_gpu_and_the_host(tmp_path):
+    found = session()
+    found[0]["conditions"]["others_on_gpu"] = ["python 4711, 3 GiB"]
+    found[3]["conditions"]["other_sessions"] = ["20261122T040000Z-13f405-8b89 (process 12)"]
+    packed(tmp_path, found)
+    (line,) = [line for line in notes_of(tmp_path) if "beside" in line]
+    assert line.endswith("beside 20261122T040000Z-13f405-8b89 (process 12); python 4711, 3 GiB")
+
+
+def test_notes_of_schema_1_and_of_sessions_beside(tmp_path):
+    packed(tmp_path, schema_1(session()), day=20, superseded="all were removed", closed="packed later")
+    packed(tmp_path, session())
+    text = "\n".join(notes_of(tmp_path))
+    assert "20261120T030000Z-13f405-c77b: schema 1: no times, no probe, 5 rounds x 20 steps" in text
+    assert "; all were removed" in text and "closed" not in text
+    assert "eager, graph: 1 other session beside, of other code, configuration, versions or schema: not pooled" in text
+
+
+def test_copies_and_failed_tries_are_noted(tmp_path):
+    found = session()
+    folder = opened(tmp_path, [*found, found[1] | {"round": 9}])
+    records_of = make("graph", 2, 8.0, status="failed", message="killed", extra={"superseded": True})
+    (folder / "graph.r2.t1.json").write_text(json.dumps(records_of))
+    text = "\n".join(notes_of(tmp_path))
+    assert "graph round 9 of 20261122T030000Z-13f405-c77b has the steps of graph round 1" in text
+    assert "graph r2 of 20261122T030000Z-13f405-c77b failed at first: killed" in text
+
+
+def test_all_commits_are_printed_and_one_whose_source_is_another_is_noted(tmp_path, monkeypatch):
+    hashes = {"good": "abc", "bad": "def"}
+    monkeypatch.setattr(source, "source_hash_of_commit", hashes.get)
+    monkeypatch.setattr(source, "source_hash_1_of_commit", lambda model, sha: {"old": "abc"}.get(sha))
+
+    def lines(*found, **env):
+        compare._hash_of_commit.cache_clear()
+        found = found or session(env=env)
+        return [note for note in compare.notes(found, compare.summarise(found), []) if "source" in note]
+
+    assert lines(git_sha="good") == ["git good, source abc"]
+    assert lines(git_sha="unknown") == ["git unknown, source abc, a commit that is not in this history"]
+    assert lines() == ["no commit, source abc"]
+    assert "do not belong" in lines(git_sha="bad")[0]
+    assert (
+        "uncommitted" in lines(git_sha="bad", git_dirty=True)[0]
+        and "bad (changed)" in lines(git_sha="bad", git_dirty=True)[0]
+    )
+    assert lines(*schema_1(session(env={"git_sha": "old"}))) == ["git old, source abc"]
+    packed(tmp_path, session(env={"git_sha": "good"}))
+    packed(tmp_path, session(env={"git_sha": "later", "source_hash": "xyz"}), hour=5)
+    compare._hash_of_commit.cache_clear()
+    assert [line for line in notes_of(tmp_path) if line.startswith("git ")] == [
+        "git good, source abc",
+        "git later, source xyz, a commit that is not in this history",
+    ]
+    compare._hash_of_commit.cache_clear()
+
+
+def test_runs_that_had_not_settled_are_named():
+    found = session()
+    found[0]["conditions"]["settled"] = False
+    found.append(make("graph", 3, 8.0, attempt=2, conditions={"settled": False}))
+    (line,) = [line for line in compare.notes(found, compare.summarise(found), []) if "had not settled" in line]
+    assert line.endswith("when the window began: eager r1, graph r3 attempt 2")
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables
 
 
 def test_what_a_model_reports_is_a_table_of_its_own():
     found = session()
-    for record, rate in zip(found, (1000.0, 5.0, 3000.0, 7.0, 1500.0, 6.123), strict=True):
+    rates = (1000.0, 5.0, 3000.0, 7.0, 1500.0, 6.123, 1000.0, 6.2, 2000.0, 6.1)
+    for record, rate in zip(found, rates, strict=True):
         record["extra"]["report"] = {"heard/s": rate, "labels equal": rate != 7.0}
     found[1]["extra"]["report"]["padding %"] = 12.345
     found.append(make("compile", 1))
@@ -251,8 +260,8 @@ def test_what_a_model_reports_is_a_table_of_its_own():
     _, _, own = compare.console_table(rows).split("\n\n")
     assert [line.split() for line in own.splitlines()[1:]] == [
         ["eager", "1,500", "yes", "-"],
-        ["graph", "6.12", "no", "12.3"],
         ["compile", "-", "-", "-"],
+        ["graph", "6.12", "no", "12.3"],
     ]
     assert own.split("\n")[0].split("  ")[-3:] == ["heard/s", "labels equal", "padding %"]
     assert "| variant | heard/s | labels equal | padding % |" in compare.markdown_table(rows)
@@ -279,27 +288,63 @@ def command(*arguments):
     )
 
 
-def test_the_command(tmp_path):
-    put(tmp_path, *session())
-    assert "1.245x" in command(str(tmp_path)).stdout
-    assert command(str(tmp_path), "--markdown", "--base", "graph").stdout.count("| eager |") == 2
-    answer = command(str(tmp_path), "--base", "grpah")
-    assert answer.returncode == 2 and "eager, graph" in answer.stderr and answer.stderr.count("\n") == 1
-    answer = command(str(tmp_path / "nothing"))
-    assert answer.returncode == 2 and "no folder" in answer.stderr
+def test_a_group_a_session_and_a_folder_of_records_are_one_command(tmp_path, capsys):
+    group = tmp_path / "h200x1" / "fake-bench"
+    one, two = packed(group, session()), opened(group, session(((9.0, 8.0), (9.1, 8.1))), hour=5)
+
+    def shown(path, *flags):
+        code = compare.main([str(path), *flags])
+        return code, capsys.readouterr().out
+
+    code, text = shown(one)
+    assert code == 0 and f"{SPEEDUP:.3f}x" in text and one.name in text and two.name not in text
+    code, text = shown(two)
+    assert code == 0 and "two pairs" in text and "1.124x" in text
+    code, text = shown(group)
+    assert code == 0 and "1, 5" in text and one.name in text and two.name.removesuffix(".open") in text
+    # A root of one group is that group.
+    assert shown(tmp_path)[1] == text
+    put(tmp_path / "other", *session())
+    code, text = shown(tmp_path)
+    assert code == 0 and text.startswith("NVIDIA H200\n-----------") and "NVIDIA's submissions" in text
+    assert shown(one, "--markdown", "--base", "graph")[1].count("| eager |") == 2
+    assert len(json.loads(shown(one, "--json")[1])["rows"]) == 1
+    assert len(shown(group, "--csv")[1].splitlines()) == 2
+
+
+def test_a_mistake_is_one_line(tmp_path, capsys):
+    def mistake(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            compare.main([*map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and not out and err.count("\n") == 1
+        return err
+
+    packed(tmp_path / "one", session())
+    assert "no records of 'grpah', --base takes one of eager, graph" in mistake(tmp_path / "one", "--base", "grpah")
+    assert "no folder" in mistake(tmp_path / "nothing")
+    put(tmp_path / "two", *session())
+    assert "--base graph is for the table of one group of sessions" in mistake(tmp_path, "--base", "graph")
+    put(tmp_path / "two", make("other", 1, env={"gpu_name": "NVIDIA A100"}))
+    assert "a table cannot mix GPU types" in mistake(tmp_path / "two")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "x.json").write_text(json.dumps([]))
-    answer = command(str(tmp_path / "empty"))
-    assert answer.returncode == 1 and "x.json" in answer.stdout
+    assert compare.main([str(tmp_path / "empty")]) == 1
+    assert capsys.readouterr().err.endswith(f"no records in {tmp_path / 'empty'}\n")
+
+
+def test_the_command_as_a_process(tmp_path):
+    packed(tmp_path, session())
+    answer = command(str(tmp_path))
+    assert answer.returncode == 0 and not answer.stderr and f"{SPEEDUP:.3f}x" in answer.stdout
 
 
 def test_idle_is_one_formula_and_a_long_profile_widens_the_ceiling():
     found = session()
     for record in found:
-        record.update(busy_ms=8.0, statistic_ms=record["statistic_ms"])
+        record.update(busy_ms=8.0)
     graph = [record for record in found if record["variant"] == "graph"]
     for record in graph:
-        record["capture"].update(num_replays=4, expected_replays=4)
+        record["capture"].update(num_replays=4, expected_replays=4, num_graphs=1)
         record["extra"]["profile"] = {"span_ms": 1.1 * record["statistic_ms"]}
         record["idle_fraction"] = 0.07
     row = row_of(found)
@@ -310,43 +355,8 @@ def test_idle_is_one_formula_and_a_long_profile_widens_the_ceiling():
     assert "at most 1.25x to gain, 1.38x if busy reads 10.0 % long" in head
 
 
-def test_runs_that_had_not_settled_are_named():
-    found = session()
-    found[0]["extra"]["settle"] = {"settled": False}
-    lines = compare.notes(found, compare.summarise(found), [])
-    assert any("had not settled" in line and f"{found[0]['variant']} r{found[0]['round']}" in line for line in lines)
-
-
 # ------------------------------------------------------------------------------------------------
-# Records that contradict themselves, and rows without a base
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda record: record["steps"].update(wall_ms=300.0), "wall_ms 300.0 is not the time of its steps"),
-        (lambda record: record["steps"]["gpu_ms"].__setitem__(3, -1.0), "a step of -1.0 ms"),
-        (lambda record: record["steps"]["gpu_ms"].__setitem__(3, float("inf")), "a step of inf ms"),
-        (lambda record: record["steps"]["gpu_ms"].__setitem__(3, float("nan")), "a step of nan ms"),
-        (lambda record: record.update(statistic_ms=float("nan")), "does not follow"),
-        (lambda record: record["extra"].update(items_per_s=90.0), "items_per_s 90.0 does not follow"),
-        (lambda record: record.update(busy_ms=6.0), "idle_fraction 0.2 does not follow from busy_ms 6.0"),
-        (lambda record: record["steps"]["batch"].pop(), "20 step times and 19 batch kinds"),
-        (lambda record: record["steps"].update(gpu_ms=[], batch=[]), "without any step"),
-    ],
-)
-def test_contradictions_in_a_record_are_found(change, what):
-    record = make(idle_fraction=0.2, items_per_step=1, extra={"items_per_s": 100.0})
-    assert compare.self_check(record) is None
-    change(record)
-    assert what in compare.self_check(record)
-
-
-def test_what_need_not_agree_is_not_asked():
-    many_ranks = make(steps={"wall_ms": 150.0}, env={"world_size": 2})
-    replayed = make("graph", idle_fraction=0.05, capture={"num_replays": 20})
-    for record in (many_ranks, replayed, make(steps={"wall_ms": None})):
-        assert compare.self_check(record) is None
+# Rows without a base, and records of wrong types
 
 
 @pytest.mark.parametrize("lost", [lambda found: found[1::2], lambda found: [found[0], found[3]]])
@@ -357,7 +367,6 @@ def test_without_eager_of_the_same_round_there_is_no_ratio(lost):
     assert (row["speedup"], row["quiet_speedup"], row["model_speedup"], row["num_pairs"]) == (None, None, None, 0)
     assert row["verdict"] == "no eager of the same round"
     assert "no eager of the same round" in compare.console_table(compare.summarise(found))
-    assert any("rounds have no base" in note for note in compare.notes(found, compare.summarise(found), []))
 
 
 def test_a_variant_without_timed_rounds_misses_no_base():
@@ -367,56 +376,32 @@ def test_a_variant_without_timed_rounds_misses_no_base():
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda record: record.update(issue_ms="fast"), "issue_ms is 'fast', not a number"),
-        (lambda record: record.update(busy_ms=float("nan")), "busy_ms is nan, not a number"),
-        (lambda record: record["memory"].update(graph_pool_bytes=[1]), "memory.graph_pool_bytes is [1], not a number"),
-        (lambda record: record["env"].update(world_size="2"), "env.world_size is '2', not a number"),
-        (lambda record: record.update(model=None), "model is None, not text"),
-        (lambda record: record["steps"].update(gpu_ms=[None] * 20), "steps.gpu_ms holds None, not a number"),
-        (lambda record: record["steps"].update(gpu_ms="fast"), "steps.gpu_ms is 'fast', not a list"),
-        (lambda record: record["steps"].update(batch=[[1]] * 20), "steps.batch holds [1]"),
-        (lambda record: record["env"].update(gpu_name=5), "env.gpu_name is 5, not text"),
-        (lambda record: record["capture"].update(strategy=5), "capture.strategy is 5, not text"),
-        (lambda record: record["capture"].update(nodes={"kernel": "x"}), "capture.nodes holds 'x'"),
-        (lambda record: record["capture"].update(nodes=None), "capture.nodes is None, not an object"),
-        (lambda record: record.update(host_load=None), "host_load is None, not a number"),
-        (lambda record: record.update(host_load=1.5), "host_load is 1.5, not a whole number"),
-        (lambda record: record.update(optimizer_ms=True), "optimizer_ms is True, not a number"),
-        (lambda record: record.update(optimizer_ms=10**400), "optimizer_ms is , not a number"),
-        (lambda record: record["extra"].update(profile="x"), "extra.profile is 'x', not an object"),
-        (lambda record: record["extra"].update(profile={"span_ms": "x"}), "extra.profile.span_ms is 'x', not a number"),
-        (lambda record: record["extra"].update(notes=5), "extra.notes is 5, not a list"),
-        (lambda record: record["extra"].update(notes=[5]), "extra.notes is [5], not a list of text"),
-        (lambda record: record["extra"].update(settle=3), "extra.settle is 3, not an object"),
-        (lambda record: record["extra"].update(host={"steal_fraction": "x"}), "extra.host.steal_fraction is 'x'"),
-        (lambda record: record["extra"].update(host={"load_1m_end": "x"}), "extra.host.load_1m_end is 'x'"),
-        (lambda record: record["extra"].update(profiled_clock_ratio="x"), "extra.profiled_clock_ratio is 'x'"),
-        (lambda record: record["extra"].update(items_per_s="x"), "extra.items_per_s is 'x'"),
-        (lambda record: record["extra"].update(report=[1]), "extra.report is [1], not an object"),
-        (lambda record: record["extra"].update(report={"a": "x"}), "extra.report.a is 'x', not a number, true or"),
-        (lambda record: record["extra"].update(report={"a": float("nan")}), "extra.report.a is nan, not a number"),
-        (lambda record: record["numerics"].update(first_difference="x"), "numerics.first_difference is 'x'"),
-        (
-            lambda record: record["numerics"].update(first_difference={"step": 3}),
-            "numerics.first_difference is {'step': 3}",
-        ),
-        (lambda record: record.update(busy_ms=-1.0), "busy_ms is -1.0, less than 0"),
-        (lambda record: record.update(issue_ms=-1.0), "issue_ms is -1.0, less than 0"),
-        (lambda record: record.update(optimizer_ms=-1.0), "optimizer_ms is -1.0, less than 0"),
-        (lambda record: record.update(num_kernels=-1), "num_kernels is -1, less than 0"),
-        (lambda record: record.update(energy_j=-1.0), "energy_j is -1.0, less than 0"),
-        (lambda record: record["memory"].update(graph_pool_bytes=-1), "memory.graph_pool_bytes is -1, less than 0"),
-        (lambda record: record["capture"].update(warmup_s=-1.0), "capture.warmup_s is -1.0, less than 0"),
-        (lambda record: record["env"].update(world_size=0), "env.world_size is 0, less than 1"),
+        ({"issue_ms": "fast"}, "issue_ms is 'fast', not a number"),
+        ({"memory": {"graph_pool_bytes": [1]}}, "memory.graph_pool_bytes is [1], not a number"),
+        ({"env": {"world_size": "2"}}, "env.world_size is '2', not a number"),
+        ({"env": {"world_size": 0}}, "env.world_size is 0, less than 1"),
+        ({"env": {"gpu_uuid": 5}}, "env.gpu_uuid is 5, not text"),
+        ({"model": None}, "model is None, not text"),
+        ({"steps": {"gpu_ms": "fast"}}, "steps.gpu_ms is 'fast', not a list"),
+        ({"steps": {"batch": [[1]] * 20}}, "steps.batch holds [1]"),
+        ({"capture": {"nodes": None}}, "capture.nodes is None, not an object"),
+        ({"host_load": None}, "host_load is None, not a number"),
+        ({"optimizer_ms": 10**400}, "optimizer_ms is 1"),
+        ({"extra": {"profile": "x"}}, "extra.profile is 'x', not an object"),
+        ({"extra": {"profile": {"span_ms": "x"}}}, "extra.profile.span_ms is 'x', not a number"),
+        ({"extra": {"notes": [5]}}, "extra.notes is [5], not a list of text"),
+        ({"extra": {"host": {"steal_fraction": "x"}}}, "extra.host.steal_fraction is 'x'"),
+        ({"extra": {"profiled_clock_ratio": "x"}}, "extra.profiled_clock_ratio is 'x'"),
+        ({"extra": {"report": [1]}}, "extra.report is [1], not an object"),
+        ({"numerics": {"first_difference": {"step": 3}}}, "numerics.first_difference is {'step': 3}"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named_and_not_a_traceback(tmp_path, change, what):
-    record = make("graph", 1)
-    change(record)
     put(tmp_path, *session())
-    (tmp_path / "graph.r1.json").write_text(json.dumps(record))
+    (tmp_path / "graph.r1.json").write_text(json.dumps(make("graph", 1, 8.0, **change)))
     found, faults = compare.load(tmp_path)
-    assert len(found) == 5 and len(faults) == 1 and f"graph.r1.json: {what}" in faults[0].replace(f"{10**400}", "")
+    (fault,) = faults
+    assert len(found) == 9 and fault.startswith(f"graph.r1.json: {what}")
 
 
 def test_null_and_words_stand_where_a_run_may_leave_them(tmp_path):
@@ -425,50 +410,36 @@ def test_null_and_words_stand_where_a_run_may_leave_them(tmp_path):
     found = session(busy_ms=None, extra=extra | {"notes": None, "request": {"limit_s": "none"}}, energy_j=None)
     put(tmp_path, *found)
     kept, faults = compare.load(tmp_path)
-    assert len(kept) == 6 and not faults
+    assert len(kept) == 10 and not faults
     compare.report(kept, faults)
 
 
-def test_a_fraction_may_read_a_hair_below_nothing():
-    assert compare._wrong_type(make(idle_fraction=-1e-16)) is None
-    assert "idle_fraction is -0.5" in compare._wrong_type(make(idle_fraction=-0.5))
-
-
-@pytest.mark.parametrize("text", ["[" * 200_000, "1" * 5000, "\udcff"])
-def test_no_file_brings_the_reader_down(tmp_path, text):
-    put(tmp_path, *session())
-    (tmp_path / "graph.r1.json").write_bytes(text.encode(errors="surrogateescape"))
-    found, faults = compare.load(tmp_path)
-    assert len(found) == 5 and "graph.r1.json: not a whole JSON document" in faults[0]
-
-
-def test_files_of_other_commands_are_no_faulty_records(tmp_path):
-    put(tmp_path, *session())
-    for name in compare.OTHER_FILES:
-        (tmp_path / name).write_text("{}")
-    assert compare.load(tmp_path)[1] == []
-
-
-def test_an_unsound_record_fails_and_the_rest_is_shown(tmp_path):
-    put(tmp_path, *session())
-    assert command(str(tmp_path)).returncode == 0
-    record = make("graph", 1, 8.0)
-    put(tmp_path, record | {"statistic_ms": 99.0})
-    answer = command(str(tmp_path))
-    assert answer.returncode == 1 and "1.242x" in answer.stdout
-    assert "unsound:" in answer.stderr and "statistic_ms 99.0 does not follow" in answer.stderr
+def test_a_record_that_contradicts_itself_fails_the_command_and_the_rest_is_shown(tmp_path, capsys):
+    path = packed(tmp_path, session())
+    assert compare.main([str(tmp_path)]) == 0
+    capsys.readouterr()
+    found = session()
+    found[1] = make("graph", 1, 8.0, statistic_ms=99.0)
+    packed(tmp_path, found, hour=5)
+    assert compare.main([str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    fault = f"left out: {path.name.replace('T03', 'T05')}/{sessions.RECORDS}:2: statistic_ms 99.0 does not follow"
+    assert "1, 9" in out and fault in out and "1 record is left out" in out
+    assert err.count("\n") == 1 and fault in err
 
 
 @pytest.mark.parametrize("kept", [[], ["eager.r0"]])
-def test_a_folder_without_timed_eager_is_refused_by_name(tmp_path, kept):
+def test_a_folder_without_timed_eager_is_refused_by_name(tmp_path, capsys, kept):
     put(tmp_path, *session(), make("eager", 0))
     for path in tmp_path.glob("eager.*"):
         if path.stem not in kept:
             path.unlink()
-    answer = command(str(tmp_path))
-    assert answer.returncode == 2 and not answer.stdout and answer.stderr.count("\n") == 1
-    assert str(tmp_path) in answer.stderr and "of 'eager', --base takes one of graph" in answer.stderr
-    assert command(str(tmp_path), "--base", "graph").returncode == 0
+    with pytest.raises(SystemExit, match="2"):
+        compare.main([str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert str(tmp_path) in err and "of 'eager', --base takes one of graph" in err
+    assert compare.main([str(tmp_path), "--base", "graph"]) == 0
 
 
 def test_eager_that_came_to_nothing_is_a_row_and_not_missing():
@@ -477,15 +448,20 @@ def test_eager_that_came_to_nothing_is_a_row_and_not_missing():
     assert compare.missing_base([make("eager", 0), make("graph", 0)]) is None
 
 
-def test_the_committed_results_are_shown_in_every_form():
-    """Their root holds overview.json beside the folders of records."""
+def test_the_committed_results_are_shown_in_every_form(capsys):
+    """Their root holds overview.json and figures beside the sessions."""
     root = rounds.ROOT / "results"
     assert (root / "overview.json").is_file()
-    answer = command(str(root))
-    assert answer.returncode == 0 and "NVIDIA H200" in answer.stdout and "skipped" not in answer.stdout + answer.stderr
-    rows = json.loads(command(str(root), "--json").stdout)["rows"]
-    assert len(list(csv.DictReader(command(str(root), "--csv").stdout.splitlines()))) == len(rows) > 4
-    assert command(str(root), "--markdown").stdout.startswith("**NVIDIA H200**")
-    answer = command(str(root), "--base", "graph")
-    assert answer.returncode == 2 and "one folder" in answer.stderr
-    assert len(json.loads(command(str(root / "h200x1" / "gpt3-bench"), "--json").stdout)["rows"]) == 4
+
+    def shown(*arguments):
+        assert compare.main([*map(str, arguments)]) == 0
+        out, err = capsys.readouterr()
+        assert not err
+        return out
+
+    text = shown(root)
+    assert "NVIDIA H200" in text and "left out" not in text
+    rows = json.loads(shown(root, "--json"))["rows"]
+    assert len(list(csv.DictReader(shown(root, "--csv").splitlines()))) == len(rows) > 4
+    assert shown(root, "--markdown").startswith("**NVIDIA H200**")
+    assert len(json.loads(shown(root / "h200x1" / "gpt3-bench", "--json"))["rows"]) == 4

@@ -120,9 +120,11 @@ def test_the_command_line_of_the_process_is_the_default(monkeypatch):
         ("--tp 3", ["--tp", "'3' is not one of 1, 2, 4"]),
         ("--tp two", ["--tp", "'two' is not of type int"]),
         ("--steps many", ["--steps", "int", "'many'"]),
-        ("--steps -1", ["--steps, --round and --profile-steps take a number from 0 up"]),
-        ("--round -1", ["--steps, --round and --profile-steps take a number from 0 up"]),
-        ("--profile-steps -1", ["--steps, --round and --profile-steps take a number from 0 up"]),
+        ("--steps -1", ["--steps, --round, --profile-steps and --parity-steps take a number from 0 up"]),
+        ("--round -1", ["--steps, --round, --profile-steps and --parity-steps take a number from 0 up"]),
+        ("--parity --parity-steps -1", ["and --parity-steps take a number from 0 up"]),
+        ("--parity-steps 3", ["--parity-steps needs --parity"]),
+        ("--profile-steps -1", ["--steps, --round, --profile-steps and --parity-steps take a number from 0 up"]),
         ("--layers", ["--layers", "expected one argument"]),
         ("--speed 3", ["--speed"]),
         ("--layer 3", ["--layer"]),
@@ -230,6 +232,26 @@ def test_a_script_answers_without_torch_and_at_once(tmp_path, argv, status):
         assert json.loads(answer.stdout)["model"] == "gpt3"
     if status:
         assert answer.stdout == "" and answer.stderr.count("\n") == 1
+
+
+def promises(settings, variant):
+    return (None, None) if settings.precision == "fp8" else (0, 0) if variant == "eager" else (settings.layers, 2)
+
+
+def test_describe_answers_promises_of_each_preset_and_of_the_flags(capsys):
+    about = {"promises": promises, "kinds": {"eager": "eager", "graph": "graph"}, "parity_steps": 5}
+    with pytest.raises(SystemExit):
+        config.parse("toy", Config, PRESETS, VARIANTS, ["--describe", "--layers", "7"], about)
+    described = json.loads(capsys.readouterr().out)
+    assert described["promised"]["tiny"] == {
+        "eager": {"graphs": 0, "replays_per_step": 0},
+        "graph": {"graphs": 7, "replays_per_step": 2},
+    }
+    assert described["promised"]["bench"]["graph"] == {"graphs": None, "replays_per_step": None}
+    assert "promises" not in described and described["parity_steps"] == 5 and described["kinds"]["graph"] == "graph"
+    # The presets themselves are told as they are.
+    assert described["presets"]["tiny"]["layers"] == 2 and "promises" in about
+    assert "promised" not in config.describe("toy", Config, PRESETS, VARIANTS)
 
 
 def test_describe_checks_the_flags_beside_it(capsys):

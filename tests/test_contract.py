@@ -12,6 +12,7 @@ import numpy
 import pytest
 from mlperf_logging.compliance_checker import mlp_compliance
 
+from benchmarks import proven, trust
 from common import record as records
 from common import trace
 
@@ -103,6 +104,18 @@ def test_describe(model):
     swept = [field for fields in described.get("sweeps", {}).values() for field in fields]
     assert all(isinstance(described["presets"]["tiny"][field], int | str) for field in swept)
     assert set(described.get("reference", {}).values()) <= set(described["variants"])
+    assert set(described["kinds"]) == set(described["variants"])
+    assert set(described["kinds"].values()) <= {"eager", "graph", "compile"} and described["kinds"]["eager"] == "eager"
+    assert set(described["presets_need"]) == set(described["presets"]) == set(described["promised"])
+    assert described["presets_need"]["tiny"] == {"gpus": 0, "world_size": "any"}
+    assert described["presets_need"]["bench"] == {"gpus": 1, "world_size": "any"}
+    for promised in described["promised"].values():
+        assert set(promised) == set(described["variants"])
+        for variant, promise in promised.items():
+            none = promise == {"graphs": 0, "replays_per_step": 0}
+            assert (
+                none if described["kinds"][variant] == "eager" else described["kinds"][variant] == "compile" or not none
+            )
 
 
 @pytest.mark.parametrize("flag", ["--describe", "--help"])
@@ -172,10 +185,12 @@ def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_runs, mode
     record, arrays = read(parity_runs, model, variant, 0)
     capture = record["capture"]
     assert capture["num_replays"] == capture["expected_replays"]
-    assert capture["num_fallbacks"] == 0
+    described = DESCRIBED[model]
+    assert record["promised"] == described["promised"]["tiny"][variant]
+    assert record["extra"]["kind"] == described["kinds"][variant]
     if record["status"] == "unsupported":
         pytest.skip(record["message"])
-    if variant.startswith("graph"):
+    if described["kinds"][variant] == "graph":
         assert capture["num_graphs"] > 0
     if capture["num_graphs"] == 0:
         assert capture["num_replays"] == 0
@@ -208,6 +223,25 @@ def test_log_passes_the_official_checker_by_our_rules(looks_inside, model, varia
     last = json.loads(path.read_text().splitlines()[-1].removeprefix(":::MLLOG "))
     assert last["key"] == "run_stop"
     assert last["metadata"]["status"] == ("success" if status == "pass" else "aborted")
+
+
+@pytest.mark.parametrize("model, variant", LOOKED_AT)
+def test_a_timed_run_proves_its_work(looks_inside, model, variant):
+    process, _ = looks_inside[model, variant, "--mllog"].result()
+    record = json.loads(process.stdout.splitlines()[-1])
+    assert records.check(record) is None and trust.contradiction(record) is None
+    if record["status"] == "unsupported":
+        return
+    given, num_steps = record["proof"], len(record["steps"]["gpu_ms"])
+    assert given["steps"] == list(range(num_steps)) and given["state_step"] == num_steps - 1
+    assert given["loss"] == record["numerics"]["loss"] and None not in given["grad_norm"][1:]
+    assert sum(tensor["start"] != tensor["after"] for tensor in given["state_sample"]) > 0.7 * len(
+        given["state_sample"]
+    )
+    assert given["late_change"] is False and given["growth_bytes"] is not None
+    eager = json.loads(looks_inside[model, "eager", "--mllog"].result()[0].stdout.splitlines()[-1])
+    if variant not in DESCRIBED[model].get("reference", {}):
+        assert proven.wrong_numbers(record, [eager]) is None
 
 
 @pytest.mark.parametrize("model, variant", LOOKED_AT)

@@ -1,4 +1,4 @@
-"""common/environment: the record's env, source hashes, samplers. nvidia-smi and NVML are fakes."""
+"""common/environment, gpu_state and host_state: the record's env, samplers, cores. nvidia-smi and NVML are fakes."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common import environment, record
+from common import environment, gpu_state, host_state, record, source
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +31,8 @@ def test_env_has_exactly_the_keys_of_the_record():
     env = environment.describe_environment("gpt3", "cpu", 2)
     assert list(env) == list(record.TEMPLATE["env"])
     assert env["world_size"] == 2 and env["num_gpus"] == 0 and env["gpu_name"] is None
-    assert env["source_hash"] == environment.source_hash("gpt3")
+    assert env["source_hash"] == source.source_hash() and env["run_hash"] is None
+    assert (env["git_sha"], env["git_tree"], env["git_dirty"]) == source.git_state()
     assert re.fullmatch(r"[0-9a-f-]{36}", env["boot_id"])
     assert env["cpu"].endswith(f"{os.cpu_count()} cores")
     assert env["torch"]
@@ -92,7 +93,7 @@ def test_gpu_fields(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(environment, "_driver", lambda: "580.1")
+    monkeypatch.setattr(environment, "driver_version", lambda: "580.1")
     env = environment.describe_environment("gpt3", torch.device("cuda:3"), 1)
     assert list(env) == list(record.TEMPLATE["env"])
     seen = {key: env[key] for key in ("gpu_name", "gpu_uuid", "num_gpus", "driver", "cuda", "cudnn", "nccl")}
@@ -105,120 +106,6 @@ def test_gpu_fields(monkeypatch):
         "cudnn": "9.19.0",
         "nccl": "2.28.9",
     }
-
-
-# --- source
-
-
-@pytest.fixture
-def repository(tmp_path):
-    """A repository with common/, two models (one of them a dotted package), committed."""
-    files = {
-        "common/__init__.py": "",
-        "common/a.py": "a = 1\n",
-        "gpt3/train.py": "train\n",
-        "gpt3/deep/b.py": "b\n",
-        "gpt3/README.md": "words\n",
-        "tests/fake_model/train.py": "fake\n",
-        "tests/test_other.py": "other\n",
-        "benchmarks/run.py": "run\n",
-        ".gitignore": "scratch*\n__pycache__\n",
-    }
-    root = tmp_path / "repository"
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    git(root, "init", "-q")
-    git(root, "add", "-A")
-    commit(root)
-    return root
-
-
-def git(root, *arguments):
-    command = ["git", "-C", root, "-c", "user.name=n", "-c", "user.email=e", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def commit(root):
-    git(root, "commit", "-q", "-a", "-m", "m", "--no-gpg-sign")
-
-
-@pytest.mark.parametrize("model", ["gpt3", "tests.fake_model"])
-def test_hash_of_the_tree_is_that_of_its_commit(repository, model):
-    sha = git(repository, "rev-parse", "HEAD")
-    value = environment.source_hash(model, repository)
-    assert re.fullmatch(r"[0-9a-f]{16}", value)
-    assert environment.source_hash_of_commit(model, sha, repository) == value
-
-
-@pytest.mark.parametrize("name", ["common/a.py", "gpt3/train.py", "gpt3/deep/b.py", "common/new.py", "gpt3/scratch.py"])
-def test_hash_follows_what_runs(repository, name):
-    before = environment.source_hash("gpt3", repository)
-    sha = git(repository, "rev-parse", "HEAD")
-    (repository / name).write_text("changed\n")
-    after = environment.source_hash("gpt3", repository)
-    assert after != before
-    assert environment.source_hash_of_commit("gpt3", sha, repository) == before
-    git(repository, "add", "-f", name)
-    commit(repository)
-    assert environment.source_hash_of_commit("gpt3", "HEAD", repository) == after
-
-
-@pytest.mark.parametrize("name", ["gpt3/README.md", "tests/fake_model/train.py", "benchmarks/run.py", "top.py"])
-def test_hash_ignores_what_does_not_run(repository, name):
-    before = environment.source_hash("gpt3", repository)
-    (repository / name).write_text("changed\n")
-    (repository / "gpt3" / "__pycache__").mkdir()
-    (repository / "gpt3" / "__pycache__" / "train.cpython-312.pyc").write_bytes(b"x")
-    assert environment.source_hash("gpt3", repository) == before
-
-
-def test_hash_sees_a_rename_and_moved_borders(repository):
-    before = environment.source_hash("gpt3", repository)
-    (repository / "gpt3/train.py").rename(repository / "gpt3/trail.py")
-    renamed = environment.source_hash("gpt3", repository)
-    assert renamed != before
-    two_files = environment._hash_files({"a": b"x", "b": b"y"})
-    assert environment._hash_files({"a": b"xb\0y"}) != two_files
-    assert environment._hash_files({"a": b"xb\x001\0y"}) != two_files
-
-
-def test_hash_of_unknown_things(repository, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no folder gpt9"):
-        environment.source_hash("gpt9", repository)
-    assert environment.source_hash_of_commit("gpt3", "0" * 40, repository) is None
-    assert environment.source_hash_of_commit("gpt9", "HEAD", repository) is None
-    assert environment.source_hash_of_commit("gpt3", "HEAD", tmp_path) is None
-    monkeypatch.setenv("PATH", "")
-    assert environment.source_hash_of_commit("gpt3", "HEAD", repository) is None
-
-
-def test_git_state_is_clean_after_a_commit(repository, monkeypatch):
-    monkeypatch.setenv("SOURCE_SHA", "not this one")
-    (repository / "benchmarks/new.py").write_text("does not run\n")
-    (repository / "gpt3/notes.txt").write_text("does not run\n")
-    assert environment.git_state("gpt3", repository) == (git(repository, "rev-parse", "HEAD"), False)
-
-
-@pytest.mark.parametrize("name", ["benchmarks/run.py", "gpt3/README.md", "gpt3/new.py", "common/scratch.py"])
-def test_git_state_is_dirty_for_tracked_changes_and_new_modules(repository, name):
-    (repository / name).write_text("changed\n")
-    assert environment.git_state("gpt3", repository)[1] is True
-
-
-def test_git_state_inside_a_hook(repository, tmp_path, monkeypatch):
-    git(tmp_path, "init", "-q", "elsewhere")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere" / ".git"))
-    assert environment.git_state("gpt3", repository)[1] is False
-
-
-@pytest.mark.parametrize("text, dirty", [("0", False), ("false", False), ("1", True), ("", None)])
-def test_git_state_from_the_environment(tmp_path, monkeypatch, text, dirty):
-    monkeypatch.setenv("SOURCE_SHA", "abc")
-    monkeypatch.setenv("SOURCE_DIRTY", text)
-    assert environment.git_state("gpt3", tmp_path) == ("abc", dirty)
-    monkeypatch.delenv("SOURCE_SHA")
-    assert environment.git_state("gpt3", tmp_path)[0] is None
 
 
 # --- GpuSampler
@@ -317,7 +204,7 @@ def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
 
 def test_sampler_without_nvidia_smi_or_samples(nvidia_smi, monkeypatch, tmp_path):
     nothing = {"sm_mhz": None, "power_w": None, "temperature_c": None, "throttle": []}
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(gpu_state.shutil, "which", lambda name: None)
     sampler = environment.GpuSampler(0)
     sampler.start()
     assert sampler.between(0, 1e9) == nothing and sampler.latest_sm_mhz() is None
@@ -378,9 +265,9 @@ class FakeNvml:
 
 @pytest.fixture
 def no_cached_nvml():
-    environment._nvml.cache_clear()
+    gpu_state._nvml.cache_clear()
     yield
-    environment._nvml.cache_clear()
+    gpu_state._nvml.cache_clear()
 
 
 def test_energy_is_in_joules(monkeypatch, no_cached_nvml):
@@ -388,12 +275,145 @@ def test_energy_is_in_joules(monkeypatch, no_cached_nvml):
     assert environment.energy_joules("GPU-1") == 12.345
     assert environment.energy_joules("GPU-2") is None
     assert environment.energy_joules(None) is None
-    assert environment._driver() == "580.1"
+    assert gpu_state.driver_version() == "580.1"
 
 
 def test_energy_without_nvml(monkeypatch, no_cached_nvml):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert environment.energy_joules("GPU-1") is None
+
+
+# --- who else is on the GPU
+
+
+class FakeGpu(FakeNvml):
+    """A GPU with these processes (process id -> bytes) and so many bytes in use."""
+
+    nvmlMemory_v2 = 2
+
+    def __init__(self, processes, used_bytes):
+        self.processes, self.used_bytes = processes, used_bytes
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.processes.items()]
+
+    def nvmlDeviceGetMemoryInfo(self, handle, version=1):
+        # The first version counts what the driver reserves.
+        return types.SimpleNamespace(used=self.used_bytes + (0 if version == 2 else 2**33))
+
+
+MIB, GIB = 2**20, 2**30
+UNSEEN = "a process that is not shown here"
+# processes, bytes in use, own process ids -> what is told
+OTHERS = [
+    ({}, 4 * MIB, (), []),
+    ({123: int(4.1 * GIB)}, int(4.2 * GIB), (), ["process 123, 4.1 GiB"]),
+    ({123: 4 * GIB, 7: 512 * MIB}, 5 * GIB, (123,), ["process 7, 0.5 GiB"]),
+    ({123: 4 * GIB}, 4 * GIB, (123, 9), []),
+    ({}, 3 * GIB, (), [f"{UNSEEN}, 3.0 GiB"]),
+    ({123: 2 * GIB}, 5 * GIB, (), ["process 123, 2.0 GiB", f"{UNSEEN}, 3.0 GiB"]),
+]
+
+
+@pytest.mark.parametrize("processes, used_bytes, own, told", [*OTHERS, ({123: None}, 5 * GIB, (), ["process 123"])])
+def test_other_processes_by_nvml(monkeypatch, no_cached_nvml, processes, used_bytes, own, told):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeGpu(processes, used_bytes))
+    assert environment.other_processes("GPU-1", own) == told
+    assert environment.other_processes("GPU-2", own) == []
+    assert environment.other_processes(None, own) == []
+
+
+@pytest.mark.parametrize("processes, used_bytes, own, told", OTHERS)
+def test_other_processes_by_nvidia_smi(monkeypatch, tmp_path, no_cached_nvml, processes, used_bytes, own, told):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    listing = "".join(f"{pid}, {size // MIB}\n" for pid, size in processes.items())
+    script = f"""#!/bin/sh
+        [ "$4" = GPU-1 ] || exit 6
+        case $1 in
+            --query-compute-apps=pid,used_memory) printf '{listing}' ;;
+            --query-gpu=memory.used) echo {used_bytes // MIB} ;;
+        esac"""
+    put_on_path(monkeypatch, tmp_path, script)
+    assert environment.other_processes("GPU-1", own) == told
+    assert environment.other_processes("GPU-2", own) == []
+
+
+def test_other_processes_without_nvml_and_command(monkeypatch, no_cached_nvml):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    assert environment.other_processes("GPU-1") == []
+
+
+def put_on_path(monkeypatch, folder, script):
+    (folder / "nvidia-smi").write_text(script)
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+# --- cores
+
+
+@pytest.fixture
+def two_nodes(monkeypatch, tmp_path):
+    """Four GPUs: 1 and 2 on node 0, 3 on node 1, 4 without a node; node 0 has cores 0-3 and 8, node 1 4-7. A /sys."""
+    for bus, node in {"0000:1b:00.0": 0, "0000:2c:00.0": 0, "0001:1b:00.0": 1, "0000:3d:00.0": -1}.items():
+        folder = tmp_path / "bus/pci/devices" / bus
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+    for node, cores in enumerate(("0-3,8\n", "4-7\n")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores)
+    script = """#!/bin/sh
+        [ "$*" = "--query-gpu=uuid,pci.bus_id --format=csv,noheader" ] || exit 6
+        echo GPU-1, 00000000:1B:00.0
+        echo GPU-2, 00000000:2C:00.0
+        echo GPU-3, 00000001:1B:00.0
+        echo GPU-4, 00000000:3D:00.0"""
+    put_on_path(monkeypatch, tmp_path, script)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "uuids, allowed, told",
+    [
+        (["GPU-1"], range(9), ([0, 1, 2, 3, 8], 0)),
+        (["GPU-1", "GPU-2"], range(9), ([0, 1, 2, 3, 8], 0)),
+        (["GPU-3"], range(9), ([4, 5, 6, 7], 1)),
+        (["GPU-1"], {1, 3, 5}, ([1, 3], 0)),
+        (["GPU-1", "GPU-3"], range(1, 8), ([1, 2, 3, 4, 5, 6, 7], None)),
+        (["GPU-1"], {5, 6}, ([5, 6], None)),
+        (["GPU-4"], {5, 0}, ([0, 5], None)),
+        (["GPU-1", "GPU-4"], range(9), (list(range(9)), None)),
+        (["GPU-9"], range(9), (list(range(9)), None)),
+        (["MIG-1"], range(9), (list(range(9)), None)),
+    ],
+)
+def test_cores_are_those_of_the_gpus_node(two_nodes, monkeypatch, uuids, allowed, told):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+    assert environment.cores_of(uuids, two_nodes) == told
+
+
+def test_cores_where_the_system_has_no_nodes(two_nodes, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    (two_nodes / "devices/system/node/node1/cpulist").unlink()
+    assert environment.cores_of(["GPU-1"], two_nodes) == ([0, 1], 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
+    assert environment.cores_of(["GPU-1", "GPU-3"], two_nodes) == ([0, 5], None)
+    assert environment.cores_of(["GPU-1"], tmp_path / "none") == ([0, 5], None)
+
+
+def test_cores_without_a_gpu_ask_no_nvidia_smi(monkeypatch, tmp_path):
+    put_on_path(monkeypatch, tmp_path, f"#!/bin/sh\ntouch {tmp_path}/asked")
+    assert environment.cores_of([]) == (sorted(os.sched_getaffinity(0)), None)
+    assert not (tmp_path / "asked").exists()
+    assert environment.cores_of(["GPU-1"]) == (sorted(os.sched_getaffinity(0)), None)
+    assert (tmp_path / "asked").exists()
+
+
+def test_core_lists_of_the_kernel():
+    assert host_state._core_numbers("0-2,5,7-8") == {0, 1, 2, 5, 7, 8}
+    assert host_state._core_numbers("") == host_state._core_numbers(None) == set()
 
 
 # --- HostActivity

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from benchmarks import gate, rounds
-from tests.test_compare import make, put
+from tests.table_records import make, opened, packed, put, schema_1
 from tests.test_overview import graphed, on_cpu
 
 GIB = 2**30
@@ -19,13 +19,21 @@ STEPS = ((10.0, 8.0), (10.02, 8.01), (9.98, 7.99))
 
 
 def folder_of(path, steps=STEPS, **changes):
-    """Records with memory and kernels, as a GPU's have them."""
+    """Records with memory and kernels, as a GPU's have them, as single files."""
+    found = records_of(steps, **changes)
+    if path.is_dir():
+        for file in path.glob("*.r[1-9].json"):
+            file.unlink()
+    put(path, *found)
+    return found
+
+
+def records_of(steps=STEPS, **changes):
     found = graphed(steps, **changes)
     for record in found:
         record["memory"].update(peak_reserved_bytes=10 * GIB)
         record.update(num_kernels=1000)
         record["numerics"].update(parity="bitwise")
-    put(path, *found)
     return found
 
 
@@ -147,7 +155,6 @@ def test_with_one_round_the_tolerance_alone_decides(tmp_path):
         (None, "num_kernels", 900, "kernels"),
         ("capture", "num_graphs", 2, "graphs"),
         ("numerics", "parity", "differs", "parity"),
-        ("capture", "num_replays", 19, "replays"),
     ],
 )
 def test_what_is_not_time_is_caught(tmp_path, group, key, value, quantity):
@@ -283,6 +290,31 @@ def test_a_folder_that_may_be_either_is_refused(tmp_path):
     assert run(tmp_path / "new" / "two", tmp_path / "base").returncode == 0
 
 
+@pytest.mark.parametrize("make_base", [packed, opened])
+def test_a_session_a_group_and_a_root_are_sides_alike(tmp_path, make_base):
+    base = make_base(tmp_path / "base" / "h200x1" / "fake-bench", records_of())
+    new = packed(tmp_path / "new" / "h200x1" / "fake-bench", records_of(slower(STEPS, 1.05)), hour=9)
+    for each in (tmp_path / "base", base.parent, base):
+        for other in (tmp_path / "new", new.parent, new):
+            found = failures(other, each)
+            assert {failure[0] for failure in found} == {"fake/bench graph"}, (each, other)
+            assert ("fake/bench graph", "speed-up", "changed") in found
+    answer = run(new, tmp_path / "base")
+    assert answer.returncode == 1 and "speed-up" in answer.stdout
+    # Of one root a session against the group that holds it.
+    assert run(new, new.parent).returncode == 0
+
+
+def test_a_row_is_judged_by_the_sessions_it_rests_on(tmp_path):
+    """A slow session of schema 1 stands beside, unpooled."""
+    packed(tmp_path / "base" / "fake-bench", records_of())
+    packed(tmp_path / "new" / "fake-bench", schema_1(records_of(slower(STEPS, 2.0))), hour=2, day=20)
+    packed(tmp_path / "new" / "fake-bench", records_of(), hour=9)
+    assert failures(tmp_path / "new", tmp_path / "base") == []
+    packed(tmp_path / "new" / "fake-bench", records_of(slower(STEPS, 2.0)), hour=10)
+    assert failures(tmp_path / "new", tmp_path / "base") != []
+
+
 # ------------------------------------------------------------------------------------------------
 # What cannot be compared
 
@@ -325,8 +357,9 @@ def test_unsound_records_on_either_side_are_refused_by_name(tmp_path, side):
         found = folder_of(tmp_path / name)
     path = tmp_path / side / "graph.r2.json"
     for text, what in (
-        (json.dumps(found[3] | {"schema": 2}), "schema 2"),
-        (json.dumps(found[3] | {"statistic_ms": 5.0}), "edited by hand"),
+        (json.dumps(found[3] | {"schema": 7}), "schema 7"),
+        (json.dumps(found[3] | {"statistic_ms": 8.1}), "edited by hand"),
+        (json.dumps(found[3] | {"statistic_ms": 8.1, "digest": None}), "does not follow"),
         ("", "not a whole JSON document"),
     ):
         path.write_text(text)

@@ -12,12 +12,11 @@ import sys
 
 import pytest
 
-from benchmarks import launch, rounds, run
-from common import record as records
-from tests.test_rounds import processes_with, until
-from tests.test_run import go, no_gpu  # noqa: F401 (a fixture that all tests of this file use)
+from benchmarks import launch, rounds, run, sessions
+from tests.harness import MODEL, go, only, processes_with, read, stop_at, until
 
-MODEL = "tests.fake_model"
+pytest_plugins = ["tests.machines"]
+pytestmark = pytest.mark.usefixtures("no_gpu")
 
 # Starts the command twice on this machine, as two nodes, and does what launch.py asks of a launcher.
 TWO_NODES = """#!/bin/bash
@@ -187,7 +186,7 @@ def test_nodes_that_differ_end_the_command_with_1(tmp_path, launcher, monkeypatc
     assert go(tmp_path / "out", "graph", "--nnodes", "2", "--launch", one) == 1
     said = capsys.readouterr().err
     assert "reached 1 of 2 nodes" in said and said.count("\n") == 1
-    assert not (tmp_path / "out" / "eager.r0.json").exists()
+    assert sessions.find(tmp_path / "out") == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def test_a_launcher_of_one_node_measures(tmp_path, launcher):
     assert go(tmp_path / "out", "graph", "--rounds", "1", "--launch", prefix) == 0
     # The question and five runs, eager's second among them.
     assert len(seen.read_text().splitlines()) == 6
-    assert records.read(tmp_path / "out" / "graph.r1.json")["status"] == "pass"
+    assert read(only(tmp_path / "out"))["graph.r1"]["status"] == "pass"
 
 
 def test_ranks_that_were_not_asked_for_fail_the_record(tmp_path, monkeypatch):
@@ -209,23 +208,41 @@ def test_ranks_that_were_not_asked_for_fail_the_record(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch.Launch, "command", alone)
     assert go(tmp_path / "out", "eager", "--rounds", "1", "--ngpu", "2") == 1
-    record = records.read(tmp_path / "out" / "eager.r0.json")
+    record = read(only(tmp_path / "out"))["eager.r0"]
     assert record["status"] == "failed"
     assert record["message"] == "world size 1, --nnodes 1 --ngpu 2 asks for 2"
 
 
-def test_records_of_other_nodes_are_set_aside():
-    record = records.blank(variant="eager", round=1, status="pass")
-    env, gpus = record["env"], rounds.Gpus()
-    here, there = {"count": 2, "which": "aaa"}, {"count": 2, "which": "bbb"}
+def two_nodes(monkeypatch, *hosts):
+    """A launcher of two nodes by these names, each of one boot; their runs are this process's own."""
+    here = launch.describe_here(MODEL)
+    answers = [
+        here | {"name": host, "env": here["env"] | {"host": host, "boot_id": f"{rank}{host}"}}
+        for rank, host in enumerate(hosts)
+    ]
+    monkeypatch.setattr(launch, "ask_nodes", lambda *_: answers)
+    monkeypatch.setattr(launch.Launch, "command", lambda launched, script: [sys.executable, *script])
+    return ["--nnodes", "2", "--launch", "env"]
 
-    def differs(was, now):
-        record["extra"]["request"] = {"steps": 0, **({"nodes": was} if was else {})}
-        return rounds.difference(record, env, gpus, {"steps": 0, **({"nodes": now} if now else {})}, 0)
 
-    assert differs(here, here) is None and differs(None, None) is None
-    assert "which=aaa (now bbb)" in differs(here, there)
-    assert "nodes was" in differs(here, None) and "nodes was" in differs(None, here)
+def test_a_session_of_several_nodes_is_of_all_of_them(tmp_path, quick, monkeypatch):
+    """Another second node, or the nodes in another order, is another session; it has the first node's name."""
+    out = tmp_path / "out"
+    more = [*two_nodes(monkeypatch, "a", "b"), "--rounds", "1"]
+    # The fake says that it is alone, so that all fail: what counts here is which session they are in.
+    stop_at(monkeypatch, "graph.r0")
+    assert go(out, "graph", *more) == 130
+    session = only(out)
+    assert session.parent.parent.name == "cpux2" and "-0a" in session.name
+    assert [node["boot_id"] for node in sessions.read_meta(session)["nodes"]] == ["0a", "1b"]
+    assert sessions.read_meta(session)["request"]["num_nodes"] == 2
+    for hosts in (("a", "c"), ("b", "a")):
+        two_nodes(monkeypatch, *hosts)
+        assert go(out, "graph", *more) == 1
+    assert len(sessions.find(out)) == 3 and session.is_dir()
+    two_nodes(monkeypatch, "a", "b")
+    assert go(out, "graph", *more) == 1
+    assert len(sessions.find(out)) == 3 and not session.exists()
 
 
 # Ends a process that is not its own on SIGTERM, as srun ends tasks of other machines.

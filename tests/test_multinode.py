@@ -3,17 +3,15 @@
 pytest tests/test_multinode.py
 """
 
-import json
-
 import pytest
 
 from benchmarks import launch
-from common import record as records
+from tests.harness import go, names, only, read
 from tests.slurm_cluster import free_ports
 from tests.test_launch import TWO_NODES
-from tests.test_run import go, no_gpu  # noqa: F401 (a fixture that all tests of this file use)
 
-pytestmark = pytest.mark.slow
+pytest_plugins = ["tests.machines"]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gpu")]
 
 # Says who it is, then is gpt3.
 WITNESS = """
@@ -38,7 +36,6 @@ def two_nodes(tmp_path, monkeypatch):
 
 def test_two_agents_train_gpt3_together_and_leave_one_record_a_run(tmp_path, two_nodes, monkeypatch):
     out = tmp_path / "out"
-    monkeypatch.setattr("tests.test_run.MODEL", "gpt3")
     # sitecustomize is the first thing that each rank runs.
     (tmp_path / "site").mkdir()
     (tmp_path / "seen").mkdir()
@@ -47,34 +44,31 @@ def test_two_agents_train_gpt3_together_and_leave_one_record_a_run(tmp_path, two
         "\n".join(line if number < 2 else f"    {line}" for number, line in enumerate(text.splitlines()))
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    assert go(out, "graph", "--preset", "tiny", "--rounds", "1", *two_nodes) == 0
-    names = sorted(path.name for path in out.glob("*.r*.json"))
-    assert names == ["eager.r0.json", "eager.r1.json", "graph.r0.json", "graph.r1.json"]
-    for name in names:
-        record = records.read(out / name)
+    assert go(out, "graph", "--preset", "tiny", "--rounds", "1", *two_nodes, model="gpt3") == 0
+    found = read(only(out))
+    assert names(only(out)) == ["eager.r0", "eager.r1", "graph.r0", "graph.r1"]
+    for record in found.values():
         assert (record["status"], record["numerics"]["parity"]) == ("pass", "bitwise")
         assert record["env"]["world_size"] == 2
-    assert records.read(out / "graph.r1.json")["rank_skew_ms"] is not None
+    assert found["graph.r1"]["rank_skew_ms"] is not None
     # Two ranks a run, each alone on its node, and rank 0 on node 0 in every run.
     seen = [path.read_text().split() for path in (tmp_path / "seen").iterdir() if path.name[0].isdigit()]
     port = two_nodes[-1].rpartition(":")[2]
     ranks = sorted({tuple(words) for words in seen})
     assert ranks == [(str(rank), "0", "2", str(rank), "127.0.0.1", port, str(rank)) for rank in (0, 1)]
     # One rank's losses differ from two ranks': they train on other batches and average.
-    two = records.read(out / "eager.r0.json")["numerics"]["loss"]
-    assert go(tmp_path / "one", "eager", "--preset", "tiny", "--rounds", "1") == 0
-    assert records.read(tmp_path / "one" / "eager.r0.json")["numerics"]["loss"][5] != two[5]
+    two = found["eager.r0"]["numerics"]["loss"]
+    assert go(tmp_path / "one", "eager", "--preset", "tiny", "--rounds", "1", model="gpt3") == 0
+    assert read(only(tmp_path / "one"))["eager.r0"]["numerics"]["loss"][5] != two[5]
 
 
 def test_an_agent_that_fails_is_a_failed_record_with_its_reason(tmp_path, two_nodes, capsys):
     assert go(tmp_path / "out", "crash", "--rounds", "1", *two_nodes) == 1
     # The fake model says that it is alone, so that its eager record is refused too.
-    message = records.read(tmp_path / "out" / "crash.r0.json")["message"]
-    assert "exit status 1" in message
-    assert "the fake model crashes" in (tmp_path / "out" / "logs" / "crash.r0.log").read_text()
-    assert (
-        json.dumps("world size 1, --nnodes 2 --ngpu 1 asks for 2") in (tmp_path / "out" / "eager.r0.json").read_text()
-    )
+    session = only(tmp_path / "out")
+    assert "exit status 1" in read(session)["crash.r0"]["message"]
+    assert "the fake model crashes" in (session / "logs" / "crash.r0.log").read_text()
+    assert read(session)["eager.r0"]["message"] == "world size 1, --nnodes 2 --ngpu 1 asks for 2"
 
 
 def test_a_port_that_is_taken_is_named(tmp_path, two_nodes):
@@ -85,5 +79,5 @@ def test_a_port_that_is_taken_is_named(tmp_path, two_nodes):
         taken.listen()
         two_nodes[-1] = f"127.0.0.1:{taken.getsockname()[1]}"
         assert go(tmp_path / "out", "eager", "--rounds", "1", "--limit-s", "30", *two_nodes) == 1
-    assert "in use" in (tmp_path / "out" / "logs" / "eager.r0.log").read_text()
+    assert "in use" in (only(tmp_path / "out") / "logs" / "eager.r0.log").read_text()
     assert launch.PORT == 29500

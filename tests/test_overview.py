@@ -5,20 +5,18 @@ import io
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from benchmarks import overview, overview_rows, overview_tables, rounds
 from benchmarks.published import PUBLISHED
-from common import record as records
-from tests.test_compare import make, put, session
+from tests.table_records import SPEEDUP, STEPS, make, mean_ratio, opened, packed, put, schema_1, session
 
 RESULTS = rounds.ROOT / "results"
 STRATEGY = {"strategy": "whole step", "num_graphs": 1, "warmup_s": 3.0, "capture_s": 0.5, "compile_s": 0.0}
 
 
-def graphed(steps=((10.0, 8.0), (10.1, 8.1), (9.9, 8.0)), **changes):
+def graphed(steps=STEPS, **changes):
     found = session(steps, **changes)
     for record in found:
         if record["variant"] != "eager":
@@ -62,21 +60,44 @@ def test_folders_are_found_at_any_depth_and_by_their_records_alone(tmp_path):
     (tmp_path / "figures" / "overview.json").write_text("{}")
     put(tmp_path / "sweep" / "batch-1", *graphed())
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
-    folders, sweeps = overview_rows.find_folders(tmp_path)
-    assert folders == [tmp_path / "a/b/c"] and sweeps == [tmp_path / "sweep"]
-    assert "sweep: a sweep, left out" in text_of(tmp_path)
-    assert overview_rows.find_folders(tmp_path / "sweep")[0] == [tmp_path / "sweep/batch-1"]
+    assert [row["folder"] for row in rows_of(tmp_path)] == ["a/b/c"]
+    assert "sweep: a sweep, left out" in command(tmp_path).stdout
+    assert [row["folder"] for row in rows_of(tmp_path / "sweep")] == ["batch-1"]
     with pytest.raises(FileNotFoundError, match="no folder"):
-        overview_rows.find_folders(tmp_path / "nothing")
+        overview_rows.read(tmp_path / "nothing")
+
+
+def test_a_group_is_a_block_and_so_is_a_session_by_itself(tmp_path):
+    group = tmp_path / "h200x1" / "fake-bench"
+    one = packed(group, graphed())
+    two = opened(group, graphed(((9.0, 8.0), (9.0, 8.1))), hour=5)
+    (row,) = rows_of(tmp_path)
+    assert (row["folder"], row["num_pairs"], row["num_hosts"]) == ("h200x1/fake-bench", 5, 1)
+    assert (row["num_sessions"], row["label"]) == (2, "fake/bench")
+    for place, pairs in ((one, 5), (two, 2)):
+        (row,) = rows_of(place)
+        assert (row["folder"], row["num_pairs"], row["label"]) == ("fake-bench", pairs, "fake/bench")
+
+
+def test_older_sessions_and_what_a_row_lacks_stand_beside_it(tmp_path):
+    packed(tmp_path / "fake-bench", schema_1(graphed(env={"git_sha": "c" * 40})), day=20)
+    packed(tmp_path / "fake-bench", graphed(env={"git_sha": "b" * 40}))
+    packed(tmp_path / "fake-full", schema_1(graphed(preset="full", env={"git_sha": "a" * 40})), day=20, hour=9)
+    bench, full = rows_of(tmp_path)
+    assert (bench["num_older"], bench["lacks"]) == (1, "")
+    assert (full["num_older"], full["lacks"]) == (0, "schema 1, 5 of 5 windows short")
+    text = text_of(tmp_path)
+    assert "older: sessions of other code" in text and "schema 1, 5 of 5 windows short" in text
+    assert "fake/bench: fake-bench, x1, 2 sessions, 20 timed runs, git bbbbbbbbbbbb, cccccccccccc" in text
 
 
 def test_one_row_for_each_variant_that_is_not_eager_with_eager_of_the_same_folder(tmp_path):
     put(tmp_path / "one", *graphed())
-    put(tmp_path / "two", *graphed(((20.0, 10.0), (20.2, 10.0)), model="other"))
+    put(tmp_path / "two", *graphed(((20.0, 10.0), (20.2, 10.01)), model="other"))
     first, second = rows_of(tmp_path)
     assert (first["model"], first["variant"], first["eager_ms"], first["step_ms"]) == ("fake", "graph", 10.0, 8.0)
-    assert (second["model"], second["eager_ms"], second["step_ms"]) == ("other", 20.1, 10.0)
-    assert second["speedup"] == pytest.approx((2.0 * 2.02) ** 0.5)
+    assert (second["model"], second["eager_ms"], second["step_ms"]) == ("other", 20.1, pytest.approx(10.005))
+    assert second["speedup"] == pytest.approx(mean_ratio([(20.0, 10.0), (20.2, 10.01)]))
 
 
 def test_folders_of_one_model_are_never_paired_with_each_other(tmp_path):
@@ -86,7 +107,7 @@ def test_folders_of_one_model_are_never_paired_with_each_other(tmp_path):
     found = [record for record in graphed(((9.0, 4.0), (9.0, 4.0))) if record["variant"] == "graph"]
     put(tmp_path / "two", *found, lost)
     first, second = rows_of(tmp_path)
-    assert first["speedup"] == pytest.approx(1.245, abs=0.001)
+    assert first["speedup"] == pytest.approx(SPEEDUP)
     assert second["speedup"] is None and second["eager_ms"] is None and second["break_even_steps"] is None
     assert second["verdict"] == "no eager of the same round"
     assert "no eager of the same round" in text_of(tmp_path)
@@ -117,7 +138,8 @@ def test_the_folder_under_load_is_a_column_found_by_its_records_not_by_its_name(
     (row,) = rows_of(tmp_path)
     assert (row["host_load"], row["contended_host_load"], row["contended_folder"]) == (0, 16, "busiest")
     assert row["contended_speedup"] == pytest.approx((14.0 / 8.0 * 14.2 / 8.1) ** 0.5)
-    assert row["speedup"] == pytest.approx(1.245, abs=0.001)
+    assert row["speedup"] == pytest.approx(SPEEDUP)
+    assert (row["contended_verdict"], row["contended_scope"]) == ("two pairs", "")
 
 
 @pytest.mark.parametrize(
@@ -152,20 +174,20 @@ def test_load_belongs_to_the_folder_of_its_source(tmp_path):
 
 
 def test_break_even_is_setup_over_gain_and_never_without_one(tmp_path):
-    put(tmp_path / "faster", *graphed(((10.0, 8.0),) * 2 + ((10.0, 8.001),)))
+    put(tmp_path / "faster", *graphed(((10.0, 8.0),) * 4 + ((10.0, 8.001),)))
     (row,) = rows_of(tmp_path)
     assert row["break_even_steps"] == pytest.approx(3500 / 2, rel=1e-3) and not row["break_even_never"]
-    put(tmp_path / "faster", *graphed(((8.0, 10.0),) * 2 + ((8.0, 10.001),)))
+    put(tmp_path / "faster", *graphed(((8.0, 10.0),) * 4 + ((8.0, 10.001),)))
     (row,) = rows_of(tmp_path)
     assert row["break_even_steps"] is None and row["break_even_never"]
     assert " never " in text_of(tmp_path, parts=("capture",))
-    put(tmp_path / "faster", *graphed(((10.0, 8.0), (10.0, 11.0), (10.0, 9.0))))
+    put(tmp_path / "faster", *graphed(((10.0, 8.0), (10.0, 11.0), (10.0, 9.0), (10.0, 9.5), (10.0, 10.5))))
     (row,) = rows_of(tmp_path)
     assert row["verdict"] == "unclear" and row["break_even_steps"] is None and not row["break_even_never"]
 
 
 def test_compile_time_is_part_of_break_even(tmp_path):
-    found = graphed(((10.0, 8.0),) * 2 + ((10.0, 8.001),))
+    found = graphed(((10.0, 8.0),) * 4 + ((10.0, 8.001),))
     cold = make("graph", 0, capture={**STRATEGY, "compile_s": 60.0})
     put(tmp_path / "one", *found, cold)
     (row,) = rows_of(tmp_path)
@@ -210,21 +232,21 @@ def test_a_folder_that_mixes_is_refused_by_name_and_the_others_are_shown(tmp_pat
 
 
 def test_unsound_files_are_named_and_left_out(tmp_path):
-    found = graphed()
+    found = graphed(STEPS[:3])
     found[1]["statistic_ms"] *= 1.01
     put(tmp_path / "one", *found)
-    other = json.loads((tmp_path / "one" / "eager.r1.json").read_text()) | {"schema": 2}
+    other = json.loads((tmp_path / "one" / "eager.r3.json").read_text()) | {"issue_ms": 1.0}
     (tmp_path / "one" / "eager.r3.json").write_text(json.dumps(other))
     (tmp_path / "one" / "graph.r3.json").write_text('{"schema": 1, "mod')
     text = text_of(tmp_path)
-    assert "skipped: one/eager.r3.json: schema 2, this code reads schema 1" in text
-    assert "skipped: one/graph.r1.json" in text and "edited by hand" in text
-    assert "skipped: one/graph.r3.json: not a whole JSON document" in text
+    assert "left out: one/eager.r3.json: its digest is not that of its content: edited by hand?" in text
+    assert "left out: one/graph.r1.json: statistic_ms 8.08 does not follow" in text
+    assert "left out: one/graph.r3.json: not a whole JSON document" in text
     (row,) = overview_rows.rows_of(overview_rows.read(tmp_path)[0])
     assert row["num_pairs"] == 1
     for form in ((), ("--csv",), ("--json",)):
         answer = command(tmp_path, *form)
-        assert answer.returncode == 1 and answer.stderr.count("unsound: one/") == 3 and "graph" in answer.stdout
+        assert answer.returncode == 1 and answer.stderr.count("left out: one/") == 3 and "graph" in answer.stdout
 
 
 def test_a_folder_without_eager_is_refused_by_name_and_the_others_are_shown(tmp_path):
@@ -244,8 +266,9 @@ def test_a_folder_without_eager_is_refused_by_name_and_the_others_are_shown(tmp_
 
 def test_strategies_have_a_row_for_each_submission_measured_or_not(tmp_path):
     put(tmp_path / "tiny", *graphed(model="gpt3", preset="tiny"))
-    put(tmp_path / "bench", *graphed(((10.0, 9.0), (10.0, 9.1)), model="gpt3"))
-    put(tmp_path / "load", *graphed(((20.0, 9.0), (20.0, 9.1)), model="gpt3", preset="full", host_load=16))
+    put(tmp_path / "bench", *graphed(((10.0, 9.0), (10.0, 9.1), (10.0, 9.2)), model="gpt3"))
+    loaded = ((20.0, 9.0), (20.0, 9.1), (20.0, 9.2))
+    put(tmp_path / "load", *graphed(loaded, model="gpt3", preset="full", host_load=16))
     rows = overview_rows.strategies(rows_of(tmp_path))
     assert [row["model"] for row in rows] == ["gpt3"] + [published.model for published in PUBLISHED]
     here = rows[1]["here"]
@@ -255,7 +278,7 @@ def test_strategies_have_a_row_for_each_submission_measured_or_not(tmp_path):
     assert text.count("not measured yet") == 5
     nvidias, ours = [line for line in text.splitlines() if line.startswith("GPT-3 175B")]
     assert "NVIDIA's" in nvidias and "not measured yet" in nvidias and "1.022x to 1.030x" in nvidias
-    assert "our best" in ours and "bench graph" in ours and "[1." in ours and "1.022x" not in ours
+    assert "our best" in ours and "bench graph" in ours and "1.069 to 1.129" in ours and "1.022x" not in ours
     for published in PUBLISHED:
         assert published.source in text
 
@@ -265,9 +288,12 @@ def test_nvidias_mechanism_has_its_own_row_and_ours_is_the_best_of_the_rest(tmp_
         found = [record for record in graphed(steps, model="gpt3") if record["variant"] == "graph"]
         return [record | {"variant": variant} for record in found]
 
-    put(tmp_path / "one", *graphed(model="gpt3"), *more("graph_te", (1.0, 11.0), (1.0, 11.1), (1.0, 11.0)))
-    put(tmp_path / "two", *graphed(model="gpt3"), *more("graph_overlap", (1.0, 7.0), (1.0, 7.1), (1.0, 7.0)))
-    put(tmp_path / "two", *more("graph_te", (1.0, 9.0)), *more("reduce_overhead", (1.0, 5.0), (1.0, 5.1), (1.0, 5.0)))
+    def five(ms):
+        return [(1.0, ms), (1.0, 1.01 * ms), (1.0, ms), (1.0, ms), (1.0, ms)]
+
+    put(tmp_path / "one", *graphed(model="gpt3"), *more("graph_te", *five(11.0)))
+    put(tmp_path / "two", *graphed(model="gpt3"), *more("graph_overlap", *five(7.0)))
+    put(tmp_path / "two", *more("graph_te", (1.0, 9.0)), *more("reduce_overhead", *five(5.0)))
     # A higher ratio with an interval that says nothing.
     put(tmp_path / "three", *graphed(model="gpt3"), *more("wild", (1.0, 3.0), (1.0, 12.0), (1.0, 3.0)))
     nvidias, ours, *rest = overview_rows.strategies(rows_of(tmp_path))
@@ -316,7 +342,8 @@ def test_a_mechanism_is_shown_where_it_has_an_interval(tmp_path):
 
 
 def test_the_summary_is_about_captures(tmp_path):
-    padded = [record | {"variant": "eager_padded"} for record in graphed() if record["variant"] == "graph"]
+    slower = graphed([(1.0, 12.0), (1.0, 12.1)])
+    padded = [record | {"variant": "eager_padded"} for record in slower if record["variant"] == "graph"]
     put(tmp_path / "one", *graphed(), *padded)
     assert "eager_padded" in text_of(tmp_path, parts=("speed",))
     summary = text_of(tmp_path, parts=("summary",))
@@ -338,7 +365,7 @@ def test_strategies_of_a_cpu_show_no_speed_up(tmp_path):
 def test_published_figures_stand_beside_graphs_alone(tmp_path):
     put(tmp_path / "one", *graphed(model="gpt3"), make("compile", 0, model="gpt3", status="unsupported"))
     lines = [line for line in text_of(tmp_path, parts=("speed",)).splitlines() if line.startswith("gpt3/bench")]
-    assert [line.endswith("1.022x to 1.030x") for line in lines] == [False, True]
+    assert ["1.022x to 1.030x" in line for line in lines] == [False, True]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -348,13 +375,14 @@ def test_published_figures_stand_beside_graphs_alone(tmp_path):
 def test_json_and_csv_hold_what_the_tables_show_with_full_precision(tmp_path):
     put(tmp_path / "one", *graphed(model="gpt3"))
     document = json.loads(command(tmp_path, "--json").stdout)
-    assert document["schema"] == 1 and len(document["published"]) == 5
+    assert document["schema"] == overview.SCHEMA and len(document["published"]) == 5
     (row,) = document["rows"]
-    expected = (10.0 / 8.0 * 10.1 / 8.1 * 9.9 / 8.0) ** (1 / 3)
-    assert row["speedup"] == pytest.approx(expected, rel=1e-12)
+    assert row["speedup"] == pytest.approx(SPEEDUP, rel=1e-12)
+    assert (row["verdict"], row["scope"], row["num_hosts"]) == ("faster", "on this host", 1)
     assert row["published_source"].startswith("https://")
     (folder,) = document["folders"]
-    assert (folder["folder"], folder["num_records"], folder["gpu_uuids"]) == ("one", 6, ["GPU-0"])
+    assert (folder["folder"], folder["num_records"], folder["gpu_uuids"]) == ("one", 10, ["GPU-0"])
+    assert folder["sessions"] == ["loose-boot-0"] and folder["git_shas"] == []
     (line,) = csv.DictReader(io.StringIO(command(tmp_path, "--csv").stdout))
     assert set(line) == set(row) and float(line["speedup"]) == row["speedup"] and line["contended_speedup"] == ""
 
@@ -381,7 +409,7 @@ def test_markdown_tables_have_one_number_of_cells(tmp_path):
 def test_console_text_fits_a_wide_screen():
     blocks, faults, _ = overview_rows.read(RESULTS)
     text = overview_tables.text_of(RESULTS, blocks, faults, parts=("speed", "host", "capture", "cost", "measured"))
-    assert blocks and max(map(len, text.splitlines())) <= 180 and text.isascii()
+    assert blocks and max(map(len, text.splitlines())) <= 250 and text.isascii()
 
 
 def test_wrong_folders_are_one_line(tmp_path):
@@ -391,13 +419,14 @@ def test_wrong_folders_are_one_line(tmp_path):
     assert answer.returncode == 1 and "no records in or below" in answer.stderr and answer.stderr.count("\n") == 1
     put(tmp_path / "eager-only", make("eager", 1), make("eager", 2))
     answer = command(tmp_path)
-    assert answer.returncode == 0 and "eager alone, nothing to compare" in answer.stdout
+    assert answer.returncode == 0 and "the base alone, nothing to compare" in answer.stdout
     for form in ("--json", "--csv", "--markdown"):
         assert command(tmp_path, form).returncode == 0
 
 
 def test_compare_of_folders_of_records_is_the_overview(tmp_path):
-    put(tmp_path / "one", *graphed())
+    for name in ("one", "two"):
+        put(tmp_path / name, *graphed())
     assert command(tmp_path, module="compare").stdout == command(tmp_path).stdout
     assert "p95/p50" in command(tmp_path / "one", module="compare").stdout.splitlines()[2]
     (tmp_path / "empty").mkdir()
@@ -406,13 +435,14 @@ def test_compare_of_folders_of_records_is_the_overview(tmp_path):
 
 
 def test_files_of_the_overview_and_of_a_sweep_hide_no_folder(tmp_path):
-    put(tmp_path / "one", *graphed())
+    for name in ("one", "two"):
+        put(tmp_path / name, *graphed())
     for name in ("overview.json", "sweep.json"):
         (tmp_path / name).write_text("{}")
     answer = command(tmp_path, module="compare")
-    assert answer.returncode == 0 and "fake/bench  graph" in answer.stdout and not answer.stderr
-    assert len(json.loads(command(tmp_path, "--json", module="compare").stdout)["rows"]) == 1
-    assert len(command(tmp_path, "--csv", module="compare").stdout.splitlines()) == 2
+    assert answer.returncode == 0 and "fake/bench two  graph" in answer.stdout and not answer.stderr
+    assert len(json.loads(command(tmp_path, "--json", module="compare").stdout)["rows"]) == 2
+    assert len(command(tmp_path, "--csv", module="compare").stdout.splitlines()) == 3
 
 
 @pytest.mark.parametrize("module", ["compare", "overview"])
@@ -425,34 +455,15 @@ def test_a_root_of_sweeps_alone_says_so(tmp_path, module):
     assert command(tmp_path / "sweep", module=module).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------
-# Size
-
-
-def test_two_hundred_records_in_seconds_and_without_torch(tmp_path):
-    source = RESULTS / "h200x1" / "gpt3-bench"
-    found = [records.read(path) for path in sorted(source.glob("*.json"))]
-    count = 0
-    for index in range(20):
-        model = PUBLISHED[index % 5].model
-        for record in found:
-            number = record["round"] + (index // 5 > 1)
-            changed = record | {"model": model, "round": number, "host_load": 16 * (index // 5 % 2)}
-            name = records.file_name(record["variant"], number)
-            records.write(tmp_path / f"h200x1/{model}-bench-{index}" / name, changed)
-            count += 1
-    assert count >= 200
+def test_the_command_needs_no_torch(tmp_path):
+    packed(tmp_path / "one", graphed())
     code = (
         "import sys; from benchmarks import overview\n"
         f"assert overview.main([{str(tmp_path)!r}]) == 0\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules\n"
     )
-    start = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
     assert answer.returncode == 0, answer.stderr
-    assert "stable_diffusion/bench" in answer.stdout
-    assert seconds < 5
 
 
 def test_schema_of_the_document_is_its_own():

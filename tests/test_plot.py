@@ -17,9 +17,10 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.text import Text
 
-from benchmarks import overview_rows, plot
+from benchmarks import frame, overview_rows, plot, sessions
 from benchmarks.figures import cost, evidence, speed, steps, style
 from tests.figure_records import POINTS, everything, failed, gpt3, make, put, session, sweep_file, trace_file
+from tests.table_records import opened, packed, schema_1
 
 ROOT = Path(__file__).parent.parent
 
@@ -123,7 +124,7 @@ def test_every_row_of_the_records_is_named(full):
         assert label in shown
     for heading in ("GPT-3 bench", "Llama 2 LoRA bench", "Llama 3.1 bench", "RNN-T full", "Stable Diffusion full"):
         assert heading in shown
-    assert any(re.fullmatch(r"1\.0\d\dx \[0\.\d+, 1\.\d+\] unclear", text) for text in shown)
+    assert any(re.fullmatch(r"1\.0\d\dx \[[01]\.\d+, 1\.\d+\] unclear on this host", text) for text in shown)
     for name in ("step_time-h200x1-llama2_lora-bench", "memory"):
         assert {"eager", "compile", "graph", "reduce_overhead", "graph_overlap"} <= set(words(full[0][name]))
     assert {"eager", "compile", "graph", "partial"} <= set(words(full[0]["timeline-h200x1-rnnt-full"]))
@@ -141,7 +142,7 @@ def test_what_did_not_run_stands_in_brick_with_its_reason(full):
 
 
 def test_footer_says_gpu_versions_commit_and_rounds(full):
-    assert "NVIDIA H200 x1, torch 2.13.0, CUDA 13.0, driver 580.1, git 0123456789ab, 4 rounds x 100 steps" in words(
+    assert "NVIDIA H200 x1, torch 2.13.0, CUDA 13.0, driver 580.1, git 0123456789ab, 5 rounds x 100 steps" in words(
         full[0]["jitter-h200x1-rnnt-full"]
     )
     assert any(text.startswith("NVIDIA H200 x1, x2, x4, x8, torch") for text in words(full[0]["speedup"]))
@@ -164,7 +165,7 @@ def test_files_are_equal_byte_by_byte(tmp_path):
         "import sys; from benchmarks import plot\n"
         "assert 'matplotlib' not in sys.modules, 'for --help'\n"
         f"assert plot.main([{str(root)!r}, '--out', {str(tmp_path / 'b')!r}]) == 0\n"
-        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
+        "assert 'torch' not in sys.modules\n"
     )
     # Another process with other hashes and another taste.
     (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.facecolor: black\n")
@@ -182,12 +183,12 @@ def test_committed_evidence_makes_small_files(tmp_path, capsys):
     assert {path.suffix for path in files} == {".svg", ".png"}
     # What is committed: a PNG is drawn beside each.
     drawings = [path for path in files if path.suffix == ".svg"]
-    assert sum(path.stat().st_size for path in drawings) < 1_000_000
-    # Those of all sessions together grow with their number.
-    num_sessions = len(list((ROOT / "results").glob("*/*/eager.r0.json")))
+    assert sum(path.stat().st_size for path in drawings if is_committed(path)) < 1_000_000
+    # Those of all groups together grow with their number.
+    num_groups = len({path.parent for path in sessions.find(ROOT / "results")})
     for path in drawings:
         together = path.stem in ("speedup", "memory", "break_even")
-        assert path.stat().st_size < (7_000 * num_sessions if together else 80_000), path.name
+        assert path.stat().st_size < (7_000 * num_groups if together else 80_000), path.name
     assert "<dc:date>" not in (tmp_path / "speedup.svg").read_text()
     assert f"{len(files)} files" in capsys.readouterr().out
     assert_same_drawings(ROOT / "results" / "figures", tmp_path)
@@ -290,14 +291,16 @@ def test_tables_and_figures_of_200_records_take_15_seconds(tmp_path):
 @pytest.mark.parametrize(
     ("speedup", "noise", "num_rounds", "expected"),
     [
-        (1.05, 0.002, 4, "GPT-3 bench: graph gains 5.0 %"),
-        (0.95, 0.002, 4, "GPT-3 bench: graph loses 5.0 %"),
-        (1.6, 0.002, 4, "GPT-3 bench: graph is 1.60x as fast"),
-        (0.5, 0.002, 4, "GPT-3 bench: graph takes 2.00x as long"),
-        (1.01, 0.02, 4, "GPT-3 bench: graph is unclear"),
-        (1.0, 0.001, 4, "GPT-3 bench: graph is the same within 0.5 %"),
-        (1.006, 0.0023, 4, "GPT-3 bench: graph is faster, by how much is not settled"),
-        (1.05, 0.0, 1, "GPT-3 bench: graph has no interval (one round)"),
+        (1.05, 0.002, 5, "GPT-3 bench: graph gains 5.0 % on this host"),
+        (0.95, 0.002, 5, "GPT-3 bench: graph loses 5.0 % on this host"),
+        (1.6, 0.002, 5, "GPT-3 bench: graph is 1.60x as fast on this host"),
+        (0.5, 0.002, 5, "GPT-3 bench: graph takes 2.00x as long on this host"),
+        (1.01, 0.02, 5, "GPT-3 bench: graph is unclear"),
+        (1.0, 0.0005, 5, "GPT-3 bench: graph is the same within 0.5 % on this host"),
+        (1.008, 0.0025, 5, "GPT-3 bench: graph is faster on this host, by how much is not settled"),
+        (1.05, 0.0, 1, "GPT-3 bench: graph has no verdict (one round)"),
+        (1.05, 0.0, 2, "GPT-3 bench: graph has no verdict (two pairs)"),
+        (1.05, 0.002, 4, "GPT-3 bench: graph has no verdict (fewer than 5 pairs on a host)"),
     ],
 )
 def test_title_claims_what_the_interval_bears(tmp_path, speedup, noise, num_rounds, expected):
@@ -306,16 +309,79 @@ def test_title_claims_what_the_interval_bears(tmp_path, speedup, noise, num_roun
 
 
 def test_title_over_models_counts_verdicts(full, tmp_path):
-    expected = "Graphs are faster for 4 of 5 (most RNN-T full, 1.58x), slower for 1 (Llama 3.1 bench, 0.98x)"
+    expected = "Graphs are faster for 4 of 5 (most RNN-T full, 1.58x), slower for 1 (Llama 3.1 bench, 0.98x); "
+    expected += "each on one host alone"
     assert full[0]["speedup"].title == expected
     for model, speedup, noise in (("gpt3", 0.9, 0.001), ("rnnt", 1.01, 0.03), ("llama31", 1.0, 0.001)):
         put(tmp_path / f"{model}-bench", *session({"graph": speedup}, noise, model=model))
-    assert title_of(tmp_path) == "Graphs are slower for 1 of 3 (GPT-3 bench, 0.90x), the same for 1, unclear for 1"
+    expected = (
+        "Graphs are slower for 1 of 3 (GPT-3 bench, 0.90x), the same for 1, unclear for 1; each on one host alone"
+    )
+    assert title_of(tmp_path) == expected
+    put(tmp_path / "rnnt-full", *session({"graph": 1.2}, num_rounds=3, model="rnnt", preset="full"))
+    assert title_of(tmp_path).endswith(", unclear for 1, without a verdict for 1; 3 of them on one host alone")
+
+
+def test_a_plain_verdict_is_not_called_one_of_a_host(tmp_path):
+    for host in "abc":
+        found = session({"graph": 1.05})
+        packed(tmp_path / "gpt3-bench", found, boot=host * 6, gpu=host * 4)
+    assert title_of(tmp_path) == "GPT-3 bench: graph gains 5.0 %"
+    shown = words(pages(tmp_path)[0]["speedup"])
+    assert any(re.fullmatch(r"1\.05\dx \[1\.0\d+, 1\.0\d+\]", text) for text in shown)
+
+
+def test_sessions_are_drawn_from_a_root_a_group_and_one_of_them(tmp_path):
+    group = tmp_path / "h200x1" / "gpt3-bench"
+    one = packed(group, session({"graph": 1.05}))
+    two = opened(group, session({"graph": 1.5}, num_rounds=2), hour=5)
+    trace_file(one, "eager", 20.0)
+    titles = [title_of(place) for place in (tmp_path, group, one, two)]
+    assert titles[:3] == ["GPT-3 bench: graph gains 5.0 % on this host"] * 3
+    assert titles[3] == "GPT-3 bench: graph has no verdict (two pairs)"
+    for place in (group, one):
+        assert any("idles 16 % of a profiled eager step" in page.title for page in pages(place)[0].values())
+
+
+def test_what_does_not_pool_is_not_drawn_and_all_commits_are_named(tmp_path):
+    group = tmp_path / "gpt3-bench"
+    old = packed(group, schema_1(session({"graph": 2.0}, step_ms=30.0, env={"git_sha": "a" * 40})), day=20)
+    trace_file(old, "eager", 20.0)
+    for hour, sha in ((3, "b" * 40), (5, "c" * 40)):
+        found = session({"graph": 1.05}, env={"git_sha": sha})
+        packed(group, found, hour=hour, boot=f"{hour}" * 6, gpu=f"{hour}" * 4)
+    drawn, _ = pages(tmp_path)
+    [block] = evidence.collect(tmp_path).blocks
+    assert len(block.first.of("eager")) == 10 and block.first.num_rounds == 10
+    assert drawn["jitter-gpt3-bench"].title.startswith("GPT-3 bench, p95 of a step beyond its median: eager 0.4 %")
+    footer = "git bbbbbbbbbbbb and cccccccccccc, 10 rounds x 100 steps"
+    assert any(text.endswith(footer) for text in words(drawn["step_time-gpt3-bench"]))
+    # Only the old one left a trace: better than none, and said.
+    text = " ".join(words(drawn["timeline-gpt3-bench"]))
+    assert "Traced in an older session" in text
+    trace_file(block.first.frame["path"].iloc[0], "eager", 100.0)
+    page = pages(tmp_path)[0]["timeline-gpt3-bench"]
+    assert "50 % of a profiled eager step" in page.title and "older session" not in " ".join(words(page))
+
+
+def test_titles_name_the_base_where_that_is_not_eager(tmp_path):
+    found = session({"graph": 1.5, "eager_sync": 1.2})
+    for record in found:
+        if record["variant"] == "eager_sync":
+            record.update(issue_ms=9.0)
+    folder = put(tmp_path / "gpt3-bench", *found)
+    for variant in ("eager", "eager_sync", "graph"):
+        trace_file(folder, variant, {"eager": 5.0, "eager_sync": 20.0, "graph": 2.0}[variant])
+    drawn, _ = pages(tmp_path)
+    assert "eager_sync is bound by the host, busy 6.7 ms and issued in 9.0 ms" in drawn["step_time-gpt3-bench"].title
+    assert ": eager_sync 0.4 %, graph" in drawn["jitter-gpt3-bench"].title
+    assert "idles 16 % of an eager_sync step and 1.9 % of graph's" in drawn["timeline-gpt3-bench"].title
+    assert drawn["memory"].title.endswith("reserves 3.0 GiB more than eager_sync (+15 %)")
 
 
 def test_title_speaks_of_graph_and_not_of_the_best_variant(tmp_path):
     put(tmp_path, *session({"graph": 1.01, "graph_te": 1.2}))
-    assert pages(tmp_path)[0]["speedup"].title.endswith(": graph gains 1.0 %")
+    assert pages(tmp_path)[0]["speedup"].title.endswith(": graph gains 1.0 % on this host")
 
 
 def test_load_is_a_row_of_its_own_and_in_the_title(tmp_path):
@@ -324,8 +390,8 @@ def test_load_is_a_row_of_its_own_and_in_the_title(tmp_path):
     put(folder, *session({"graph": 1.1}, noise=0.2, host_load=16))
     assert title_of(tmp_path).endswith("; beside 16 busy processes the gain is unclear")
     put(folder, *session({"graph": 1.1}, noise=0.001, host_load=16))
-    assert title_of(tmp_path).endswith("; beside 16 busy processes it gains 10 %")
-    assert title_of(folder) == "GPT-3 bench beside 16 busy processes: graph gains 10 %"
+    assert title_of(tmp_path).endswith("; beside 16 busy processes it gains 10 % on this host")
+    assert title_of(folder) == "GPT-3 bench beside 16 busy processes: graph gains 10 % on this host"
 
 
 def test_variants_without_a_look_of_their_own_get_one_dot_each(tmp_path):
@@ -365,7 +431,7 @@ def test_step_time_says_what_binds(tmp_path):
     assert "eager is bound by the host, busy 8.0 ms and issued in 9.0 ms" in drawn["step_time-host"].title
     assert "eager is bound by the GPU, busy 8.0 ms and issued in 2.0 ms" in drawn["step_time-gpu"].title
     assert "eager is bound by host and GPU in turn, busy 8.0 ms and issued in 7.0 ms" in drawn["step_time-both"].title
-    assert drawn["step_time-unknown"].title.endswith(": an eager step takes 10 ms")
+    assert drawn["step_time-unknown"].title.endswith(": a step of eager takes 10 ms")
 
 
 def test_timeline_title_follows_the_traces(tmp_path):
@@ -380,7 +446,8 @@ def test_timeline_title_follows_the_traces(tmp_path):
 def test_jitter_is_relative_to_the_median_of_its_kind_of_batch(tmp_path):
     record = make(step_ms=15.0, num_steps=10)
     record["steps"].update(gpu_ms=[10.0, 20.0] * 9 + [12.0, 22.0], batch=[0, 1] * 10)
-    values = steps.relative_steps(evidence.Evidence(tmp_path, [record], []), "eager")
+    table = frame.of([])
+    values = steps.relative_steps(evidence.Evidence(tmp_path, table, table, [record], []), "eager")
     assert values == [1.0] * 18 + [1.1, 1.2]
 
 
@@ -395,12 +462,17 @@ def test_break_even(tmp_path):
     assert row["break_even_steps"] == pytest.approx(250, rel=1e-3)
     gpt3(tmp_path / "slower", 0.9)
     page = pages(tmp_path / "slower")[0]["break_even"]
-    assert page.title == "GPT-3 bench: graph loses 10 %, so its set-up never pays off"
+    assert page.title == "GPT-3 bench: graph loses 10 % on this host, so its set-up never pays off"
     assert page.figure.axes[0].legend_.texts[0].get_text() == "graph: never (slower)"
     gpt3(tmp_path / "unclear", 1.01, noise=0.02)
     page = pages(tmp_path / "unclear")[0]["break_even"]
     assert page.title.endswith("has no settled break-even")
     assert page.figure.axes[0].legend_.texts[0].get_text() == "graph: not settled (unclear)"
+    gpt3(tmp_path / "few", 1.25, noise=0.001, num_rounds=4)
+    axes = pages(tmp_path / "few")[0]["break_even"].figure.axes[0]
+    assert axes.legend_.texts[0].get_text() == "graph: not settled (fewer than 5 pairs on a host)"
+    # No ring, but the axis reaches to where it may be.
+    assert axes.get_xlim()[1] == pytest.approx(1.6 * 250, rel=1e-2)
 
 
 def test_a_longer_step_never_pays_off():
@@ -502,8 +574,7 @@ def test_crossover_is_marked_between_its_points(full, tmp_path):
 
 def test_scaling_has_one_point_for_each_number_of_gpus(full):
     page = full[0]["scaling-gpt3-bench"]
-    assert page.title.startswith("GPT-3 bench, graph: on 1 GPU it is faster, by how much is not settled, on 8 GPUs it")
-    assert page.title.endswith(" it gains 9.0 %")
+    assert page.title.startswith("GPT-3 bench, graph: on 1 GPU it gains 0.9 % on this host, on 8 GPUs it gains 9.0 %")
     [curve] = [line for line in page.figure.axes[0].get_lines() if len(line.get_xdata()) == 4]
     assert list(curve.get_ydata()) == pytest.approx([1.009, 1.02, 1.05, 1.09], rel=1e-3)
 
@@ -568,7 +639,8 @@ def test_bad_files_are_named_and_the_rest_is_drawn(tmp_path, capsys):
     assert plot.main([str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert "drawn without it: " in err and "graph.r9.json: not a whole JSON document" in err
-    assert "eager.r9.json: schema 7, this code reads schema 1" in err and "notes.json" not in err
+    assert "eager.r9.json: schema 7, this code reads schema 1 and 2" in err
+    assert "notes.json: not the name of a record" in err
     assert "idles 16 % of a profiled eager step" in out
     (folder / "eager.r1.trace.json.gz").write_bytes(gzip.compress(b'{"traceEvents": []}'))
     plot.main([str(tmp_path)])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import measure, trace
+from common import measure, passes, trace
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ("--warmup-min-s", "0.1", "--warmup-max-s", "0.2")
@@ -168,7 +168,7 @@ def traced_pass(steps, path, rank=0):
     class Config:
         warmup_min_s = warmup_max_s = 0.0
 
-    record = measure.records.blank()
+    record = measure.records.blank(extra={"kind": None})
     measure._traced_pass(record, steps, steps, Config, Options, torch.device("cpu"), rank)
     return record
 
@@ -219,7 +219,7 @@ def test_section_pass_sums_a_step_and_takes_sections_on_a_side_stream():
                 x @ x
 
     record = measure.records.blank()
-    measure._section_pass(record, Two())
+    passes.section_pass(record, Two())
     times = record["extra"]["sections_ms"]
     assert set(times) == {"main", "side"}
     for name in times:

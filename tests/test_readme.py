@@ -5,8 +5,8 @@ import io
 
 import pytest
 
-from benchmarks import compare, overview, overview_rows, readme
-from tests.test_compare import make, put, session
+from benchmarks import compare, overview, overview_rows, readme, sessions
+from tests.table_records import make, opened, packed, put, session
 
 ROOT = readme.ROOT
 AGAIN = "run make readme and look at the difference"
@@ -52,10 +52,17 @@ def test_the_committed_overview_is_not_stale():
         assert path.read_text() == text, AGAIN
 
 
-@pytest.mark.parametrize("folder", overview_rows.find_folders(ROOT / "results")[0], ids=lambda path: path.name)
+GROUPS = sorted({path.parent for path in sessions.find(ROOT / "results")})
+
+
+@pytest.mark.parametrize("folder", GROUPS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_committed_tables_follow_from_their_records(folder):
     found, faults = compare.load(folder)
-    assert found and not faults
+    assert not faults
+    if found.empty:
+        # A session that only left files.
+        assert not (folder / "table.md").exists() and not (folder / "summary.csv").exists()
+        return
     table = compare.markdown_table(compare.summarise(found))
     written = (folder / "table.md").read_text().splitlines()
     assert [line for line in table.splitlines() if line.startswith("|")] == [
@@ -73,7 +80,7 @@ def test_a_block_is_filled_and_the_rest_of_the_file_kept(root):
     text = rendered(root, "compare results/one gain")
     assert text.startswith("before\n\n<!-- table: compare results/one gain -->\n\n| variant |")
     assert text.endswith("|\n\n<!-- end -->\n\nafter\n")
-    assert "| graph | 3 | 8.00 |" in text and "issue ms" not in text and "at most" not in text
+    assert "| graph | 5 | 8.00 |" in text and "issue ms" not in text and "at most" not in text
 
 
 def test_filling_twice_changes_nothing_and_old_rows_go(root):
@@ -91,7 +98,7 @@ def test_a_changed_record_makes_its_block_stale(root):
     ((path, text),) = readme.changed(root).items()
     path.write_text(text)
     assert readme.stale(root) == [] and readme.changed(root) == {}
-    assert "| graph | 3 | 8.00 |" in (root / "README.md").read_text()
+    assert "| graph | 5 | 8.00 |" in (root / "README.md").read_text()
 
 
 def test_blocks_of_a_models_readme_link_from_its_own_folder(root):
@@ -102,13 +109,22 @@ def test_blocks_of_a_models_readme_link_from_its_own_folder(root):
     assert readme.files(root) == [path]
 
 
+def test_blocks_are_made_of_sessions_packed_and_open(root):
+    packed(root / "results" / "two", session(model="other"))
+    opened(root / "results" / "two", session(((9.0, 8.0),) * 2, model="other"), hour=5)
+    text = rendered(root, "compare results/two gain")
+    assert "faster on this host" in text and "| 1, 5 |" in text
+    assert "| [other/bench](results/two) | graph |" in rendered(root, "overview results summary")
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         ("compare results/two gain", "no folder"),
         ("overview other", "no folder"),
         ("overview results/two", "no folder"),
-        ("compare results gain", "no records"),
+        ("compare results gain", "holds several groups of sessions"),
+        ("compare empty gain", "no records"),
         ("compare results/one gian", "no part 'gian', takes headline, gain, cost"),
         ("overview results sumary", "no part 'sumary'"),
         ("compare", "takes 'compare FOLDER"),
@@ -116,17 +132,19 @@ def test_blocks_of_a_models_readme_link_from_its_own_folder(root):
     ],
 )
 def test_a_marker_that_cannot_be_filled_is_named(root, words, what):
+    put(root / "results" / "other", *session(preset="full"))
+    (root / "empty").mkdir()
     with pytest.raises(readme.ReadmeError, match=what) as error:
         rendered(root, words)
     assert str(error.value).startswith(f"README.md: <!-- table: {words} -->: ") and str(root) not in str(error.value)
 
 
 def test_no_table_is_made_from_unsound_records(root):
-    record = make("graph", 4)
+    record = make("graph", 4, 8.0)
     record["statistic_ms"] *= 2
     put(root / "results" / "one", record)
     for words in ("compare results/one", "overview results"):
-        with pytest.raises(readme.ReadmeError, match="edited by hand"):
+        with pytest.raises(readme.ReadmeError, match="does not follow from its steps"):
             rendered(root, words)
 
 

@@ -1,5 +1,6 @@
 """common/record: the schema key by key, atomic writes, and files that are not records named for what they are."""
 
+import errno
 import json
 import os
 import stat
@@ -14,16 +15,22 @@ from common import record
 
 # Written out by hand: a key that goes missing in the template is missed here.
 SCHEMA_KEYS = {
-    "": "schema model preset variant round host_load status message device config argv env clocks energy_j capture "
-    "steps statistic_ms issue_ms busy_ms optimizer_ms rank_skew_ms num_kernels idle_fraction memory flops_per_step "
-    "flops_convention items_per_step unit numerics extra",
+    "": "schema session model preset variant round attempt host_load status message device begin_utc end_utc config "
+    "argv env conditions seconds clocks energy_j capture promised steps statistic_ms issue_ms busy_ms optimizer_ms "
+    "rank_skew_ms ranks num_kernels idle_fraction memory flops_per_step flops_convention items_per_step unit numerics "
+    "proof extra digest",
     "env": "gpu_name gpu_uuid num_gpus world_size boot_id driver cuda cudnn nccl torch transformer_engine dali python "
-    "host cpu git_sha git_dirty source_hash slurm variables",
+    "host cpu git_sha git_tree git_dirty source_hash run_hash slurm variables",
+    "conditions": "settled window_s cores numa_node us_per_operator us_per_launch others_on_gpu other_sessions",
+    "seconds": "start import build warmup compile capture settle window passes profile",
     "clocks": "sm_mhz power_w temperature_c throttle",
-    "capture": "strategy warmup_s compile_s capture_s num_graphs num_replays expected_replays num_fallbacks nodes",
+    "capture": "strategy warmup_s compile_s capture_s num_graphs num_replays expected_replays nodes",
+    "promised": "graphs replays_per_step",
     "steps": "gpu_ms batch wall_ms",
     "memory": "peak_allocated_bytes peak_reserved_bytes graph_pool_bytes device_used_bytes",
-    "numerics": "loss grad_norm state_hash parity max_rel_diff first_difference",
+    "numerics": "loss grad_norm state_hash parity reference max_rel_diff first_difference",
+    "proof": "steps loss grad_norm state_step state_sample settled_ms late_ms late_change growth_bytes "
+    "graph_kernel_share",
 }
 STATUSES = "pass oom capture_failed numerics_failed eager_two_runs_differ unsupported timeout failed"
 ALL_KEYS = [(group, key) for group, keys in SCHEMA_KEYS.items() for key in keys.split()]
@@ -40,7 +47,7 @@ def test_a_blank_record_has_every_key_of_the_schema_and_no_other():
     assert set(blank) == set(SCHEMA_KEYS[""].split())
     for group in set(SCHEMA_KEYS) - {""}:
         assert set(blank[group]) == set(SCHEMA_KEYS[group].split()), group
-    assert blank["schema"] == 1
+    assert blank["schema"] == 2
     assert blank["status"] == "failed", "a record that nobody completed must not pass"
     assert record.check(blank) is None
 
@@ -51,7 +58,7 @@ def test_blank_sets_values_refuses_unknown_keys_and_shares_nothing():
     first["steps"]["gpu_ms"].append(1.0)
     first["env"]["torch"] = "2.13"
     assert record.blank()["steps"]["gpu_ms"] == [] and record.blank()["env"]["torch"] is None
-    with pytest.raises(ValueError, match="not keys of record schema 1: modle, speed"):
+    with pytest.raises(ValueError, match="not keys of record schema 2: modle, speed"):
         record.blank(speed=1, modle="gpt3")
 
 
@@ -92,8 +99,8 @@ def test_there_are_no_other_statuses(tmp_path):
         (b"[1, 2]", "a foreign JSON document"),
         (b"7", "a foreign JSON document"),
         (b'{"name": "some-package", "version": "1.0"}', "a foreign JSON document, it has no key 'schema'"),
-        (json.dumps(record.blank() | {"schema": 2}).encode(), "schema 2, this code reads schema 1"),
-        (json.dumps(record.blank() | {"schema": "1"}).encode(), "schema '1', this code reads schema 1"),
+        (json.dumps(record.blank() | {"schema": 3}).encode(), "schema 3, this code reads schema 1 and 2"),
+        (json.dumps(record.blank() | {"schema": "1"}).encode(), "schema '1', this code reads schema 1 and 2"),
         (json.dumps(record.blank() | {"memory": 12}).encode(), "key 'memory' is not an object"),
         (json.dumps(record.blank() | {"status": ["pass"]}).encode(), "unknown status"),
     ],
@@ -211,3 +218,59 @@ def test_a_folder_with_a_records_name_is_named(tmp_path):
     (tmp_path / "eager.r1.json").mkdir()
     with pytest.raises(record.RecordError, match="eager.r1.json"):
         record.read(tmp_path / "eager.r1.json")
+
+
+# --- schema 1, and the digest of schema 2
+
+
+ONLY_2 = {"session", "attempt", "begin_utc", "end_utc", "conditions", "seconds", "promised", "ranks", "proof", "digest"}
+
+
+def old_record(**values):
+    """A record as schema 1 had it."""
+    old = {key: value for key, value in record.blank(status="pass").items() if key not in ONLY_2} | {"schema": 1}
+    old["capture"]["num_fallbacks"] = 0
+    for group, key in (("env", "git_tree"), ("env", "run_hash"), ("numerics", "reference")):
+        del old[group][key]
+    return old | values
+
+
+def test_schema_1_is_read_as_it_was_written_and_upgraded_in_a_copy(tmp_path):
+    old = old_record(extra={"settle": {"settled": False}})
+    old["steps"]["wall_ms"] = 5200.0
+    path = write_text(tmp_path, json.dumps(old))
+    read = record.read(path)
+    assert read == old
+    full = record.upgrade(read)
+    assert set(full) >= set(record.TEMPLATE) and full["schema"] == 1 and read == old
+    assert (full["session"], full["attempt"], full["begin_utc"], full["proof"]["loss"]) == ("", 1, None, [])
+    assert (full["conditions"]["settled"], full["conditions"]["window_s"]) == (False, 5.2)
+    assert record.upgrade(record.blank()) == record.blank()
+    # What is missing in schema 1 is missing there, too.
+    with pytest.raises(record.RecordError, match=r"keys missing: capture\.num_fallbacks"):
+        del old["capture"]["num_fallbacks"]
+        record.read(write_text(tmp_path, json.dumps(old)))
+
+
+def test_an_edit_by_hand_is_named(tmp_path):
+    path = tmp_path / "graph.r1.a2.json"
+    assert record.file_name("graph", 1, 2) == path.name
+    record.write(path, record.blank(statistic_ms=12.0, status="pass"))
+    assert record.read(path)["digest"]
+    path.write_text(path.read_text().replace("12.0", "11.0"))
+    with pytest.raises(record.RecordError, match="digest is not that of its content"):
+        record.read(path)
+
+
+@pytest.mark.parametrize("where", ["mkdir", "fsync", "replace"])
+def test_a_full_disk_is_an_error_that_names_the_record(tmp_path, monkeypatch, where):
+    path = tmp_path / "new" / "graph.r1.json"
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path if where == "mkdir" else os, where, full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        record.write(path, record.blank())
+    assert error.value.filename == str(path) and error.value.errno == errno.ENOSPC
+    assert where == "mkdir" or os.listdir(path.parent) == []

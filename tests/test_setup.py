@@ -276,11 +276,15 @@ def test_variables_become_flags_and_empty_ones_do_not(machine):
         "HOST_LOAD": "16",
         "MINUTES": "30",
         "OUT": "a b",
+        "LABEL": "quiet",
+        "CONTROL": "1",
+        "CLOSE": "1",
+        "SESSION": "x y",
     }
     machine.make("bench", "MODEL=gpt3", *(f"{name}={value}" for name, value in given.items()), "ARGS=-- --layers 4")
     assert machine.log()[-1].endswith(
         "-m benchmarks.run --model gpt3 --preset tiny --variants eager,graph --rounds auto --steps 60 --ngpu 2"
-        " --host-load 16 --minutes 30 --out a b -- --layers 4"
+        " --host-load 16 --minutes 30 --out a b --label quiet --control --close --session x y -- --layers 4"
     )
     assert '--out "a b"' in machine.make("-n", "bench", "MODEL=gpt3", "OUT=a b").stdout
     machine.make("bench", "MODEL=gpt3", *(f"{name}=" for name in given), "ARGS=", "PYTHON=")
@@ -293,6 +297,19 @@ def test_missing_model_is_one_line_before_any_setup(machine, given):
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
     assert "MODEL is missing" in line and "models: gpt3" in line
+    assert not machine.log()
+
+
+def test_a_session_is_closed_by_its_name_without_a_model(machine):
+    machine.make("bench", "CLOSE=1", "SESSION=20261122T031500Z-13f405-c77b")
+    assert machine.log()[-1].endswith("-m benchmarks.run --close --session 20261122T031500Z-13f405-c77b")
+
+
+def test_publish_takes_sessions(machine):
+    machine.make("publish", "SESSION=runs/a runs/b")
+    assert machine.log()[-1].endswith("-m benchmarks.sessions publish runs/a runs/b")
+    answer = machine.make("publish")
+    assert answer.returncode == 2 and "SESSION is missing, as in make publish SESSION=runs/" in answer.stderr
     assert not machine.log()
 
 
@@ -353,6 +370,7 @@ def test_help_lists_every_target_and_variable(machine):
     makefile = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)", makefile, re.MULTILINE)
     used = {*re.findall(r"call (?:flag|need),([A-Z_]+)", makefile), "ARGS", "PYTHON"}
+    used |= {*re.findall(r"if \$\(strip \$\(([A-Z_]+)\)\)", makefile)}
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("  ")}
     assert listed == set(phony.split()) | used
     assert "models: gpt3" in text and not machine.log()

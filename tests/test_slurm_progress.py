@@ -10,20 +10,34 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds
+from benchmarks import rounds, sessions
 from benchmarks.slurm import progress
 from common import record as records
+
+NODE_A, NODE_B = "20261122T031500Z-aaaaaa-cpu0", "20261122T041500Z-bbbbbb-cpu0"
 
 # ------------------------------------------------------------------------------------------------
 # progress.py
 
 
-def write(folder, number, status="pass", age_s=0.0):
+def place(root, session=NODE_A):
+    return root / "cpux1" / "m-tiny" / f"{session}.open"
+
+
+def write(folder, number, status="pass", age_s=0.0, **extra):
+    """A record in an open session, written at second 1000 less its age."""
     folder.mkdir(parents=True, exist_ok=True)
     record = records.blank(model="m", preset="tiny", variant="eager", round=number, status=status, device="cpu")
+    record["extra"].update(extra)
     path = folder / records.file_name("eager", number)
     records.write(path, record)
     os.utime(path, (1000 - age_s, 1000 - age_s))
+
+
+def close(folder, age_s=0.0):
+    sessions.write_meta(folder, {"schema": 1, "session": sessions.session_name(folder)})
+    packed = sessions.pack(folder, "complete")
+    os.utime(packed / sessions.RECORDS, (1000 - age_s, 1000 - age_s))
 
 
 @pytest.fixture
@@ -41,33 +55,54 @@ def judge(started):
 
 
 def test_new_records_are_progress_and_must_be_more_each_time(tmp_path, started):
-    out = tmp_path / "out"
-    write(out, 0, age_s=800)
-    write(out, 1)
+    session = place(tmp_path / "out")
+    write(session, 0, age_s=800)
+    write(session, 1)
     assert judge(started) == (True, "2 records stand, 1 of them new; back into the queue for the rest")
-    # On other nodes the first two are set aside, and as many are new.
     goes_on, why = judge(started)
     assert not goes_on and "2 records after this start and 2 at an earlier requeue" in why
-    write(out, 2)
+    write(session, 2)
     assert judge(started)[0]
     # Fewer than ever before, after a requeue with more.
-    (out / "eager.r2.json").unlink()
+    (session / "eager.r2.json").unlink()
     assert not judge(started)[0]
 
 
-def test_what_a_resume_measures_again_is_no_progress(tmp_path, started):
+def test_sessions_of_several_boots_and_kinds_are_counted_together(tmp_path, started):
     out = tmp_path / "out"
-    write(out, 1, "failed")
-    write(out, 2, "timeout")
-    write(out / ".partial", 3)
-    write(out / ".stale" / "x", 4)
-    (out / "eager.r5.json").write_text("{half")
-    write(out, 6, age_s=800)
+    write(place(out), 0, age_s=800)
+    write(place(out), 1, age_s=800)
+    assert not judge(started)[0], "nothing is new"
+    # On another node a session of its own, with one record; and one of another kind, packed.
+    write(place(out, NODE_B), 0)
+    assert judge(started) == (True, "3 records stand, 1 of them new; back into the queue for the rest")
+    other = out / "h200x1" / "m-bench" / f"{NODE_B}.open"
+    write(other, 0)
+    write(other, 1)
+    close(other)
+    assert judge(started) == (True, "5 records stand, 3 of them new; back into the queue for the rest")
+    close(place(out), age_s=800)
+    assert not judge(started)[0], "packing is no progress"
+
+
+def test_what_a_resume_measures_again_is_no_progress(tmp_path, started):
+    session = place(tmp_path / "out")
+    write(session, 1, "failed")
+    write(session, 2, "timeout")
+    write(session, 8, superseded=True)
+    write(session / ".partial", 3)
+    write(session / "damaged", 4)
+    (session / "eager.r5.json").write_text("{half")
+    write(session, 6, age_s=800)
     goes_on, why = judge(started)
     assert not goes_on and "no run ended well" in why
-    assert progress.standing(out) == [out / "eager.r6.json"]
-    write(out, 7, "oom")
+    assert len(progress.standing(tmp_path / "out")) == 1
+    write(session, 7, "oom")
     assert judge(started)[0]
+
+
+def test_without_a_folder_nothing_stands(tmp_path):
+    assert progress.standing(tmp_path / "nothing") == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -77,7 +112,7 @@ def test_what_a_resume_measures_again_is_no_progress(tmp_path, started):
 PYTHON = f"""#!/bin/bash
 if [ "$2" = benchmarks.run ]; then
     trap 'exit 130' TERM
-    cp "$GIVE"/* "$OUT"
+    mkdir -p "$OUT" && cp "$GIVE"/* "$OUT"
     kill -USR1 $PPID
     while :; do /bin/sleep 0.05; done
 fi
@@ -108,7 +143,7 @@ def start(tmp_path):
             "SLURM_JOB_ID": "7",
             "PYTHON": str(bin / "python-shim"),
             "RECORDS": str(tmp_path / "out"),
-            "OUT": str(tmp_path / "out"),
+            "OUT": str(place(tmp_path / "out")),
             "GIVE": str(give),
             **settings,
         }

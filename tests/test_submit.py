@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds, submit
+from benchmarks import rounds, script, sessions, submit
 from benchmarks.slurm import collate
 from common import record as records
+from tests.harness import describe_here
 
 FAKE = "tests.fake_model"
 SCRIPTS = rounds.ROOT / "benchmarks" / "slurm"
@@ -56,6 +56,12 @@ def slurm(tmp_path, monkeypatch):
     return shims(tmp_path / "slurm", monkeypatch, "sbatch", "sinfo", "scancel", "scontrol")
 
 
+@pytest.fixture(autouse=True)
+def described(monkeypatch):
+    """--describe without a process each time."""
+    monkeypatch.setattr(script, "describe", describe_here)
+
+
 class shims:
     def __init__(self, folder, monkeypatch, *names):
         self.folder = folder
@@ -81,7 +87,8 @@ class shims:
 
 def go(*arguments, flags=()):
     try:
-        argv = ["--model", FAKE, *map(str, arguments)] if "--model" not in arguments else [*map(str, arguments)]
+        words = [str(word) for word in arguments]
+        argv = words if any(word.startswith("--model") for word in words) else ["--model", FAKE, *words]
         return submit.main([*argv, *(["--", *flags] if flags else [])])
     except SystemExit as stop:
         return stop.code
@@ -135,6 +142,22 @@ def test_several_models_are_an_array_with_a_folder_each(slurm, tmp_path):
     assert not any("gpus" in word for word in bench)
     folders = slurm.calls("sbatch")[2][0][-2:]
     assert folders == [f"{tmp_path}/out/{model}-tiny-load4" for model in ("gpt3", FAKE)]
+
+
+@pytest.mark.parametrize(
+    ("model", "preset", "gpus"),
+    [
+        ("stable_diffusion", "bench_b1", True),
+        ("rnnt", "bench_b32", True),
+        ("rnnt", "bench_lengths", True),
+        ("rnnt", "tiny", False),
+    ],
+)
+def test_a_preset_gets_gpus_where_its_script_says_so(slurm, capsys, model, preset, gpus):
+    assert go("--model", model, "--preset", preset, "--ngpu", 2, "--dry-run") == 0
+    text = capsys.readouterr().out
+    assert ("--gpus-per-node=2" in text) == gpus and ("2 GPUs" in text) == gpus
+    assert ("ranks, on the CPU" in text) != gpus
 
 
 def test_points_of_a_sweep_are_an_array(slurm, tmp_path):
@@ -277,6 +300,10 @@ OWNED += ("requeue", "test-only", "wait", "wrap=true", "clusters=other", "no-req
         (["--time", "4", "--sbatch", "signal=B:USR1@300"], "ask for 10 minutes"),
         (["--out", "/dev/null/x"], "/dev/null is no folder"),
         (["--out", "a{}b"], "--out"),
+        (["--model=--"], "--model"),
+        (["--out=--"], "--out"),
+        (["--time=--"], "--time"),
+        (["--rounds=--"], "--rounds"),
     ],
 )
 def test_mistakes_name_the_flag_and_submit_nothing(slurm, arguments, expected, capsys):
@@ -541,19 +568,27 @@ def test_scripts_pass_shellcheck():
 # Collate
 
 
-def write(folder: Path, status=None, **values):
-    folder.mkdir(parents=True, exist_ok=True)
-    record = records.blank(model="m", preset="tiny", variant="eager", round=0, status="pass", device="cpu", **values)
-    records.write(folder / "eager.r0.json", record)
-    if status is not None:
-        (folder / "logs").mkdir()
-        (folder / "logs" / "job-9.status").write_text(status)
+def session(root, boot, *numbers, device="cpu", gpu=None, closed=True):
+    """A session of eager below a task's root, packed or open."""
+    group = root / ("h200x1" if gpu else "cpux1") / "m-tiny"
+    path = sessions.create(group, boot, gpu, {"request": {}, "nodes": [], "source": {}})
+    for number in numbers:
+        record = records.blank(model="m", preset="tiny", variant="eager", round=number, status="pass", device=device)
+        record["env"].update(gpu_name="NVIDIA H200" if gpu else None, gpu_uuid=gpu, boot_id=boot)
+        records.write(path / records.file_name("eager", number), record)
+    return sessions.pack(path, "complete") if closed else path
+
+
+def ended(root, status):
+    (root / "logs").mkdir(parents=True, exist_ok=True)
+    (root / "logs" / "job-9.status").write_text(status)
 
 
 def test_collate_writes_tables_and_names_what_failed(tmp_path, capsys):
-    write(tmp_path / "good", "0\n")
-    write(tmp_path / "bad", "1\n")
-    write(tmp_path / "killed")
+    for name, status in (("good", "0\n"), ("bad", "1\n"), ("killed", None)):
+        session(tmp_path / name, "aa", 0)
+        if status:
+            ended(tmp_path / name, status)
     (tmp_path / "empty").mkdir()
     folders = [tmp_path / name for name in ("good", "bad", "killed", "empty", "missing")]
     assert collate.main(["9", *map(str, folders)]) == 1
@@ -568,18 +603,41 @@ def test_collate_writes_tables_and_names_what_failed(tmp_path, capsys):
         f"failed: {tmp_path}/missing: no records",
     ]
     assert "job 9: 1 of 5 tasks ended well" in text
-    assert all((tmp_path / name / "table.md").exists() for name in ("good", "bad", "killed"))
+    assert all((tmp_path / name / "cpux1" / "m-tiny" / "table.md").exists() for name in ("good", "bad", "killed"))
     assert collate.main(["9", str(tmp_path / "good")]) == 0
 
 
+def test_collate_counts_sessions_of_several_boots(tmp_path, capsys):
+    """A job that went on on another node left an open session on the first."""
+    session(tmp_path, "aa", 0, closed=False)
+    session(tmp_path, "bb", 0, 1)
+    ended(tmp_path, "0\n")
+    assert collate.main(["9", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/cpux1/m-tiny: 2 sessions, 3 records\n" in text and "job 9: 1 of 1 tasks ended well" in text
+    assert len(sessions.find(tmp_path)) == 2
+
+
 def test_collate_goes_on_after_a_folder_that_mixes_machines(tmp_path, capsys):
-    write(tmp_path / "mixed", "0\n")
-    record = records.read(tmp_path / "mixed" / "eager.r0.json")
-    record.update(device="cuda", round=1)
-    record["env"].update(gpu_name="NVIDIA H200", gpu_uuid="GPU-0")
-    records.write(tmp_path / "mixed" / "eager.r1.json", record)
-    write(tmp_path / "good", "0\n")
+    session(tmp_path / "mixed", "aa", 0)
+    other = session(tmp_path / "mixed" / "elsewhere", "bb", 1, device="cuda", gpu="GPU-0")
+    shutil.move(other, tmp_path / "mixed" / "cpux1" / "m-tiny")
+    session(tmp_path / "good", "aa", 0)
+    for name in ("mixed", "good"):
+        ended(tmp_path / name, "0\n")
     assert collate.main(["9", str(tmp_path / "mixed"), str(tmp_path / "good")]) == 1
     text = capsys.readouterr().out
-    assert f"failed: {tmp_path}/mixed" in text and "job 9: 1 of 2 tasks ended well" in text
-    assert (tmp_path / "good" / "table.md").exists()
+    assert f"failed: {tmp_path}/mixed: cpux1/m-tiny: " in text and "job 9: 1 of 2 tasks ended well" in text
+    assert (tmp_path / "good" / "cpux1" / "m-tiny" / "table.md").exists()
+
+
+def test_collate_names_a_damaged_archive_and_shows_the_rest(tmp_path, capsys):
+    session(tmp_path, "aa", 0)
+    damaged = session(tmp_path, "bb", 0, 1)
+    (damaged / sessions.RECORDS).write_bytes((damaged / sessions.RECORDS).read_bytes()[:200])
+    ended(tmp_path, "0\n")
+    assert collate.main(["9", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    (failed,) = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert f"cpux1/m-tiny/{damaged.name}/records.jsonl.xz: not a whole archive" in failed
+    assert "1 sessions, 1 records" in text

@@ -10,27 +10,15 @@ import statistics
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import crossover, intervals, launch, rounds, run, sweep
+from benchmarks import bench, crossover, intervals, rounds, run, sessions, sweep
 from common import record as records
-from tests.test_rounds import fake_nvidia_smi, processes_with, until
+from tests.harness import MODEL, newest, only, processes_with, read, until
 
-MODEL = "tests.fake_model"
-GPU = r"GPU 0: NVIDIA H200 (UUID: GPU-0)\n"
-
-
-@pytest.fixture
-def gpu(tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fake_nvidia_smi(tmp_path / "bin", monkeypatch, GPU)
-
-
-@pytest.fixture
-def no_gpu(tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fake_nvidia_smi(tmp_path / "bin", monkeypatch, "No devices found.")
+pytest_plugins = ["tests.machines"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -204,38 +192,43 @@ def test_points_between_are_round_numbers():
 
 
 class Runner:
-    """Stands for benchmarks.run: writes the records of one point by a law, and counts."""
+    """Stands for benchmarks.run: makes the session of one point by a law, and counts."""
 
     def __init__(self, law, oom_from=math.inf, fails_at=(), stops_at=None, preset=None, gpu="NVIDIA H200"):
         self.law, self.oom_from, self.fails_at, self.stops_at = law, oom_from, fails_at, stops_at
         self.preset, self.gpu, self.calls = preset or (lambda value: "bench"), gpu, []
         self.reports = {}
-        self.env = launch.describe_here(MODEL)["env"] | {"world_size": 1}
 
     def __call__(self, argv):
         args = run.parse(argv)
         value = int(args.flags[args.flags.index("--batch") + 1])
         self.calls.append(value)
         self.argv = argv
-        for number in range(4):
-            for variant in ("eager", "graph"):
-                if number == 2 and value == self.stops_at:
-                    self.stops_at = None
-                    return 130
-                status = "failed" if value in self.fails_at else "oom" if value >= self.oom_from else "pass"
-                if status == "pass" or number == 0:
-                    self.write(args, value, variant, number, status)
+        session = bench.Session(args)
+        session.open()
+        try:
+            for number in range(session.rounds + 1):
+                for variant in ("eager", "graph"):
+                    if number == 2 and value == self.stops_at:
+                        self.stops_at = None
+                        return 130
+                    status = "failed" if value in self.fails_at else "oom" if value >= self.oom_from else "pass"
+                    if (status == "pass" or number == 0) and (variant, number, 1) not in session.records:
+                        self.write(session, value, variant, number, status)
+            session.close()
+        finally:
+            session.let_go()
         return 1 if value in self.fails_at else 0
 
-    def write(self, args, value, variant, number, status):
-        source = random.Random(f"{value} {variant} {number}")
-        config = run.describe(MODEL, [])["presets"]["bench"] if not hasattr(self, "config") else self.config
-        self.config = config
+    def write(self, session, value, variant, number, status):
+        source = random.Random(f"{len(self.calls)} {value} {variant} {number}")
+        kind = "eager" if variant == "eager" else "graph"
         record = records.blank(
             model=MODEL, preset=self.preset(value), variant=variant, round=number, device="cuda", status=status
         )
-        record["env"].update(self.env, gpu_name=self.gpu, gpu_uuid="GPU-0", num_gpus=1, driver="580.1")
-        record["extra"]["request"] = {"config": config, "flags": args.flags, "steps": 0, "num_gpus": 1}
+        env = session.env | {"gpu_name": self.gpu, "gpu_uuid": "GPU-0", "num_gpus": 1, "driver": "580.1"}
+        record.update(session=session.meta["session"], env=env)
+        record["extra"].update(request=session.request, kind=kind)
         record["numerics"]["parity"] = "bitwise"
         if value in self.reports:
             record["extra"]["report"] = {"padding %": self.reports[value] if variant == "graph" else 0.0}
@@ -244,9 +237,27 @@ class Runner:
             mean = (eager if variant == "eager" else graph) * (1 + 0.002 * source.gauss(0, 1))
             times = [mean * (1 + 0.01 * source.gauss(0, 1)) for _ in range(11)]
             record["steps"].update(gpu_ms=times, batch=[0] * 11, wall_ms=sum(times))
-            record.update(statistic_ms=statistics.median(times), issue_ms=8.0, busy_ms=float(value))
-            record["idle_fraction"] = max(0.0, 1 - value / record["statistic_ms"])
-        records.write(args.out + "/" + records.file_name(variant, number), record)
+            record.update(statistic_ms=statistics.median(times), issue_ms=8.0)
+            record["busy_ms"] = min(float(value), record["statistic_ms"])
+            record["idle_fraction"] = max(0.0, 1 - record["busy_ms"] / record["statistic_ms"])
+        if variant == "graph" and status == "pass":
+            record["capture"].update(num_graphs=1, num_replays=11, expected_replays=11)
+        records.write(session.out / records.file_name(variant, number), record)
+
+
+def session_of(out, value, over="batch"):
+    """The newest session of a point."""
+    return newest(out / f"{over}-{value}")
+
+
+def rewrite(session, edit):
+    """Other records in a packed session: edit(record) returns it changed, None for none."""
+    found = [edit(record) for record in read(session).values()]
+    lines = []
+    for record in filter(None, found):
+        record["digest"] = records.digest_of(record)
+        lines.append(records.dumps(record) + "\n")
+    (session / sessions.RECORDS).write_bytes(sessions.compress("".join(lines).encode()))
 
 
 def go(out, runner, *arguments, model=MODEL, over="batch", flags=()):
@@ -265,10 +276,11 @@ def result(out):
     return json.loads((out / "sweep.json").read_text())
 
 
-FAST = ("--rounds", "3")
+# Fewer rounds give no verdict.
+FAST = ("--rounds", "5")
 
 
-def test_a_sweep_from_records_to_its_finding_and_once_more_without_a_run(tmp_path, gpu, capsys):
+def test_a_sweep_from_records_to_its_finding_and_once_more_without_a_run(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
     assert go(out, runner, *FAST) == 0
     assert runner.calls == [1, 2, 4, 8, 6]
@@ -281,8 +293,8 @@ def test_a_sweep_from_records_to_its_finding_and_once_more_without_a_run(tmp_pat
     first = found["points"][0]
     assert first["speedup"] == pytest.approx(7, rel=0.02) and first["low"] < first["speedup"] < first["high"]
     assert (first["value"], first["folder"], first["flags"]) == (1, "batch-1", ["--batch", "1"])
-    assert first["ceiling"] == pytest.approx(7, rel=0.02) and first["issue_ms"] == 8
-    assert (first["rounds"], first["status"], first["verdict"]) == (3, "pass", "faster")
+    assert first["ceiling"] == pytest.approx(7, rel=0.03) and first["issue_ms"] == 8
+    assert (first["rounds"], first["status"], first["verdict"]) == (5, "pass", "faster")
     assert text.rstrip().split("\n")[-3] == found["finding"]
     assert "**graphs stop paying" in (out / "table.md").read_text()
     before = (out / "sweep.json").read_bytes()
@@ -290,11 +302,11 @@ def test_a_sweep_from_records_to_its_finding_and_once_more_without_a_run(tmp_pat
     assert len(runner.calls) == len(set(runner.calls)), "no point is run twice"
     assert (out / "sweep.json").read_bytes() == before
     # More rounds than there are is another matter.
-    assert go(out, runner, "--rounds", "4", "--values", "2") == 0
+    assert go(out, runner, "--rounds", "6", "--values", "2") == 0
     assert runner.calls[-1] == 2
 
 
-def test_what_a_model_reports_stands_below_the_points(tmp_path, gpu, capsys):
+def test_what_a_model_reports_stands_below_the_points(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
     runner.reports = {2: 12.345}
     assert go(out, runner, *FAST, "--values", "1,2") == 0
@@ -306,19 +318,24 @@ def test_what_a_model_reports_stands_below_the_points(tmp_path, gpu, capsys):
     assert "padding" not in capsys.readouterr().out
 
 
-def test_a_stopped_sweep_goes_on_at_the_point_where_it_was(tmp_path, gpu, capsys):
+def test_a_stopped_sweep_goes_on_at_the_point_where_it_was(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(7.0, 0.02), stops_at=4)
     assert go(out, runner, *FAST) == 130
     assert runner.calls == [1, 2, 4]
+    stopped = only(out / "batch-4")
+    assert sessions.is_open(stopped) and len(read(stopped)) == 4
     assert [one["value"] for one in result(out)["points"]] == [1, 2]
     assert "still pay at batch 2" in result(out)["finding"]
     assert "the same command goes on" in capsys.readouterr().err
     assert go(out, runner, *FAST) == 0
     assert runner.calls == [1, 2, 4, 4, 8, 6]
+    # It went on with the open session, and each point is one session below a root of its own.
+    assert only(out / "batch-4").name == sessions.session_name(stopped)
+    assert [len(sessions.find(out / f"batch-{value}")) for value in (1, 2, 4, 6, 8)] == [1] * 5
     assert (result(out)["crossover"]["low"], result(out)["crossover"]["high"]) == (6, 8)
 
 
-def test_full_memory_ends_the_range_and_is_a_row(tmp_path, gpu, capsys):
+def test_full_memory_ends_the_range_and_is_a_row(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(1000.0), oom_from=4)
     assert go(out, runner, *FAST) == 0
     assert runner.calls == [1, 2, 4]
@@ -327,7 +344,7 @@ def test_full_memory_ends_the_range_and_is_a_row(tmp_path, gpu, capsys):
     assert "oom" in capsys.readouterr().out.rstrip().split("\n\n")[-4].split("\n")[-1]
 
 
-def test_a_model_that_was_made_smaller_to_fit_is_no_point(tmp_path, gpu):
+def test_a_model_that_was_made_smaller_to_fit_is_no_point(tmp_path, gpu, quick):
     out = tmp_path / "out"
     runner = Runner(hard(1000.0), preset=lambda value: "bench" if value < 4 else "bench-l6")
     assert go(out, runner, *FAST) == 0
@@ -336,7 +353,7 @@ def test_a_model_that_was_made_smaller_to_fit_is_no_point(tmp_path, gpu):
     assert "ran as bench-l6" in last["message"]
 
 
-def test_a_failing_point_is_a_row_ends_the_search_and_is_run_again(tmp_path, gpu, capsys):
+def test_a_failing_point_is_a_row_ends_the_search_and_is_run_again(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(1000.0), fails_at=[2])
     assert go(out, runner, *FAST) == 1
     assert runner.calls == [1, 2]
@@ -345,32 +362,42 @@ def test_a_failing_point_is_a_row_ends_the_search_and_is_run_again(tmp_path, gpu
     assert "still pay at batch 1 on NVIDIA H200, and batch 2 is failed" in result(out)["finding"]
     assert go(out, runner, *FAST, "--values", "1,2,4") == 1
     assert runner.calls[2:] == [2, 4]
+    runner.fails_at = ()
+    assert go(out, runner, *FAST, "--values", "2") == 0
+    assert [one["status"] for one in result(out)["points"]] == ["pass"] * 3
 
 
 @pytest.mark.parametrize("num_bad", [1, 2])
-def test_an_unsound_record_takes_the_numbers_from_its_point(tmp_path, gpu, capsys, num_bad):
+def test_an_unsound_record_takes_the_numbers_from_its_point(tmp_path, gpu, quick, capsys, num_bad):
     out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
-    assert go(out, runner, *FAST) == 0
-    for number in range(1, 1 + num_bad):
-        path = out / "batch-2" / f"graph.r{number}.json"
-        record = json.loads(path.read_text()) | {"statistic_ms": 99.0}
-        path.write_text(json.dumps(record))
+    assert go(out, runner, *FAST, "--values", "1,2") == 0
+
+    def edit(record):
+        is_bad = record["variant"] == "graph" and 1 <= record["round"] <= num_bad
+        return record | {"statistic_ms": 99.0} if is_bad else record
+
+    session = session_of(out, 2)
+    rewrite(session, edit)
     capsys.readouterr()
     # benchmarks.run would measure it again; this one runs nothing.
     assert go(out, lambda argv: 0, *FAST, "--values", "2") == 1
     text = capsys.readouterr().out
     bad = next(one for one in result(out)["points"] if one["value"] == 2)
     assert (bad["status"], bad["speedup"], bad["rounds"]) == ("failed", None, 0)
-    assert bad["message"].startswith("unsound: batch-2/graph.r1.json: statistic_ms 99.0 does not follow")
+    path = f"{session.relative_to(out)}/records.jsonl.xz:"
+    assert bad["message"].startswith(f"unsound: {path}") and "statistic_ms 99.0 does not follow" in bad["message"]
     assert bad["message"].endswith("(and 1 more)") == (num_bad == 2)
-    assert "batch 2: unsound: batch-2/graph.r1.json" in text and "not sound: batch 2 (failed)" in text
+    assert "batch 2: unsound: batch-2/" in text and "not sound: batch 2 (failed)" in text
+    # And it is the newest session that counts.
+    assert go(out, runner, *FAST, "--values", "2") == 0
+    assert [one["status"] for one in result(out)["points"]] == ["pass", "pass"]
+    assert len(sessions.find(out / "batch-2")) == 2
 
 
-def test_a_point_with_only_unsound_records_is_a_row_of_every_call(tmp_path, gpu):
+def test_a_point_with_only_unsound_records_is_a_row_of_every_call(tmp_path, gpu, quick):
     out = tmp_path / "out"
     assert go(out, Runner(hard(7.0)), *FAST, "--values", "1,2") == 0
-    for path in (out / "batch-1").glob("*.json"):
-        path.write_text("{")
+    (session_of(out, 1) / sessions.RECORDS).write_bytes(b"")
     assert go(out, Runner(hard(7.0)), *FAST, "--values", "2") == 1
     assert [(one["value"], one["status"]) for one in result(out)["points"]] == [(1, "failed"), (2, "pass")]
 
@@ -379,14 +406,12 @@ def test_a_point_with_only_unsound_records_is_a_row_of_every_call(tmp_path, gpu)
     ("untimed", "message"),
     [(["graph"], "no timed round of graph"), (["eager", "graph"], "no timed round of eager and graph")],
 )
-def test_a_point_without_a_timed_round_does_not_pass(tmp_path, gpu, untimed, message):
+def test_a_point_without_a_timed_round_does_not_pass(tmp_path, gpu, quick, untimed, message):
     out, whole = tmp_path / "out", Runner(hard(7.0))
 
     def runner(argv):
         whole(argv)
-        for variant in untimed:
-            for path in (out / "batch-1").glob(f"{variant}.r[1-9].json"):
-                path.unlink()
+        rewrite(session_of(out, 1), lambda record: None if record["round"] and record["variant"] in untimed else record)
         return 0
 
     assert go(out, runner, *FAST, "--values", "1") == 1
@@ -394,34 +419,33 @@ def test_a_point_without_a_timed_round_does_not_pass(tmp_path, gpu, untimed, mes
     assert (only["status"], only["speedup"], only["message"]) == ("failed", None, message)
 
 
-def test_a_point_that_another_call_still_measures_is_not_this_call_s_failure(tmp_path, gpu):
+def test_a_point_that_another_call_still_measures_is_not_this_call_s_failure(tmp_path, gpu, quick):
     out = tmp_path / "out"
     assert go(out, Runner(hard(7.0)), *FAST, "--values", "2") == 0
-    for path in (out / "batch-2").glob("*.r[1-9].json"):
-        path.unlink()
+    rewrite(session_of(out, 2), lambda record: None if record["round"] else record)
     assert go(out, Runner(hard(7.0)), *FAST, "--values", "1") == 0
     assert [(one["value"], one["status"]) for one in result(out)["points"]] == [(1, "pass"), (2, "failed")]
 
 
-def test_a_session_that_leaves_no_record_is_a_row(tmp_path, gpu):
+def test_a_session_that_leaves_no_record_is_a_row(tmp_path, gpu, quick):
     assert go(tmp_path / "out", lambda argv: 2, *FAST) == 1
     (only,) = result(tmp_path / "out")["points"]
     assert (only["status"], only["speedup"]) == ("failed", None) and "no record" in only["message"]
 
 
-def test_records_of_a_cpu_where_there_is_a_gpu_are_a_failure(tmp_path, gpu):
+def test_records_of_a_cpu_where_there_is_a_gpu_are_a_failure(tmp_path, gpu, quick):
     assert go(tmp_path / "out", Runner(hard(7.0), gpu=None), *FAST) == 1
     (only,) = result(tmp_path / "out")["points"]
     assert (only["status"], only["message"]) == ("failed", "it ran on a CPU")
 
 
-def test_a_folder_that_cannot_be_is_one_line(tmp_path, gpu, capsys):
+def test_a_folder_that_cannot_be_is_one_line(tmp_path, gpu, quick, capsys):
     (tmp_path / "file").write_text("")
     assert go(tmp_path / "file", lambda argv: pytest.fail("nothing may run")) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_value_that_the_script_refuses_is_a_row_and_not_run(tmp_path, gpu):
+def test_a_value_that_the_script_refuses_is_a_row_and_not_run(tmp_path, gpu, quick):
     out, runner = tmp_path / "out", Runner(hard(2.5, 0.03))
     # Between 2 and 4 lies 3, which the fake does not take.
     assert go(out, runner, *FAST) == 0
@@ -431,15 +455,16 @@ def test_a_value_that_the_script_refuses_is_a_row_and_not_run(tmp_path, gpu):
     assert result(out)["finding"] == "graphs stop paying between batch 2 and 4 on NVIDIA H200"
 
 
-def test_calls_with_other_values_fill_one_folder(tmp_path, gpu, capsys):
+def test_calls_with_other_values_fill_one_folder(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
     for value in ("8", "1", "4"):
         assert go(out, runner, *FAST, "--values", value) == 0
     assert [one["value"] for one in result(out)["points"]] == [1, 4, 8]
     assert (result(out)["crossover"]["low"], result(out)["crossover"]["high"]) == (4, 8)
     # Another GPU's point stays out of it, and so does one of other flags.
-    Runner(hard(7.0, 0.02), gpu="NVIDIA A100")(["--model", MODEL, "--out", str(out / "batch-2"), "--", "--batch", "2"])
-    Runner(hard(7.0, 0.02))(["--model", MODEL, "--out", str(out / "batch-5"), "--", "--noise", "0", "--batch", "5"])
+    both = ["--model", MODEL, "--variants", "graph", *FAST]
+    Runner(hard(7.0, 0.02), gpu="NVIDIA A100")([*both, "--out", str(out / "batch-2"), "--", "--batch", "2"])
+    Runner(hard(7.0, 0.02))([*both, "--out", str(out / "batch-5"), "--", "--noise", "0", "--batch", "5"])
     capsys.readouterr()
     assert go(out, runner, *FAST, "--values", "1") == 0
     text = capsys.readouterr().out
@@ -447,9 +472,9 @@ def test_calls_with_other_values_fill_one_folder(tmp_path, gpu, capsys):
     assert [one["value"] for one in result(out)["points"]] == [1, 4, 8]
 
 
-def test_minutes_start_no_point_that_cannot_end(tmp_path, gpu, capsys, monkeypatch):
+def test_minutes_start_no_point_that_cannot_end(tmp_path, gpu, quick, capsys, monkeypatch):
     clock = iter(range(0, 10**6, 20))
-    monkeypatch.setattr(sweep.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     runner = Runner(hard(1000.0))
     assert go(tmp_path / "out", runner, *FAST, "--minutes", "2.4") == 0
     assert runner.calls == [1, 2]
@@ -457,20 +482,20 @@ def test_minutes_start_no_point_that_cannot_end(tmp_path, gpu, capsys, monkeypat
     assert float(runner.argv[runner.argv.index("--minutes") + 1]) < 2.4
 
 
-def test_a_swept_field_and_what_keeps_its_ratio_to_it(tmp_path, gpu):
+def test_a_swept_field_and_what_keeps_its_ratio_to_it(tmp_path, gpu, quick):
     seen = []
     go(tmp_path / "out", lambda argv: seen.append(argv) or 2, "--values", "8", over="width", flags=["--noise", "0"])
     assert seen[0][seen[0].index("--") + 1 :] == ["--noise", "0", "--width", "8", "--inner", "12"]
     assert seen[0][seen[0].index("--out") + 1] == str(tmp_path / "out" / "width-8")
 
 
-def test_a_swept_field_of_text_takes_the_value_as_it_is(tmp_path, gpu):
+def test_a_swept_field_of_text_takes_the_value_as_it_is(tmp_path, gpu, quick):
     seen = []
     go(tmp_path / "out", lambda argv: seen.append(argv) or 2, "--values", "1,50", over="kind")
     assert [argv[argv.index("--kind") + 1] for argv in seen] == ["1", "50"]
 
 
-def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(tmp_path, no_gpu, capsys):
+def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(tmp_path, no_gpu, quick, capsys):
     seen = []
     go(tmp_path / "out", lambda argv: seen.append(argv[-1]) or 2)
     assert seen == ["1", "2", "4"]
@@ -499,12 +524,17 @@ def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(tmp_path, no_gpu, ca
         (["--model", "gtp3"], ["unknown model 'gtp3'"]),
         (["--", "--batch", "2"], ["--batch after --", "leave it out"]),
         (["--", "--nois", "2"], ["--nois"]),
+        (["--over=--"], ["--over", "'--'"]),
+        (["--values=--"], ["--values", "'--'"]),
+        (["--rounds=--"], ["--rounds", "'--'"]),
+        (["--model=--"], ["--model", "'--'"]),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(tmp_path, gpu, capsys, arguments, named):
+def test_a_mistake_is_one_line_and_exit_2(tmp_path, gpu, quick, capsys, arguments, named):
     own = ["--out", str(tmp_path / "out")]
-    own += [] if "--model" in arguments else ["--model", MODEL]
-    own += [] if "--over" in arguments else ["--over", "batch"]
+    given = {word.partition("=")[0] for word in arguments}
+    own += [] if "--model" in given else ["--model", MODEL]
+    own += [] if "--over" in given else ["--over", "batch"]
     try:
         status = sweep.main([*own, *arguments], runner=lambda argv: pytest.fail("nothing may run"))
     except SystemExit as stop:
@@ -515,7 +545,7 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path, gpu, capsys, arguments, name
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_another_sweep_is_refused_and_a_half_written_file_is_not(tmp_path, gpu, capsys):
+def test_a_folder_of_another_sweep_is_refused_and_a_half_written_file_is_not(tmp_path, gpu, quick, capsys):
     out, runner = tmp_path / "out", Runner(hard(1.5))
     out.mkdir()
     (out / "sweep.json").write_text('{"schema": 1, "mod')
@@ -526,7 +556,7 @@ def test_a_folder_of_another_sweep_is_refused_and_a_half_written_file_is_not(tmp
 
 def test_help_needs_no_torch():
     code = "import sys\nimport benchmarks.sweep as m\ntry:\n    m.main(['--help'])\nexcept SystemExit as s:\n"
-    code += "    assert s.code == 0\nassert 'torch' not in sys.modules and 'pandas' not in sys.modules"
+    code += "    assert s.code == 0\nassert 'torch' not in sys.modules"
     answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
 
@@ -535,12 +565,12 @@ def test_help_needs_no_torch():
 # With benchmarks.run itself
 
 
-def test_real_sessions_are_found_complete_and_not_run_again(tmp_path, gpu, capsys):
+def test_real_sessions_are_found_complete_and_not_run_again(tmp_path, gpu, quick, capsys):
     out, calls = tmp_path / "out", []
 
     def runner(argv):
         calls.append(argv)
-        return sweep.run_point(argv)
+        return run.main(argv)
 
     flags = ["--pretend-gpu", "true", "--issue-ms", "15", "--run-noise", "0.0005", "--noise", "0.001"]
     assert go(out, runner, "--rounds", "1", "--values", "1", flags=flags) == 0
@@ -549,10 +579,11 @@ def test_real_sessions_are_found_complete_and_not_run_again(tmp_path, gpu, capsy
     assert go(out, runner, "--rounds", "1", "--values", "1", flags=flags) == 0
     assert len(calls) == 1
     assert "batch 1 was measured before" in capsys.readouterr().out
-    # benchmarks.run agrees: nothing to run.
-    ages = {path: path.stat().st_mtime_ns for path in out.glob("batch-1/*.json")}
-    sweep.run_point(calls[0])
-    assert {path: path.stat().st_mtime_ns for path in out.glob("batch-1/*.json")} == ages
+    # Of another source it is not that.
+    meta = sessions.read_meta(only(out))
+    sessions.write_meta(only(out), meta | {"source": meta["source"] | {"source_hash": "other"}})
+    assert go(out, runner, "--rounds", "1", "--values", "1", flags=flags) == 0
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -569,7 +600,7 @@ def test_an_interrupted_sweep_leaves_no_process(tmp_path, no_gpu, number):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert until((out / "batch-1" / "logs" / "hang.r0.log").exists, 30)
+    assert until(lambda: list(out.glob("batch-1/cpux1/*/*/logs/hang.r0.log")), 30)
     assert until(lambda: len(processes_with(str(out / "batch-1"))) >= 4)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
@@ -605,4 +636,10 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
         (2, "bitwise", "ok", None),
     ]
     for value in (1, 2):
-        assert records.read(out / f"layers-{value}" / "graph.r1.json")["config"]["layers"] == value
+        assert read(only(out / f"layers-{value}"))["graph.r1"]["config"]["layers"] == value
+
+
+def test_results_take_no_sweep(quick, gpu, capsys):
+    assert go(rounds.ROOT / "results" / "x", lambda argv: pytest.fail("nothing may run")) == 2
+    error = capsys.readouterr().err
+    assert "results/ grows by make publish" in error and error.count("\n") == 1

@@ -1,5 +1,6 @@
 """common/text: corpora, caches, Megatron files, batches."""
 
+import io
 import os
 import struct
 import subprocess
@@ -152,6 +153,64 @@ def test_folder_without_text(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--data .*no UTF-8 text"):
         text.text_folder(tmp_path / "empty", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("limit, value", [("MAX_FILES", 4), ("MAX_TEXT_BYTES", 11)])
+def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, limit, value):
+    root, cache = tmp_path / "root", tmp_path / "cache"
+    for name in ("a/1.txt", "a/2.txt", "3.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("text")
+    monkeypatch.setattr(text, limit, value + 1)
+    assert text.text_folder(root, cache).num_tokens == 3 * 5
+    monkeypatch.setattr(text, limit, value - 1)
+    monkeypatch.setattr(text, "_concatenate", None)
+    with pytest.raises(ValueError, match=rf"^--data {root}: .* files.*: take one of its folders, or make Megatron"):
+        text.text_folder(root, cache / "other")
+    assert not (cache / "other").exists()
+
+
+def test_huge_folder_is_not_walked_to_its_end(tmp_path, monkeypatch):
+    def endless(root):
+        for index in range(10**9):
+            assert index < 10, "walked on"
+            yield str(root), [], [f"{name}.txt" for name in range(100)]
+
+    monkeypatch.setattr(text.os, "walk", endless)
+    monkeypatch.setattr(text, "MAX_FILES", 500)
+    with pytest.raises(ValueError, match="more than 500 files"):
+        text.text_folder(tmp_path, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("path", ["/", "/..", "linked"])
+def test_the_whole_file_system_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    Path("linked").symlink_to("/")
+    monkeypatch.setattr(text.os, "walk", None)
+    with pytest.raises(ValueError, match="--data /: this is the whole file system"):
+        text.text_folder(path, tmp_path / "cache")
+
+
+def test_file_without_a_size_is_not_read(tmp_path):
+    """Those of /proc have none, and /proc/kmsg never ends."""
+    (tmp_path / "1.txt").write_text("text")
+    (tmp_path / "2.txt").write_text("")
+    paths, seen = [], text._concatenate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "_concatenate", lambda root, found, *rest: (paths.extend(found), seen(root, found, *rest)))
+        assert text.text_folder(tmp_path, tmp_path / ".cache").num_tokens == 5
+    assert paths == [tmp_path / "1.txt"]
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "1.txt").write_text("text")
+
+    def refuse(path, mode):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setitem(vars(text), "open", refuse)
+    with pytest.raises(ValueError, match=rf"--data {tmp_path}: cannot read {tmp_path}/1.txt \(Permission denied\)"):
+        text._concatenate(tmp_path, [tmp_path / "1.txt"], io.BytesIO(), [])
 
 
 # --- Megatron files

@@ -10,13 +10,14 @@ import pytest
 from common import trace
 
 
-def kernel(start, duration, name="gemm", stream=7, category="kernel"):
+def kernel(start, duration, name="gemm", stream=7, category="kernel", by_graph=False):
     return {
         "name": name,
         "category": category,
         "start_us": float(start),
         "duration_us": float(duration),
         "stream": stream,
+        "by_graph": by_graph,
     }
 
 
@@ -81,6 +82,58 @@ def test_gpu_work_keeps_kernels_and_copies_sorted():
         kernel(20, 2, "fill", 7, "gpu_memset"),
         kernel(30.5, 2, "copy", 8, "gpu_memcpy"),
     ]
+
+
+def launched(name, launch, correlation, ts=10.0):
+    """A kernel and the host call that Kineto links it with."""
+    call = {
+        "name": launch,
+        "ph": "X",
+        "cat": "cuda_driver" if launch.startswith("cu") and launch[2:3].isupper() else "cuda_runtime",
+        "ts": ts - 5,
+        "dur": 1,
+        "tid": 1,
+        "args": {"correlation": correlation},
+    }
+    work = {
+        "name": name,
+        "ph": "X",
+        "cat": "kernel",
+        "ts": ts,
+        "dur": 2,
+        "tid": 7,
+        "args": {"correlation": correlation},
+    }
+    return [call, work]
+
+
+def test_the_share_of_kernels_that_graphs_launched():
+    graph = [*launched("gemm", "cudaGraphLaunch", 3), launched("norm", "cudaGraphLaunch", 3, 20.0)[1]]
+    eager = launched("gemm", "cudaLaunchKernel", 4, 30.0) + launched("relu", "cuLaunchKernelEx", 5, 40.0)
+    copy = {"name": "copy", "ph": "X", "cat": "gpu_memcpy", "ts": 50.0, "dur": 2, "tid": 8, "args": {"correlation": 3}}
+    assert trace.graph_kernel_share(trace.gpu_work([*graph, *eager, copy])) == 0.5
+    assert trace.graph_kernel_share(trace.gpu_work(eager)) == 0.0
+    assert trace.graph_kernel_share(trace.gpu_work(graph)) == 1.0
+    assert trace.graph_kernel_share(trace.gpu_work(launched("gemm", "cuGraphLaunch", 9))) == 1.0
+    # A trace without host calls, or without a kernel, does not tell.
+    assert trace.graph_kernel_share(trace.gpu_work([event for event in graph if event["cat"] == "kernel"])) is None
+    assert trace.graph_kernel_share(trace.gpu_work([copy, eager[0]])) is None
+    # A launch that the trace gave no id is nobody's.
+    bare = [{**event, "args": {}} for event in launched("gemm", "cudaGraphLaunch", 3)]
+    assert trace.graph_kernel_share(trace.gpu_work(bare)) == 0.0
+
+
+def test_the_hash_of_kernels_is_of_names_and_counts_in_a_step():
+    def hash_of(names, num_steps=2):
+        return trace.kernels_hash(steps(num_steps, names), num_steps)
+
+    assert hash_of(["gemm", "relu", "gemm"]) == hash_of(["relu", "gemm", "gemm"], 5)
+    assert len(hash_of(["gemm"])) == 16 and int(hash_of(["gemm"]), 16)
+    assert len({hash_of(names) for names in (["gemm"], ["gemm", "gemm"], ["relu"], ["gemm", "relu"])}) == 4
+    work = steps(2, ["gemm"])
+    # How long they took and on which stream does not count, nor do copies.
+    other = [{**event, "duration_us": 9.0, "stream": 8} for event in work] + [kernel(900, 1, "copy", 8, "gpu_memcpy")]
+    assert trace.kernels_hash(other, 2) == trace.kernels_hash(work, 2)
 
 
 def test_the_summary_is_per_step():

@@ -10,6 +10,7 @@ from benchmarks.figures.evidence import (
     Missing,
     main_variant,
     ms_text,
+    no_verdict_words,
     percent,
     provenance,
     status_text,
@@ -17,7 +18,7 @@ from benchmarks.figures.evidence import (
 )
 from benchmarks.figures.steps import name_rows
 from benchmarks.figures.style import FAILURE, FAINT, INK, Page, look, width_of
-from benchmarks.overview_rows import break_even_steps, family, setup_s, step_gain_ms
+from benchmarks.overview_rows import break_even_steps, setup_s, step_gain_ms
 
 REST = "#c9c9c9"
 # Memory of a GPU as nvidia-smi states it, MiB. The records do not hold it; of others no line is drawn.
@@ -116,7 +117,7 @@ def _memory_title(blocks):
     block, main, extra = more[0]
     if len({item[0].what for item in more}) == 1:
         share = extra / block.first.eager["peak_reserved_gib"]
-        text = f"{abs(extra):.1f} GiB {'more' if extra > 0 else 'less'} than eager"
+        text = f"{abs(extra):.1f} GiB {'more' if extra > 0 else 'less'} than {block.first.base}"
         return f"{block.name}: {main['variant']} reserves {text} ({'+' if extra > 0 else '-'}{percent(abs(share))})"
     low, high = min(more, key=lambda item: item[2]), max(more, key=lambda item: item[2])
     span = [f"{item[2]:+.1f} GiB" for item in (low, high)]
@@ -165,7 +166,7 @@ def _payers(evidence):
     return [
         row
         for row in evidence.rows
-        if family(row["variant"]) != "eager" and row["step_ms"] is not None and row["speedup"]
+        if row["kind"] != "eager" and row["step_ms"] is not None and row["speedup"]
         if setup_s(row, eager) is not None
     ]
 
@@ -174,9 +175,12 @@ def _break_even_panel(axes, evidence, rows):
     eager = evidence.eager
     crossings = {row["variant"]: break_even_steps(row, eager) for row in rows if row["verdict"] == "faster"}
     # Compilation takes minutes: where a graph is there, its crossing sets the scale, and a compiler's may lie outside.
-    graphed = [row for row in rows if family(row["variant"]) == "graph"] or rows
+    graphed = [row for row in rows if row["kind"] == "graph"] or rows
     known = [crossings[row["variant"]] for row in graphed if crossings.get(row["variant"])]
-    horizon = 1.6 * max(known or [steps for steps in crossings.values() if steps] or [1250.0])
+    # Where no verdict bears one, the first crossing that there may be.
+    guessed = [break_even_steps(row, eager) for row in graphed if row["verdict"] not in ("slower", "same", "unclear")]
+    guessed = sorted(steps for steps in guessed if steps and steps < 1e6)[:1]
+    horizon = 1.6 * max(known or [steps for steps in crossings.values() if steps] or guessed or [1250.0])
     highest = 1.35 * max(setup_s(row, eager) for row in graphed) or 1.0
     variants = [row["variant"] for row in rows]
     axes.axhline(0, color=look("eager")[0], linewidth=2)
@@ -200,7 +204,7 @@ def _break_even_panel(axes, evidence, rows):
     axes.grid()
     axes.set_xlabel("steps")
     axes.set_ylabel("s more than eager")
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(
         frameon=False,
@@ -219,7 +223,7 @@ def _pay_words(row, eager, steps):
         return f"{_count(steps)} steps pay for {setup_s(row, eager):.2f} s"
     if row["verdict"] in ("slower", "same"):
         return f"never ({row['verdict']})"
-    return f"not settled ({row['verdict']})"
+    return f"not settled ({no_verdict_words(row)})"
 
 
 def _count(steps):
@@ -267,7 +271,7 @@ def scope(block: Block) -> Page:
     """Step time and pool memory of one model's variants, from nothing captured to the most work in a replay."""
     evidence = block.first
     rows = scope_rows(evidence)
-    if sum(family(row["variant"]) == "graph" for row in rows) < 2:
+    if sum(row["kind"] == "graph" for row in rows) < 2:
         raise Missing("fewer than two graphed variants were timed")
     page = Page(
         _scope_title(block.name, rows),
@@ -316,8 +320,8 @@ def scope(block: Block) -> Page:
 
 def scope_rows(evidence: Evidence) -> list[dict]:
     """Timed variants without a compiler, by scope: eager ones first, then by falling number of replays a step."""
-    rows = [row for row in evidence.rows if row["step_ms"] is not None and family(row["variant"]) != "compile"]
-    return sorted(rows, key=lambda row: (family(row["variant"]) != "eager", -_replays_per_step(evidence, row)))
+    rows = [row for row in evidence.rows if row["step_ms"] is not None and row["kind"] != "compile"]
+    return sorted(rows, key=lambda row: (row["kind"] != "eager", -_replays_per_step(evidence, row)))
 
 
 def _replays_per_step(evidence, row):
@@ -335,7 +339,7 @@ def _scope_text(evidence, row):
 
 
 def _scope_title(name, rows):
-    graphed = [row for row in rows if family(row["variant"]) == "graph"]
+    graphed = [row for row in rows if row["kind"] == "graph"]
     return f"{name}: {', '.join(row['variant'] + ' ' + _short_verdict(row) for row in graphed)}"
 
 

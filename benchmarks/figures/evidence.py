@@ -1,21 +1,21 @@
 """What figures are drawn from: folders of records below a root, grouped by what is measured, and words for them.
 
-A block is one folder of records and the same under host load beside it (`gpt3-bench`, `gpt3-bench-load16`).
-Nothing is paired across folders. No matplotlib and no torch here.
+A block is one group of sessions and the same under host load beside it (`gpt3-bench`, `gpt3-bench-load16`).
+Nothing is paired across sessions. No matplotlib and no torch here.
 """
 
 import gzip
 import json
 import math
-import os
 import re
 import statistics
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import compare, crossover, intervals
-from benchmarks.overview_rows import family
+from benchmarks import compare, crossover, frame, intervals
+from benchmarks import rows as table_rows
+from common import record as records
 from common import trace
 
 NAMES = {
@@ -35,9 +35,12 @@ class Missing(ValueError):
 
 @dataclass(frozen=True)
 class Evidence:
-    """The records of one folder, of one GPU type, model and host load, and their rows (`compare.summarise`)."""
+    """The runs of one group of sessions that its rows rest on, of one GPU type, model and host load, and the rows
+    (`compare.summarise`). Sessions that stand beside a row unpooled are in `whole` alone."""
 
     path: Path
+    whole: object
+    frame: object
     found: list[dict]
     rows: list[dict]
 
@@ -80,7 +83,19 @@ class Evidence:
 
     @property
     def eager(self) -> dict | None:
-        return self.row("eager")
+        """The base's row: the best eager of the newest session."""
+        return next((row for row in self.rows if row["is_base"]), None)
+
+    @property
+    def base(self) -> str:
+        """Its name, where it was measured."""
+        return self.eager["variant"] if self.eager else "eager"
+
+    @property
+    def num_rounds(self) -> int:
+        """Of all its sessions."""
+        timed = self.frame[self.frame["is_timed"].astype(bool)]
+        return len(set(zip(timed["session"], timed["round"], strict=True)))
 
     def of(self, variant: str) -> list[dict]:
         return [record for record in self.runs if record["variant"] == variant]
@@ -130,21 +145,19 @@ def collect(root: Path) -> Collection:
 
     The folders of a sweep's points belong to its own figure. Folders of CPU records are counted, not drawn.
     """
-    if not root.is_dir():
-        raise FileNotFoundError(f"no folder {root}")
     result = Collection()
     groups: dict[tuple[Path, str], list[Evidence]] = {}
-    for folder, below, files in os.walk(root):
-        below[:] = sorted(name for name in below if not name.startswith(".") and name not in ("figures", "logs"))
-        path = Path(folder)
-        if "sweep.json" in files:
-            below.clear()
-            _add_sweep(result, path, root)
-        elif any(name.endswith(".json") and not name.startswith(".") for name in files):
-            evidence = _evidence(result, path)
-            if evidence:
-                stem = re.sub(r"-load\d+$", "", path.resolve().name)
-                groups.setdefault((path.parent if path != root else path, stem), []).append(evidence)
+    runs = frame.read(root)
+    result.skipped += runs.faults
+    own = root / "sweep.json"
+    for sweep in [root, *runs.sweeps] if own.is_file() else runs.sweeps:
+        _add_sweep(result, sweep, root)
+    for name, part in runs.frame.groupby("group", sort=True):
+        path = root if name == "." else root / name
+        evidence = _evidence(result, path, part) if not own.is_file() else None
+        if evidence:
+            stem = re.sub(r"-load\d+$", "", path.resolve().name)
+            groups.setdefault((path.parent if path != root else path, stem), []).append(evidence)
     for (parent, stem), members in groups.items():
         members.sort(key=lambda evidence: (evidence.load, evidence.path.name))
         speaker = members[0].speaker
@@ -158,23 +171,22 @@ def collect(root: Path) -> Collection:
     return result
 
 
-def _evidence(result, path):
-    found, faults = compare.load(path)
-    # Words of other programs (overview.json, sweep summaries) are no broken records.
-    result.skipped += [fault for fault in faults if re.search(r"\.r\d+\.json", fault)]
-    if not found:
-        return None
+def _evidence(result, path, part):
     try:
-        rows = compare.summarise(found)
+        rows = compare.summarise(part)
     except compare.Mixed as error:
         result.refused.append(f"{path}: {error}")
         return None
-    if found[0]["device"] != "cuda":
+    if set(part["device"]) != {"cuda"}:
         result.num_cpu_folders += 1
         return None
-    order = ("eager", "graph", "compile")
-    rows.sort(key=lambda row: (order.index(family(row["variant"])), row["variant"]))
-    return Evidence(path, found, rows)
+    order = ("eager", "control", "graph", "compile")
+    rows.sort(key=lambda row: (order.index(row["kind"]), row["variant"]))
+    group = table_rows.group_of(part)
+    pooled = {row["variant"]: table_rows.standing(group, row["variant"])[0] for row in rows}
+    # A run that came to nothing stands in its row.
+    drawn = part[[row.session in pooled[row.variant] or not row.is_timed for row in part.itertuples()]]
+    return Evidence(path, part, drawn, frame.records_of(drawn), rows)
 
 
 def _add_sweep(result, path, root):
@@ -229,13 +241,21 @@ def read_trace(path: Path) -> list[dict]:
     return work
 
 
-def traces(evidence: Evidence) -> dict[str, Path]:
-    """variant -> its sidecar, of the first round that has one."""
+def traces(evidence: Evidence) -> tuple[dict[str, Path], bool]:
+    """(variant -> its sidecar, of the newest session and first round that has one; whether they are of sessions that
+    the rows do not rest on, because no other has any)."""
+    found = _traces(evidence.frame)
+    return (found, False) if found else (_traces(evidence.whole), True)
+
+
+def _traces(runs):
     found: dict[str, Path] = {}
-    for record in evidence.runs:
-        path = evidence.path / f"{record['variant']}.r{record['round']}.trace.json.gz"
+    runs = runs[runs["is_timed"].astype(bool)]
+    for row in runs.sort_values(["begin", "round"], ascending=[False, True]).itertuples():
+        name = records.file_name(row.variant, row.round, row.attempt)
+        path = (row.path / name).with_suffix(".trace.json.gz")
         if path.is_file():
-            found.setdefault(record["variant"], path)
+            found.setdefault(row.variant, path)
     return found
 
 
@@ -245,7 +265,7 @@ def traces(evidence: Evidence) -> dict[str, Path]:
 
 def main_variant(rows: list[dict]) -> str | None:
     """The graphed variant that titles speak of: `graph`, else the first by name. Never chosen by its result."""
-    names = sorted(row["variant"] for row in rows if family(row["variant"]) == "graph")
+    names = sorted(row["variant"] for row in rows if row["kind"] == "graph")
     return "graph" if "graph" in names else (names[0] if names else None)
 
 
@@ -269,6 +289,7 @@ def verdict_words(row: dict | None) -> str:
     if row is None:
         return "was not measured"
     ratio, verdict = row["speedup"], row["verdict"]
+    where = f" {row['scope']}" if row["scope"] == "on this host" else ""
     if ratio is None:
         return f"has status {row['status']}" if row["status"] != "pass" else "has no eager run to compare with"
     if verdict in ("faster", "slower"):
@@ -281,10 +302,17 @@ def verdict_words(row: dict | None) -> str:
         else:
             words = f"takes {1 / ratio:.2f}x as long"
         settled = intervals.bears(math.log(ratio), row["speedup_half_width"])
-        return words if settled else f"is {verdict}, by how much is not settled"
+        return f"{words}{where}" if settled else f"is {verdict}{where}, by how much is not settled"
     if verdict == "same":
-        return "is the same within 0.5 %"
-    return "is unclear" if verdict == "unclear" else "has no interval (one round)"
+        return f"is the same within 0.5 %{where}"
+    if verdict == "unclear":
+        return "is unclear"
+    return f"has no verdict ({no_verdict_words(row)})"
+
+
+def no_verdict_words(row: dict) -> str:
+    """Why a row has neither faster, slower, same nor unclear."""
+    return row["verdict"] or "fewer than 5 pairs on a host"
 
 
 def interval_text(value: float, low: float | None, high: float | None) -> str:
@@ -305,8 +333,8 @@ def status_text(row: dict, limit: int = 64) -> str:
 
 def provenance(members: list[Evidence]) -> str:
     """What a figure stands on: GPU x count, versions, commit, rounds x steps; where folders differ, all of it."""
-    speakers = [evidence.speaker["env"] for evidence in members]
     runs = [record for evidence in members for record in evidence.runs]
+    speakers = [record["env"] for record in runs or [evidence.speaker for evidence in members]]
     counts: dict[str, list[str]] = {}
     for evidence in sorted(members, key=lambda evidence: evidence.num_gpus):
         counts.setdefault(evidence.gpu_name, []).append(f"x{evidence.num_gpus}")
@@ -321,7 +349,7 @@ def provenance(members: list[Evidence]) -> str:
     if shas:
         parts.append(f"git {' and '.join(shas)}")
     if runs:
-        rounds = [len({record["round"] for record in evidence.runs}) for evidence in members if evidence.runs]
+        rounds = [evidence.num_rounds for evidence in members if evidence.runs]
         steps = [len(record["steps"]["gpu_ms"]) for record in runs]
         parts.append(f"{_span(rounds)} round{'s' if max(rounds) > 1 else ''} x {_span(steps)} steps")
     return ", ".join(parts)

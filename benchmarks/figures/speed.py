@@ -33,7 +33,8 @@ def limits(rows: list[dict]) -> tuple[float, float]:
     ends = [
         math.log(row[key])
         for row in rows
-        if row["verdict"] in (*SIGNIFICANT, "same")
+        # Two hosts have a verdict and no interval.
+        if row["verdict"] in (*SIGNIFICANT, "same") and row["speedup_low"]
         for key in ("speedup_low", "speedup_high")
     ]
     low, high = min([*logs, *ends, -0.008]), max([*logs, *ends, 0.008])
@@ -56,13 +57,13 @@ def speedup(blocks: list[Block]) -> Page:
     body = sum(heights[kind] for kind, *_ in lines) + 0.1
     page = Page(
         speedup_title(blocks),
-        "Eager step time over the variant's, each against eager in the same rounds. Whisker: 95 % interval. Hollow: no "
+        "Best eager's step time over the variant's, in the same rounds. Whisker: 95 % interval. Hollow: no "
         "significant difference. Diamond: beside busy host processes. Grey band: within 0.5 %.",
         provenance(members),
         body + 0.42,
     )
     left = max(1.0, width_of([text for kind, _, text, *_ in lines if kind == "point"], 9) + 0.1)
-    right = width_of(["0.000x [0.000, 0.000] unclear"], 8.5)
+    right = width_of([_point_text(row) for row in points], 8.5)
     axes = page.axes(left, 0, page.WIDTH - left - right - page.MARGIN, body)
     low, high = limits(points)
     axes.set_xscale("log")
@@ -156,15 +157,21 @@ def _point(axes, row, y, appearance, contended, low, high):
 
 def _point_label(page, row, x, y):
     significant = row["verdict"] in SIGNIFICANT
-    text = interval_text(row["speedup"], row["speedup_low"], row["speedup_high"])
     page.text(
         x,
         y,
-        text if significant else f"{text} {row['verdict']}",
+        _point_text(row),
         va="center",
         fontsize=8.5,
         color=INK if significant else FAINT,
     )
+
+
+def _point_text(row):
+    """The interval, and what it is not significant for, or for how much it stands."""
+    text = interval_text(row["speedup"], row["speedup_low"], row["speedup_high"])
+    word = "" if row["verdict"] in SIGNIFICANT else row["verdict"] or "no verdict"
+    return " ".join(filter(None, (text, word, row["scope"] if row["scope"] == "on this host" else "")))
 
 
 def speedup_title(blocks: list[Block]) -> str:
@@ -187,9 +194,12 @@ def speedup_title(blocks: list[Block]) -> str:
         ("slower", "slower for"),
         ("same", "the same for"),
         ("unclear", "unclear for"),
-        ("one round", "without interval for"),
+        (None, "without a verdict for"),
     ):
-        group = [(block, row) for block, row in mains if row["verdict"] == verdict]
+        known = ("faster", "slower", "same", "unclear")
+        group = [
+            (b, row) for b, row in mains if row["verdict"] == verdict or (not verdict and row["verdict"] not in known)
+        ]
         if not group:
             continue
         text = f"{words} {len(group)} of {len(mains)}" if not parts else f"{words} {len(group)}"
@@ -200,7 +210,9 @@ def speedup_title(blocks: list[Block]) -> str:
             where = block.name if len(gpus) == 1 else f"{block.name} on {block.first.gpu}"
             text += f" ({'most ' if len(group) > 1 else ''}{where}, {row['speedup']:.2f}x)"
         parts.append(text)
-    return f"Graphs are {', '.join(parts)}"
+    local = sum(row["scope"] == "on this host" for _, row in mains)
+    where = f"; {'each' if local == len(mains) else f'{local} of them'} on one host alone" if local else ""
+    return f"Graphs are {', '.join(parts)}{where}"
 
 
 def _title_of_one(block, row):

@@ -96,11 +96,12 @@ def _step_title(name, members):
         return f"{name}: step time without an eager run"
     eager = evidence.eager
     if eager["issue_ms"] is None or eager["busy_ms"] is None:
-        return f"{name}: an eager step takes {_ms(eager['step_ms'])}"
+        return f"{name}: a step of {evidence.base} takes {_ms(eager['step_ms'])}"
     bound = "the host" if eager["issue_ms"] > eager["busy_ms"] else "the GPU"
     if eager["step_ms"] > 1.1 * eager["busy_ms"] and 0.5 * eager["busy_ms"] < eager["issue_ms"] <= eager["busy_ms"]:
         bound = "host and GPU in turn"
-    title = f"{name}: eager is bound by {bound}, busy {_ms(eager['busy_ms'])} and issued in {_ms(eager['issue_ms'])}"
+    title = f"{name}: {evidence.base} is bound by {bound}, busy {_ms(eager['busy_ms'])} and issued in "
+    title += _ms(eager["issue_ms"])
     main = evidence.row(main_variant(evidence.rows) or "")
     if main and main["issue_ms"] is not None:
         title += f" ({main['variant']}: {_ms(main['issue_ms'])})"
@@ -189,7 +190,7 @@ def _jitter_title(name, members, curves):
     parts = []
     for evidence, panel in zip(members, curves, strict=True):
         main = main_variant([row for row in evidence.rows if row["variant"] in panel])
-        shown = [variant for variant in ("eager", main) if variant in panel]
+        shown = [variant for variant in (evidence.base, main) if variant in panel]
         if shown:
             tails = ", ".join(f"{variant} {percent(percentile(panel[variant], 0.95) - 1)}" for variant in shown)
             parts.append(f"{evidence.host} {tails}" if evidence is not members[0] else tails)
@@ -203,7 +204,7 @@ def _jitter_title(name, members, curves):
 def timeline(block: Block) -> Page:
     """One profiled step of each variant on one ms axis, eager on top, and its first milliseconds enlarged."""
     evidence = block.first
-    paths = traces(evidence)
+    paths, is_older = traces(evidence)
     if not paths:
         raise Missing("no trace beside the records")
     lanes, broken = {}, []
@@ -221,9 +222,10 @@ def timeline(block: Block) -> Page:
     heights = {variant: 0.3 + 0.14 * (_num_streams(work) - 1) for variant, work in lanes.items()}
     total = sum(heights.values()) + 0.16 * len(lanes)
     page = Page(
-        _timeline_title(block.name, spans),
+        _timeline_title(block.name, spans, evidence),
         f"GPU kernels and copies of one profiled step, {evidence.host}. The profiler slows the host, so eager's gaps "
-        "read long; the timed step is at the right. Gaps thinner than a pixel are not drawn but count as idle.",
+        "read long; the timed step is at the right. Gaps thinner than a pixel are not drawn but count as idle."
+        + (" Traced in an older session than the timed steps are of." if is_older else ""),
         provenance([evidence]),
         2 * total + 1.27,
     )
@@ -310,11 +312,16 @@ def _lane_label(page, row, span, y, x):
     page.text(x, y + 0.01, f"timed: {ms_text(row['step_ms'])} ms", va="top", fontsize=8, color=FAINT)
 
 
-def _timeline_title(name, spans):
+def _timeline_title(name, spans, evidence):
     idle = {variant: percent(1 - busy / span) for variant, (busy, span, _) in spans.items()}
-    others = [variant for variant in idle if variant != "eager"]
-    main = "graph" if "graph" in others else (others[0] if others else None)
-    if "eager" not in idle or main is None:
-        variant = next(iter(idle))
+    base = evidence.base if evidence.base in idle else "eager"
+    main = main_variant([row for row in evidence.rows if row["variant"] in idle])
+    others = [variant for variant in (main, *idle) if variant and variant != base]
+    if base not in idle or not others:
+        variant = base if base in idle else next(iter(idle))
         return f"{name}: the GPU idles {idle[variant]} of a profiled {variant} step"
-    return f"{name}: profiled, the GPU idles {idle['eager']} of an eager step and {idle[main]} of {main}'s"
+    return f"{name}: profiled, the GPU idles {idle[base]} of {_a(base)} step and {idle[others[0]]} of {others[0]}'s"
+
+
+def _a(name):
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"

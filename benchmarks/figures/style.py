@@ -18,7 +18,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 from PIL import Image
 
-from benchmarks.overview_rows import family
+from benchmarks.frame import family
 
 DPI = 120
 INK, FAINT, BAND, FAILURE = "#222222", "#666666", "#ececec", "#b5402f"

@@ -2,8 +2,9 @@
 
     python -m benchmarks.slurm.collate JOB FOLDER...
 
-Each folder holds the records of one task, and in logs/job-JOB.status the exit status with which the task ended. Writes
-summary.csv and table.md into each folder and prints the tables. Exit status: 0 when every task ended with 0 and left
+Each folder is the root of one task's sessions, those of nodes it ran on before among them, and has in
+logs/job-JOB.status the exit status with which the task ended. Writes summary.csv and table.md into each group of
+sessions and prints the tables. Exit status: 0 when every task ended with 0 and left
 records, 1 otherwise, with a line for each that did not.
 """
 
@@ -11,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks import compare
+from benchmarks import compare, frame
 
 
 def outcome(folder: Path, job: str) -> str | None:
@@ -24,15 +25,23 @@ def outcome(folder: Path, job: str) -> str | None:
 
 
 def collate(folder: Path, job: str) -> list[str]:
-    """Write and print the table of one folder; returns what is wrong with it, in words."""
+    """Write and print the tables of one task; returns what is wrong with it, in words."""
     faults = [fault] if (fault := outcome(folder, job)) else []
-    if not any(folder.glob("*.json")):
-        return [*faults, "no records"]
     try:
-        compare.write_summary(folder)
-        print(f"{folder}\n\n{compare.report(*compare.load(folder))[0]}\n", flush=True)
-    except (compare.Mixed, OSError) as error:
-        faults.append(str(error))
+        runs = frame.read(folder)
+    except FileNotFoundError:
+        return [*faults, "no records"]
+    faults += runs.faults
+    if runs.frame.empty:
+        return [*faults, "no records"]
+    for group, part in runs.frame.groupby("group", sort=True):
+        place = folder if group == "." else folder / group
+        try:
+            compare.write_summary(place)
+            text, _ = compare.report(part, [], metas=runs.metas)
+            print(f"{place}: {part['session'].nunique()} sessions, {len(part)} records\n\n{text}\n", flush=True)
+        except (compare.Mixed, OSError) as error:
+            faults.append(f"{group}: {error}")
     return faults
 
 
@@ -41,7 +50,7 @@ def main(argv=None) -> int:
         prog="python -m benchmarks.slurm.collate", description="Tables of a batch job's records.", allow_abbrev=False
     )
     parser.add_argument("job", metavar="JOB", help="id of the job that measured")
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="records of one of its tasks")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="root of one task's sessions")
     args = parser.parse_args(argv)
     failed = 0
     for folder in args.folders:

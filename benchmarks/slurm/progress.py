@@ -2,47 +2,45 @@
 
     python -m benchmarks.slurm.progress FOLDER JOB STARTED
 
-Records in FOLDER that the next start will keep are counted: some must be newer than the file STARTED, which was
-written when this start began, and they must be more than at any requeue of JOB before, which FOLDER/logs remembers.
-A job that always comes back on other nodes, and there measures anew, ends by that. Prints one line. Exit status: 0 for
-a requeue, 1 when it would lead nowhere.
+Records of all sessions below FOLDER are counted, open and packed, of every node that the job has run on: some must be
+newer than the file STARTED, which was written when this start began, and they must be more than at any requeue of JOB
+before, which FOLDER/logs remembers. Prints one line. Exit status: 0 for a requeue, 1 when it would lead nowhere.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from common import record as records
+from benchmarks import sessions
 
 # benchmarks.run measures these again.
 NOT_KEPT = ("failed", "timeout")
 
 
-def standing(folder: Path) -> list[Path]:
-    """Published records that a resumed session keeps, unless it runs on another machine."""
-    return [path for path in sorted(folder.glob("*.r*.json")) if _stands(path)]
-
-
-def _stands(path):
-    try:
-        return records.read(path)["status"] not in NOT_KEPT
-    except (records.RecordError, OSError):
-        return False
+def standing(folder: Path) -> list[int]:
+    """When each record that stands was written, ns since the epoch, over all sessions below folder."""
+    times = []
+    for session in sessions.find(folder) if folder.is_dir() else []:
+        found, _ = sessions.read_records(session)
+        for where, record in found:
+            if record["status"] not in NOT_KEPT and not record["extra"].get("superseded"):
+                times.append(Path(where.rsplit(":", 1)[0] if ".xz:" in where else where).stat().st_mtime_ns)
+    return times
 
 
 def judge(folder: Path, job: str, started: Path) -> tuple[bool, str]:
     """(whether to go back into the queue, why); notes the count if so."""
     since = started.stat().st_mtime_ns
     found = standing(folder)
-    num_new = sum(path.stat().st_mtime_ns > since for path in found)
+    num_new = sum(written > since for written in found)
     memory = folder / "logs" / f"job-{job}.progress"
     most = int(memory.read_text()) if memory.exists() else 0
     if not num_new:
         return False, "no run ended well within the time limit: ask for more (TIME=, --time)"
     if len(found) <= most:
         return False, (
-            f"{len(found)} records after this start and {most} at an earlier requeue: on other nodes, or after a "
-            "change, all is measured anew; ask for more time (TIME=) or for certain nodes (SBATCH=nodelist=...)"
+            f"{len(found)} records after this start and {most} at an earlier requeue: ask for more time (TIME=) or, as "
+            "other nodes begin a session of their own, for certain nodes (SBATCH=nodelist=...)"
         )
     memory.write_text(f"{len(found)}\n")
     return True, f"{len(found)} records stand, {num_new} of them new; back into the queue for the rest"

@@ -5,6 +5,7 @@ Step times come from a generator seeded by variant and round; graph takes 1 / 1.
     python -m tests.fake_model.train --preset tiny --variant graph --record run.json
 """
 
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from common import config, environment
+from common import config, environment, phases, proof
 from common import record as records
 
 SPEEDUP = 1.25
@@ -45,9 +46,20 @@ class Config:
 
 
 PRESETS = {"tiny": Config(), "bench": Config(min_steps=60)}
+KINDS = {"eager": "eager", "compile": "compile"}
+NUM_GRAPHS, REPLAYS = 4, 2
+
+
+def promises(settings: Config, variant: str) -> tuple[int | None, int | None]:
+    """(graphs, replays a step) of a variant."""
+    return (0, 0) if variant in KINDS else (NUM_GRAPHS, REPLAYS)
+
+
 ABOUT = {
     "sweeps": {"batch": ["batch"], "width": ["width", "inner"], "kind": ["kind"]},
     "reference": {"shifted": "shifted", "on_shifted": "shifted"},
+    "promises": promises,
+    "presets_need": {"tiny": {"gpus": 0, "world_size": "any"}, "bench": {"gpus": 1, "world_size": "any"}},
 }
 VARIANTS = {
     "eager": "the reference",
@@ -65,7 +77,13 @@ VARIANTS = {
     "shifted": "trains on something else, each time alike",
     "on_shifted": "has the bits of shifted, not of eager",
     "unsupported": "cannot run here",
+    "drops": "leaves its work out after step 50 of timed rounds, at 0.03 ms a step",
+    "no_graph": "makes no graph in timed rounds",
+    "no_norm": "leaves the gradient norm out of timed rounds",
+    "busy_above": "is busy for longer than a step takes",
 }
+ABOUT["kinds"] = {variant: KINDS.get(variant, "graph") for variant in VARIANTS}
+DROPS_AFTER, DROPPED_MS = 50, 0.03
 
 
 def main():
@@ -79,19 +97,22 @@ def main():
         sys.exit(3)
     record = new_record(run, settings)
     random = Random(f"{run.variant} {run.round} {os.getpid() if settings.nondeterministic else 0}")
-    num_steps = max(20, run.steps) if run.parity else run.steps or settings.min_steps
-    graphed = run.variant not in ("eager", "compile")
-    num_replays = 2 * num_steps if graphed else 0
+    num_steps = run.parity_steps or max(20, run.steps) if run.parity else run.steps or settings.min_steps
+    if run.variant == "drops" and not run.parity:
+        num_steps = 4 * max(num_steps, DROPS_AFTER)
+    graphed = run.variant not in KINDS and not (run.variant == "no_graph" and not run.parity)
+    num_replays = REPLAYS * num_steps if graphed else 0
     record["capture"].update(
         strategy="fake",
         warmup_s=0.5,
         capture_s=0.25 if graphed else 0.0,
         compile_s=(30.0 if run.round == 0 else 2.0) if run.variant == "compile" else 0.0,
-        num_graphs=4 if graphed else 0,
+        num_graphs=NUM_GRAPHS if graphed else 0,
         num_replays=num_replays - (run.variant == "few_replays"),
         expected_replays=num_replays,
     )
-    losses = [10.0 - 0.1 * index for index in range(num_steps)]
+    # Falls by a tenth a step at first, and never below 1.
+    losses = [1.0 + 9.0 * math.exp(-index / 90) for index in range(num_steps)]
     if settings.nondeterministic:
         losses = [loss * (1 + 1e-6 * random.gauss(0, 1)) for loss in losses]
     if run.variant == "compile":
@@ -102,14 +123,19 @@ def main():
         losses = [loss * 1.1 for loss in losses]
     if run.variant == "stale" and not run.parity:
         losses = losses[:1] * num_steps
-    record["numerics"].update(loss=losses, grad_norm=[1.0] * num_steps, state_hash="0" * 16)
+    if run.variant == "drops" and not run.parity:
+        losses[DROPS_AFTER:] = losses[DROPS_AFTER - 1 : DROPS_AFTER] * (num_steps - DROPS_AFTER)
+    norms = [None if run.variant == "no_norm" and not run.parity else 1.0] * num_steps
+    record["numerics"].update(loss=losses, grad_norm=norms, state_hash="0" * 16)
     if run.parity:
         write_sidecar(
             path.with_suffix(".parity.npz"), run.variant, losses, random if settings.nondeterministic else None
         )
     else:
         time_steps(record, settings, random, num_steps, run.variant)
+        prove(record, random if settings.nondeterministic else None)
         path.with_suffix(".trace.json.gz").write_bytes(b"trace")
+    record["end_utc"] = phases.utc(time.time())
     if run.variant == "oom":
         record.update(status="oom", message="tried 9.0 GiB, 1.0 GiB free")
     records.write(path, record)
@@ -155,6 +181,10 @@ def new_record(run, settings):
         items_per_step=1,
         unit="samples",
     )
+    phases.Phases(record)
+    graphs, replays = promises(settings, run.variant)
+    record["promised"].update(graphs=graphs, replays_per_step=replays)
+    record["extra"]["kind"] = ABOUT["kinds"][run.variant]
     if "unsupported" in (run.variant, settings.only):
         record.update(status="unsupported", message="needs hardware that nobody has")
         records.write(run.record, record)
@@ -168,12 +198,31 @@ def time_steps(record, settings, random, num_steps, variant):
     step_ms = max(step_ms, settings.issue_ms) if variant == "eager" else step_ms
     step_ms *= 1 + settings.run_noise * random.gauss(0, 1)
     times = [round(step_ms * (1 + settings.noise * random.gauss(0, 1)), 4) for _ in range(num_steps)]
+    if variant == "drops":
+        times[DROPS_AFTER:] = [DROPPED_MS] * (num_steps - DROPS_AFTER)
+    record["proof"]["settled_ms"] = {"0": round(step_ms, 4)}
+    record["conditions"].update(settled=True, window_s=sum(times) / 1e3)
     statistic = median(times) * (0.9 if variant == "edited" else 1.0)
+    busy_ms = 1.1 * statistic if variant == "busy_above" else min(settings.step_ms * 0.7, statistic)
     record["steps"].update(gpu_ms=times, batch=[0] * num_steps, wall_ms=sum(times))
-    record.update(statistic_ms=statistic, busy_ms=settings.step_ms * 0.7, optimizer_ms=1.0, issue_ms=2.0)
-    record.update(idle_fraction=max(0.0, 1 - settings.step_ms * 0.7 / statistic), energy_j=5.0 * num_steps)
+    record.update(statistic_ms=statistic, busy_ms=busy_ms, optimizer_ms=1.0, issue_ms=2.0)
+    record.update(idle_fraction=max(0.0, 1 - busy_ms / statistic), energy_j=5.0 * num_steps)
     record["memory"].update(peak_reserved_bytes=2**30, graph_pool_bytes=2**28)
     record["clocks"]["sm_mhz"] = 1755.0
+
+
+def prove(record, random):
+    """What a timed run shows of its training: a state that moved by a tenth."""
+    numerics, given = record["numerics"], record["proof"]
+    num_steps = len(record["steps"]["gpu_ms"])
+    proof.fill_series(given, num_steps, numerics["loss"], numerics["grad_norm"])
+    noise = 1 + 1e-6 * random.gauss(0, 1) if random else 1.0
+    start = [index / 8 for index in range(8)]
+    sample = {"name": "weight", "start": start, "after": [value + 0.1 * noise for value in start]}
+    sample["end"] = [value + 0.001 for value in sample["after"]]
+    given.update(state_step=min(proof.STATE_STEP, num_steps - 1), state_sample=[sample])
+    given.update(late_ms=0.5, late_change=False, growth_bytes=0)
+    given["graph_kernel_share"] = 1.0 if record["extra"]["kind"] == "graph" else 0.0
 
 
 def write_sidecar(path, variant, losses, random):

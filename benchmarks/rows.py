@@ -1,0 +1,465 @@
+"""The rows of a table: what each variant costs, and what it gains against the base, over all sessions of one group.
+
+Within a session a variant is paired with the base, round by round; `benchmarks.intervals` makes a session's value and
+a verdict of the pairs. Sessions pool where configuration, versions and GPU type are equal and variant and base ran the
+same program as in the newest session (`benchmarks.frame.identity_of`); the others are counted as older.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from benchmarks import frame, intervals
+from benchmarks.intervals import tail
+
+GIB = 2**30
+CLOCK_TOLERANCE = 0.01
+SYNC = "eager_sync"
+# How a run is measured, not what a step computes: sessions that differ in these alone did the same work.
+MEASURING = ("min_steps", "min_window_s", "warmup_min_s", "warmup_max_s")
+VERSIONS = ("torch", "cuda", "cudnn", "driver", "transformer_engine")
+# What a preset asks of a window; tiny and slices of seconds are exempt.
+WINDOW_S, WINDOW_STEPS, LONG_WINDOW_S, LONG_WINDOW_STEPS = 5.0, 50, 20.0, 8
+RATIOS = ("speedup", "quiet_speedup", "model_speedup", "sync_speedup")
+
+
+class Mixed(ValueError):
+    """Records that must not stand in one table."""
+
+
+# ------------------------------------------------------------------------------------------------
+# Which runs stand beside each other
+
+
+@dataclass
+class Group:
+    """The runs of one folder as dicts, by (session, variant); sessions in order of time, each with its base."""
+
+    runs: dict
+    bases: dict
+    order: list
+
+    def of(self, session, variant):
+        return self.runs.get((session, variant), [])
+
+    def timed(self, session, variant):
+        return [row for row in self.of(session, variant) if row["is_timed"]]
+
+    def variant(self, name):
+        """All runs of a variant, sessions in order of time."""
+        return [row for session in self.order for row in self.of(session, name)]
+
+    def session(self, name):
+        """Any run of a session: what it says of the session itself."""
+        return next(rows[0] for (session, _), rows in self.runs.items() if session == name)
+
+
+def group_of(found, base: str | None = None) -> Group:
+    """found: a frame, or records. base: a variant that is the base of every session; None: the best eager.
+
+    Sessions that pool have one base, chosen over all of them: a choice in each session would favour the eager that was
+    the faster there by chance, and over many sessions that alone gives verdicts (docs/method.md). A session that pools
+    with no newer one has its own.
+    """
+    runs, members, schemas = {}, {}, {}
+    for row in frame.of(found).to_dict("records"):
+        runs.setdefault((row["session"], row["variant"]), []).append(row)
+        members.setdefault(row["session"], []).append(row)
+        schemas[row["session"]] = max(row["schema"], schemas.get(row["session"], 0))
+    # What schema 1 measured is older than all of schema 2.
+    order = sorted(members, key=lambda name: (schemas[name], members[name][0]["begin"], name))
+    group = Group(runs, dict.fromkeys(order, base), order)
+    left = [] if base else list(order)
+    while left:
+        newest = left[-1]
+        together = [name for name in left if _same_eagers(group, name, newest)]
+        chosen = choose_base([row for name in together for row in members[name]])
+        group.bases.update(dict.fromkeys(together, chosen))
+        left = [name for name in left if name not in together]
+    return group
+
+
+def _same_eagers(group, name, newest):
+    """Whether two sessions timed the same eager programs under the same conditions."""
+    sides = [_eagers(group, session) for session in (name, newest)]
+    if name == newest:
+        return True
+    return (
+        bool(sides[0])
+        and sides[0].keys() == sides[1].keys()
+        and all(_same_work(sides[0][variant], sides[1][variant]) for variant in sides[0])
+    )
+
+
+def _eagers(group, session):
+    own = {variant: group.timed(session, variant) for name, variant in group.runs if name == session}
+    return {variant: rows[0] for variant, rows in own.items() if rows and rows[0]["kind"] == "eager"}
+
+
+def _same_work(a, b):
+    """Two runs of one variant measured one program: schema, configuration, versions, GPU type, code or fingerprint."""
+    same = (a["schema"] > 1) == (b["schema"] > 1) and _fixed(a["record"]) == _fixed(b["record"])
+    return same and frame.same_program(a["identity"], b["identity"])
+
+
+def choose_base(runs: list[dict]) -> str | None:
+    """The best eager of some sessions, by 10th percentile over their rounds, by median where steps exceed 0.4 s.
+
+    Of a round that was repeated the last attempt counts.
+    """
+    timed = {}
+    for row in sorted((row for row in runs if row["is_timed"] and row["kind"] == "eager"), key=lambda r: r["attempt"]):
+        timed[row["variant"], row["session"], row["round"]] = row["record"]["steps"]
+    names = sorted({variant for variant, _, _ in timed}, key=lambda name: (name != "eager", name))
+    # Times of a CPU say nothing.
+    if len(names) > 1 and all(row["device"] == "cuda" for row in runs):
+        # Rounds that one of them lost would compare hosts, not eagers.
+        rounds = {(session, number) for _, session, number in timed}
+        whole = {place for place in rounds if all((name, *place) in timed for name in names)} or rounds
+        steps: dict[str, list] = {name: [] for name in names}
+        for (variant, *place), of_run in timed.items():
+            if tuple(place) in whole:
+                steps[variant].append((of_run["gpu_ms"], of_run["batch"]))
+        return intervals.choose_base(steps)
+    if names:
+        return names[0]
+    return "eager" if any(row["variant"] == "eager" for row in runs) else None
+
+
+def last_attempts(runs: list[dict]) -> list[dict]:
+    """Of a run that was repeated because it did not settle, the last one alone."""
+    last = {(row["session"], row["variant"], row["round"]): row["attempt"] for row in _by_attempt(runs)}
+    return [row for row in runs if row["attempt"] == last[row["session"], row["variant"], row["round"]]]
+
+
+def _by_attempt(runs):
+    return sorted(runs, key=lambda row: row["attempt"])
+
+
+def pairs(group: Group, session: str, variant: str, base: str, last: bool = True) -> list[tuple[dict, dict]]:
+    """(base, variant) of equal rounds and attempts in a session; of repeated rounds the last attempt, or the first."""
+    sides = [
+        {(row["round"], row["attempt"]): row["record"] for row in group.timed(session, name)}
+        for name in (base, variant)
+    ]
+    keys = sorted(set(sides[0]) & set(sides[1]))
+    chosen = {number: (number, attempt) for number, attempt in (keys if last else reversed(keys))}
+    return [(sides[0][chosen[number]], sides[1][chosen[number]]) for number in sorted(chosen)]
+
+
+def log_ratios(both: list[tuple[dict, dict]], value) -> list[float]:
+    """log(base / variant) of `value(record)`, ms, for each pair that has it."""
+    values = [(value(a), value(b)) for a, b in both]
+    return [math.log(a / b) for a, b in values if a and b and a > 0 and b > 0]
+
+
+def standing(group: Group, variant: str) -> tuple[list[str], list[str]]:
+    """(sessions that pool with the newest one that timed a variant, other ones that timed it), in order of time."""
+    own = [name for name in group.order if group.of(name, variant)]
+    timed = [name for name in own if group.timed(name, variant)]
+    if not timed:
+        return own[-1:], []
+    pooled = [name for name in timed if _pools(group, variant, name, timed[-1])]
+    return pooled, [name for name in timed if name not in pooled]
+
+
+def _pools(group, variant, name, newest):
+    if name == newest:
+        return True
+    if not _same_work(group.timed(name, variant)[0], group.timed(newest, variant)[0]):
+        return False
+    base = group.bases[newest]
+    if base in (None, variant) or not group.timed(newest, base):
+        return True
+    return bool(group.timed(name, base)) and _same_work(group.timed(name, base)[0], group.timed(newest, base)[0])
+
+
+def _fixed(record):
+    """What must be equal for sessions to pool."""
+    config = {key: value for key, value in record["config"].items() if key not in MEASURING}
+    asked = record["extra"].get("request") or {}
+    # Paths of data differ from machine to machine.
+    env = {key: record["env"][key] for key in VERSIONS}
+    return config, env, record["env"]["gpu_name"], record["env"]["world_size"], record["host_load"], asked.get("steps")
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows
+
+
+def summarise(found, base: str | None = None) -> list[dict]:
+    """One row (a dict) per variant, base first. Raises Mixed for cpu beside cuda, several GPU types, models or loads.
+
+    found: a frame of `benchmarks.frame`, or sound records as of one folder. Times are ms, `*_gib` GiB; speedup,
+    quiet_speedup (10th percentiles), model_speedup (step less optimizer) and sync_speedup (over eager_sync, which
+    reads from the device in every step, as NVIDIA's published base does) come with _low, _high (95 % interval) and
+    _half_width (logarithm). verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on; num_older:
+    sessions of another program or schema. What is not known is None.
+    """
+    runs = frame.of(found)
+    if runs.empty:
+        return []
+    refuse_mixture(runs)
+    group = group_of(runs, base)
+    newest = next((group.bases[name] for name in reversed(group.order) if _has_base(group, name)), None)
+    newest = newest or next((base for base in group.bases.values() if base), "eager")
+    names = sorted(set(runs["variant"]), key=lambda name: (name != newest, name != "eager", name))
+    return [_row(group, name, newest) for name in names]
+
+
+def _has_base(group, session):
+    base = group.bases[session]
+    return base is not None and bool(group.timed(session, base))
+
+
+def refuse_mixture(runs) -> None:
+    def values(column, part=runs):
+        return sorted(set(part[column]) - {None, ""})
+
+    if len(values("device")) > 1:
+        raise Mixed("a table cannot mix cpu and cuda records")
+    if len(values("gpu_name")) > 1:
+        raise Mixed(f"a table cannot mix GPU types: {', '.join(values('gpu_name'))}")
+    # A run that came to nothing does not know what a preset became on this GPU, and round 0 has no load.
+    sound = runs[runs["status"] == "pass"]
+    models = sorted({f"{row.model}/{row.preset}" for row in sound.itertuples()})
+    if len(models) > 1:
+        raise Mixed(f"a table cannot mix models or presets: {', '.join(models)}")
+    loads = values("host_load", runs[runs["is_timed"].astype(bool)])
+    if len(loads) > 1:
+        raise Mixed(f"a table cannot mix host loads: {', '.join(map(str, loads))}")
+
+
+def missing_base(found, base: str | None = None) -> str | None:
+    """Why records have nothing to be compared with, or None: timed runs, of which none is eager, or `base`.
+
+    A base that came to nothing (oom, failed, ...) is not missing: its row says so.
+    """
+    runs = frame.of(found)
+    timed = runs[runs["is_timed"].astype(bool)]
+    group = runs[runs["variant"] == base] if base else runs[runs["kind"] == "eager"]
+    if timed.empty or group["is_timed"].any() or (group["status"] != "pass").any():
+        return None
+    return f"timed records, but none of {base or 'eager'!r}"
+
+
+def _row(group, name, newest):
+    pooled, older = standing(group, name)
+    part = group.variant(name)
+    current = last_attempts([row for row in part if row["session"] in pooled and row["is_timed"]])
+    runs = [row["record"] for row in current]
+    # The newest session speaks of what failed, though it may have timed nothing.
+    every = [row["record"] for row in part if row["session"] in (*pooled, part[-1]["session"])]
+    first = next((record for record in reversed(every) if record["round"] == 0), None)
+    bad = next((record for record in every if record["status"] != "pass"), None)
+    own = runs or every
+    cuda, is_base = every[0]["device"] == "cuda", name == newest
+    long_steps = any(record["statistic_ms"] > frame.LONG_STEP_MS for record in runs)
+    row = {
+        "variant": name,
+        "kind": part[-1]["kind"],
+        "status": bad["status"] if bad else "pass",
+        "message": bad["message"] if bad else "",
+        "device": every[0]["device"],
+        "is_base": is_base,
+        "strategy": next(iter(_known(record["capture"]["strategy"] for record in own)), None),
+        "num_rounds": len(runs),
+        "num_sessions": len(pooled),
+        "num_older": len(older),
+        "num_steps": _median(len(record["steps"]["gpu_ms"]) for record in runs),
+        "step_ms": _median(record["statistic_ms"] for record in runs),
+        "p10_ms": _median(row["quiet_ms"] for row in current),
+        "tail": None if long_steps else _median(_tail(record) for record in runs),
+        "issue_ms": _median(record["issue_ms"] for record in runs),
+        "busy_ms": _median(record["busy_ms"] for record in runs),
+        "idle_fraction": _median(timed_idle(record) for record in runs),
+        "profiled_idle_fraction": _median(
+            record["idle_fraction"] for record in runs if record["capture"]["num_replays"]
+        ),
+        "profile_stretch": _median(_profile_stretch(record) for record in runs if record["capture"]["num_replays"]),
+        "graph_kernel_share": _median(record["proof"]["graph_kernel_share"] for record in runs),
+        "optimizer_ms": _median(record["optimizer_ms"] for record in runs),
+        "num_kernels": _median(record["num_kernels"] for record in runs),
+        "ceiling": _ceiling(runs) if is_base and cuda else None,
+        "peak_reserved_gib": _gib(runs, "peak_reserved_bytes"),
+        "pool_gib": _gib(runs, "graph_pool_bytes"),
+        "warmup_s": _median(record["capture"]["warmup_s"] for record in own),
+        "capture_s": _median(record["capture"]["capture_s"] for record in own),
+        "compile_cold_s": max(_known(record["capture"]["compile_s"] for record in every), default=None),
+        "compile_warm_s": min(_known(record["capture"]["compile_s"] for record in runs), default=None),
+        "num_graphs": own[-1]["capture"]["num_graphs"],
+        "num_operators": sum(own[-1]["capture"]["nodes"].values()) or None,
+        "replays": _replays(every),
+        "parity": _parity(first or own[-1], is_base),
+        "max_rel_diff": (first or own[-1])["numerics"]["max_rel_diff"],
+        "energy_j": _median(
+            record["energy_j"] / len(record["steps"]["gpu_ms"]) for record in runs if record["energy_j"] is not None
+        ),
+        "sm_mhz": _median(record["clocks"]["sm_mhz"] for record in runs),
+        "lacks": lacks(runs) if cuda else "",
+        "report": _report(runs),
+    }
+    for key in RATIOS:
+        row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
+    row.update(base=None, base_ms=None, verdict=None, scope=None, range_low=None, range_high=None)
+    row.update(num_pairs=0, num_hosts=0)
+    if cuda and runs:
+        if not is_base:
+            _compare(row, group, name, pooled)
+        if name != SYNC:
+            _put_ratio(row, "sync_speedup", group, name, pooled, dict.fromkeys(pooled, SYNC), _statistic)
+    return row
+
+
+def _statistic(record):
+    return record["statistic_ms"]
+
+
+def _model_ms(record):
+    return record["optimizer_ms"] and record["statistic_ms"] - record["optimizer_ms"]
+
+
+_VALUES = {"speedup": _statistic, "quiet_speedup": frame.quiet_ms, "model_speedup": _model_ms}
+
+
+def _compare(row, group, name, pooled):
+    # Of sessions with other eagers beside, too, the newest one's base stands: it was the same program there.
+    bases = {session: group.bases[pooled[-1]] for session in pooled if group.bases[pooled[-1]] not in (None, name)}
+    for key, value in _VALUES.items():
+        judged = _put_ratio(row, key, group, name, pooled, bases, value)
+        if judged and key == "speedup":
+            row.update(verdict=judged.verdict, scope=judged.scope, num_pairs=judged.num_pairs)
+            row.update(num_hosts=judged.num_units, range_low=judged.range_low, range_high=judged.range_high)
+    row["base"] = " or ".join(dict.fromkeys(bases.values())) or None
+    used = [a["statistic_ms"] for session, base in bases.items() for a, _ in pairs(group, session, name, base)]
+    row["base_ms"] = _median(used)
+    if not row["num_pairs"]:
+        row["verdict"] = f"no {row['base'] or 'eager'} of the same round"
+
+
+def _put_ratio(row, key, group, name, pooled, bases, value):
+    """The judged ratio in the row's four places; None where there is no pair."""
+    measured = [_measured(group, session, name, bases[session], value) for session in pooled if session in bases]
+    judged = intervals.judge([session for session in measured if session.log_ratios])
+    if judged is None:
+        return None
+    row[key], row[f"{key}_low"], row[f"{key}_high"] = judged.ratio, judged.low, judged.high
+    row[f"{key}_half_width"] = judged.half_width
+    return judged
+
+
+def _measured(group, session, name, base, value):
+    row = group.session(session)
+    boots = row["boots"] or (session,)
+    return intervals.Session(
+        name=session,
+        boot=boots[0],
+        # Of several nodes any boot in common makes one unit.
+        gpus=(*row["gpus"], *boots),
+        begin=row["begin"],
+        log_ratios=tuple(log_ratios(pairs(group, session, name, base), value)),
+        first_log_ratios=tuple(log_ratios(pairs(group, session, name, base, last=False), value)),
+        may_be_plain=row["schema"] > 1,
+    )
+
+
+def lacks(runs: list[dict]) -> str:
+    """What a reader of a row must know of its runs: what schema 1 does not tell, short windows, runs not settled."""
+    if not runs:
+        return ""
+    parts = []
+    if any(record["schema"] == 1 for record in runs):
+        parts.append("schema 1")
+    short = sum(is_short(record) for record in runs)
+    if short:
+        parts.append(f"{short} of {len(runs)} windows short")
+    unsettled = sum(record["conditions"]["settled"] is False for record in runs)
+    if unsettled:
+        parts.append(f"{unsettled} of {len(runs)} not settled")
+    beside = sum(
+        bool(record["conditions"]["others_on_gpu"] or record["conditions"]["other_sessions"]) for record in runs
+    )
+    if beside:
+        parts.append(f"{beside} of {len(runs)} beside others")
+    return ", ".join(parts)
+
+
+def is_short(record: dict) -> bool:
+    """A window of fewer seconds or steps than issue and design ask of every preset but tiny."""
+    window_s, steps = record["conditions"]["window_s"], len(record["steps"]["gpu_ms"])
+    if window_s is None or record["preset"].startswith("tiny"):
+        return False
+    if record["statistic_ms"] > frame.LONG_STEP_MS:
+        return window_s < LONG_WINDOW_S or steps < LONG_WINDOW_STEPS
+    return window_s < WINDOW_S or steps < WINDOW_STEPS
+
+
+def _tail(record):
+    return tail(record["steps"]["gpu_ms"], record["steps"]["batch"])
+
+
+def _ceiling(runs):
+    """Step over busy time, the most that removing gaps can gain; blank where the profiled clock was another one."""
+    return _median(
+        record["statistic_ms"] / record["busy_ms"]
+        for record in runs
+        if record["busy_ms"] and abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
+    )
+
+
+def timed_idle(record):
+    """What the timed step holds beyond busy time; the same formula for every variant."""
+    return max(0.0, 1 - record["busy_ms"] / record["statistic_ms"]) if record["busy_ms"] else None
+
+
+def _profile_stretch(record):
+    """Profiled over timed length of a replayed step. The profiler costs a replay no host time, so what is beyond
+    one is the profiler's own, in kernels or gaps: busy time may read long by as much."""
+    profile = record["extra"].get("profile")
+    span = profile.get("span_ms") if isinstance(profile, dict) and record["busy_ms"] else None
+    return span / record["statistic_ms"] if span else None
+
+
+def _replays(group):
+    counts = [(record["capture"]["num_replays"], record["capture"]["expected_replays"]) for record in group]
+    wrong = next((count for count in counts if count[0] != count[1]), None)
+    if wrong:
+        return f"{wrong[0]} of {wrong[1]}"
+    return "ok" if any(expected for _, expected in counts) else None
+
+
+def _parity(record, is_base):
+    parity = record["numerics"]["parity"]
+    if parity == "bitwise" and is_base:
+        return "reference"
+    if parity == "differs":
+        loss = record["extra"].get("loss_rel_diff")
+        return "differs" if loss is None else f"loss {loss:.1e}"
+    reference = record["numerics"]["reference"]
+    # Against what, where that is not eager.
+    return f"bitwise to {reference}" if parity == "bitwise" and reference not in (None, "eager") else parity
+
+
+def _report(runs):
+    """What the model reports of its runs: medians over rounds; true where it is in every round."""
+    reports = [record["extra"].get("report") or {} for record in runs]
+    out = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = _known(report.get(name) for report in reports)
+        truths = bool(values) and all(isinstance(value, bool) for value in values)
+        out[name] = all(values) if truths else _median(values)
+    return out
+
+
+def _known(values):
+    return [value for value in values if value is not None]
+
+
+def _median(values):
+    values = _known(values)
+    return statistics.median(values) if values else None
+
+
+def _gib(runs, key):
+    values = _known(record["memory"][key] for record in runs)
+    return max(values) / GIB if values else None

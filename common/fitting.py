@@ -1,0 +1,55 @@
+"""Which flag makes a shape too large: found by putting given flags back to their preset's values."""
+
+import copy
+import dataclasses
+
+
+def blame(config, presets, need, available_bytes: int) -> str | None:
+    """In words, the flags that make `config` need more than available_bytes; None where its preset does so alone.
+
+    presets: name -> config. need: bytes that a config needs. The preset that was asked for is not known here; it is
+    the one that differs in the fewest fields. Of several flags those are named that save most, until the rest fits.
+    """
+    preset_name, changed = min(
+        ((name, _changed(config, preset)) for name, preset in presets.items()), key=lambda found: len(found[1])
+    )
+    preset, blamed, left = presets[preset_name], [], config
+    while need(left) > available_bytes:
+        tried = {name: _put_back(left, preset, name) for name in changed if name not in blamed}
+        name = min(tried, key=lambda name: need(tried[name]), default=None)
+        if name is None:
+            return None
+        blamed.append(name)
+        left = tried[name]
+    if not blamed:
+        return None
+    given = " and ".join(f"{flag(name)} {getattr(config, name)}" for name in blamed)
+    back = " and ".join(f"{flag(name)} {getattr(preset, name)}" for name in blamed)
+    verbs = ("is", "fits") if len(blamed) == 1 else ("are", "fit")
+    return (
+        f"{given} {verbs[0]} too large: {gib(need(config))} GiB are needed, {gib(available_bytes)} GiB are free; "
+        f"{back}, as in preset {preset_name}, {verbs[1]}"
+    )
+
+
+def flag(name: str) -> str:
+    """`min_steps` -> `--min-steps`."""
+    return "--" + name.replace("_", "-")
+
+
+def gib(num_bytes: int) -> str:
+    """`12.3`, from 1,000 up without the fraction; huge sizes too."""
+    size = num_bytes / 2**30
+    return f"{size:,.0f}" if size >= 1000 else f"{size:.1f}"
+
+
+def _changed(config, preset):
+    names = [field.name for field in dataclasses.fields(config)]
+    return [name for name in names if getattr(config, name) != getattr(preset, name)]
+
+
+def _put_back(config, preset, name):
+    """A copy whose fields are not checked together again: of two flags that belong together one goes back first."""
+    changed = copy.copy(config)
+    object.__setattr__(changed, name, getattr(preset, name))
+    return changed

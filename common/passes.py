@@ -1,0 +1,364 @@
+"""The passes of a timed run: settling, the timed window, and what is measured after it, each without the others.
+
+`common.measure` puts them together. In the timed window nothing synchronises and nothing is printed.
+"""
+
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from common import environment, marks, proof, trace
+
+SETTLE_BLOCK_S = 1.0
+SETTLE_TOLERANCE = 0.01
+PROFILE_HEAT_S = 2.0
+# A window is sized by the settled pace, and steps in a row are faster than those with a synchronisation in between.
+WINDOW_MARGIN = 1.1
+WINDOW_TRIES = 3
+WINDOW_GROWTH = 4
+# Fifty steps that take half a minute each say no more than eight. What asks for a shorter window than FULL_WINDOW_S, as
+# tiny presets do, is left as it is.
+LONG_STEP_MS = 400.0
+LONG_WINDOW_S, LONG_WINDOW_STEPS = 20.0, 8
+FULL_WINDOW_S = 5.0
+EVENTS_TOLERANCE, EVENTS_SLACK_MS = 0.005, 1.0
+
+
+def is_long(step_ms: float, config) -> bool:
+    """Whether steps take so long that windows and parity have fewer of them; never so in a tiny preset."""
+    return step_ms > LONG_STEP_MS and config.min_window_s >= FULL_WINDOW_S
+
+
+def least(config, options, step_ms: float) -> tuple[int, float]:
+    """(steps, seconds) that a timed window has at least, where a settled step takes step_ms."""
+    if is_long(step_ms, config):
+        return options.steps or LONG_WINDOW_STEPS, max(LONG_WINDOW_S, config.min_window_s)
+    return options.steps or config.min_steps, config.min_window_s
+
+
+# ------------------------------------------------------------------------------------------------
+# Step boundaries
+
+
+class Boundaries:
+    """Times at step boundaries: events on a GPU, wall time on the CPU, nothing that waits."""
+
+    def __init__(self, device, num_steps: int):
+        cuda = device.type == "cuda"
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)] if cuda else None
+        self.stamps: list[float] = []
+        self.count = 0
+
+    def note(self) -> None:
+        if self.events is None:
+            self.stamps.append(time.perf_counter())
+        else:
+            if self.count == len(self.events):
+                self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[self.count].record()
+        self.count += 1
+
+    def step_ms(self) -> list[float]:
+        """Between each two; on a GPU after a synchronisation."""
+        if self.events is None:
+            return [(b - a) * 1e3 for a, b in itertools.pairwise(self.stamps)]
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(self.events[: self.count])]
+
+
+# ------------------------------------------------------------------------------------------------
+# Settling
+
+
+def settle(variant, config, device, sampler, batch_class=lambda index: 0):
+    """Steps until step time and SM clock have settled: two blocks in a row within 1 %, floor and ceiling in seconds.
+
+    Returns what the record's extra.settle says, and the median ms of the last two blocks' steps by kind of batch.
+    """
+    start = time.perf_counter()
+    index, previous, settled, last_steps = 0, None, False, []
+    while True:
+        block_start, count = time.perf_counter(), 0
+        block_s = min(SETTLE_BLOCK_S, config.warmup_min_s)
+        boundaries, first = Boundaries(device, 0), index
+        boundaries.note()
+        while of_first_rank(count < 2 or time.perf_counter() - block_start < block_s):
+            variant.step(index)
+            boundaries.note()
+            index, count = index + 1, count + 1
+            if count % 4 == 0:
+                synchronize()
+        synchronize()
+        now = time.perf_counter()
+        kinds = [str(batch_class(each)) for each in range(first, index)]
+        last_steps = [*last_steps[-1:], list(zip(kinds, boundaries.step_ms(), strict=True))]
+        block = ((now - block_start) * 1e3 / count, sampler.latest_sm_mhz() if sampler else None)
+        if previous is not None:
+            settled = all(
+                a is None or b is None or abs(a - b) <= SETTLE_TOLERANCE * b
+                for a, b in zip(block, previous, strict=True)
+            )
+        previous = block
+        elapsed = now - start
+        done = (settled and elapsed >= config.warmup_min_s) or elapsed >= config.warmup_max_s
+        if of_first_rank(done):
+            summary = {"seconds": elapsed, "num_steps": index, "settled": settled, "step_ms": block[0]}
+            return summary, _by_kind(itertools.chain(*last_steps))
+
+
+def _by_kind(steps):
+    times: dict[str, list[float]] = {}
+    for kind, ms in steps:
+        times.setdefault(kind, []).append(ms)
+    return {kind: round(statistics.median(all_ms), 4) for kind, all_ms in times.items()}
+
+
+# ------------------------------------------------------------------------------------------------
+# The timed window
+
+
+def windows(record, state, variant, config, options, device, sampler, step_ms, sample):
+    """The timed window, made again and larger where it ends before its seconds, at most WINDOW_TRIES times.
+
+    step_ms: of a settled step. sample: a `proof.StateSample`. Returns time.monotonic() at the start of its first step
+    and, where there are several ranks, this one's own statistic, ms.
+    """
+    min_steps, min_window_s = least(config, options, step_ms)
+    num_steps, most = 0, math.inf
+    for _ in range(WINDOW_TRIES):
+        wanted = math.ceil(WINDOW_MARGIN * min_window_s * 1e3 / max(step_ms, 1e-6)) if min_window_s else 0
+        num_steps = of_first_rank(int(min(max(min_steps, wanted), most)))
+        state.reset()
+        sample.take(sample.start)
+        window_start, own_ms = _window(record, variant, num_steps, device, sampler, sample)
+        total_ms = sum(record["steps"]["gpu_ms"])
+        if of_first_rank(total_ms >= min_window_s * 1e3):
+            break
+        # Steps that take next to nothing are no reason for a million of them.
+        step_ms, most = total_ms / num_steps, WINDOW_GROWTH * num_steps
+    record["steps"]["batch"] = [state.batch_class(index) for index in range(num_steps)]
+    record["statistic_ms"] = statistic(record["steps"]["gpu_ms"], record["steps"]["batch"])
+    return window_start, statistic(own_ms, record["steps"]["batch"])
+
+
+def _window(record, variant, num_steps, device, sampler, sample):
+    """num_steps timed steps. CUDA: events at step boundaries and no synchronisation inside. CPU: wall time per step."""
+    replays_before = variant.capture.num_replays
+    sampled_step = min(proof.STATE_STEP, num_steps - 1)
+    energy = environment.energy_joules(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
+    gc.collect()
+    gc.disable()
+    try:
+        boundaries = Boundaries(device, num_steps)
+        synchronize()
+        barrier()
+        start = time.perf_counter()
+        window_start = time.monotonic()
+        boundaries.note()
+        for index in range(num_steps):
+            variant.step(index)
+            if index == sampled_step:
+                sample.take(sample.after)
+            boundaries.note()
+        synchronize()
+        # On the CPU the stamps are the wall clock.
+        wall = time.perf_counter() - start if device.type == "cuda" else boundaries.stamps[-1] - boundaries.stamps[0]
+        step_ms = boundaries.step_ms()
+    finally:
+        gc.enable()
+    window_end = time.monotonic()
+    energy_end = environment.energy_joules(record["env"]["gpu_uuid"]) if energy is not None else None
+    if energy_end is not None:
+        record["energy_j"] = energy_end - energy
+    if sampler:
+        record["clocks"] = sampler.between(window_start, window_end)
+    slowest, record["rank_skew_ms"] = _slowest_rank(step_ms)
+    record["steps"].update(gpu_ms=[round(ms, 4) for ms in slowest], wall_ms=wall * 1e3)
+    record["conditions"]["window_s"] = wall
+    record["proof"]["state_step"] = sampled_step
+    fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
+    return window_start, step_ms
+
+
+def wrong_wall(record, world_size: int) -> str | None:
+    """Why the events of a window were not recorded where its steps are, in words, or None."""
+    total_ms, wall_ms = sum(record["steps"]["gpu_ms"]), record["steps"]["wall_ms"]
+    if record["device"] != "cuda" or world_size > 1:
+        return None
+    if abs(total_ms - wall_ms) <= max(EVENTS_TOLERANCE * wall_ms, EVENTS_SLACK_MS):
+        return None
+    return f"the events of the timed steps sum to {total_ms:.1f} ms, the wall clock says {wall_ms:.1f} ms"
+
+
+def statistic(step_ms, batch) -> float:
+    """Mean over the kinds of batch of each kind's median, ms; with one kind, the median."""
+    by_batch: dict = {}
+    for ms, kind in zip(step_ms, batch, strict=True):
+        by_batch.setdefault(kind, []).append(ms)
+    return sum(statistics.median(times) for times in by_batch.values()) / len(by_batch)
+
+
+# ------------------------------------------------------------------------------------------------
+# After the window
+
+
+def issue_pass(record, variant, num_steps=8):
+    """Host time to issue a step: the queue is drained at each mark, and the drains are not counted.
+
+    The launch queue holds about 1024 launches; a host that runs further ahead waits for the GPU, which
+    is why a running loop cannot show this number.
+    """
+    issue_ms, num_marks = [], 0
+    for index in range(num_steps):
+        spent, last = 0.0, 0.0
+
+        def drain():
+            nonlocal spent, last, num_marks
+            spent += time.perf_counter() - last
+            num_marks += 1
+            torch.cuda.synchronize()
+            last = time.perf_counter()
+
+        torch.cuda.synchronize()
+        with marks.watching_marks(drain):
+            last = time.perf_counter()
+            variant.step(index)
+            drain()
+        issue_ms.append(spent * 1e3)
+    record["issue_ms"] = statistics.median(issue_ms)
+    record["extra"]["num_marks"] = num_marks / num_steps
+
+
+def section_pass(record, variant, num_steps=12):
+    """Device time a step of its sections, from events around them; two that overlap on two streams both count."""
+    steps = [[] for _ in range(num_steps)]
+    for index, pairs in enumerate(steps):
+        with marks.opening_sections(functools.partial(_between_events, pairs)):
+            variant.step(index)
+    torch.cuda.synchronize()
+    totals: dict[str, list[float]] = {}
+    for index, pairs in enumerate(steps):
+        for name, begin, end in pairs:
+            totals.setdefault(name, [0.0] * num_steps)[index] += begin.elapsed_time(end)
+    times = {name: statistics.median(per_step) for name, per_step in totals.items()}
+    record["optimizer_ms"] = times.pop("optimizer", None)
+    record["extra"]["sections_ms"] = times
+
+
+@contextlib.contextmanager
+def _between_events(pairs, name):
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    yield
+    end.record()
+    pairs.append((name, begin, end))
+
+
+def profile_pass(record, variant, options, sampler):
+    """Busy time, kernels and gaps from profiled steps; the clock of this pass beside the window's."""
+    # Busy time is set beside the statistic, a mean over all kinds of batch.
+    num_steps = max(options.profile_steps, len(set(record["steps"]["batch"])))
+    index = itertools.count()
+
+    def run_steps(count):
+        for _ in range(count):
+            variant.step(next(index))
+
+    heat = int(PROFILE_HEAT_S * 1e3 / record["statistic_ms"]) + 1
+    work, start, end = trace.profile(run_steps, num_steps, heat)
+    clock = sampler.between(start, end)["sm_mhz"]
+    if not work:
+        record["extra"]["profile"] = "the profiler saw no kernels"
+        return
+    summary = trace.summarise(work, num_steps)
+    record["busy_ms"], record["num_kernels"] = summary.pop("busy_ms"), summary.pop("num_kernels")
+    record["proof"]["graph_kernel_share"] = trace.graph_kernel_share(work)
+    # The profiler slows the host, so an ungraphed step's idle time is what the timed window had beyond busy.
+    graphed = variant.capture.num_replays > 0
+    record["idle_fraction"] = (
+        summary["idle_fraction"] if graphed else max(0.0, 1 - record["busy_ms"] / record["statistic_ms"])
+    )
+    record["extra"]["profile"] = summary | {"kernels_hash": trace.kernels_hash(work, num_steps)}
+    timed_clock = record["clocks"]["sm_mhz"]
+    if clock and timed_clock:
+        record["extra"]["profiled_clock_ratio"] = clock / timed_clock
+    if options.record:
+        trace.write_sidecar(Path(options.record).with_suffix(".trace.json.gz"), work, num_steps)
+
+
+# ------------------------------------------------------------------------------------------------
+# Small parts
+
+
+def fill_capture(record, variant, num_replays, num_steps):
+    capture = variant.capture
+    record["capture"].update(
+        strategy=capture.strategy,
+        warmup_s=round(capture.warmup_s, 4),
+        compile_s=round(capture.compile_s, 4),
+        capture_s=round(capture.capture_s, 4),
+        num_graphs=sum(len(pool.graphs) for pool in capture.pools),
+        num_replays=num_replays,
+        expected_replays=sum(variant.replays_of(index) for index in range(num_steps)),
+    )
+
+
+def nodes(variant):
+    found: dict[str, int] = {}
+    for pool in variant.capture.pools:
+        for kind, count in pool.nodes().items():
+            found[kind] = found.get(kind, 0) + count
+    return found
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use, rising; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def barrier():
+    if is_distributed():
+        torch.distributed.barrier()
+
+
+def of_first_rank(value):
+    """Rank 0's value on every rank: clocks differ, and ranks that take different numbers of steps wait for ever."""
+    if not is_distributed():
+        return value
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def of_all_ranks(value) -> list:
+    """Every rank's value, by rank."""
+    if not is_distributed():
+        return [value]
+    every = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, value)
+    return every
+
+
+def _slowest_rank(step_ms):
+    """A step is as long as its slowest rank; skew is the median over steps of slowest less fastest rank."""
+    every = of_all_ranks(step_ms)
+    if len(every) == 1:
+        return step_ms, None
+    slowest = [max(times) for times in zip(*every, strict=True)]
+    return slowest, statistics.median(max(times) - min(times) for times in zip(*every, strict=True))

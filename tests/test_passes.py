@@ -1,0 +1,280 @@
+"""common/passes and phases: how long windows are, clocks that must agree, and what a run says of its own course."""
+
+import errno
+import os
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import measure, passes, phases, proof
+from common import record as records
+from tests import test_measure
+from tests.test_measure import Config, Graphed, State, Variant, sleeping
+
+run = test_measure.run
+
+
+class Clock:
+    """time as passes sees it: steps take what they say, whatever the host does."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        for module in (passes, proof):
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self):
+        return self.now
+
+    monotonic = process_time = perf_counter
+
+    def sleep(self, seconds):
+        """Nobody works meanwhile."""
+
+    def steps_of(self, seconds_of, base=Variant):
+        """A variant of which step i in the window takes seconds_of(i), and any other seconds_of(None)."""
+
+        class Takes(base):
+            def step(variant, index):
+                super().step(index)
+                self.now += seconds_of(index if not test_measure.gc.isenabled() else None)
+
+        return Takes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+FULL = {"min_window_s": 5.0, "warmup_min_s": 0.0, "warmup_max_s": 0.0}
+
+
+def num_steps(record):
+    return len(record["steps"]["gpu_ms"])
+
+
+# --- how long a window is
+
+
+def test_a_window_has_its_seconds_also_where_steps_are_faster_in_it(run, clock):
+    """Settled steps are slower than those of the window: a window of their pace would end short."""
+    record = run(clock.steps_of(lambda index: 0.1 if index is None else 0.07), config=Config(**FULL)).record
+    assert sum(record["steps"]["gpu_ms"]) >= 5000 and num_steps(record) == 79
+    assert record["conditions"]["window_s"] == pytest.approx(79 * 0.07)
+    assert record["status"] == "pass" and record["numerics"]["loss"][:2] == pytest.approx(
+        test_measure.expected_losses(2), rel=1e-5
+    )
+
+
+def test_a_window_of_the_settled_pace_is_made_once(run, clock):
+    made = run(clock.steps_of(lambda index: 0.1), config=Config(**FULL))
+    assert num_steps(made.record) == 56
+    assert made.variant.indices[-56:] == list(range(56)) and made.variant.indices.count(55) == 1
+
+
+def test_a_window_is_made_three_times_at_most_and_grows_fourfold_at_most(run, clock):
+    made = run(clock.steps_of(lambda index: 0.1 if index is None else 1e-5), config=Config(**FULL))
+    assert num_steps(made.record) == 56 * 16
+    assert [made.variant.indices.count(step) for step in (55, 56, 224, 895)] == [3, 2, 1, 1]
+    assert made.record["capture"]["num_replays"] == 0
+
+
+def test_replays_are_those_of_the_window_that_counts(run, clock):
+    make = clock.steps_of(lambda index: 0.1 if index is None else 0.07, Graphed)
+    record = run(make, config=Config(**FULL), promise=("graph", 1, 1)).record
+    assert record["capture"]["num_replays"] == record["capture"]["expected_replays"] == num_steps(record) == 79
+    assert record["status"] == "pass" and record["proof"]["steps"][-1] == 78
+
+
+@pytest.mark.parametrize(
+    ("seconds", "config", "steps", "expected"),
+    [
+        # Beyond 0.4 s: 20 s and 8 steps.
+        (0.41, {}, 0, 54),
+        (5.0, {}, 0, 8),
+        (5.0, {}, 10, 10),
+        (0.39, {"min_steps": 50}, 0, 50),
+        # What asks for a shorter window is asked for no more.
+        (0.5, {"min_window_s": 1.5}, 0, 12),
+    ],
+)
+def test_long_steps_have_windows_of_their_own(run, clock, seconds, config, steps, expected):
+    record = run(clock.steps_of(lambda index: seconds), config=Config(**FULL | config), steps=steps).record
+    assert num_steps(record) == expected
+    assert len(record["numerics"]["loss"]) == min(expected, record["config"]["min_steps"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "window_s", "flags", "expected"),
+    [
+        (0.5, 5.0, {}, 3),
+        (0.3, 5.0, {}, 20),
+        (0.3, 5.0, {"steps": 27}, 27),
+        (0.5, 5.0, {"steps": 27}, 3),
+        (0.5, 5.0, {"parity_steps": 6}, 6),
+        (0.3, 5.0, {"parity_steps": 6}, 6),
+        (0.5, 1.5, {}, 20),
+    ],
+)
+def test_parity_has_three_steps_where_they_are_long(run, monkeypatch, seconds, window_s, flags, expected):
+    """The second step counts: the first compiles, allocates and chooses kernels."""
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def take(index):
+        now[0] += seconds if index else 9.0
+
+    record = run(
+        lambda state: Variant(state, before=take), parity=True, config=Config(min_window_s=window_s), **flags
+    ).record
+    assert len(record["numerics"]["loss"]) == expected and record["status"] == "pass"
+
+
+# --- clocks
+
+
+@pytest.mark.parametrize(
+    ("wall_ms", "world_size", "fault"), [(1004.0, 1, None), (1006.0, 1, "sum to 1000.0 ms"), (1006.0, 2, None)]
+)
+def test_events_of_a_gpu_agree_with_the_wall_clock(wall_ms, world_size, fault):
+    record = records.blank(device="cuda")
+    record["steps"].update(gpu_ms=[10.0] * 100, wall_ms=wall_ms)
+    said = passes.wrong_wall(record, world_size)
+    assert (fault in said) if fault else said is None
+    record["device"] = "cpu"
+    assert passes.wrong_wall(record, world_size) is None
+
+
+def test_a_clock_that_does_not_agree_fails_the_run(run, monkeypatch):
+    monkeypatch.setattr(passes, "wrong_wall", lambda record, world_size: "the clocks part")
+    record = run(Graphed).record
+    assert (record["status"], record["message"]) == ("failed", "the clocks part")
+    assert record["statistic_ms"] > 0
+
+
+@pytest.mark.gpu
+def test_events_on_a_gpu_fill_the_wall_clock():
+    device = torch.device("cuda")
+    x = torch.randn(2048, 2048, device=device)
+    boundaries = passes.Boundaries(device, 200)
+    passes.synchronize()
+    start = time.perf_counter()
+    boundaries.note()
+    for _ in range(200):
+        x @ x
+        boundaries.note()
+    passes.synchronize()
+    wall_ms = (time.perf_counter() - start) * 1e3
+    assert sum(boundaries.step_ms()) == pytest.approx(wall_ms, abs=max(1.0, 0.01 * wall_ms))
+
+
+# --- what a run says of its course
+
+
+def test_a_record_says_when_where_and_for_how_long_it_ran(run):
+    before = time.time()
+    record = run(sleeping(lambda index: 0.004), config=Config(min_steps=30)).record
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", record[key]) for key in ("begin_utc", "end_utc"))
+    assert phases.utc(before - 1) <= record["end_utc"] <= phases.utc(time.time())
+    # This process began before any test of it.
+    assert record["begin_utc"] <= phases.utc(before)
+    assert record["conditions"]["cores"] == sorted(os.sched_getaffinity(0))
+    assert record["conditions"]["settled"] is record["extra"]["settle"]["settled"]
+    assert record["conditions"]["window_s"] * 1e3 == pytest.approx(record["steps"]["wall_ms"])
+    seconds = record["seconds"]
+    assert set(seconds) == set(records.TEMPLATE["seconds"])
+    assert seconds["window"] >= 0.12 and seconds["settle"] >= 0.008 and seconds["start"] >= 0 and seconds["import"] > 0
+    assert seconds["build"] >= 0 and seconds["profile"] is None
+    assert seconds["warmup"] == round(record["capture"]["warmup_s"], 3)
+    assert record["proof"]["settled_ms"]["0"] >= 4
+
+
+def test_settled_paces_are_told_by_kind_of_batch(run, clock, monkeypatch):
+    seconds = iter([0.002, 0.005] * 1000)
+    made = run(clock.steps_of(lambda index: next(seconds)), state=lambda: State(classes=2), config=Config(min_steps=10))
+    assert made.record["proof"]["settled_ms"] == {"0": 2.0, "1": 5.0}
+
+
+def test_a_phase_that_fails_has_its_seconds():
+    record = records.blank()
+    clock = phases.Phases(record)
+    with pytest.raises(KeyError), clock.phase("build"):
+        time.sleep(0.02)
+        raise KeyError
+    with clock.phase("build"):
+        pass
+    assert record["seconds"]["build"] >= 0.02
+    assert clock.end() is None and record["end_utc"]
+
+
+def test_a_host_without_proc_tells_no_start(monkeypatch):
+    monkeypatch.setattr(phases, "_process_start_s", lambda: None)
+    record = records.blank()
+    phases.Phases(record)
+    assert record["seconds"]["start"] is None and record["seconds"]["import"] > 0 and record["begin_utc"]
+
+
+def test_ranks_say_what_each_measured(monkeypatch, tmp_path, capsys):
+    """Two ranks in one process: what the other one would have answered is made up here."""
+    others = {"statistic": 30.0, "message": ""}
+
+    def of_all_ranks(value):
+        if isinstance(value, list):
+            return [value, [others["statistic"]] * len(value)]
+        return [value, value | {"rank": 1, "statistic_ms": others["statistic"], "message": others["message"]}]
+
+    monkeypatch.setattr(passes, "of_all_ranks", of_all_ranks)
+    monkeypatch.setattr(
+        measure.environment, "describe_environment", lambda *_: records.TEMPLATE["env"] | {"world_size": 2}
+    )
+    make = lambda state: Variant(state)  # noqa: E731
+    record = test_measure.Measured(make, tmp_path, lambda: capsys.readouterr().out).record
+    assert record["status"] == "pass", record["message"]
+    assert [set(rank) for rank in record["ranks"]] == [{"rank", "gpu_uuid", "statistic_ms", "num_replays"}] * 2
+    assert record["ranks"][0]["statistic_ms"] < 30 == record["ranks"][1]["statistic_ms"] == record["statistic_ms"]
+    others["message"] = "3 graphs made, 4 promised"
+    record = test_measure.Measured(make, tmp_path, lambda: capsys.readouterr().out).record
+    assert (record["status"], record["message"]) == ("failed", "rank 1: 3 graphs made, 4 promised")
+
+
+# --- a full disk
+
+
+def full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def said(tmp_path, capsys):
+    """A run, and what it said on stderr."""
+
+    def go(**more):
+        errors = []
+
+        def read_output():
+            out, err = capsys.readouterr()
+            errors.append(err)
+            return out
+
+        made = test_measure.Measured(Graphed, tmp_path, read_output, **more)
+        return made, errors[-1]
+
+    return go
+
+
+def test_a_record_that_does_not_fit_is_one_line(said, monkeypatch):
+    monkeypatch.setattr(os, "fsync", full)
+    made, error = said()
+    assert error == f"python -m tests.fake_model.train: --record {made.path}: No space left on device\n"
+    assert made.record["status"] == "failed" and not made.path.exists()
+
+
+def test_a_sidecar_that_does_not_fit_is_no_traceback(said, monkeypatch):
+    monkeypatch.setattr("numpy.savez_compressed", full)
+    made, error = said(parity=True)
+    assert error == ""
+    assert made.record["status"] == "failed" and "No space left on device" in made.record["message"]
+    assert records.read(made.path)["status"] == "failed"
