@@ -30,8 +30,8 @@ MISSING_SHARE, MISSING_STEPS = 0.1, 2
 # moved elsewhere. Chaos turns directions of single moments, never those of most tensors.
 MOVED_FACTOR, MOVED_SHARE, DIRECTION = 3.0, 0.25, 0.3
 # A host that was busy while a run settled lets its steps become faster: by 0.72 at most in the history. Work that is
-# left out makes them faster by far more.
-FASTER = {"cuda": 0.5, "cpu": 0.2}
+# left out makes them faster by far more. Neighbours on few cores slow a CPU run's warm-up tenfold.
+FASTER = {"cuda": 0.5, "cpu": 0.05}
 QUARTERS, QUARTER_STEPS = 4, 3
 # Reading losses took an eager run 17 ms of processor time on an H100's host; a step's work left for then takes more.
 LATE_MS, LATE_FACTOR = {"cuda": 100.0, "cpu": 20.0}, 3.0

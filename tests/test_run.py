@@ -380,6 +380,20 @@ def test_a_run_that_lies_is_named(out, quick, capsys, variant, status, message):
     assert f"not sound: {variant} ({status})" in capsys.readouterr().out
 
 
+def test_a_run_of_another_source_than_its_session_s_fails(out, quick, monkeypatch):
+    def edit(name, record):
+        if name == "graph.r1":
+            record["env"]["source_hash"] = "edited meanwhile"
+
+    edited(monkeypatch, edit)
+    assert go(out, "graph", "--rounds", "1") == 1
+    record = read(only(out))["graph.r1"]
+    assert (record["status"], record["message"]) == (
+        "failed",
+        "the source changed while the session ran: edited meanwhile",
+    )
+
+
 def test_eager_that_does_not_repeat_itself(out):
     assert go(out, "graph", flags=["--nondeterministic", "true"]) == 1
     found = read(only(out))
@@ -703,12 +717,14 @@ def test_a_session_of_another_boot_or_gpu_stays_open_and_is_not_continued(out, q
     session = half_way(out, monkeypatch)
     here = sessions.read_meta(session)["nodes"][0]
     for there in (here | {"boot_id": "another"}, here | {"gpu_uuids": ["GPU-9"]}, here | {"host": "other"}):
-        # Old, and of another source: nothing of this boot may close it all the same.
-        change_meta(session, nodes=[there], begin_utc="2026-01-01T00:00:00Z", source={"source_hash": "x"})
+        change_meta(session, nodes=[there])
         before = ages(session)
         assert go(out) == 0
         assert ages(session) == before and sessions.is_open(session)
-    assert len(sessions.find(out)) == 4
+    # Old, and of another source: nothing of this boot may close it all the same.
+    change_meta(session, begin_utc="2026-01-01T00:00:00Z", source={"source_hash": "x"})
+    assert go(out) == 0
+    assert ages(session) == before and len(sessions.find(out)) == 5
 
 
 def test_other_versions_end_a_session(out, quick, monkeypatch, capsys):

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds
-from common import record as records
+from benchmarks import rounds, sessions
+from tests.harness import names, only, processes_with, read, until
 from tests.slurm_cluster import Cluster, free_ports
-from tests.test_rounds import processes_with, until
 
 pytestmark = pytest.mark.slurm
 
@@ -37,6 +36,7 @@ def cluster(tmp_path_factory):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_ports(1)[0]),
             "OMP_NUM_THREADS": "1",
+            "GRAPH_LOCK_DIR": str(cluster.folder / "locks"),
         }
         cluster.environment.pop("CUDA_VISIBLE_DEVICES", None)
         yield cluster
@@ -70,8 +70,13 @@ def queued(cluster):
     return set(cluster.run("squeue", "--noheader", "--format=%i").stdout.split())
 
 
-def names(folder):
-    return sorted(path.name.removesuffix(".json") for path in folder.glob("*.r*.json"))
+def log_of(out, name):
+    """The log of a run, once it has begun, else None."""
+    return next(out.glob(f"*/*/*/logs/{name}.log"), None)
+
+
+def table(session):
+    return (session.parent / "table.md").read_text()
 
 
 def test_the_cluster_is_up_in_ten_seconds(cluster):
@@ -85,12 +90,12 @@ def test_a_job_measures_gpt3_and_the_collate_job_writes_its_table(cluster, tmp_p
     assert cluster.job(collate)["JobState"] == "PENDING"
     assert end(cluster, job) == "COMPLETED", text_of(out, f"slurm-{job}.out")
     assert end(cluster, collate) == "COMPLETED"
-    assert names(out) == ["eager.r0", "eager.r1", "graph.r0", "graph.r1"]
-    for name in names(out):
-        record = records.read(out / f"{name}.json")
+    session = only(out)
+    assert names(session) == ["eager.r0", "eager.r1", "graph.r0", "graph.r1"]
+    for record in read(session).values():
         assert (record["status"], record["env"]["slurm"]["job_id"]) == ("pass", job)
         assert record["env"]["slurm"]["nodelist"] in ("node0", "node1")
-    assert "| graph | 1 |" in (out / "table.md").read_text()
+    assert not sessions.is_open(session) and "| graph |" in table(session)
     assert f"job {job}: 1 of 1 tasks ended well" in text_of(out, f"collate-{collate}.out")
 
 
@@ -118,11 +123,11 @@ def test_a_cancelled_job_is_named_by_the_collate_job(cluster, tmp_path):
     out = tmp_path / "out"
     job, collate = submit(cluster, "--model", FAKE, "--rounds", "1", "--out", out, flags=["--seconds", "60"])
     cluster.until_state(job, "RUNNING")
-    assert until((out / "logs" / "eager.r0.log").exists, 30)
+    assert until(lambda: log_of(out, "eager.r0"), 30)
     cluster.run("scancel", job)
     assert (end(cluster, job), end(cluster, collate)) == ("CANCELLED", "FAILED")
     assert "ended with exit status 143" in text_of(out, f"collate-{collate}.out")
-    assert until(lambda: not processes_with(f"{out}/.partial"))
+    assert until(lambda: not processes_with(str(out)))
 
 
 def test_an_array_covers_two_models(cluster, tmp_path):
@@ -131,13 +136,13 @@ def test_an_array_covers_two_models(cluster, tmp_path):
     job, collate = submit(cluster, "--model", f"gpt3,{FAKE}", *arguments)
     assert end(cluster, collate, 240) == "COMPLETED"
     for task, model in enumerate(("gpt3", FAKE)):
-        folder = out / f"{model}-tiny"
-        assert names(folder) == ["eager.r0", "eager.r1", "graph.r0", "graph.r1"]
-        record = records.read(folder / "graph.r1.json")
+        session = only(out / f"{model}-tiny")
+        assert names(session) == ["eager.r0", "eager.r1", "graph.r0", "graph.r1"]
+        record = read(session)["graph.r1"]
         slurm = record["env"]["slurm"]
         assert (record["model"], slurm["array_job_id"], slurm["array_task_id"]) == (model, job, str(task))
         assert "task " + str(task) in text_of(out, f"slurm-{job}_{task}.out")
-        assert (folder / "table.md").exists()
+        assert table(session)
     said = text_of(out, f"collate-{collate}.out")
     assert f"job {job}: 2 of 2 tasks ended well" in said and "gpt3 preset tiny" in said and FAKE in said
 
@@ -153,9 +158,10 @@ def test_near_its_limit_a_job_is_queued_again_and_resumes(cluster, tmp_path):
     log = text_of(out, f"slurm-{job}.out")
     assert "the time limit is near: stopping" in log and "back into the queue" in log
     assert cluster.job(collate)["JobState"] == "PENDING"
-    assert until(lambda: not processes_with(f"{out}/.partial"))
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*.r*.json")}
-    assert 0 < len(before) < 34
+    assert until(lambda: not processes_with(str(out)))
+    session = only(out)
+    before = [path.read_text().rstrip("\n") for path in sessions.record_files(session)]
+    assert sessions.is_open(session) and 0 < len(before) < 34
     while cluster.until_state(job, "PENDING", "COMPLETED", limit_s=90) == "PENDING":
         # Slurm would wait two minutes before it starts a job that came back.
         # Not at once: Slurm kills what starts again within the second of its end.
@@ -163,19 +169,21 @@ def test_near_its_limit_a_job_is_queued_again_and_resumes(cluster, tmp_path):
         time.sleep(3)
         cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
         cluster.until_state(job, "RUNNING", "COMPLETED")
-    assert len(names(out)) == 34
-    assert all(path.stat().st_mtime_ns == before[path] for path in before), "a record was measured twice"
-    assert "reused" in text_of(out, f"slurm-{job}.out")
-    assert int(records.read(out / "graph.r16.json")["env"]["slurm"]["restart_count"]) >= 1
+    packed = only(out)
+    assert packed.name == sessions.session_name(session) and len(names(packed)) == 34
+    lines, _ = sessions.read_lines(packed / sessions.RECORDS)
+    assert set(before) <= set(lines), "a record was measured twice"
+    assert f"goes on with {packed.name}" in text_of(out, f"slurm-{job}.out")
+    assert int(read(packed)["graph.r16"]["env"]["slurm"]["restart_count"]) >= 1
     assert end(cluster, collate) == "COMPLETED"
-    assert "| graph | 16 |" in (out / "table.md").read_text()
+    assert "1 sessions, 34 records" in text_of(out, f"collate-{collate}.out") and "| graph |" in table(packed)
 
 
 def test_a_task_of_an_array_that_is_queued_again_leaves_the_others_alone(cluster, tmp_path):
     out = tmp_path / "out"
     job, collate = submit(cluster, "--model", f"gpt3,{FAKE}", "--variants", "eager", "--rounds", "3", "--out", out)
     folders = [out / "gpt3-tiny", out / f"{FAKE}-tiny"]
-    assert until((folders[1] / "eager.r0.json").exists, 60)
+    assert until(lambda: list(folders[1].glob("*/*/*/eager.r0.json")), 60)
     # The last task's own id is that of the whole array.
     assert cluster.job(f"{job}_1")["JobId"] == job
     cluster.run("scancel", "--signal=USR1", "--batch", f"{job}_1")
@@ -189,14 +197,14 @@ def test_a_task_of_an_array_that_is_queued_again_leaves_the_others_alone(cluster
     logs = [text_of(out, f"slurm-{job}_{task}.out") for task in (0, 1)]
     assert [log.count("  start ") for log in logs] == [1, 2]
     assert ["the time limit is near" in log for log in logs] == [False, True]
-    restarts = [records.read(folder / "eager.r3.json")["env"]["slurm"].get("restart_count") for folder in folders]
+    restarts = [read(only(folder))["eager.r3"]["env"]["slurm"].get("restart_count") for folder in folders]
     assert restarts[0] in (None, "0") and restarts[1] == "1"
 
 
 def test_a_job_whose_runs_are_longer_than_its_limit_does_not_come_back_for_ever(cluster, tmp_path):
     out = tmp_path / "out"
     job, collate = submit(cluster, "--model", FAKE, "--rounds", "1", "--out", out, flags=["--seconds", "600"])
-    assert until((out / "logs" / "eager.r0.log").exists, 30)
+    assert until(lambda: log_of(out, "eager.r0"), 30)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     assert (end(cluster, job), end(cluster, collate)) == ("FAILED", "FAILED")
     assert "no run ended well within the time limit" in text_of(out, f"slurm-{job}.out")
@@ -207,13 +215,14 @@ def test_two_nodes_run_one_job_of_two_ranks(cluster, tmp_path):
     arguments = ("--model", "gpt3", "--nodes", "2", "--variants", "graph", "--rounds", "1", "--out", out)
     job, collate = submit(cluster, *arguments)
     assert end(cluster, collate, 240) == "COMPLETED", text_of(out, f"slurm-{job}.out")
-    for name in names(out):
-        record = records.read(out / f"{name}.json")
+    session = only(out)
+    assert session.parent.parent.name == "cpux2" and len(sessions.read_meta(session)["nodes"]) == 2
+    for record in read(session).values():
         assert (record["status"], record["numerics"]["parity"]) == ("pass", "bitwise")
         assert record["env"]["world_size"] == 2
         assert record["env"]["slurm"]["nodelist"] == "node[0-1]"
-        assert record["extra"]["request"]["nodes"]["count"] == 2
-    assert records.read(out / "graph.r1.json")["rank_skew_ms"] is not None
+        assert record["extra"]["request"]["num_nodes"] == 2
+    assert read(session)["graph.r1"]["rank_skew_ms"] is not None
 
 
 @pytest.mark.parametrize("how", ["limit", "ctrl-c", "kill"])
@@ -232,9 +241,13 @@ def test_of_a_run_that_is_killed_nothing_is_left_on_any_node(cluster, tmp_path, 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    log = out / "logs" / "eager.r0.log"
+
+    def both_began():
+        log = log_of(out, "eager.r0")
+        return log is not None and log.read_text().count("fake eager round 0") == 2
+
     try:
-        assert until(lambda: log.exists() and log.read_text().count("fake eager round 0") == 2, 60), log.read_text()
+        assert until(both_began, 60), log_of(out, "eager.r0")
         if how != "limit":
             process.send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
             assert process.wait(30) == (130 if how == "ctrl-c" else -signal.SIGKILL)
