@@ -15,6 +15,7 @@ end first: what it started on other machines, only it can reach.
 import ctypes
 import importlib.util
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -285,17 +286,17 @@ class Gpus:
 
     @property
     def slug(self) -> str:
-        """`NVIDIA H200` -> `h200`; `cpu` without a GPU."""
+        """`NVIDIA H200` -> `h200`, `NVIDIA H100 80GB HBM3` -> `h100`; `cpu` without a GPU."""
         if not self.names:
             return "cpu"
-        words = "".join(c if c.isalnum() else " " for c in self.names[0].lower()).split()
+        # Of a type with memory of one size alone the driver says the size and the kind of memory all the same.
+        name = re.sub(r" \d+gb hbm\w+$", "", self.names[0].lower())
+        words = "".join(c if c.isalnum() else " " for c in name).split()
         return "-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")) or "gpu"
 
 
 def find_gpus() -> Gpus:
     """Ask nvidia-smi -L; without the command, a driver or a GPU the answer is empty. CUDA_VISIBLE_DEVICES counts."""
-    import re
-
     listing = _output(["nvidia-smi", "-L"])
     found = re.findall(r"^GPU (\d+): (.*?)(?: \(UUID: (.*?)\))?$", listing, re.MULTILINE)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

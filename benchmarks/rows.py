@@ -437,7 +437,8 @@ def _parity(record, is_base):
         return "differs" if loss is None else f"loss {loss:.1e}"
     reference = record["numerics"]["reference"]
     # Against what, where that is not eager.
-    return f"bitwise to {reference}" if parity == "bitwise" and reference not in (None, "eager") else parity
+    other = reference not in (None, "eager", record["variant"])
+    return f"bitwise to {reference}" if parity == "bitwise" and other else parity
 
 
 def _report(runs):

@@ -201,8 +201,9 @@ def test_what_grows_by_more_than_a_steady_loop_leaks(device, growth_mib, peak_gi
 
 def test_held_bytes_grow_with_what_is_held():
     before = proof.held_bytes(CPU)
-    held = torch.ones(64 * 2**18)
-    assert proof.held_bytes(CPU) - before == pytest.approx(64 * 2**20, rel=0.2)
+    # More than earlier tests may have left in the allocator.
+    held = torch.ones(512 * 2**18)
+    assert proof.held_bytes(CPU) - before == pytest.approx(512 * 2**20, rel=0.3)
     del held
 
 

@@ -162,4 +162,5 @@ def test_no_gpu_is_an_empty_answer(monkeypatch, tmp_path):
     fake_nvidia_smi(tmp_path / "bin", monkeypatch, "No devices found.")
     assert rounds.find_gpus().slug == "cpu"
     assert rounds.Gpus(("NVIDIA A100-SXM4-80GB",)).slug == "a100-sxm4-80gb"
+    assert rounds.Gpus(("NVIDIA H100 80GB HBM3",)).slug == "h100"
     assert rounds.Gpus(("NVIDIA GeForce RTX 4090",)).slug == "rtx-4090"
