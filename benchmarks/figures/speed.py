@@ -58,7 +58,7 @@ def speedup(blocks: list[Block]) -> Page:
     page = Page(
         speedup_title(blocks),
         "Best eager's step time over the variant's, in the same rounds. Whisker: 95 % interval. Hollow: no "
-        "significant difference. Diamond: beside busy host processes. Grey band: within 0.5 %.",
+        "verdict of faster or slower. Diamond: beside busy host processes. Grey band: within 0.5 %.",
         provenance(members),
         body + 0.42,
     )

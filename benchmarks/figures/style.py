@@ -65,6 +65,7 @@ STYLE = {
 LOOKS = {
     "eager": ("#8c8c8c", "", "s", "-"),
     "eager_sync": ("#bdbdbd", "|", "X", (0, (1, 1))),
+    "control": ("#d2d2d2", "-", ">", (0, (2, 1))),
     "graph": ("#1b6ca8", "", "o", "-"),
     "graph_te": ("#7fb0d6", "//", "^", (0, (4, 1.5))),
     "graph_overlap": ("#0d3c61", "xx", "p", (0, (1, 1))),
