@@ -66,7 +66,7 @@ bench: ## measure MODEL, eager against graphed
 publish: ## copy packed sessions, SESSION=runs/..., unchanged into results/
 	$(call need,SESSION,runs/h200x1/gpt3-bench/20261122T031500Z-13f405-c77b)
 	$(setup) core
-	$(python) -m benchmarks.sessions publish $(SESSION)
+	$(python) -m benchmarks.publish publish $(SESSION)
 
 sweep: ## where graphs stop paying: MODEL at growing values of OVER
 	$(call need,MODEL,$(firstword $(models)); models: $(models))

@@ -489,18 +489,6 @@ class Session:
         names = list(made) if set(odd) & set(eagers) else [name for name in made if name in (*eagers, *odd)]
         return [name for name in rounds.order(names, number) if (name, number, 2) not in self.records]
 
-    def is_complete(self) -> bool:
-        """Whether the records so far are all that this session would measure."""
-        number, active = 2 if self.rounds == "auto" else self.rounds, self._active()
-        if any((name, 0, 1) not in self.records for name in self.variants if name != CONTROL):
-            return False
-        while all((v, r, 1) in self.records and not self._unsettled(r) for v in active for r in range(1, number + 1)):
-            wanted = self._wanted(number)
-            if wanted == number:
-                return True
-            number = wanted
-        return False
-
     def _active(self):
         """Variants that are worth another timed run."""
         return [

@@ -74,17 +74,21 @@ def _published(row):
 
 
 _NAME = (("model", field("label")), ("variant", field("variant")))
-SPEED = (
-    *_NAME,
-    ("base ms", _base_ms(2)),
-    ("step ms", field("step_ms", number(2))),
-    ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
+# What the pairs say, with what it rests on.
+_JUDGED = (
     ("speed-up", _alone("speedup")),
     ("95 %", tables.bounds("speedup")),
     ("verdict, 99 %", _verdict),
     ("hosts", tables.host_range),
     ("hosts, pairs", tables.hosts_pairs),
     ("by p10", _ratio("quiet_speedup")),
+)
+SPEED = (
+    *_NAME,
+    ("base ms", _base_ms(2)),
+    ("step ms", field("step_ms", number(2))),
+    ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
+    *_JUDGED,
     ("NVIDIA published", _published),
     ("older", lambda row: str(row["num_older"]) if row["num_older"] else None),
     ("lacks", lambda row: row["lacks"] or None),
@@ -139,12 +143,7 @@ SUMMARY = (
     ("base ms", _base_ms(1)),
     ("step ms", field("step_ms", number(1))),
     ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    ("speed-up", _alone("speedup")),
-    ("95 %", tables.bounds("speedup")),
-    ("verdict, 99 %", _verdict),
-    ("hosts", tables.host_range),
-    ("hosts, pairs", tables.hosts_pairs),
-    ("by p10", _ratio("quiet_speedup")),
+    *_JUDGED,
     ("pool GiB", field("pool_gib", number(2))),
     ("parity", field("parity")),
     ("lacks", lambda row: row["lacks"] or None),

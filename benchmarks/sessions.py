@@ -12,13 +12,7 @@ source. Below the output root, which is runs/ unless --out says otherwise:
 A session's name is the time of its begin, its boot and its GPU: 20261122T031500Z-13f405-c77b; cpu0 without a GPU, and
 of several nodes that of rank 0. Packing writes a folder of another name and renames it, so that a reader finds the open
 session or the packed one, whole. `publish` copies a packed session into results/, where sessions.sha256 lists every
-file of every session; nothing else writes there.
-
-    python -m benchmarks.sessions publish runs/h200x1/gpt3-bench/20261122T031500Z-13f405-c77b
-    python -m benchmarks.sessions verify results
-    python -m benchmarks.sessions list runs
-
-Exit status: 0; 1 where something is refused or damaged, with a line for each; 2 for a mistake on the command line.
+file of every session; nothing else writes there. `benchmarks.publish` is the command.
 """
 
 import contextlib
@@ -29,12 +23,10 @@ import lzma
 import os
 import re
 import shutil
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from common import record as records
-from common.config import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 OPEN, PACKING = ".open", ".packing"
@@ -409,62 +401,3 @@ def verify(results: Path) -> list[str]:
         f"{name}: changed since it was published" for name in known if there.get(name, known[name]) != known[name]
     ]
     return faults + [f"{name}: not in {SUMS}" for name in there if name not in known]
-
-
-# ------------------------------------------------------------------------------------------------
-# Command
-
-
-def main(argv=None) -> int:
-    parser = Parser(prog="python -m benchmarks.sessions", description="Sessions of records.", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="publish|verify|list")
-    one = commands.add_parser("publish", help="copy packed sessions into results/")
-    one.add_argument("sessions", nargs="+", type=Path, metavar="SESSION")
-    one.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")
-    for name, text, default in (
-        ("verify", "whether published files are as they were", "results"),
-        ("list", "sessions below a root", "runs"),
-    ):
-        one = commands.add_parser(name, help=text)
-        one.add_argument("root", nargs="?", type=Path, default=ROOT / default, metavar="DIR")
-    args = parser.parse_args(argv)
-    try:
-        return {"publish": _publish, "verify": _verify, "list": _list}[args.command](args)
-    except (Damaged, Refused) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{parser.prog}: {error.filename or error}: {error.strerror or ''}".rstrip(": "), file=sys.stderr)
-        return 1
-
-
-def _publish(args):
-    from benchmarks import compare
-
-    for session in args.sessions:
-        target = publish(session, args.into)
-        compare.write_summary(target.parent)
-        print(f"{target}\n{target.parent}/: table.md and summary.csv made again")
-    print("make readme writes the overview and the tables of the READMEs; then commit all of it")
-    return 0
-
-
-def _verify(args):
-    faults = verify(args.root)
-    for fault in faults:
-        print(f"{args.root}/{fault}")
-    print(f"{len(find(args.root))} sessions, {len(faults)} faults")
-    return 1 if faults else 0
-
-
-def _list(args):
-    for path in find(args.root):
-        meta = read_meta(path)
-        number = len(record_files(path)) if is_open(path) else meta.get("num_records")
-        state = "open" if is_open(path) else meta.get("closed") or "closed"
-        print(f"{path.parent.relative_to(args.root)}/{path.name}  {number} records  {state}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

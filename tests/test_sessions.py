@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sessions
+from benchmarks import publish, sessions
 from common import record as records
 
 BOOT, GPU_UUID = "13f4-05aa", "GPU-C77b-1"
@@ -390,7 +390,7 @@ def test_verify_names_what_is_missing_changed_and_not_listed(packed, results):
 
 def go(*arguments):
     try:
-        return sessions.main([str(word) for word in arguments])
+        return publish.main([str(word) for word in arguments])
     except SystemExit as stop:
         return stop.code
 
@@ -400,7 +400,7 @@ def test_the_command_publishes_verifies_and_lists(session, results, capsys):
     assert capsys.readouterr().out == f"h200x1/m-tiny/{session.name}  2 records  open\n"
     assert go("publish", session, "--into", results) == 1
     error = capsys.readouterr().err
-    assert error.startswith("python -m benchmarks.sessions: ") and error.count("\n") == 1
+    assert error.startswith("python -m benchmarks.publish: ") and error.count("\n") == 1
     packed = sessions.pack(session, "as it stands")
     assert go("publish", packed, "--into", results) == 0
     assert f"{results}/h200x1/m-tiny/{packed.name}\n" in capsys.readouterr().out
@@ -428,7 +428,7 @@ def test_the_command_publishes_verifies_and_lists(session, results, capsys):
 def test_mistakes_are_one_line(arguments, status, capsys):
     assert go(*arguments) == status
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("python -m benchmarks.sessions"), error
+    assert error.count("\n") == 1 and error.startswith("python -m benchmarks.publish"), error
 
 
 def test_the_committed_results_are_as_they_were_published():

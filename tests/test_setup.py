@@ -307,7 +307,7 @@ def test_a_session_is_closed_by_its_name_without_a_model(machine):
 
 def test_publish_takes_sessions(machine):
     machine.make("publish", "SESSION=runs/a runs/b")
-    assert machine.log()[-1].endswith("-m benchmarks.sessions publish runs/a runs/b")
+    assert machine.log()[-1].endswith("-m benchmarks.publish publish runs/a runs/b")
     answer = machine.make("publish")
     assert answer.returncode == 2 and "SESSION is missing, as in make publish SESSION=runs/" in answer.stderr
     assert not machine.log()
