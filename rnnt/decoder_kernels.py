@@ -1,65 +1,60 @@
 """What rnnt/decoder.py does between matrix products, as Triton kernels: one program for an utterance."""
 
+import functools
+
 import triton
 import triton.language as tl
 
+from common.triton_launch import Launch
+
 
 def join(search, f) -> None:
-    width = f.shape[2]
     assert f.stride(2) == 1
-    _join[(search.batch,)](
-        f,
-        f.stride(0),
-        f.stride(1),
-        search.g,
-        search.joined,
-        search.frame,
-        search.lengths,
-        width,
-        WIDTH=triton.next_power_of_2(width),
-    )
+    launch = _join_of(f.stride(0), f.stride(1), f.shape[2], f.dtype, search.g.dtype)
+    launch((search.batch, 1, 1), (f, search.g, search.joined, search.frame, search.lengths))
 
 
 def advance(search) -> None:
-    vocab = search.logits.shape[1]
-    _advance[(search.batch,)](
-        search.logits,
-        search.labels,
-        search.counters,
-        search.lengths,
-        search.num_active,
-        search.recurrent,
+    launch = _advance_of(
         search.recurrent.stride(0),
-        search.table,
-        search.x,
         search.x.stride(0),
-        search.c,
         search.batch,
-        vocab,
+        search.logits.shape[1],
         search.hidden,
         search.max_symbols_per_frame,
         search.max_symbols,
-        VOCAB=triton.next_power_of_2(vocab),
-        HIDDEN=triton.next_power_of_2(search.hidden),
+        search.logits.dtype,
     )
+    launch((search.batch, 1, 1), (
+        search.logits, search.labels, search.counters, search.lengths, search.num_active,
+        search.recurrent, search.table, search.x, search.c,
+    ))  # fmt: skip
 
 
 def rise(search, layer) -> None:
     gates, (h, c) = search.gates[layer - 1], search.layers[layer]
-    _rise[(search.batch,)](
-        gates,
-        gates.stride(0),
-        search.emitted,
-        h,
-        h.stride(0),
-        c,
-        search.hidden,
-        HIDDEN=triton.next_power_of_2(search.hidden),
-    )
+    launch = _rise_of(gates.stride(0), h.stride(0), search.hidden, h.dtype)
+    launch((search.batch, 1, 1), (gates, search.emitted, h, c))
+
+
+@functools.cache
+def _join_of(stride_row, stride_frame, width, *dtypes):
+    return Launch(_join, stride_row, stride_frame, width, triton.next_power_of_2(width))
+
+
+@functools.cache
+def _advance_of(stride_gates, stride_x, batch, vocab, hidden, max_per_frame, max_total, dtype):
+    numbers = (stride_gates, stride_x, batch, vocab, hidden, max_per_frame, max_total)
+    return Launch(_advance, *numbers, VOCAB=triton.next_power_of_2(vocab), HIDDEN=triton.next_power_of_2(hidden))
+
+
+@functools.cache
+def _rise_of(stride_gates, stride_x, hidden, dtype):
+    return Launch(_rise, stride_gates, stride_x, hidden, triton.next_power_of_2(hidden))
 
 
 @triton.jit
-def _join(f, stride_row, stride_frame, g, joined, frames, lengths, width, WIDTH: tl.constexpr):
+def _join(f, g, joined, frames, lengths, stride_row, stride_frame, width, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     unit = tl.arange(0, WIDTH)
     inside = unit < width
@@ -78,11 +73,11 @@ def _advance(
     lengths,
     num_active,
     gates,
-    stride_gates,
     table,
     x,
-    stride_x,
     c,
+    stride_gates,
+    stride_x,
     batch,
     vocab,
     hidden,
@@ -124,7 +119,7 @@ def _advance(
 
 
 @triton.jit
-def _rise(gates, stride_gates, emitted, x, stride_x, c, hidden, HIDDEN: tl.constexpr):
+def _rise(gates, emitted, x, c, stride_gates, stride_x, hidden, HIDDEN: tl.constexpr):
     row = tl.program_id(0)
     if tl.load(emitted + row) != 0:
         unit = tl.arange(0, HIDDEN)

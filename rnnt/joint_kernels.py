@@ -6,9 +6,13 @@ over the symbols in full and that of g over blocks of frames; torch adds the blo
 same numbers run after run.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from common.triton_launch import Launch
 
 # A draw of Philox is 128 bits and its cost would be most of the forward kernel's: 16 bits an element, eight elements.
 PARTS = tl.constexpr(8)
@@ -24,17 +28,11 @@ class JointHidden(torch.autograd.Function):
         f, g = f.contiguous(), g.contiguous()
         (batch, num_frames, size), num_symbols = f.shape, g.shape[1]
         out = torch.empty((batch, num_frames, num_symbols, size), dtype=f.dtype, device=f.device)
-        # Of the default generator, so that a graph's replay draws a new one.
-        seed = torch.randint(2**62, (1,), device=f.device) if dropout else None
-        part = triton.cdiv(size, PARTS.value)
-        columns = triton.next_power_of_2(part)
-        rows = max(1, 1024 // columns)
+        # Of the default generator, so that a graph's replay draws a new one. Without dropout nothing reads it.
+        seed = torch.randint(2**62, (1,), device=f.device) if dropout else f
+        launch, rows = _forward_of(size, dropout, f.dtype, g.dtype)
         num_rows = batch * num_frames * num_symbols
-        _forward[(triton.cdiv(num_rows, rows),)](
-            f, g, out, seed, num_rows, num_frames, num_symbols,
-            THRESHOLD=round(dropout * LEVELS), SCALE=1 / (1 - dropout),
-            SIZE=size, PART=part, ROWS=rows, COLUMNS=columns,
-        )  # fmt: skip
+        launch((triton.cdiv(num_rows, rows), 1, 1), (f, g, out, seed), (num_rows, num_frames, num_symbols))
         ctx.save_for_backward(out)
         ctx.scale = 1 / (1 - dropout)
         return out
@@ -43,18 +41,33 @@ class JointHidden(torch.autograd.Function):
     def backward(ctx, grad):
         (out,) = ctx.saved_tensors
         batch, num_frames, num_symbols, size = out.shape
+        assert grad.dtype == out.dtype
         grad = grad.contiguous()
         num_blocks = triton.cdiv(num_frames, FRAMES)
         grad_f = torch.empty((batch, num_frames, size), dtype=out.dtype, device=out.device)
         sums = torch.empty((num_blocks, batch, num_symbols, size), dtype=torch.float32, device=out.device)
-        symbols = max(16, triton.next_power_of_2(num_symbols))
-        columns = max(16, min(4096 // symbols, triton.next_power_of_2(size)))
-        _backward[(triton.cdiv(size, columns), num_blocks, batch)](
-            out, grad, grad_f, sums, num_frames, num_symbols,
-            SCALE=ctx.scale, SIZE=size, FRAMES=FRAMES, SYMBOLS=symbols, COLUMNS=columns,
-            num_warps=min(16, max(4, symbols * columns // 1024)),
-        )  # fmt: skip
+        launch, columns = _backward_of(size, max(16, triton.next_power_of_2(num_symbols)), ctx.scale, out.dtype)
+        grid = (triton.cdiv(size, columns), num_blocks, batch)
+        launch(grid, (out, grad, grad_f, sums), (num_frames, num_symbols))
         return grad_f, sums.sum(0).to(out.dtype), None
+
+
+@functools.cache
+def _forward_of(size, dropout, *dtypes):
+    """The launch of _forward, and how many rows a program takes."""
+    part = triton.cdiv(size, PARTS.value)
+    columns = triton.next_power_of_2(part)
+    rows = max(1, 1024 // columns)
+    constants = {"THRESHOLD": round(dropout * LEVELS), "SCALE": 1 / (1 - dropout)}
+    return Launch(_forward, **constants, SIZE=size, PART=part, ROWS=rows, COLUMNS=columns), rows
+
+
+@functools.cache
+def _backward_of(size, symbols, scale, dtype):
+    """The launch of _backward, and how many columns a program takes."""
+    columns = max(16, min(4096 // symbols, triton.next_power_of_2(size)))
+    constants = {"SCALE": scale, "SIZE": size, "FRAMES": FRAMES, "SYMBOLS": symbols, "COLUMNS": columns}
+    return Launch(_backward, **constants, num_warps=min(16, max(4, symbols * columns // 1024))), columns
 
 
 # Lengths differ from batch to batch, and a kernel that is compiled again would stop training for a second.

@@ -4,10 +4,13 @@ A program has one block of one tensor. Sums go through memory and are added in o
 for bit.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from common.triton_launch import Launch
 from rnnt.lamb import BLOCK
 
 NUM_WARPS = 4
@@ -17,49 +20,33 @@ SUM_TILE = 1024
 def moments(lamb) -> None:
     num_blocks = len(lamb.block_owners)
     partial = torch.empty(2, num_blocks, device=lamb.master.device)
-    (beta1, beta2), scaler = lamb.betas, lamb.scaler
-    _moments[(num_blocks,)](
-        lamb.grad,
-        lamb.master,
-        lamb.exp_avg,
-        lamb.exp_avg_sq,
-        partial,
-        lamb.grad_norm,
-        scaler.scale,
-        scaler.found_inf,
-        lamb.corrections,
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lamb.eps,
-        lamb.weight_decay,
-        lamb.max_grad_norm,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
-    _add_partial[(len(lamb.spans),)](partial, lamb.spans_on_device, lamb.squares, num_blocks, TILE=SUM_TILE)
+    scaler = lamb.scaler
+    numbers = (*lamb.betas, lamb.eps, lamb.weight_decay, lamb.max_grad_norm)
+    of_blocks, of_tensors = _moments_of(lamb.grad.dtype, num_blocks, *numbers)
+    of_blocks((num_blocks, 1, 1), (
+        lamb.grad, lamb.master, lamb.exp_avg, lamb.exp_avg_sq, partial,
+        lamb.grad_norm, scaler.scale, scaler.found_inf, lamb.corrections,
+    ))  # fmt: skip
+    of_tensors((len(lamb.spans), 1, 1), (partial, lamb.spans_on_device, lamb.squares))
 
 
 def update(lamb) -> None:
-    _update[(len(lamb.block_owners),)](
-        lamb.master,
-        lamb.exp_avg,
-        lamb.exp_avg_sq,
-        lamb.param,
-        lamb.ema_share,
-        lamb.squares,
-        lamb.block_owners,
-        lamb.lr,
-        lamb.scaler.found_inf,
-        lamb.corrections,
-        lamb.eps,
-        lamb.weight_decay,
-        lamb.ema_decay,
-        1 - lamb.ema_decay,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    launch = _update_of(lamb.param.dtype, lamb.eps, lamb.weight_decay, lamb.ema_decay)
+    launch((len(lamb.block_owners), 1, 1), (
+        lamb.master, lamb.exp_avg, lamb.exp_avg_sq, lamb.param, lamb.ema_share, lamb.squares, lamb.block_owners,
+        lamb.lr, lamb.scaler.found_inf, lamb.corrections,
+    ))  # fmt: skip
+
+
+@functools.cache
+def _moments_of(dtype, num_blocks, beta1, beta2, eps, weight_decay, max_grad_norm):
+    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, max_grad_norm)
+    return Launch(_moments, *numbers, BLOCK=BLOCK, num_warps=NUM_WARPS), Launch(_add_partial, num_blocks, TILE=SUM_TILE)
+
+
+@functools.cache
+def _update_of(dtype, eps, weight_decay, ema_decay):
+    return Launch(_update, eps, weight_decay, ema_decay, 1 - ema_decay, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 @triton.jit

@@ -11,9 +11,13 @@ anti-diagonals, [B, T2 + U1 - 1, LANES] with cell (t, u) at [t + u, u], so that 
 Grids follow from shapes, lengths are read by the kernels: captures and replays need no more.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from common.triton_launch import Launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -27,7 +31,8 @@ class TransducerLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tokens, frame_lengths, token_lengths, blank):
-        assert logits.is_contiguous()
+        assert logits.is_contiguous() and tokens.dtype == torch.int64
+        assert frame_lengths.dtype == token_lengths.dtype == torch.int32
         batch, num_frames, num_symbols, num_classes = logits.shape
         tokens = tokens.contiguous()
         lanes = max(64, triton.next_power_of_2(num_symbols))
@@ -36,15 +41,15 @@ class TransducerLoss(torch.autograd.Function):
         blanks, emissions = torch.full((2, *cells), LOW.value, dtype=torch.float32, device=logits.device)
         alpha, beta = torch.empty((2, *cells), dtype=torch.float32, device=logits.device)
         losses = torch.empty(batch, dtype=torch.float32, device=logits.device)
-        shape = _row_shape(num_classes)
-        _log_probabilities[(triton.cdiv(log_sums.numel(), shape["ROWS"]),)](
-            logits, tokens, frame_lengths, token_lengths, log_sums, blanks, emissions,
-            log_sums.numel(), num_frames, num_symbols, BLANK=blank, CLASSES=num_classes, LANES=lanes, **shape,
-        )  # fmt: skip
-        _alpha_beta[(2, batch)](
-            blanks, emissions, frame_lengths, token_lengths, alpha, beta, losses, cells[1],
-            LANES=lanes, num_warps=max(1, lanes // 128),
-        )  # fmt: skip
+        log_probabilities, alpha_beta, _, rows = _launches(num_classes, lanes, blank, logits.dtype)
+        num_rows = log_sums.numel()
+        log_probabilities(
+            (triton.cdiv(num_rows, rows), 1, 1),
+            (logits, tokens, frame_lengths, token_lengths, log_sums, blanks, emissions),
+            (num_rows, num_frames, num_symbols),
+        )
+        lattices = (blanks, emissions, frame_lengths, token_lengths, alpha, beta, losses)
+        alpha_beta((2, batch, 1), lattices, (cells[1],))
         ctx.save_for_backward(logits, tokens, frame_lengths, token_lengths, log_sums, blanks, emissions, alpha, beta)
         ctx.blank, ctx.consumed = blank, False
         return losses
@@ -54,22 +59,32 @@ class TransducerLoss(torch.autograd.Function):
         if ctx.consumed:
             raise RuntimeError("the logits' memory holds their gradient since the first backward pass")
         ctx.consumed = True
+        assert grad_losses.dtype == torch.float32
         logits, *saved = ctx.saved_tensors
         tokens, frame_lengths, token_lengths, log_sums, blanks, emissions, alpha, beta = saved
         _, num_frames, num_symbols, num_classes = logits.shape
-        shape = _row_shape(num_classes)
-        _gradient[(triton.cdiv(log_sums.numel(), shape["ROWS"]),)](
+        *_, gradient, rows = _launches(num_classes, alpha.shape[-1], ctx.blank, logits.dtype)
+        num_rows = log_sums.numel()
+        gradient((triton.cdiv(num_rows, rows), 1, 1), (
             logits, grad_losses.contiguous(), tokens, frame_lengths, token_lengths,
-            log_sums, blanks, emissions, alpha, beta, log_sums.numel(), num_frames, num_symbols,
-            BLANK=ctx.blank, CLASSES=num_classes, LANES=alpha.shape[-1], **shape,
-        )  # fmt: skip
+            log_sums, blanks, emissions, alpha, beta,
+        ), (num_rows, num_frames, num_symbols))  # fmt: skip
         return logits.detach(), None, None, None, None
 
 
-def _row_shape(num_classes):
-    """How many rows of logits a program takes: 32 numbers a thread keep enough loads in flight."""
+@functools.cache
+def _launches(num_classes, lanes, blank, dtype):
+    """Of the three kernels, for logits of this dtype, and how many rows of logits a program takes."""
     columns = triton.next_power_of_2(num_classes)
-    return {"ROWS": max(1, TILE // max(columns, 128)), "COLUMNS": columns, "num_warps": max(4, columns // 1024)}
+    # 32 numbers a thread keep enough loads in flight.
+    rows, num_warps = max(1, TILE // max(columns, 128)), max(4, columns // 1024)
+    constants = {"BLANK": blank, "CLASSES": num_classes, "LANES": lanes, "ROWS": rows, "COLUMNS": columns}
+    return (
+        Launch(_log_probabilities, **constants, num_warps=num_warps),
+        Launch(_alpha_beta, LANES=lanes, num_warps=max(1, lanes // 128)),
+        Launch(_gradient, **constants, num_warps=num_warps),
+        rows,
+    )
 
 
 # Lengths differ from batch to batch, and a kernel that is compiled again would stop training for a second.

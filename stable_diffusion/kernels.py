@@ -2,12 +2,17 @@
 
 torch's group norm on CUDA (2.11) computes on contiguous [N, C, H, W]: channels_last tensors are copied there and back
 at each of the 61 norms. Here memory stays [N, H, W, C]. Sums are made in a fixed order: runs repeat bit for bit.
-torch.compile takes the kernels as they are. Each function is plain torch where its input is not on a GPU, and where
-in_triton is false: eager pays for each launch, and --kernels torch shows what it has from these.
+torch.compile takes the kernels as they are; eager launches them through common/triton_launch, at the host cost of an
+operator. Each function is plain torch where its input is not on a GPU, and where in_triton is false.
 """
+
+import functools
+import math
 
 import torch
 import torch.nn.functional as F
+
+from common.triton_launch import Launch
 
 try:
     import triton
@@ -35,46 +40,70 @@ def geglu(x, bias, in_triton: bool = True):
     return value * F.gelu(gate)
 
 
+def _plan(kind, *arguments):
+    """kind(*arguments), made once for equal arguments; torch.compile traces through a new one."""
+    return kind(*arguments) if torch.compiler.is_compiling() else _kept_plan(kind, *arguments)
+
+
+@functools.cache
+def _kept_plan(kind, *arguments):
+    return kind(*arguments)
+
+
 # ------------------------------------------------------------------------------------------------
 # Group norm
+
+
+class _Norm:
+    """The launches of a group norm of [N, C, H, W] and its gradients, and the sizes of what they need.
+
+    dtypes: of x, weight and bias.
+    """
+
+    def __init__(self, shape, groups, eps, silu, *dtypes):
+        n, c, h, w = shape
+        area, chunks = h * w, triton.cdiv(h * w, ROWS)
+        self.num_partial, self.num_stats = 2 * n * chunks * c, 2 * n * groups
+        self.tiles, self.groups = (n * chunks, triton.cdiv(c, COLUMNS), 1), (n * groups, 1, 1)
+        self.sums = (n * groups + triton.cdiv(c, COLUMNS), 1, 1)
+        padded = (triton.next_power_of_2(chunks), triton.next_power_of_2(c // groups))
+        grouped = (area, c, n, groups, chunks)
+        tiled = (*grouped, silu, ROWS, COLUMNS)
+        self.moments = Launch(_moments, area, c, n, chunks, ROWS, COLUMNS)
+        self.statistics = Launch(_statistics, *grouped, eps, ROWS, *padded)
+        self.normalise = Launch(_normalise, *tiled)
+        self.grad_moments = Launch(_grad_moments, *tiled)
+        self.grad_sums = Launch(_grad_sums, *grouped, ROWS, COLUMNS, *padded, triton.cdiv(n * chunks, ROWS))
+        self.grad_input = Launch(_grad_input, *tiled)
 
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, groups, weight, bias, eps, silu):
         x = x.contiguous(memory_format=torch.channels_last)
-        n, c, h, w = x.shape
-        area, chunks = h * w, triton.cdiv(h * w, ROWS)
-        partial = torch.empty(2, n, chunks, c, dtype=torch.float32, device=x.device)
-        stats = torch.empty(2, n, groups, dtype=torch.float32, device=x.device)
+        norm = _plan(_Norm, x.shape, groups, eps, silu, x.dtype, weight.dtype, bias.dtype)
+        partial = torch.empty(norm.num_partial, dtype=torch.float32, device=x.device)
+        stats = torch.empty(norm.num_stats, dtype=torch.float32, device=x.device)
         y = torch.empty_like(x)
-        tiles = (n * chunks, triton.cdiv(c, COLUMNS))
-        _moments[tiles](x, partial, area, c, n, chunks, ROWS, COLUMNS)
-        padded = (triton.next_power_of_2(chunks), triton.next_power_of_2(c // groups))
-        _statistics[(n * groups,)](partial, stats, area, c, n, groups, chunks, eps, ROWS, *padded)
-        _normalise[tiles](x, y, stats, weight, bias, area, c, n, groups, chunks, silu, ROWS, COLUMNS)
+        norm.moments(norm.tiles, (x, partial))
+        norm.statistics(norm.groups, (partial, stats))
+        norm.normalise(norm.tiles, (x, y, stats, weight, bias))
         ctx.save_for_backward(x, stats, weight, bias)
-        ctx.groups, ctx.silu = groups, silu
+        ctx.norm = norm
         return y
 
     @staticmethod
     def backward(ctx, grad):
         x, stats, weight, bias = ctx.saved_tensors
-        groups, silu = ctx.groups, ctx.silu
+        norm = ctx.norm
+        assert grad.dtype == x.dtype
         grad = grad.contiguous(memory_format=torch.channels_last)
-        n, c, h, w = x.shape
-        area, chunks = h * w, triton.cdiv(h * w, ROWS)
-        partial = torch.empty(2, n, chunks, c, dtype=torch.float32, device=x.device)
-        sums = torch.empty(2, n, groups, dtype=torch.float32, device=x.device)
+        # The kernels put their sums behind the partial ones.
+        partial = torch.empty(norm.num_partial + norm.num_stats, dtype=torch.float32, device=x.device)
         grad_x, grad_weight, grad_bias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
-        tiles = (n * chunks, triton.cdiv(c, COLUMNS))
-        _grad_moments[tiles](grad, x, partial, stats, weight, bias, area, c, n, groups, chunks, silu, ROWS, COLUMNS)
-        padded = (triton.next_power_of_2(chunks), triton.next_power_of_2(c // groups))
-        num_programs, num_loops = n * groups + triton.cdiv(c, COLUMNS), triton.cdiv(n * chunks, ROWS)
-        _grad_sums[(num_programs,)](
-            partial, sums, weight, grad_weight, grad_bias, area, c, n, groups, chunks, ROWS, COLUMNS, *padded, num_loops
-        )
-        _grad_input[tiles](grad, x, grad_x, stats, sums, weight, bias, area, c, n, groups, chunks, silu, ROWS, COLUMNS)
+        norm.grad_moments(norm.tiles, (grad, x, partial, stats, weight, bias))
+        norm.grad_sums(norm.sums, (partial, weight, grad_weight, grad_bias))
+        norm.grad_input(norm.tiles, (grad, x, grad_x, stats, partial, weight, bias))
         return grad_x, None, grad_weight, grad_bias, None, None
 
 
@@ -202,7 +231,6 @@ if triton:
     @triton.jit
     def _grad_sums(
         partial,
-        sums,
         weight,
         grad_weight,
         grad_bias,
@@ -217,8 +245,10 @@ if triton:
         p_size: tl.constexpr,
         num_loops: tl.constexpr,
     ):
-        """sums [2, N, groups]: means over a group of w dz and w dz hat; then, in the last programs, weight and bias."""
+        """Behind partial, sums [2, N, groups]: means over a group of w dz and w dz hat; then, in the last programs,
+        weight and bias."""
         second = partial + n * chunks * c
+        sums = second + n * chunks * c
         if tl.program_id(0) < n * groups:
             sample, group, size = tl.program_id(0) // groups, tl.program_id(0) % groups, c // groups
             chunk, member = tl.arange(0, p_chunks), tl.arange(0, p_size)
@@ -247,7 +277,7 @@ if triton:
         x,
         grad_x,
         stats,
-        sums,
+        partial,
         weight,
         bias,
         area,
@@ -263,6 +293,7 @@ if triton:
         hat, w, b, rstd = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
         dz = _grad_z(grad, hat, w, b, inside, offset, silu)
         group = sample * groups + channel // (c // groups)
+        sums = partial + 2 * n * chunks * c
         first = tl.load(sums + group, mask=channel < c, other=0.0)[None, :]
         second = tl.load(sums + n * groups + group, mask=channel < c, other=0.0)[None, :]
         tl.store(grad_x + offset, rstd * (w * dz - first - hat * second), mask=inside)
@@ -272,30 +303,46 @@ if triton:
 # GEGLU
 
 
+class _Product:
+    """The launches of GEGLU of [..., 2 c] and its gradients, and the sizes of what they need.
+
+    dtypes: of x and bias.
+    """
+
+    def __init__(self, shape, *dtypes):
+        c = shape[-1] // 2
+        self.shape = (*shape[:-1], c)
+        rows = math.prod(shape[:-1])
+        blocks = triton.cdiv(rows, GEGLU_ROWS * GEGLU_STEPS)
+        self.partial = (blocks, 2 * c)
+        columns = triton.cdiv(c, GEGLU_COLUMNS)
+        self.tiles, self.blocks = (triton.cdiv(rows, GEGLU_ROWS), columns, 1), (blocks, columns, 1)
+        self.columns = (triton.cdiv(2 * c, COLUMNS), 1, 1)
+        self.forward = Launch(_geglu, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
+        self.backward = Launch(_geglu_backward, rows, c, GEGLU_ROWS, GEGLU_COLUMNS, GEGLU_STEPS)
+        self.add_rows = Launch(_add_rows, blocks, 2 * c, ROWS, COLUMNS, triton.cdiv(blocks, ROWS))
+
+
 class _Geglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias):
         x = x.contiguous()
-        c = x.shape[-1] // 2
-        y = torch.empty((*x.shape[:-1], c), dtype=x.dtype, device=x.device)
-        rows = y.numel() // c
-        tiles = (triton.cdiv(rows, GEGLU_ROWS), triton.cdiv(c, GEGLU_COLUMNS))
-        _geglu[tiles](x, bias, y, rows, c, GEGLU_ROWS, GEGLU_COLUMNS)
+        product = _plan(_Product, x.shape, x.dtype, bias.dtype)
+        y = torch.empty(product.shape, dtype=x.dtype, device=x.device)
+        product.forward(product.tiles, (x, bias, y))
         ctx.save_for_backward(x, bias)
+        ctx.product = product
         return y
 
     @staticmethod
     def backward(ctx, grad):
         x, bias = ctx.saved_tensors
+        product = ctx.product
+        assert grad.dtype == x.dtype
         grad, grad_x, grad_bias = grad.contiguous(), torch.empty_like(x), torch.empty_like(bias)
-        c = x.shape[-1] // 2
-        rows = grad.numel() // c
-        blocks = triton.cdiv(rows, GEGLU_ROWS * GEGLU_STEPS)
-        partial = torch.empty(blocks, 2 * c, dtype=torch.float32, device=x.device)
-        tiles = (blocks, triton.cdiv(c, GEGLU_COLUMNS))
-        _geglu_backward[tiles](grad, x, bias, grad_x, partial, rows, c, GEGLU_ROWS, GEGLU_COLUMNS, GEGLU_STEPS)
-        columns = (triton.cdiv(2 * c, COLUMNS),)
-        _add_rows[columns](partial, grad_bias, blocks, 2 * c, ROWS, COLUMNS, triton.cdiv(blocks, ROWS))
+        partial = torch.empty(product.partial, dtype=torch.float32, device=x.device)
+        product.backward(product.blocks, (grad, x, bias, grad_x, partial))
+        product.add_rows(product.columns, (partial, grad_bias))
         return grad_x, grad_bias
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from rnnt import decoder
 from rnnt.config import PRESETS
 from rnnt.decoder import EagerDecoder, GraphDecoder
 from rnnt.model import RNNT, initialise
@@ -228,29 +227,3 @@ def test_labels_on_the_gpu(batch):
                     assert found == on_host.decode(f, lengths)
             assert num_labels > 50
             graph.close()
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_parts_of_a_step_on_the_gpu():
-    """Each kernel against plain torch, from one state in the middle of a search."""
-    from rnnt import decoder_kernels
-
-    net = model(2.0, device="cuda")
-    f, lengths = encoded(6, 9).cuda(), torch.tensor([9, 1, 0, 4, 9, 7], dtype=torch.int32, device="cuda")
-    one, other = (EagerDecoder(net, 6, 2, 11).search for _ in range(2))
-    names = ("x", "c", "recurrent", "g", "joined", "logits", "counters", "labels", "num_active")
-    one.start(lengths)
-    for _ in range(25):
-        one.step(f)
-        for name in names:
-            getattr(other, name).copy_(getattr(one, name))
-        other.lengths.copy_(one.lengths)
-        torch._foreach_copy_(other.gates, one.gates)
-        for part, arguments in (("join", [f]), ("advance", []), ("rise", [1])):
-            getattr(decoder_kernels, part)(one, *arguments)
-            getattr(decoder, part)(other, *arguments)
-            for name in names[:-2]:
-                torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-6)
-            assert one.results() == other.results() and one.num_active == other.num_active
-    assert one.num_active == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.triton_interpreter import DEVICE, on_device, run_interpreted
+from tests.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 # (N, C, H, W, groups): tiles cut by the rows' end and by the columns' end; groups of sizes that are no power of two.
 SHAPES = [(2, 320, 12, 8, 16), (1, 96, 8, 8, 32), (3, 40, 5, 3, 8)]
@@ -82,3 +82,63 @@ def test_without_a_gpu_they_are_torchs():
     for shape in SHAPES:
         check_group_norm("cpu", shape, True, group_norm)
     check_geglu("cpu", geglu)
+
+
+class TracedError(Exception):
+    """What was traced cannot run here."""
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
+    import triton
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    from common import triton_launch
+    from stable_diffusion.kernels import _Geglu, _GroupNorm
+    from tests import triton_driver
+
+    driver = triton_driver.Driver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(triton_launch, "_current_device", driver.get_current_device)
+    monkeypatch.setattr(triton_launch, "_current_stream", driver.get_current_stream)
+    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
+    eager, traced = [], []
+
+    def noted(self, grid, tensors):
+        names = self.kernel.arg_names[len(tensors) :]
+        eager.append((self.kernel.fn.__name__, grid, dict(zip(names, self.fixed, strict=True))))
+
+    def partition(graph, inputs, **options):
+        for node in graph.graph.nodes:
+            if "triton_kernel_wrapper" in str(node.target):
+                kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+                constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+                traced.append((kernel.fn.__name__, node.kwargs["grid"][0], constants))
+        return min_cut_rematerialization_partition(graph, inputs, **options)
+
+    def compile_nothing(graph, inputs):
+        return not_run
+
+    def not_run(*inputs):
+        raise TracedError
+
+    def run(function):
+        x = torch.randn(2, 32, 12, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+        weight, bias, both = (torch.ones(size, requires_grad=True) for size in (32, 32, 64))
+        z = torch.randn(3, 10, 64, requires_grad=True)
+        for y in function(x, weight, bias, z, both):
+            y.sum().backward()
+
+    def function(x, weight, bias, z, both):
+        return _GroupNorm.apply(x, 8, weight, bias, 1e-5, True), _Geglu.apply(z, both)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(triton_launch.Launch, "__call__", noted)
+        run(function)
+    with pytest.raises(TracedError):
+        run(torch.compile(function, backend=aot_autograd(fw_compiler=compile_nothing, partition_fn=partition)))
+    assert len(eager) == 9 and not driver.launches
+    assert sorted(map(str, traced)) == sorted(map(str, eager))
