@@ -1,20 +1,42 @@
-"""AdamW on FP32 masters in two passes over memory: the kernels behind `optimizers.ScaledMasterAdam` on a GPU.
+"""Norm, clipping and AdamW on FP32 masters in two passes over memory: what `common/optimizers.py` runs on a GPU.
 
-torch's fused AdamW wants gradients in the masters' dtype: 16-bit gradients are copied to FP32 first, unscaled ones are
-written back, and new masters are copied to the parameters in a pass of their own, 46 bytes a parameter in all. Here one
-kernel reads the 16-bit gradients for their norm and one does the rest: 30 bytes. All tensors go into one launch, which
-finds them through tables of addresses on the device.
+torch's fused AdamW wants gradients in the masters' dtype: 16-bit gradients are copied to FP32 first, unscaled or
+clipped ones are written back, and new masters are copied to the parameters in a pass of their own. Here one kernel
+reads the gradients for their norm and one does the rest. Bytes a parameter: 30 with 16-bit gradients (torch's: 46), 34
+with FP32 ones and 16-bit parameters (torch's: 42). All tensors go into one launch, which finds them through tables of
+addresses on the device.
+
+Sums are added in one order, so that a step repeats bit for bit. Nothing is read on the host.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-# A program has a chunk of one tensor, which it goes through block by block: 16 bytes of a gradient per thread.
-CHUNK, BLOCK = 8192, 1024
-NUM_WARPS = 4
+from common.triton_launch import Launch
+
+
+class Tiles(NamedTuple):
+    """How the elements are cut up.
+
+    chunk: elements of a program, of one tensor. norm_block, update_block: how many of them the norm and the update
+    take at a time. norm_warps, update_warps: warps of 32 threads that do so.
+    """
+
+    chunk: int
+    norm_block: int
+    norm_warps: int
+    update_block: int
+    update_warps: int
+
+
+# By the bytes of a gradient's element. FP32: a thread of the update has 4 elements, 16 bytes of each FP32 tensor; with
+# 8, the width of its 16-bit store, all else would go through shared memory. `python -m gpt3.tune_adam` tries others.
+TILES = {2: Tiles(8192, 1024, 4, 1024, 4), 4: Tiles(16384, 2048, 4, 1024, 8)}
+TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 OUTBOX = 16
 
 
@@ -24,31 +46,37 @@ def _sum_of_squares(
 ):
     """partial [chunks]: sum of squares of each chunk of the gradients, in FP32."""
     tensor = tl.load(tensors + tl.program_id(0))
-    grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(dtype)), 16)
-    start, size = tl.multiple_of(tl.load(starts + tl.program_id(0)), 16), tl.load(sizes + tensor)
+    start = tl.multiple_of(tl.load(starts + tl.program_id(0)), 16)
+    left = tl.load(sizes + tensor) - start
+    grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(dtype)), 16) + start
     total = tl.zeros((block,), tl.float32)
     # Whole chunks have no mask, which would keep the loads from being of 16 bytes.
-    if start + chunk <= size:
+    if left >= chunk:
         for step in tl.static_range(chunk // block):
-            g = tl.load(grad + start + step * block + tl.arange(0, block)).to(tl.float32)
+            g = tl.load(grad + step * block + tl.arange(0, block), eviction_policy="evict_first").to(tl.float32)
             total += g * g
     else:
         for step in range(chunk // block):
-            offset = start + step * block + tl.arange(0, block)
-            g = tl.load(grad + offset, mask=offset < size, other=0.0).to(tl.float32)
+            offset = step * block + tl.arange(0, block)
+            g = tl.load(grad + offset, mask=offset < left, other=0.0).to(tl.float32)
             total += g * g
     tl.store(partial + tl.program_id(0), tl.sum(total, axis=0))
 
 
 @triton.jit
-def _prepare(scalars, step, lr, scale, found_inf, weight_decay, log_beta1, log_beta2):
-    """Count the step where found_inf is 0, and fill scalars: 1 / scale, step size, decay factor, root of bias 2."""
+def _prepare(scalars, step, lr, scale, found_inf, grad_norm, clip, weight_decay, log_beta1, log_beta2):
+    """Count the step where found_inf is 0, and fill scalars: factor of gradients, step size, decay, root of bias 2.
+
+    The factor divides by scale and, where the norm + 1e-6 exceeds clip, brings it down to clip.
+    """
     count = tl.load(step) + tl.where(tl.load(found_inf) > 0, 0.0, 1.0)
     tl.store(step, count)
     # 1 - beta ** count loses half of FP32's digits in the first steps.
     exponent = count.to(tl.float64)
     bias1, bias2 = 1.0 - tl.exp(exponent * log_beta1), 1.0 - tl.exp(exponent * log_beta2)
-    tl.store(scalars, 1.0 / tl.load(scale))
+    norm, bound = tl.load(grad_norm) + 1e-6, tl.load(clip)
+    # A norm that is NaN makes the factor NaN.
+    tl.store(scalars, tl.where(norm <= bound, 1.0, bound / norm) / tl.load(scale))
     tl.store(scalars + 1, (tl.load(lr) / bias1).to(tl.float32))
     tl.store(scalars + 2, 1.0 - tl.load(lr) * weight_decay)
     tl.store(scalars + 3, tl.sqrt(bias2).to(tl.float32))
@@ -58,49 +86,56 @@ def _prepare(scalars, step, lr, scale, found_inf, weight_decay, log_beta1, log_b
 def _update(
     table,
     grads,
-    num_tensors,
     tensors,
     starts,
     sizes,
     scalars,
     found_inf,
+    num_tensors,
     beta1: tl.constexpr,
     beta2: tl.constexpr,
     eps: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
+    grad_dtype: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """One chunk of masters, moments and parameters."""
     if tl.load(found_inf) > 0:
         return
     tensor = tl.load(tensors + tl.program_id(0))
-    start, size = tl.multiple_of(tl.load(starts + tl.program_id(0)), 16), tl.load(sizes + tensor)
-    grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(dtype)), 16)
-    param = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(dtype)), 16)
-    master = tl.multiple_of(tl.load(table + num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
-    exp_avg = tl.multiple_of(tl.load(table + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
-    exp_avg_sq = tl.multiple_of(tl.load(table + 3 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16)
-    if start + chunk <= size:
+    # In 64 bits up to here; what follows counts from the chunk's start.
+    start = tl.multiple_of(tl.load(starts + tl.program_id(0)), 16)
+    left = tl.load(sizes + tensor) - start
+    grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(grad_dtype)), 16) + start
+    param = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(dtype)), 16) + start
+    master = tl.multiple_of(tl.load(table + num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16) + start
+    exp_avg = tl.multiple_of(tl.load(table + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16) + start
+    exp_avg_sq = tl.multiple_of(tl.load(table + 3 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16) + start
+    factor, step_size = tl.load(scalars), tl.load(scalars + 1)
+    decay, root_bias2 = tl.load(scalars + 2), tl.load(scalars + 3)
+    if left >= chunk:
         for step in range(chunk // block):
-            offset = start + step * block + tl.arange(0, block)
-            g, p = tl.load(grad + offset), tl.load(master + offset)
-            m, v = tl.load(exp_avg + offset), tl.load(exp_avg_sq + offset)
-            p, m, v = _adamw(g, p, m, v, scalars, beta1, beta2, eps)
-            tl.store(master + offset, p)
-            tl.store(exp_avg + offset, m)
-            tl.store(exp_avg_sq + offset, v)
-            tl.store(param + offset, p.to(dtype))
+            offset = step * block + tl.arange(0, block)
+            g = tl.load(grad + offset, eviction_policy="evict_first")
+            p = tl.load(master + offset, eviction_policy="evict_first")
+            m = tl.load(exp_avg + offset, eviction_policy="evict_first")
+            v = tl.load(exp_avg_sq + offset, eviction_policy="evict_first")
+            p, m, v = _adamw(g, p, m, v, factor, step_size, decay, root_bias2, beta1, beta2, eps)
+            tl.store(master + offset, p, eviction_policy="evict_first")
+            tl.store(exp_avg + offset, m, eviction_policy="evict_first")
+            tl.store(exp_avg_sq + offset, v, eviction_policy="evict_first")
+            tl.store(param + offset, p.to(dtype), eviction_policy="evict_first")
     else:
         for step in range(chunk // block):
-            offset = start + step * block + tl.arange(0, block)
-            inside = offset < size
+            offset = step * block + tl.arange(0, block)
+            inside = offset < left
             g, p = tl.load(grad + offset, mask=inside, other=0.0), tl.load(master + offset, mask=inside, other=0.0)
             m, v = (
                 tl.load(exp_avg + offset, mask=inside, other=0.0),
                 tl.load(exp_avg_sq + offset, mask=inside, other=0.0),
             )
-            p, m, v = _adamw(g, p, m, v, scalars, beta1, beta2, eps)
+            p, m, v = _adamw(g, p, m, v, factor, step_size, decay, root_bias2, beta1, beta2, eps)
             tl.store(master + offset, p, mask=inside)
             tl.store(exp_avg + offset, m, mask=inside)
             tl.store(exp_avg_sq + offset, v, mask=inside)
@@ -108,37 +143,54 @@ def _update(
 
 
 @triton.jit
-def _adamw(g, p, m, v, scalars, beta1: tl.constexpr, beta2: tl.constexpr, eps: tl.constexpr):
-    """(p, m, v) after a step with gradient g of the scaled loss."""
-    g = g.to(tl.float32) * tl.load(scalars)
+def _adamw(
+    g, p, m, v, factor, step_size, decay, root_bias2, beta1: tl.constexpr, beta2: tl.constexpr, eps: tl.constexpr
+):
+    """(p, m, v) after a step with the gradient g * factor; weight decay is decoupled, alike for all parameters."""
+    g = g.to(tl.float32) * factor
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
-    p = p * tl.load(scalars + 2) - tl.load(scalars + 1) * m / (tl.sqrt(v) / tl.load(scalars + 3) + eps)
+    p = p * decay - step_size * m / (tl.sqrt(v) / root_bias2 + eps)
     return p, m, v
 
 
 class FusedUpdate:
     """Norm and AdamW update of many tensors, one launch each.
 
-    params: dense 16-bit parameters. masters, exp_avg, exp_avg_sq: FP32 tensors of the same shapes and strides. Their
-    addresses must not change; gradients may come at new addresses each step.
+    params: dense parameters of one dtype. masters, exp_avg, exp_avg_sq: FP32 tensors of the same shapes and strides.
+    grads: FP32 buffers of the same shapes and strides, whose gradients every step applies; empty where steps bring
+    gradients of the parameters' dtype, at addresses that may be new each time. All other addresses must not change.
     """
 
-    def __init__(self, params, masters, exp_avg, exp_avg_sq, betas, eps, weight_decay):
-        self.params, self.betas, self.eps, self.weight_decay = params, betas, eps, weight_decay
-        device = params[0].device
-        self.dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[params[0].dtype]
+    def __init__(self, params, masters, exp_avg, exp_avg_sq, betas, eps, weight_decay, grads=()):
+        device, first_grad = params[0].device, (grads or params)[0]
         states = (params, masters, exp_avg, exp_avg_sq)
+        assert all(tensor.data_ptr() % 16 == 0 for tensors in states for tensor in tensors)
         self.table = torch.tensor([[t.data_ptr() for t in tensors] for tensors in states], device=device)
-        chunks = [(i, start) for i, param in enumerate(params) for start in range(0, param.numel(), CHUNK)]
-        self.tensors, self.starts = (torch.tensor(column, device=device) for column in zip(*chunks, strict=True))
-        self.sizes = torch.tensor([param.numel() for param in params], device=device)
+        tiles = TILES[first_grad.element_size()]
+        chunks = [(i, start) for i, param in enumerate(params) for start in range(0, param.numel(), tiles.chunk)]
+        self.grid = (len(chunks), 1, 1)
+        # Of each chunk its tensor and its first element; of each tensor its size.
+        columns = (*zip(*chunks, strict=True), [param.numel() for param in params])
+        self.chunks = tuple(torch.tensor(column, device=device) for column in columns)
         self.partial = torch.zeros(len(chunks), device=device)
         self.scalars = torch.zeros(4, device=device)
+        grad_dtype, dtype = (TRITON_DTYPES[tensor.dtype] for tensor in (first_grad, params[0]))
+        norm, update = (tiles.chunk, tiles.norm_block), (tiles.chunk, tiles.update_block)
+        logs = (math.log(beta) for beta in betas)
+        self._sum_of_squares = Launch(_sum_of_squares, *norm, grad_dtype, num_warps=tiles.norm_warps)
+        self._prepare = Launch(_prepare, weight_decay, *logs, num_warps=1)
+        fixed = (len(params), *betas, eps, *update, grad_dtype, dtype)
+        self._update = Launch(_update, *fixed, num_warps=tiles.update_warps)
         # The strides that a gradient must have too: elements are paired by their place in memory.
         self.layouts = [(param.shape, param.stride()) for param in params]
         # Where the gradients are: addresses, and the table on the device that holds them.
         self._pointed = ([], torch.zeros(len(params), dtype=torch.int64, device=device))
+        self._fixed = bool(grads)
+        if self._fixed:
+            self._require_layout(grads)
+            addresses = [grad.data_ptr() for grad in grads]
+            self._pointed = (addresses, torch.tensor(addresses, device=device))
         self._eager = self._pointed
         on_cuda = device.type == "cuda"
         # Addresses on their way to the device; a captured graph keeps the one that its replays copy from.
@@ -149,52 +201,29 @@ class FusedUpdate:
     def norm(self, grads, out: torch.Tensor) -> None:
         """Norm of all gradients into out, a 0-d FP32 tensor."""
         self._point_to(grads)
-        _sum_of_squares[(len(self.partial),)](
-            self.partial,
-            self._pointed[1],
-            self.tensors,
-            self.starts,
-            self.sizes,
-            CHUNK,
-            BLOCK,
-            self.dtype,
-            num_warps=NUM_WARPS,
-        )
+        self._sum_of_squares(self.grid, (self.partial, self._pointed[1], *self.chunks))
         torch.sqrt(self.partial.sum(), out=out)
 
-    def step(self, grads, step, lr, scale, found_inf) -> None:
+    def step(self, grads, step, lr, scale, found_inf, grad_norm, clip) -> None:
         """Count the step and apply gradients of which norm() was taken; nothing changes where found_inf is 1.
 
-        step (counted on the device), lr, scale (the gradients are divided by it), found_inf: 0-d FP32 tensors.
+        step (counted on the device), lr, scale (the gradients are divided by it), found_inf, grad_norm (of the unscaled
+        gradients), clip (they are multiplied by min(1, clip / (grad_norm + 1e-6))): 0-d FP32 tensors.
         """
-        if [grad.data_ptr() for grad in grads] != self._pointed[0]:
+        if not self._fixed and [grad.data_ptr() for grad in grads] != self._pointed[0]:
             self._point_to(grads)
-        logs = (math.log(beta) for beta in self.betas)
-        _prepare[(1,)](self.scalars, step, lr, scale, found_inf, self.weight_decay, *logs, num_warps=1)
-        _update[(len(self.partial),)](
-            self.table,
-            self._pointed[1],
-            len(self.params),
-            self.tensors,
-            self.starts,
-            self.sizes,
-            self.scalars,
-            found_inf,
-            *self.betas,
-            self.eps,
-            CHUNK,
-            BLOCK,
-            self.dtype,
-            num_warps=NUM_WARPS,
-        )
+        self._prepare((1, 1, 1), (self.scalars, step, lr, scale, found_inf, grad_norm, clip))
+        self._update(self.grid, (self.table, self._pointed[1], *self.chunks, self.scalars, found_inf))
 
     def _point_to(self, grads):
         """Make self._pointed the gradients' addresses.
 
         A captured graph has a table of its own, which its replays fill: what eager steps have in theirs stays.
         """
+        if self._fixed:
+            return
         addresses = [grad.data_ptr() for grad in grads]
-        if self.sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self.table.is_cuda and torch.cuda.is_current_stream_capturing():
             self._require_layout(grads)
             source, table = self._outbox.pop(), torch.empty_like(self._eager[1])
             self._sent.pop()
@@ -221,3 +250,4 @@ class FusedUpdate:
     def _require_layout(self, grads):
         for grad, layout in zip(grads, self.layouts, strict=True):
             assert (grad.shape, grad.stride()) == layout, f"gradient {grad.shape} {grad.stride()}, parameter {layout}"
+            assert grad.data_ptr() % 16 == 0, "a gradient that does not start at a multiple of 16 bytes"

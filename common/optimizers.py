@@ -4,73 +4,102 @@ Written so that eager and graphed steps share it: the learning rate, the step co
 loss scale and whether a step overflowed live on the device; nothing calls `.item()`.
 """
 
-import warnings
-
 import torch
 
 
-class MasterAdam:
-    """AdamW on FP32 master copies; gradients are FP32 accumulation buffers.
+class _Masters:
+    """FP32 masters and moments of low-precision parameters, and AdamW on them; `step` is the subclass's.
 
-    params: parameters of any floating dtype. grads: FP32 buffers of the same shapes, written by the
-    backward passes. The update is torch's fused AdamW on the masters; `clip` bounds the global norm
-    (Megatron's rule: scale by clip / (norm + 1e-6) where that is below one).
+    lr, step_count, grad_norm: FP32 0-d on the device. Weight decay is decoupled and the same for all parameters.
+    On a GPU norm and update are common/fused_adam.py's, in two passes over memory; elsewhere they are torch's.
     """
 
-    def __init__(
-        self, params, grads, lr: float, betas, eps: float, weight_decay: float, clip: float, capturable: bool = False
-    ):
-        self.params, self.grads, self.clip = list(params), list(grads), clip
-        assert all(grad.dtype == torch.float32 for grad in self.grads)
+    def __init__(self, params, lr: float, betas, eps: float, weight_decay: float, fixed_grads=()):
+        """fixed_grads: FP32 buffers that all steps apply; empty where each step brings 16-bit gradients."""
+        self.params, self._initial_lr = list(params), lr
         device = self.params[0].device
         self.masters = [param.detach().float().clone() for param in self.params]
-        for master, grad in zip(self.masters, self.grads, strict=True):
-            master.grad = grad
+        self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(master) for master in self.masters] for _ in range(2))
         self.lr = torch.tensor(lr, dtype=torch.float32, device=device)
-        self._initial_lr = lr
-        self.grad_norm = torch.zeros((), device=device)
-        self._adam = torch.optim.AdamW(
-            self.masters, lr=self.lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=capturable
-        )
-        # The fused kernel divides gradients by grad_scale and skips where found_inf is 1: torch's
-        # GradScaler hands both over the same way. Clipping thus costs no pass of its own.
-        self._adam.found_inf = torch.zeros((), device=device)
-        self._allocate_state()
+        self.step_count, self.grad_norm = (torch.zeros((), device=device) for _ in range(2))
+        self._options = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+        self._fused = None
+        if device.type == "cuda":
+            from common.fused_adam import FusedUpdate
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Clip, update the masters and copy them to the parameters. `grad_norm` is the norm before clipping."""
-        norms = torch._foreach_norm(self.grads)
-        torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
-        self._adam.grad_scale = ((self.grad_norm + 1e-6) / self.clip).clamp_(min=1.0)
-        self._adam.step()
+            states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
+            self._fused = FusedUpdate(*states, betas, eps, weight_decay, fixed_grads)
+
+    def _fill_norm(self, grads):
+        if self._fused:
+            self._fused.norm(grads, out=self.grad_norm)
+        else:
+            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+            torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
+
+    def _update_by_torch(self, grads, grad_scale, found_inf):
+        """Divide FP32 gradients by grad_scale, count the step and apply them; nothing changes where found_inf is 1."""
+        self.step_count.add_(1 - found_inf)
+        # Each tensor has a count of its own, which the kernel reads; a skipped step leaves it as it is.
+        counts = [self.step_count] * len(self.masters)
+        torch._fused_adamw_(
+            self.masters,
+            grads,
+            self.exp_avg,
+            self.exp_avg_sq,
+            [],
+            counts,
+            lr=self.lr,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            **self._options,
+        )
         torch._foreach_copy_(self.params, self.masters)
 
     @torch.no_grad()
     def reset(self) -> None:
         """In place, as after construction from the parameters' present values."""
         torch._foreach_copy_(self.masters, [param.detach() for param in self.params])
-        for state in self._adam.state.values():
-            for tensor in state.values():
-                tensor.zero_()
+        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.step_count])
         self.lr.fill_(self._initial_lr)
 
     def named_state(self):
-        """(name, tensor) of masters and moments, for hashing."""
-        for index, master in enumerate(self.masters):
-            yield f"optimizer.{index}.master", master
-            for key, tensor in self._adam.state[master].items():
+        """(name, tensor) of masters, moments and the count of steps, for hashing."""
+        yield "optimizer.step", self.step_count
+        for index, tensors in enumerate(zip(self.masters, self.exp_avg, self.exp_avg_sq, strict=True)):
+            for key, tensor in zip(("master", "exp_avg", "exp_avg_sq"), tensors, strict=True):
                 yield f"optimizer.{index}.{key}", tensor
 
-    def _allocate_state(self):
-        """Let torch make its state tensors now, not in the first step (which may be inside a capture)."""
-        self._adam.grad_scale = torch.ones_like(self.grad_norm)
-        torch._foreach_zero_(self.grads)
-        with warnings.catch_warnings():
-            # Of an optimizer that can be captured and runs outside of a capture: this one does both.
-            warnings.filterwarnings("ignore", message=".*capturable=True.*")
-            self._adam.step()
-        self.reset()
+
+class MasterAdam(_Masters):
+    """AdamW on FP32 master copies; gradients are FP32 accumulation buffers.
+
+    params: parameters of one floating dtype. grads: FP32 buffers of the same shapes and strides at fixed addresses,
+    written by the backward passes. `clip`, FP32 0-d on the device, bounds the global norm (Megatron's rule: gradients
+    are multiplied by clip / (norm + 1e-6) where that is below one); on a CPU a step leaves them so in `grads`.
+    """
+
+    def __init__(self, params, grads, lr: float, betas, eps: float, weight_decay: float, clip: float):
+        self.grads = list(grads)
+        assert all(grad.dtype == torch.float32 for grad in self.grads)
+        super().__init__(params, lr, betas, eps, weight_decay, self.grads)
+        self.clip = torch.full_like(self.grad_norm, clip)
+        # A loss without a scale, and no step is skipped.
+        self._scale, self._found_inf = torch.ones_like(self.grad_norm), torch.zeros_like(self.grad_norm)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, update the masters and copy them to the parameters. `grad_norm` is the norm before clipping."""
+        self._fill_norm(self.grads)
+        if self._fused:
+            scalars = (self.step_count, self.lr, self._scale, self._found_inf, self.grad_norm, self.clip)
+            self._fused.step(self.grads, *scalars)
+        else:
+            # torch's kernel divides by grad_scale as it reads a gradient: clipping costs no pass of its own.
+            grad_scale = ((self.grad_norm + 1e-6) / self.clip).clamp_(min=1.0)
+            self._update_by_torch(self.grads, grad_scale, self._found_inf)
 
 
 class LossScaler:
@@ -122,32 +151,21 @@ class LossScaler:
             yield f"loss_scale.{name}", getattr(self, name)
 
 
-class ScaledMasterAdam:
+class ScaledMasterAdam(_Masters):
     """AdamW on FP32 masters for 16-bit gradients of a scaled loss: no clipping, and an overflow skips the step.
 
     A skipped step changes neither masters nor moments and does not count in Adam's bias correction. `grad_norm` is the
     norm of the unscaled gradients, infinite or NaN where the step was skipped.
 
-    params: dense 16-bit parameters; gradients must have their strides. On a GPU the update is common/fused_adam.py's,
-    in two passes over memory; elsewhere torch's fused AdamW, on FP32 copies of the gradients.
+    params: dense 16-bit parameters; gradients must have their strides. Elsewhere than on a GPU torch's AdamW works on
+    FP32 copies of the gradients.
     """
 
     def __init__(self, params, scaler: LossScaler, lr: float, betas, eps: float, weight_decay: float):
-        self.params, self.scaler, self._initial_lr = list(params), scaler, lr
-        device = self.params[0].device
-        self.masters = [param.detach().float().clone() for param in self.params]
-        self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(master) for master in self.masters] for _ in range(2))
-        self.lr = torch.tensor(lr, dtype=torch.float32, device=device)
-        self.step_count, self.grad_norm = (torch.zeros((), device=device) for _ in range(2))
-        self._options = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-        self._fused = None
-        if device.type == "cuda":
-            from common.fused_adam import FusedUpdate
-
-            states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
-            self._fused = FusedUpdate(*states, betas, eps, weight_decay)
-        else:
-            self._grads = [torch.zeros_like(master) for master in self.masters]
+        super().__init__(params, lr, betas, eps, weight_decay)
+        self.scaler = scaler
+        self._no_clip = torch.full_like(self.grad_norm, torch.inf)
+        self._grads = [] if self._fused else [torch.zeros_like(master) for master in self.masters]
 
     def step(self, grads) -> None:
         """Check, unscale and apply the 16-bit gradients `grads`, then update the scale."""
@@ -158,11 +176,7 @@ class ScaledMasterAdam:
     @torch.no_grad()
     def check(self, grads) -> None:
         """Fill grad_norm, and found_inf of the scaler: the norm is not finite where a gradient is not."""
-        if self._fused:
-            self._fused.norm(grads, out=self.grad_norm)
-        else:
-            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-            torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
+        self._fill_norm(grads)
         self.scaler.found_inf.copy_(torch.isfinite(self.grad_norm).logical_not_())
         self.grad_norm.div_(self.scaler.scale)
 
@@ -171,38 +185,8 @@ class ScaledMasterAdam:
         """Update masters and parameters with gradients that were checked; nothing changes where found_inf is 1."""
         scaler = self.scaler
         if self._fused:
-            self._fused.step(grads, self.step_count, self.lr, scaler.scale, scaler.found_inf)
-            return
-        torch._foreach_copy_(self._grads, grads)
-        self.step_count.add_(1 - scaler.found_inf)
-        # Each tensor has a count of its own, which the kernel reads; a skipped step leaves it as it is.
-        counts = [self.step_count] * len(self.masters)
-        torch._fused_adamw_(
-            self.masters,
-            self._grads,
-            self.exp_avg,
-            self.exp_avg_sq,
-            [],
-            counts,
-            lr=self.lr,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scaler.scale,
-            found_inf=scaler.found_inf,
-            **self._options,
-        )
-        torch._foreach_copy_(self.params, self.masters)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """In place, as after construction from the parameters' present values."""
-        torch._foreach_copy_(self.masters, [param.detach() for param in self.params])
-        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.step_count])
-        self.lr.fill_(self._initial_lr)
-
-    def named_state(self):
-        """(name, tensor) of masters, moments and the count of steps, for hashing."""
-        yield "optimizer.step", self.step_count
-        for index, tensors in enumerate(zip(self.masters, self.exp_avg, self.exp_avg_sq, strict=True)):
-            for key, tensor in zip(("master", "exp_avg", "exp_avg_sq"), tensors, strict=True):
-                yield f"optimizer.{index}.{key}", tensor
+            scalars = (self.step_count, self.lr, scaler.scale, scaler.found_inf, self.grad_norm, self._no_clip)
+            self._fused.step(grads, *scalars)
+        else:
+            torch._foreach_copy_(self._grads, grads)
+            self._update_by_torch(self._grads, scaler.scale, scaler.found_inf)

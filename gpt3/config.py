@@ -71,8 +71,11 @@ PRESETS = {
 
 VARIANTS = {
     "eager": "kernels launched one by one",
-    "graph_te": "Transformer Engine's make_graphed_callables: a forward and a backward graph per layer, one slot",
+    "graph_te": "NVIDIA's submission: Transformer Engine's make_graphed_callables, a slot for every microbatch",
+    "graph_te_slot": "graph_te with one slot that every microbatch uses again",
+    "graph_te_default": "graph_te with Transformer Engine's default flags: gradients cloned, no buffer reused",
     "graph": "our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
+    "graph_opt": "graph, with clipping and Adam in a graph of their own",
     "graph_overlap": "graph, with the next microbatch's forward beside the backward on a second stream",
     "compile": "torch.compile of the layers (default mode, no graphs)",
     "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
@@ -84,7 +87,10 @@ SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", 
 KINDS = {
     "eager": "eager",
     "graph_te": "graph",
+    "graph_te_slot": "graph",
+    "graph_te_default": "graph",
     "graph": "graph",
+    "graph_opt": "graph",
     "graph_overlap": "graph",
     "compile": "compile",
     "reduce_overhead": "compile",
@@ -95,13 +101,14 @@ def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
     """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
     per_layer = 2 * config.layers
     per_slot = per_layer * config.microbatches
-    # Transformer Engine's one slot per layer is replayed by every microbatch; ours has a graph for each.
-    table = {"graph_te": (per_layer, per_slot), "graph": (per_slot, per_slot), "graph_overlap": (per_slot, per_slot)}
-    return {**table, "reduce_overhead": (None, None)}.get(variant, (0, 0))
+    each = dict.fromkeys(("graph_te", "graph_te_default", "graph", "graph_overlap"), (per_slot, per_slot))
+    # One slot is replayed by every microbatch; the optimizer's graph once a step.
+    others = {"graph_te_slot": (per_layer, per_slot), "graph_opt": (per_slot + 1, per_slot + 1)}
+    return {**each, **others, "reduce_overhead": (None, None)}.get(variant, (0, 0))
 
 
 ABOUT = {
-    "bitwise": ["eager", "graph_te", "graph", "graph_overlap"],
+    "bitwise": [name for name, kind in KINDS.items() if kind in ("eager", "graph")],
     "sweeps": SWEEPS,
     "kinds": KINDS,
     "promises": promises,

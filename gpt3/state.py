@@ -77,11 +77,15 @@ class State:
             self.loss.add_(loss.detach())
         return loss
 
-    def end_step(self, index: int):
+    def end_step(self, index: int, update=None):
+        """Average the gradients over the ranks, clip and apply them, keep the step's loss and gradient norm.
+
+        update: what clips and applies them, called without arguments; the optimizer's own step where none is given.
+        """
         with section("optimizer"):
             if self.buckets:
                 self.buckets.all_reduce_mean()
-            self.adam.step()
+            (update or self.adam.step)()
         # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.loss)

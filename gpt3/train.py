@@ -4,6 +4,7 @@ In the graphs: every transformer layer, forward and backward, with its weight gr
 FP32 main_grad. Eager: data, embedding, head and loss, the FP8 scale updates, gradient clipping and Adam.
 Why: that is the scope NVIDIA submitted (MLPerf v4.1, 11,616 GPUs). The layers are nearly all of the work,
 and what changes from step to step in a real run (schedules, communication, logging) stays plain Python.
+`graph_opt` captures clipping and Adam, too. Transformer Engine's own graphs are in te_graphs.py.
 
     python -m gpt3.train --preset tiny --variant graph
     python -m gpt3.train --preset bench --variant graph --record runs/graph.r1.json
@@ -27,6 +28,7 @@ import torch
 from common import collectives, environment, flops, measure, precision
 from common.capture import Pool
 from common.measure import Capture, Unsupported, mark, section
+from gpt3 import te_graphs
 from gpt3.state import State, hyperparameters
 
 # ------------------------------------------------------------------------------------------------
@@ -48,6 +50,31 @@ def eager_step(state: State, index: int):
             loss.backward()
         mark()
     state.end_step(index)
+
+
+class Eager:
+    """The baseline: no graph, no compiler."""
+
+    def __init__(self, state: State):
+        self.state = state
+        self.capture = Capture(strategy="none")
+        _warm_up(state, self.capture)
+
+    def step(self, index: int):
+        eager_step(self.state, index)
+
+    def replays_of(self, index: int) -> int:
+        return 0
+
+    def close(self):
+        """Nothing to release."""
+
+
+def _warm_up(state, capture, steps=3):
+    """Eager steps on the capture stream: libraries initialise, FP8 caches and optimizer state exist afterwards."""
+    with capture.timed("warmup_s"):
+        for index in range(steps):
+            eager_step(state, index)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -107,6 +134,7 @@ class Graphed:
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
         self.grad_y = torch.zeros_like(self.x)
         self.forward, self.y, self.backward, self.grad_x = [], [], [], []
+        self.update = state.adam.step
         with self.capture.timed("capture_s"), state.fp8.capturing():
             for microbatch in range(state.config.microbatches):
                 graphs, saved, y = capture_forward(state, self.pool, self.x, microbatch)
@@ -135,7 +163,7 @@ class Graphed:
                     replay(self.backward[microbatch])
                 embedded.backward(self.grad_x[microbatch])
             mark()
-        state.end_step(index)
+        state.end_step(index, self.update)
 
     def replays_of(self, index: int) -> int:
         return 2 * self.state.config.layers * self.state.config.microbatches
@@ -147,6 +175,27 @@ class Graphed:
 def replay(graphs):
     for graph in graphs:
         graph.replay()
+
+
+class GraphedOptimizer(Graphed):
+    """`graph`, with clipping and Adam in a graph of their own, one more replay a step.
+
+    What changes from step to step must be on the device, or the graph would keep what it was at capture: the learning
+    rate, Adam's count of steps and the gradients' norm are tensors that the replay reads and writes. A schedule fills
+    `state.adam.lr` before the step. Outside stay the all-reduce of the gradients, and where losses are kept, which
+    depends on the step's number.
+    """
+
+    def __init__(self, state: State):
+        super().__init__(state)
+        self.capture.strategy += "; clipping and Adam"
+        # Last in the step and last in the pool: it may use what the layers' graphs are done with.
+        with self.capture.timed("capture_s"):
+            graph, _ = self.pool.capture(state.adam.step)
+        self.update = graph.replay
+
+    def replays_of(self, index: int) -> int:
+        return super().replays_of(index) + 1
 
 
 class GraphedOverlap:
@@ -243,90 +292,8 @@ def _beside(stream):
         yield
 
 
-def _warm_up(state, capture, steps=3):
-    """Eager steps on the capture stream: libraries initialise, FP8 caches and optimizer state exist afterwards."""
-    with capture.timed("warmup_s"):
-        for index in range(steps):
-            eager_step(state, index)
-
-
 # ------------------------------------------------------------------------------------------------
 # The other variants
-
-
-class Eager:
-    """The baseline: no graph, no compiler."""
-
-    def __init__(self, state: State):
-        self.state = state
-        self.capture = Capture(strategy="none")
-        _warm_up(state, self.capture)
-
-    def step(self, index: int):
-        eager_step(self.state, index)
-
-    def replays_of(self, index: int) -> int:
-        return 0
-
-    def close(self):
-        """Nothing to release."""
-
-
-class GraphedByTransformerEngine:
-    """The published mechanism: one slot per layer, reused by every microbatch in the order forward, backward.
-
-    The wrapped layers are called like layers; each call copies its input into the slot, and the weight
-    cast in the graph is switched off after the first microbatch by a flag on the device. Weight gradients
-    are always added to main_grad, which therefore is zeroed in every step.
-    """
-
-    def __init__(self, state: State):
-        if state.config.layer != "te" or state.device.type != "cuda":
-            raise Unsupported("graph_te needs a GPU and Transformer Engine: make te")
-        from transformer_engine.pytorch import make_graphed_callables
-
-        self.state = state
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy="te.make_graphed_callables, order [1, -1]", pools=[self.pool])
-        _warm_up(state, self.capture)
-        sample = torch.randn_like(state.embedding(state.inputs["tokens"][0]))
-        fp8 = state.config.precision == "fp8"
-        with self.capture.timed("capture_s"), self.pool.adopt():
-            self.layers = make_graphed_callables(
-                tuple(state.layers),
-                tuple((sample.clone().requires_grad_(),) for _ in state.layers),
-                enabled=fp8,
-                recipe=state.fp8.recipe if fp8 else None,
-                cache_quantized_params=fp8,
-                clone_param_grads_on_return=False,
-                _order=[1, -1],
-                _num_layers_per_chunk=len(state.layers),
-                _reuse_graph_input_output_buffers=False,
-            )
-
-    def step(self, index: int):
-        state = self.state
-        state.begin_step(index, accumulate_all=True)
-        for microbatch in range(state.config.microbatches):
-            with section("embedding"):
-                hidden = state.embedding(state.inputs["tokens"][microbatch])
-            with section("forward"), state.fp8.forward():
-                for layer in self.layers:
-                    hidden = layer(hidden, is_first_microbatch=microbatch == 0)
-            loss = state.microbatch_loss(hidden, microbatch)
-            mark()
-            with section("backward"):
-                loss.backward()
-            mark()
-        state.end_step(index)
-
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers * self.state.config.microbatches
-
-    def close(self):
-        for layer in self.layers:
-            layer.reset()
-        self.pool.release()
 
 
 class Compiled:
@@ -388,8 +355,11 @@ class ReduceOverhead(Compiled):
 
 MAKE_VARIANT = {
     "eager": Eager,
-    "graph_te": GraphedByTransformerEngine,
+    "graph_te": lambda state: te_graphs.AsSubmitted(state, _warm_up),
+    "graph_te_slot": lambda state: te_graphs.OneSlot(state, _warm_up),
+    "graph_te_default": lambda state: te_graphs.Defaults(state, _warm_up),
     "graph": Graphed,
+    "graph_opt": GraphedOptimizer,
     "graph_overlap": GraphedOverlap,
     "compile": Compiled,
     "reduce_overhead": ReduceOverhead,

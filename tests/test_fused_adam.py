@@ -1,15 +1,23 @@
 """common/fused_adam against torch's AdamW on a GPU, and through Triton's interpreter without one."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from common.optimizers import LossScaler, ScaledMasterAdam
-from tests.triton_interpreter import DEVICE, on_device, run_interpreted
+from common.optimizers import LossScaler, MasterAdam, ScaledMasterAdam
+from tests.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 # More than one chunk, less than one, a 4-d weight with channels last, one number.
 SHAPES = [(300, 33), (17,), (8, 16, 3, 3), (1,)]
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+CLIP = 1.0
+# The interpreter cuts bits off where a GPU rounds to bf16.
+LOW_PRECISION = torch.float16 if INTERPRETED else torch.bfloat16
 
 
 def make(device, fused):
@@ -77,6 +85,132 @@ def test_replays_and_eager_steps_do_not_mix_their_gradients():
         for (name, a), (_, b) in zip(graphed.named_state(), eager.named_state(), strict=True):
             assert torch.equal(a, b), name
         pool.release()
+
+
+# --- FP32 gradients at fixed addresses, clipped
+
+
+def clipped(device, fused):
+    """A MasterAdam and its gradients; a tensor of two whole chunks and a rest, and three of less than one."""
+    from common.fused_adam import TILES, FusedUpdate
+
+    shapes = [(2 * TILES[4].chunk + 40, 1), *SHAPES[1:]]
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, LOW_PRECISION)) for shape in shapes]
+    grads = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+    # An eps that is not small beside a gradient: the update then depends on the gradients' scale, hence on clipping.
+    adam = MasterAdam(params, grads, clip=CLIP, **OPTIONS | {"eps": 0.05, "weight_decay": 0.1})
+    if fused and adam._fused is None:
+        states = (params, adam.masters, adam.exp_avg, adam.exp_avg_sq)
+        adam._fused = FusedUpdate(*states, OPTIONS["betas"], 0.05, 0.1, grads)
+    return adam
+
+
+def fill(adam, step, size=1.0):
+    generator = torch.Generator().manual_seed(100 + step)
+    for grad in adam.grads:
+        grad.copy_(torch.randn(grad.shape, generator=generator) * size)
+
+
+@on_device
+def test_the_clipped_update_is_torchs():
+    ours, torchs = clipped(torch.device(DEVICE), fused=True), clipped(CPU, fused=False)
+    start = [master.clone() for master in torchs.masters]
+    # Norms of about 0.02, 200 and 2, and a learning rate that changes.
+    factors = []
+    for step, size in enumerate([1e-4, 1.0, 0.01, 1e-4, 1.0]):
+        for adam in (ours, torchs):
+            adam.lr.fill_(0.01 * 0.7**step)
+            fill(adam, step, size)
+            adam.step()
+        torch.testing.assert_close(ours.grad_norm.cpu(), torchs.grad_norm, rtol=1e-5, atol=0)
+        factors.append(CLIP / float(torchs.grad_norm))
+    assert min(factors) < 0.01 and max(factors) > 10
+    assert ours.step_count.item() == torchs.step_count.item() == 5
+    for (name, a), (_, b) in zip(ours.named_state(), torchs.named_state(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+    for param, master, first in zip(ours.params, ours.masters, start, strict=True):
+        assert torch.equal(param.detach(), master.to(LOW_PRECISION))
+        # Every element, the last of a chunk and of the tensor too.
+        assert (master.cpu() != first).all()
+
+
+@on_device
+def test_a_step_repeats_bit_for_bit_and_leaves_gradients_alone():
+    states = []
+    for _ in range(2):
+        adam = clipped(torch.device(DEVICE), fused=True)
+        fill(adam, 0)
+        before = [grad.clone() for grad in adam.grads]
+        adam.step()
+        assert all(map(torch.equal, adam.grads, before))
+        states.append([adam.grad_norm.clone(), *(tensor.clone() for _, tensor in adam.named_state())])
+    assert all(map(torch.equal, *states))
+
+
+@on_device
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_shows(bad):
+    """Clipping must not hide it: without a loss scale no step is skipped."""
+    for adam in (clipped(torch.device(DEVICE), fused=True), clipped(CPU, fused=False)):
+        fill(adam, 0)
+        adam.grads[0][-1] = bad
+        adam.step()
+        assert not torch.isfinite(adam.grad_norm)
+        assert torch.isnan(adam.masters[0][-1]).all() and adam.step_count == 1
+        if bad != bad:
+            assert torch.isnan(adam.masters[1]).all()
+
+
+@on_device
+def test_an_offset_beyond_31_bits_is_found():
+    """The chunks of a large tensor are found by 64-bit offsets; a table that says so stands for its 8 GiB."""
+    from common.fused_adam import TILES, _sum_of_squares, tl
+
+    tiles, far = TILES[4], 2**33
+    data = torch.arange(tiles.chunk, dtype=torch.float32, device=DEVICE)
+    partial, zero = torch.zeros(1, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    # data is what lies `far` elements behind the address in the table.
+    address = torch.tensor([data.data_ptr() - 4 * far], device=DEVICE)
+    sizes = torch.tensor([far + tiles.chunk], device=DEVICE)
+    tables = (address, zero, torch.tensor([far], device=DEVICE), sizes)
+    _sum_of_squares[(1,)](partial, *tables, tiles.chunk, tiles.norm_block, tl.float32, num_warps=tiles.norm_warps)
+    torch.testing.assert_close(partial[0], data.square().sum(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_reads_the_learning_rate_of_now():
+    from common.capture import Pool
+
+    device = torch.device("cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graphed, eager = clipped(device, fused=True), clipped(device, fused=True)
+        for adam in (graphed, eager):
+            fill(adam, 0)
+            adam.step()
+        pool = Pool(device)
+        graph, _ = pool.capture(graphed.step)
+        for step in range(6):
+            for adam in (graphed, eager):
+                adam.lr.mul_(0.5)
+                fill(adam, step)
+            graph.replay()
+            eager.step()
+        assert torch.equal(graphed.grad_norm, eager.grad_norm)
+        for (name, a), (_, b) in zip(graphed.named_state(), eager.named_state(), strict=True):
+            assert torch.equal(a, b), name
+        pool.release()
+
+
+@pytest.mark.gpu
+def test_the_tuning_tool_prints_a_rate_for_every_setting():
+    from gpt3 import tune_adam
+
+    command = [sys.executable, "-m", "gpt3.tune_adam", "tiny"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    rates = [line for line in answer.stdout.splitlines() if line.endswith("GB/s")]
+    assert len(rates) == 2 * len(tune_adam.CHUNKS) * len(tune_adam.UPDATE)
 
 
 def test_in_the_interpreter():

@@ -22,13 +22,14 @@ from common.state_hash import StateHasher
 from common.text import write_megatron
 from gpt3 import state as gpt3_state
 from gpt3 import train
-from gpt3.config import PRESETS, VARIANTS
+from gpt3.config import PRESETS, VARIANTS, promises
 from gpt3.state import State, hyperparameters
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], layer="torch")
-GRAPHED = ("graph", "graph_overlap")
+GRAPHED = ("graph", "graph_opt", "graph_overlap")
+TE_GRAPHS = ("graph_te", "graph_te_slot", "graph_te_default")
 
 
 def follow(state, step, count):
@@ -76,7 +77,10 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         assert_equal(follow(state, variant.step, 25), eager, state)
         promised = sum(variant.replays_of(index) for index in range(25))
         assert variant.capture.num_replays - before == promised > 0
-        assert promised == 25 * 2 * state.config.layers * state.config.microbatches
+        graphs, replays = promises(state.config, name)
+        assert promised == 25 * replays and len(variant.capture.pools) == (2 if name == "graph_overlap" else 1)
+        assert replays == 2 * state.config.layers * state.config.microbatches + (name == "graph_opt")
+        assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs == replays
         variant.close()
 
 
@@ -150,10 +154,12 @@ def test_evaluation_needs_text_that_training_leaves_out(tmp_path):
 def test_hyperparameters_are_those_of_the_step():
     said = hyperparameters(replace(TINY, microbatches=3, microbatch=2), world_size=4)
     assert said["global_batch_size"] == 24 and said["gradient_accumulation_steps"] == 3
-    group = State(TINY, CPU).adam._adam.param_groups[0]
-    assert (said["opt_adamw_beta_1"], said["opt_adamw_beta_2"]) == group["betas"]
-    assert (said["opt_adamw_epsilon"], said["opt_adamw_weight_decay"]) == (group["eps"], group["weight_decay"])
-    assert said["opt_base_learning_rate"] == pytest.approx(float(group["lr"]))
+    adam = State(TINY, CPU).adam
+    for name in ("beta1", "beta2", "eps", "weight_decay"):
+        key = {"beta1": "beta_1", "beta2": "beta_2", "eps": "epsilon"}.get(name, name)
+        assert said[f"opt_adamw_{key}"] == adam._options[name]
+    assert said["opt_gradient_clip_norm"] == float(adam.clip)
+    assert said["opt_base_learning_rate"] == pytest.approx(float(adam.lr))
 
 
 @pytest.mark.parametrize("name", GRAPHED)
@@ -183,6 +189,47 @@ def test_replays_read_the_batch_that_was_loaded(name):
     assert all(now != before for now, before in zip(state.read_losses(4), losses, strict=True))
 
 
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_the_optimizers_graph_follows_what_changes_from_step_to_step(precision):
+    """The learning rate of a schedule, filled in before each step; Adam's count of steps goes on by itself."""
+    state = State(replace(TINY, precision=precision), CPU)
+    variant = train.MAKE_VARIANT["graph_opt"](state)
+
+    def scheduled(step, factor):
+        def both(index):
+            state.adam.lr.fill_(TINY.lr * factor**index)
+            step(index)
+
+        return both
+
+    def eager(index):
+        train.eager_step(state, index)
+
+    constant = follow_eager(state, 12)
+    falling = follow(state, scheduled(eager, 0.5), 12)
+    assert (falling[2][-1] != constant[2][-1]).any()
+    assert_equal(follow(state, scheduled(variant.step, 0.5), 12), falling, state)
+    # And none at all: what moves is Adam's count and its moments.
+    still = follow(state, scheduled(variant.step, 0.0), 3)
+    assert_equal(still, follow(state, scheduled(eager, 0.0), 3), state)
+    names = [name for name, _ in state.named_state()]
+    masters = [names.index(name) for name in names if name.endswith(".master")]
+    assert (still[2][1, masters] == still[2][2, masters]).all()
+    assert (still[2][1, names.index("optimizer.step")] != still[2][2, names.index("optimizer.step")]).all()
+
+
+def test_the_optimizer_is_in_its_graph_and_the_rest_of_the_step_is_not():
+    state = State(TINY, CPU)
+    variant = train.MAKE_VARIANT["graph_opt"](state)
+    operators = variant.pool.graphs[-1].operators()
+    assert sum("_fused_adamw_" in name for name in operators) == 1
+    assert operators[-1].startswith("aten._foreach_copy_"), "parameters follow their masters last"
+    assert not any("_fused_adamw_" in name for graph in variant.pool.graphs[:-1] for name in graph.operators())
+    # Nothing of the step calls the optimizer beside its graph.
+    state.adam.step = None
+    variant.step(0)
+
+
 # --- what a step is
 
 
@@ -196,7 +243,7 @@ def test_gradients_are_accumulated_over_all_microbatches(precision):
     def gradients(picked):
         state.reset()
         # A norm that is not above the clip's bound is left alone by the optimizer.
-        state.adam.clip = 1e9
+        state.adam.clip.fill_(1e9)
         state.batches[0] = {name: rows[picked] for name, rows in batch.items()}
         state.begin_step(0)
         for microbatch in range(3):
@@ -319,7 +366,7 @@ def test_close_releases_the_graphs_memory(name):
 # --- variants that cannot run here, and arguments as they run here
 
 
-@pytest.mark.parametrize("name", ["compile", "reduce_overhead", "graph_te"])
+@pytest.mark.parametrize("name", ["compile", "reduce_overhead", *TE_GRAPHS])
 def test_variants_that_need_a_gpu_say_so(name):
     with pytest.raises(Unsupported, match="GPU"):
         train.MAKE_VARIANT[name](State(replace(TINY, precision="bf16"), CPU))
