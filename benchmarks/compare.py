@@ -65,7 +65,7 @@ def notes(found, table: list[dict], faults: list[str], metas: dict | None = None
     lines += _source_notes(every)
     # What the scripts say of the configuration that really ran, once each.
     lines += dict.fromkeys(note for record in every for note in record["extra"].get("notes") or [])
-    lines += _lost_notes(every) + _older_notes(table)
+    lines += _lost_notes(every) + _older_notes(table) + _eager_notes(table)
     for row in table:
         lines += _row_notes(row, every)
     if table and table[0]["device"] == "cpu":
@@ -96,12 +96,14 @@ def _machine(record):
 
 
 def _base_notes(table):
-    bases = list(dict.fromkeys(row["base"] for row in table if row["base"]))
-    eagers = [row["variant"] for row in table if row["kind"] == "eager" and row["num_rounds"]]
-    if not bases:
-        return []
-    of = f", the best of {', '.join(eagers)}" if len(eagers) > 1 else ""
-    return [f"base: {' or '.join(bases)}{of}"]
+    lines = []
+    for layer in dict.fromkeys(row["layer"] for row in table if row["base"]):
+        own = [row for row in table if row["layer"] == layer]
+        bases = dict.fromkeys(row["base"] for row in own if row["base"])
+        eagers = [row["variant"] for row in own if row["kind"] == "eager" and row["num_rounds"]]
+        of = f", the best of {', '.join(eagers)}" if len(eagers) > 1 else ""
+        lines.append(f"base{f' of layer {layer}' if layer else ''}: {' or '.join(bases)}{of}")
+    return lines
 
 
 def _session_notes(runs, metas):
@@ -230,8 +232,20 @@ def _older_notes(table):
     for row in table:
         if row["num_older"]:
             names.setdefault(row["num_older"], []).append(row["variant"])
-    why = "of other code, configuration, versions or schema: not pooled"
+    why = "of other code, configuration, versions or schema, or with fewer eagers: not pooled"
     return [f"{', '.join(own)}: {n} other session{'s' if n > 1 else ''} beside, {why}" for n, own in names.items()]
+
+
+def _eager_notes(table):
+    """Eagers of the model that the sessions of a row did not run: its base may be slower than the best one."""
+    names: dict[tuple, list[str]] = {}
+    for row in table:
+        if row["missing_eagers"]:
+            names.setdefault(tuple(row["missing_eagers"]), []).append(row["variant"])
+    return [
+        f"{', '.join(own)}: not all eagers run, {', '.join(missing)} missing: the base is the best of those that were"
+        for missing, own in names.items()
+    ]
 
 
 def _row_notes(row, found):

@@ -198,7 +198,7 @@ def _rows(folder, group, name, begin, meta, found, runs):
         elif record["extra"].get("superseded"):
             runs.doubts.append(f"{short_name(records.upgrade(record))} of {name} failed at first: {record['message']}")
         else:
-            sound.append((where, records.upgrade(record)))
+            sound.append((where, _today(records.upgrade(record))))
     nodes = meta.get("nodes") or []
     gpus = {gpu for node in nodes for gpu in node.get("gpu_uuids", ())} | {
         record["env"]["gpu_uuid"] for _, record in sound
@@ -228,6 +228,16 @@ def _rows(folder, group, name, begin, meta, found, runs):
             }
         )
     return rows
+
+
+# Variants of schema 1 that have another name today: gpt3's graph_te had one slot for all microbatches then.
+RENAMED = {("gpt3", "graph_te"): "graph_te_slot"}
+
+
+def _today(record):
+    """The record under its variant's name of today; `where` says which file has it under the old one."""
+    name = RENAMED.get((record["model"], record["variant"])) if record["schema"] == 1 else None
+    return record | {"variant": name} if name else record
 
 
 _COPIED = ("schema", "model", "preset", "variant", "round", "attempt", "status", "device", "host_load", "statistic_ms")

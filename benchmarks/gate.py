@@ -7,8 +7,9 @@ Each side is a session, a group of sessions, or a root of groups. Rows are match
 GPUs, host load and variant; where a side has several folders of one such row, by the folder's path or name too.
 Of each row are judged, up and down alike, because a sudden gain is suspect too:
 
-  speed-up   against eager, each side's paired rounds. Drift and differences between GPUs fall on eager and graph
-             alike and cancel: this is the sharp one, on any GPU of the type.
+  speed-up   against one eager for both sides, the earlier set's base where the newer has timed it, each side's
+             paired rounds. Drift and differences between GPUs fall on eager and graph alike and cancel: this is the
+             sharp one, on any GPU of the type.
   step ms    the statistic of the timed rounds. It sees what slows eager and graph alike, which the speed-up
              cannot. On another GPU of the type 3 % more are allowed (5 % by default), because two of them differ by
              about 1 %.
@@ -191,7 +192,7 @@ def _judge_row(name, block, partner, row, other, tolerance):
     judged.append(_judge_word(name, "replays", row["replays"], other["replays"], best="ok"))
     judged.append(_judge_word(name, "graphs", row["num_graphs"], other["num_graphs"]))
     if block.device == "cuda":
-        judged += _judge_times(name, row, _runs(block, row), _runs(partner, row), tolerance)
+        judged += _judge_times(name, row, *_runs(block, partner, row), tolerance)
         for quantity, key, text in (
             ("reserved GiB", "peak_reserved_gib", tables.number(2)),
             ("kernels", "num_kernels", tables.number(0)),
@@ -202,17 +203,27 @@ def _judge_row(name, block, partner, row, other, tolerance):
     return [each for each in judged if each]
 
 
-def _runs(block, row):
-    """Timed records of a row, and the log ratios of its pairs: of the sessions that the row rests on."""
-    group = rows.group_of(block.runs)
-    pooled, _ = rows.standing(group, row["variant"])
-    records = [each["record"] for session in pooled for each in group.timed(session, row["variant"])]
-    ratios = []
-    for session in pooled:
-        if group.bases[session] not in (None, row["variant"]):
-            both = rows.pairs(group, session, row["variant"], group.bases[session])
-            ratios += rows.log_ratios(both, lambda record: record["statistic_ms"])
-    return records, ratios
+def _runs(block, partner, row):
+    """Of each side: timed records of a row, and the log ratios of its pairs, of the sessions that the row rests on.
+
+    Both sides are paired with one eager, the base of the first that the other timed as well: a ratio against a new
+    base would change with it.
+    """
+    variant = row["variant"]
+    groups = [rows.group_of(side.runs) for side in (block, partner)]
+    sides = [(group, rows.standing(group, variant)[0]) for group in groups]
+    bases = dict.fromkeys(group.base(pooled[-1], variant) for group, pooled in sides)
+    found = [[_log_ratios(*side, variant, base) for side in sides] for base in bases if base not in (None, variant)]
+    ratios = next(filter(all, found), [*found, [[], []]][0])
+    return [
+        ([each["record"] for session in pooled for each in group.timed(session, variant)], logs)
+        for (group, pooled), logs in zip(sides, ratios, strict=True)
+    ]
+
+
+def _log_ratios(group, pooled, variant, base):
+    both = [pair for session in pooled for pair in rows.pairs(group, session, variant, base)]
+    return rows.log_ratios(both, lambda record: record["statistic_ms"])
 
 
 def _judge_times(name, row, base, new, tolerance):

@@ -267,7 +267,7 @@ class Session:
     other nodes' boots. On the CPU no GPU.
     begin: UTC as text that sorts by time. log_ratios: log(base ms / variant ms) of each pair, last attempts, by
     round; first_log_ratios: the same of first attempts, equal where no run was repeated. may_be_plain: False for
-    records of schema 1, which lack what a plain verdict asks for.
+    records of schema 1, which lack what a plain verdict asks for, and for sessions that did not run all eagers.
     """
 
     name: str

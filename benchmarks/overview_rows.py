@@ -55,9 +55,11 @@ class Block:
     def identity(self) -> tuple:
         return self.device, self.gpu, self.model, self.preset, self.num_gpus
 
-    @property
-    def base(self) -> dict | None:
-        return next((row for row in self.rows if row["is_base"]), None)
+    def base_of(self, row: dict) -> dict | None:
+        """The row of its base: of its own kind of layer, and for a base that of the best eager of all kinds."""
+        names = (row["base"], row["across_base"])
+        found = [other for name in names for other in self.rows if name is not None and other["variant"] == name]
+        return next(iter(found), None) or next((other for other in self.rows if other["is_base"]), None)
 
 
 def read(root) -> tuple[list[Block], list[str], list[str]]:
@@ -121,7 +123,7 @@ def _order(block):
 
 
 def rows_of(blocks: list[Block]) -> list[dict]:
-    """One row for each variant of each block that is not the base, in the order of the blocks.
+    """One row for each variant of each block that is not the best eager, in the order of the blocks.
 
     Names end in their unit; a name that begins with eager_ is the base's. What is not known is None.
     """
@@ -132,9 +134,9 @@ def rows_of(blocks: list[Block]) -> list[dict]:
     for block in blocks:
         if id(block) not in busy:
             table += [
-                _row(block, row, block.base, labels[id(block)], folded.get(id(block), []))
+                _row(block, row, block.base_of(row), labels[id(block)], folded.get(id(block), []))
                 for row in block.rows
-                if not row["is_base"]
+                if not (row["is_base"] and row["across_base"] in (None, row["variant"]))
             ]
     return table
 
@@ -198,13 +200,16 @@ def _row(block, row, eager, label, loaded):
         **{key: row[key] for key in ("variant", "status", "message", "strategy", "num_graphs", "num_operators")},
         **{key: row[key] for key in ("replays", "parity", "max_rel_diff", "num_rounds", "num_pairs", "num_hosts")},
         **{key: row[key] for key in ("kind", "num_sessions", "num_older", "lacks", "graph_kernel_share")},
-        "base": row["base"],
+        "missing_eagers": ", ".join(row["missing_eagers"]),
+        "base": row["base"] or row["across_base"],
         "eager_ms": row["base_ms"] or of_eager("step_ms"),
         "step_ms": row["step_ms"],
-        "ceiling": of_eager("ceiling"),
+        "ceiling": row["ceiling"],
         **{key: row[key] for key in _with_interval("speedup")},
         **{key: row[key] for key in ("verdict", "scope", "range_low", "range_high")},
         **{key: row[key] for key in _with_interval("quiet_speedup")},
+        "across_base": row["across_base"],
+        **{key: row[key] for key in _with_interval("across_speedup")},
         **_under_load(row["variant"], loaded),
     }
     for name, key in OF_BOTH.items():

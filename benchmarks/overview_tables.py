@@ -88,7 +88,10 @@ SPEED = (
     ("base ms", _base_ms(2)),
     ("step ms", field("step_ms", number(2))),
     ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    *_JUDGED,
+    *_JUDGED[:-1],
+    # Its interval stands in the next table.
+    ("by p10", _alone("quiet_speedup")),
+    ("over all layers", _ratio("across_speedup")),
     ("NVIDIA published", _published),
     ("older", lambda row: str(row["num_older"]) if row["num_older"] else None),
     ("lacks", lambda row: row["lacks"] or None),
@@ -144,6 +147,7 @@ SUMMARY = (
     ("step ms", field("step_ms", number(1))),
     ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
     *_JUDGED,
+    ("over all layers", _ratio("across_speedup")),
     ("pool GiB", field("pool_gib", number(2))),
     ("parity", field("parity")),
     ("lacks", lambda row: row["lacks"] or None),
@@ -160,7 +164,7 @@ def _here(key, text=str):
 def _measured(row):
     here = row["here"]
     if here is None:
-        return "not measured yet"
+        return "not measured yet" + (" with all eagers" if row["lacks_eagers"] else "")
     status = "" if here["status"] == "pass" else f" ({here['status']})"
     # gpt3/bench overlap -> bench overlap
     return f"{here['label'].partition('/')[2]} {here['variant']}{status}"
@@ -209,9 +213,14 @@ PARTS = ("summary", "speed", "host", "capture", "cost", "submitted", "measured",
 ALL = PARTS[1:]
 
 
-def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, sweeps=()) -> str:
-    """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links)."""
+def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, sweeps=(), whole=False) -> str:
+    """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links).
+
+    whole: without rows of sessions that did not run all eagers of their model.
+    """
     rows = rows_of(blocks)
+    left_out = [row for row in rows if whole and row["missing_eagers"]]
+    rows = [row for row in rows if row not in left_out]
     sections: dict[str, list[dict]] = {}
     for row in rows:
         title = row["gpu"] if row["device"] == "cuda" else f"CPU: {row['gpu']}"
@@ -230,8 +239,11 @@ def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, swe
         # A CPU shows no speed-up: it stands here only where nothing else was measured.
         for title in on_gpu or list(sections) or [""]:
             heading = f"The same five, measured here{f' on {title}' if title else ''}"
-            table = _table(strategies(sections.get(title, [])), MEASURED, markdown, 4)
-            lines += [_heading(heading, markdown), table]
+            found = [
+                row | {"lacks_eagers": row["model"] in {each["model"] for each in left_out}}
+                for row in strategies(sections.get(title, []))
+            ]
+            lines += [_heading(heading, markdown), _table(found, MEASURED, markdown, 4)]
     if "sources" in parts:
         lines.append(_list([_source(published, markdown) for published in PUBLISHED], markdown))
     if "notes" in parts:
@@ -311,7 +323,14 @@ def _notes(root, blocks, rows, sweeps):
     if any(row["break_even_steps"] for row in rows):
         lines.append("break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's")
     if any(row["num_older"] for row in rows):
-        lines.append("older: sessions of other code, configuration, versions or schema, which are not pooled")
+        lines.append(
+            "older: sessions of other code, configuration, versions or schema, or with fewer eagers, not pooled"
+        )
+    if any(row["across_speedup"] for row in rows):
+        lines.append("over all layers: against the best eager of all kinds of layer; speed-up: of the variant's own")
+    for eagers in dict.fromkeys(row["missing_eagers"] for row in rows if row["missing_eagers"]):
+        labels_of_them = dict.fromkeys(row["label"] for row in rows if row["missing_eagers"] == eagers)
+        lines.append(f"not all eagers run, {eagers} missing: {', '.join(labels_of_them)}")
     lines += [f"{sweep.relative_to(root).as_posix()}: a sweep, left out" for sweep in sweeps]
     return lines
 

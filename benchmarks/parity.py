@@ -154,6 +154,15 @@ def promises_bitwise(description: dict, variant: str) -> bool:
     return script.kind_of(description, variant) != "compile"
 
 
+def is_run_twice(description: dict, variant: str) -> bool:
+    """Whether a variant's round 0 is run a second time: what others are compared with, and each eager whose bits are
+    not those of its reference. That one may be the base, so it has to repeat itself, as eager does."""
+    references = description.get("reference", {})
+    if variant == "eager" or variant in references.values():
+        return True
+    return script.kind_of(description, variant) == "eager" and not promises_bitwise(description, variant)
+
+
 def _fill(record, path, base_path):
     """Numerics from the two sidecars; one that is not there or damaged is a failure."""
     try:

@@ -6,10 +6,12 @@ A block in README.md or <folder>/README.md stands between two markers:
     <!-- end -->
 
 `compare FOLDER` takes the parts headline, gain and cost (of CPU records: parity), `overview FOLDER` those of
-`benchmarks.overview`; no part means all of them. `python -m benchmarks.overview --readme` fills the blocks, and
+`benchmarks.overview`; no part means all of them. Rows of sessions that did not run all eagers of their model are left
+out. `python -m benchmarks.overview --readme` fills the blocks, and
 tests/test_readme.py fails where one is not what its records say.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -62,6 +64,10 @@ def _compare(folder, parts, place):
     if fault or not rows:
         raise ValueError(fault or f"no records in {folder}")
     columns = tables.of_folder(rows)
+    rows = [row for row in rows if not row["missing_eagers"]]
+    if not rows:
+        table = os.path.relpath(folder / "table.md", place)
+        return f"No session here ran all eagers of its model: its ratios stand in [table.md]({table}) alone."
     _refuse_unknown(parts, ["headline", *columns])
     texts = {"headline": f"**{tables.headline(rows)}**" if tables.headline(rows) else ""}
     texts |= {name: tables.piped(tables.cells(rows, each)) for name, each in columns.items()}
@@ -73,7 +79,8 @@ def _overview(folder, parts, place):
     if faults or refused or not blocks:
         raise ValueError([*refused, *faults, f"no records in or below {folder}"][0])
     _refuse_unknown(parts, overview_tables.PARTS)
-    return overview_tables.text_of(folder, blocks, faults, parts or overview_tables.ALL, markdown=True, link_from=place)
+    parts = parts or overview_tables.ALL
+    return overview_tables.text_of(folder, blocks, faults, parts, markdown=True, link_from=place, whole=True)
 
 
 def _refuse_unknown(parts, known):

@@ -1,26 +1,28 @@
-"""The rows of a table: what each variant costs, and what it gains against the base, over all sessions of one group.
+"""The rows of a table: what each variant costs, and what it gains against its base, over all sessions of one group.
 
-Within a session a variant is paired with the base, round by round; `benchmarks.intervals` makes a session's value and
-a verdict of the pairs. Sessions pool where configuration, versions and GPU type are equal and variant and base ran the
-same program as in the newest session (`benchmarks.frame.identity_of`); the others are counted as older.
+Within a session a variant is paired with its base (`benchmarks.bases`), round by round; `benchmarks.intervals` makes a
+session's value and a verdict of the pairs. Sessions pool where configuration, versions and GPU type are equal and
+variant and base ran the same program as in the newest session (`benchmarks.frame.identity_of`); the others are counted
+as older.
 """
 
 import math
 import statistics
-from dataclasses import dataclass
 
 from benchmarks import frame, intervals
+from benchmarks.bases import MEASURING, Group, base_of, choose_base, class_of, group_of, standing
 from benchmarks.intervals import tail
+
+__all__ = ["MEASURING", "Group", "Mixed", "choose_base", "group_of", "is_short", "lacks", "last_attempts"]
+__all__ += ["log_ratios", "missing_base", "pairs", "refuse_mixture", "standing", "summarise", "timed_idle"]
 
 GIB = 2**30
 CLOCK_TOLERANCE = 0.01
 SYNC = "eager_sync"
-# How a run is measured, not what a step computes: sessions that differ in these alone did the same work.
-MEASURING = ("min_steps", "min_window_s", "warmup_min_s", "warmup_max_s")
-VERSIONS = ("torch", "cuda", "cudnn", "driver", "transformer_engine")
+INCOMPLETE = "not all eagers run"
 # What a preset asks of a window; tiny and slices of seconds are exempt.
 WINDOW_S, WINDOW_STEPS, LONG_WINDOW_S, LONG_WINDOW_STEPS = 5.0, 50, 20.0, 8
-RATIOS = ("speedup", "quiet_speedup", "model_speedup", "sync_speedup")
+RATIOS = ("speedup", "quiet_speedup", "model_speedup", "sync_speedup", "across_speedup")
 
 
 class Mixed(ValueError):
@@ -28,102 +30,7 @@ class Mixed(ValueError):
 
 
 # ------------------------------------------------------------------------------------------------
-# Which runs stand beside each other
-
-
-@dataclass
-class Group:
-    """The runs of one folder as dicts, by (session, variant); sessions in order of time, each with its base."""
-
-    runs: dict
-    bases: dict
-    order: list
-
-    def of(self, session, variant):
-        return self.runs.get((session, variant), [])
-
-    def timed(self, session, variant):
-        return [row for row in self.of(session, variant) if row["is_timed"]]
-
-    def variant(self, name):
-        """All runs of a variant, sessions in order of time."""
-        return [row for session in self.order for row in self.of(session, name)]
-
-    def session(self, name):
-        """Any run of a session: what it says of the session itself."""
-        return next(rows[0] for (session, _), rows in self.runs.items() if session == name)
-
-
-def group_of(found, base: str | None = None) -> Group:
-    """found: a frame, or records. base: a variant that is the base of every session; None: the best eager.
-
-    Sessions that pool have one base, chosen over all of them: a choice in each session would favour the eager that was
-    the faster there by chance, and over many sessions that alone gives verdicts (docs/method.md). A session that pools
-    with no newer one has its own.
-    """
-    runs, members, schemas = {}, {}, {}
-    for row in frame.of(found).to_dict("records"):
-        runs.setdefault((row["session"], row["variant"]), []).append(row)
-        members.setdefault(row["session"], []).append(row)
-        schemas[row["session"]] = max(row["schema"], schemas.get(row["session"], 0))
-    # What schema 1 measured is older than all of schema 2.
-    order = sorted(members, key=lambda name: (schemas[name], members[name][0]["begin"], name))
-    group = Group(runs, dict.fromkeys(order, base), order)
-    left = [] if base else list(order)
-    while left:
-        newest = left[-1]
-        together = [name for name in left if _same_eagers(group, name, newest)]
-        chosen = choose_base([row for name in together for row in members[name]])
-        group.bases.update(dict.fromkeys(together, chosen))
-        left = [name for name in left if name not in together]
-    return group
-
-
-def _same_eagers(group, name, newest):
-    """Whether two sessions timed the same eager programs under the same conditions."""
-    sides = [_eagers(group, session) for session in (name, newest)]
-    if name == newest:
-        return True
-    return (
-        bool(sides[0])
-        and sides[0].keys() == sides[1].keys()
-        and all(_same_work(sides[0][variant], sides[1][variant]) for variant in sides[0])
-    )
-
-
-def _eagers(group, session):
-    own = {variant: group.timed(session, variant) for name, variant in group.runs if name == session}
-    return {variant: rows[0] for variant, rows in own.items() if rows and rows[0]["kind"] == "eager"}
-
-
-def _same_work(a, b):
-    """Two runs of one variant measured one program: schema, configuration, versions, GPU type, code or fingerprint."""
-    same = (a["schema"] > 1) == (b["schema"] > 1) and _fixed(a["record"]) == _fixed(b["record"])
-    return same and frame.same_program(a["identity"], b["identity"])
-
-
-def choose_base(runs: list[dict]) -> str | None:
-    """The best eager of some sessions, by 10th percentile over their rounds, by median where steps exceed 0.4 s.
-
-    Of a round that was repeated the last attempt counts.
-    """
-    timed = {}
-    for row in sorted((row for row in runs if row["is_timed"] and row["kind"] == "eager"), key=lambda r: r["attempt"]):
-        timed[row["variant"], row["session"], row["round"]] = row["record"]["steps"]
-    names = sorted({variant for variant, _, _ in timed}, key=lambda name: (name != "eager", name))
-    # Times of a CPU say nothing.
-    if len(names) > 1 and all(row["device"] == "cuda" for row in runs):
-        # Rounds that one of them lost would compare hosts, not eagers.
-        rounds = {(session, number) for _, session, number in timed}
-        whole = {place for place in rounds if all((name, *place) in timed for name in names)} or rounds
-        steps: dict[str, list] = {name: [] for name in names}
-        for (variant, *place), of_run in timed.items():
-            if tuple(place) in whole:
-                steps[variant].append((of_run["gpu_ms"], of_run["batch"]))
-        return intervals.choose_base(steps)
-    if names:
-        return names[0]
-    return "eager" if any(row["variant"] == "eager" for row in runs) else None
+# Pairs
 
 
 def last_attempts(runs: list[dict]) -> list[dict]:
@@ -153,36 +60,6 @@ def log_ratios(both: list[tuple[dict, dict]], value) -> list[float]:
     return [math.log(a / b) for a, b in values if a and b and a > 0 and b > 0]
 
 
-def standing(group: Group, variant: str) -> tuple[list[str], list[str]]:
-    """(sessions that pool with the newest one that timed a variant, other ones that timed it), in order of time."""
-    own = [name for name in group.order if group.of(name, variant)]
-    timed = [name for name in own if group.timed(name, variant)]
-    if not timed:
-        return own[-1:], []
-    pooled = [name for name in timed if _pools(group, variant, name, timed[-1])]
-    return pooled, [name for name in timed if name not in pooled]
-
-
-def _pools(group, variant, name, newest):
-    if name == newest:
-        return True
-    if not _same_work(group.timed(name, variant)[0], group.timed(newest, variant)[0]):
-        return False
-    base = group.bases[newest]
-    if base in (None, variant) or not group.timed(newest, base):
-        return True
-    return bool(group.timed(name, base)) and _same_work(group.timed(name, base)[0], group.timed(newest, base)[0])
-
-
-def _fixed(record):
-    """What must be equal for sessions to pool."""
-    config = {key: value for key, value in record["config"].items() if key not in MEASURING}
-    asked = record["extra"].get("request") or {}
-    # Paths of data differ from machine to machine.
-    env = {key: record["env"][key] for key in VERSIONS}
-    return config, env, record["env"]["gpu_name"], record["env"]["world_size"], record["host_load"], asked.get("steps")
-
-
 # ------------------------------------------------------------------------------------------------
 # Rows
 
@@ -191,25 +68,22 @@ def summarise(found, base: str | None = None) -> list[dict]:
     """One row (a dict) per variant, base first. Raises Mixed for cpu beside cuda, several GPU types, models or loads.
 
     found: a frame of `benchmarks.frame`, or sound records as of one folder. Times are ms, `*_gib` GiB; speedup,
-    quiet_speedup (10th percentiles), model_speedup (step less optimizer) and sync_speedup (over eager_sync, which
-    reads from the device in every step, as NVIDIA's published base does) come with _low, _high (95 % interval) and
-    _half_width (logarithm). verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on; num_older:
-    sessions of another program or schema. What is not known is None.
+    quiet_speedup (10th percentiles), model_speedup (step less optimizer), sync_speedup (over eager_sync, which
+    reads from the device in every step, as NVIDIA's published base does) and across_speedup (over across_base, the best
+    eager of all kinds of layer, where eagers of several were timed) come with _low, _high (95 % interval) and
+    _half_width (logarithm). is_base: the base of its own kind of layer. ceiling: the base's step over the busy time of
+    the variant's kernels. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on; num_older:
+    sessions of another program or schema, or with fewer eagers. missing_eagers: of the model's eagers those that its
+    sessions did not run, a list. What is not known is None.
     """
     runs = frame.of(found)
     if runs.empty:
         return []
     refuse_mixture(runs)
     group = group_of(runs, base)
-    newest = next((group.bases[name] for name in reversed(group.order) if _has_base(group, name)), None)
-    newest = newest or next((base for base in group.bases.values() if base), "eager")
-    names = sorted(set(runs["variant"]), key=lambda name: (name != newest, name != "eager", name))
-    return [_row(group, name, newest) for name in names]
-
-
-def _has_base(group, session):
-    base = group.bases[session]
-    return base is not None and bool(group.timed(session, base))
+    first, bases = base_of(group), {name: base_of(group, name) for name in set(runs["variant"])}
+    names = sorted(bases, key=lambda name: (name != first, name != bases[name], name != "eager", name))
+    return [_row(group, name, bases[name]) for name in names]
 
 
 def refuse_mixture(runs) -> None:
@@ -243,7 +117,7 @@ def missing_base(found, base: str | None = None) -> str | None:
     return f"timed records, but none of {base or 'eager'!r}"
 
 
-def _row(group, name, newest):
+def _row(group, name, base):
     pooled, older = standing(group, name)
     part = group.variant(name)
     current = last_attempts([row for row in part if row["session"] in pooled and row["is_timed"]])
@@ -253,11 +127,13 @@ def _row(group, name, newest):
     first = next((record for record in reversed(every) if record["round"] == 0), None)
     bad = next((record for record in every if record["status"] != "pass"), None)
     own = runs or every
-    cuda, is_base = every[0]["device"] == "cuda", name == newest
+    cuda, is_base = every[0]["device"] == "cuda", name == base
     long_steps = any(record["statistic_ms"] > frame.LONG_STEP_MS for record in runs)
+    missing = list(dict.fromkeys(eager for session in pooled if runs for eager in group.missing(session)))
     row = {
         "variant": name,
         "kind": part[-1]["kind"],
+        "layer": class_of(part[-1]["record"])[0] or None,
         "status": bad["status"] if bad else "pass",
         "message": bad["message"] if bad else "",
         "device": every[0]["device"],
@@ -280,7 +156,7 @@ def _row(group, name, newest):
         "graph_kernel_share": _median(record["proof"]["graph_kernel_share"] for record in runs),
         "optimizer_ms": _median(record["optimizer_ms"] for record in runs),
         "num_kernels": _median(record["num_kernels"] for record in runs),
-        "ceiling": _ceiling(runs) if is_base and cuda else None,
+        "ceiling": _ceiling((record, record) for record in runs) if is_base and cuda else None,
         "peak_reserved_gib": _gib(runs, "peak_reserved_bytes"),
         "pool_gib": _gib(runs, "graph_pool_bytes"),
         "warmup_s": _median(record["capture"]["warmup_s"] for record in own),
@@ -296,16 +172,22 @@ def _row(group, name, newest):
             record["energy_j"] / len(record["steps"]["gpu_ms"]) for record in runs if record["energy_j"] is not None
         ),
         "sm_mhz": _median(record["clocks"]["sm_mhz"] for record in runs),
-        "lacks": lacks(runs) if cuda else "",
+        "missing_eagers": missing,
+        "lacks": ", ".join(filter(None, [lacks(runs) if cuda else "", INCOMPLETE if missing else ""])),
         "report": _report(runs),
     }
     for key in RATIOS:
         row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
-    row.update(base=None, base_ms=None, verdict=None, scope=None, range_low=None, range_high=None)
+    row.update(base=None, base_ms=None, across_base=None, verdict=None, scope=None, range_low=None, range_high=None)
     row.update(num_pairs=0, num_hosts=0)
     if cuda and runs:
         if not is_base:
             _compare(row, group, name, pooled)
+        across = group.across(pooled[-1], name)
+        if across:
+            row["across_base"] = across
+            if across != name:
+                _put_ratio(row, "across_speedup", group, name, pooled, dict.fromkeys(pooled, across), _statistic)
         if name != SYNC:
             _put_ratio(row, "sync_speedup", group, name, pooled, dict.fromkeys(pooled, SYNC), _statistic)
     return row
@@ -324,15 +206,17 @@ _VALUES = {"speedup": _statistic, "quiet_speedup": frame.quiet_ms, "model_speedu
 
 def _compare(row, group, name, pooled):
     # Of sessions with other eagers beside, too, the newest one's base stands: it was the same program there.
-    bases = {session: group.bases[pooled[-1]] for session in pooled if group.bases[pooled[-1]] not in (None, name)}
+    base = group.base(pooled[-1], name)
+    bases = dict.fromkeys(pooled, base) if base not in (None, name) else {}
     for key, value in _VALUES.items():
         judged = _put_ratio(row, key, group, name, pooled, bases, value)
         if judged and key == "speedup":
             row.update(verdict=judged.verdict, scope=judged.scope, num_pairs=judged.num_pairs)
             row.update(num_hosts=judged.num_units, range_low=judged.range_low, range_high=judged.range_high)
-    row["base"] = " or ".join(dict.fromkeys(bases.values())) or None
-    used = [a["statistic_ms"] for session, base in bases.items() for a, _ in pairs(group, session, name, base)]
-    row["base_ms"] = _median(used)
+    row["base"] = base if bases else None
+    used = [pair for session in bases for pair in pairs(group, session, name, base)]
+    row["base_ms"] = _median(a["statistic_ms"] for a, _ in used)
+    row["ceiling"] = _ceiling(used)
     if not row["num_pairs"]:
         row["verdict"] = f"no {row['base'] or 'eager'} of the same round"
 
@@ -359,7 +243,7 @@ def _measured(group, session, name, base, value):
         begin=row["begin"],
         log_ratios=tuple(log_ratios(pairs(group, session, name, base), value)),
         first_log_ratios=tuple(log_ratios(pairs(group, session, name, base, last=False), value)),
-        may_be_plain=row["schema"] > 1,
+        may_be_plain=row["schema"] > 1 and not group.missing(session),
     )
 
 
@@ -398,11 +282,12 @@ def _tail(record):
     return tail(record["steps"]["gpu_ms"], record["steps"]["batch"])
 
 
-def _ceiling(runs):
-    """Step over busy time, the most that removing gaps can gain; blank where the profiled clock was another one."""
+def _ceiling(both):
+    """The base's step over the busy time of the variant's kernels, of (base, variant): the most that these kernels can
+    gain by running without gaps; blank where the profiled clock was another one."""
     return _median(
-        record["statistic_ms"] / record["busy_ms"]
-        for record in runs
+        base["statistic_ms"] / record["busy_ms"]
+        for base, record in both
         if record["busy_ms"] and abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
     )
 

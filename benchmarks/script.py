@@ -98,6 +98,23 @@ def kind_of(description: dict, variant: str) -> str:
     return CONTROL if variant == CONTROL else description.get("kinds", {}).get(variant) or frame.family(variant)
 
 
+def traits_of(description: dict, variant: str) -> dict:
+    """What sets a variant apart, by the names of `common.config.TRAITS`; the control is eager."""
+    return description.get("traits", {}).get("eager" if variant == CONTROL else variant, {})
+
+
+def eagers_of(description: dict) -> list[str]:
+    """The eager variants that the best base needs: all but those that do extra work in each step."""
+    names = [name for name in description.get("variants", {}) if kind_of(description, name) == "eager"]
+    return [name for name in names if "extra_work" not in traits_of(description, name)]
+
+
+def said(description: dict, variant: str) -> dict:
+    """What a record keeps of --describe, in its extra part: kind and traits of its variant, and the eagers needed."""
+    traits = traits_of(description, variant)
+    return {"kind": kind_of(description, variant), "traits": traits, "eagers": eagers_of(description)}
+
+
 def choose_variants(asked: str | None, known, references=None) -> list[str]:
     """Variants in order, eager first, each after its reference. Raises Mistake for an unknown one.
 

@@ -39,20 +39,22 @@ ENV += ("source_hash",)
 def read_point(found: list[dict], variant: str, preset: str) -> dict:
     """The numbers of a point from the runs of its folder, a frame or records; what is not known is None."""
     runs = frame.of(found)
-    rows = {row["variant"]: row for row in compare.summarise(runs[runs["variant"].isin(("eager", variant))])}
+    own = runs[(runs["variant"] == variant) | (runs["kind"] == "eager")]
+    rows = {row["variant"]: row for row in compare.summarise(own)}
     empty = dict.fromkeys(("speedup", "speedup_low", "speedup_high", "verdict", "step_ms", "ceiling", "issue_ms"))
     empty |= {"busy_ms": None, "parity": None, "replays": None, "num_rounds": 0, "num_pairs": 0, "message": ""}
     empty |= {"scope": None}
-    eager, row = (rows.get(name) or empty for name in ("eager", variant))
+    base = (rows.get(variant) or {}).get("base") or "eager"
+    eager, row = (rows.get(name) or empty for name in (base, variant))
     failed = next((one for one in (row, eager) if one.get("status") not in ("pass", None)), None)
-    untimed = " and ".join(name for name in ("eager", variant) if not (rows.get(name) or empty)["num_rounds"])
+    untimed = " and ".join(name for name in (base, variant) if not (rows.get(name) or empty)["num_rounds"])
     point = {
         "speedup": row["speedup"],
         "low": row["speedup_low"],
         "high": row["speedup_high"],
         "verdict": row["verdict"],
         "scope": row["scope"],
-        "ceiling": eager["ceiling"],
+        "ceiling": row["ceiling"],
         "issue_ms": eager["issue_ms"],
         "busy_ms": eager["busy_ms"],
         "eager_ms": eager["step_ms"],
@@ -144,7 +146,8 @@ class Sweep:
         self.args, self.runner = args, runner
         if any(text.split("=")[0] == "--variants" for text in args.rest):
             raise script.Mistake("--variants: a sweep compares eager with one variant, --variant")
-        known = script.describe(args.model, [])["variants"]
+        plain = script.describe(args.model, [])
+        known, self.eagers = plain["variants"], script.eagers_of(plain)
         if args.variant not in known or args.variant == "eager":
             others = [name for name in known if name != "eager"]
             raise script.Mistake(f"unknown variant {args.variant!r}, --variant takes one of {', '.join(others)}")
@@ -174,7 +177,7 @@ class Sweep:
 
     def _session(self, flags, out=None):
         """What one call of benchmarks.run would be."""
-        argv = ["--model", self.args.model, "--variants", f"eager,{self.args.variant}", *self.args.rest]
+        argv = ["--model", self.args.model, "--variants", ",".join([*self.eagers, self.args.variant]), *self.args.rest]
         argv += ["--out", str(out)] if out else []
         return bench.Session(run.parse([*argv, "--", *flags]))
 
@@ -263,7 +266,7 @@ class Sweep:
         return point
 
     def _run(self, value, over, flags):
-        argv = ["--model", self.args.model, "--variants", f"eager,{self.args.variant}", *self.args.rest]
+        argv = ["--model", self.args.model, "--variants", ",".join([*self.eagers, self.args.variant]), *self.args.rest]
         argv += ["--out", str(self.folder(value)), "--no-table"]
         if self.args.minutes:
             left_s = 60 * self.args.minutes - (time.monotonic() - self.start)
@@ -291,7 +294,7 @@ class Sweep:
         path, runs = self._newest(folder)
         if runs is None:
             return None
-        found = runs.frame[runs.frame["variant"].isin(("eager", self.args.variant))]
+        found = runs.frame[(runs.frame["variant"] == self.args.variant) | (runs.frame["kind"] == "eager")]
         fault = self._foreign(frame.records_of(found), value) if len(found) else None
         if fault:
             self.left_out.append(f"{folder.name} is left out: {fault}")

@@ -49,6 +49,7 @@ _OBJECTS = ("settled_ms",)
 _KINDS = {list: "a list", dict: "an object"}
 # Of the free part of a record, what the tables read.
 _EXTRA = {"notes": list, "settle": dict, "host": dict, "profile": dict, "request": dict}
+_EXTRA |= {"traits": dict, "eagers": list}
 _EXTRA |= dict.fromkeys(("items_per_s", "profiled_clock_ratio", "loss_rel_diff"), float)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 

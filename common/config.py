@@ -30,6 +30,16 @@ MAX_WINDOW_S = 3600.0
 # What is computed from sizes stays within the range of a float.
 MAX_INTEGER = 2**53
 
+# What may set a variant apart from the other ones of its model, said only where something does. Ratios are formed
+# between variants of equal layer, arithmetic and batches; whose kernels compute a step is the variant's own choice.
+TRAITS = {
+    "layer": "the kind of layer, where a model has several",
+    "arithmetic": "the precision it computes in, where that is not the preset's",
+    "batches": "what it trains on, where a step does not train the samples that eager's does",
+    "kernels": "whose kernels it launches, where they round otherwise than those of its reference",
+    "extra_work": "of an eager: what it does beside what eager does, so that it cannot be the best one but by chance",
+}
+
 # ------------------------------------------------------------------------------------------------
 # What concerns one run and not the model
 
@@ -187,13 +197,16 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
     that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of round 0), "sweeps"
     (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
     field that is text takes the value as it is), "kinds" (variant -> "eager", "graph", or "compile" for what
-    torch.compile makes), "presets_need" (preset -> {"gpus": 0 where it runs on a CPU, else 1, "world_size": "any"}) and
-    "promises", a function of a config and a variant's name: (graphs, replays a step), None for a number from 1 up that
-    is known only later, 0 and 0 without graphs. It answers as "promised": preset -> variant -> {"graphs",
-    "replays_per_step"}. asked: preset -> the config that flags made of it, for its promises.
+    torch.compile makes), "traits" (variant -> {name in TRAITS: what it is here}), "presets_need" (preset ->
+    {"gpus": 0 where it runs on a CPU, else 1, "world_size": "any"}) and "promises", a function of a config and a
+    variant's name: (graphs, replays a step), None for a number from 1 up that is known only later, 0 and 0 without
+    graphs. It answers as "promised": preset -> variant -> {"graphs", "replays_per_step"}. asked: preset -> the config
+    that flags made of it, for its promises.
     """
     types = typing.get_type_hints(config_class)
     about = dict(about or {})
+    for variant, traits in about.get("traits", {}).items():
+        assert variant in variants and set(traits) <= set(TRAITS), (variant, traits)
     promises = about.pop("promises", None)
     if promises:
         about["promised"] = {

@@ -259,6 +259,11 @@ VARIANTS = {
     "compile": "torch.compile of the three networks around their LSTMs, no graphs",
 }
 
+# There is no eager with torch's own kernels in place of ours. torch has neither a transducer loss nor LAMB. Of torch
+# operators the loss takes three launches for each diagonal of the lattice (rnnt/loss.py): 780 a step at bench's sizes,
+# where ours takes a few, so that eager could only become slower. The joint alone would save no launch (seven of
+# torch's for our five, and four times the memory traffic), and would draw another dropout mask, so that its losses
+# could not be compared.
 KINDS = {
     "eager": "eager",
     "eager_sync": "eager",
@@ -284,6 +289,11 @@ ABOUT = {
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"], "buckets": ["buckets"]},
     "kinds": KINDS,
+    # Both train the very samples that eager does.
+    "traits": {
+        "eager_sync": {"extra_work": "reads loss, overflow and lengths on the host"},
+        "eager_padded": {"extra_work": "computes the padding of the graphs' shapes"},
+    },
     "promises": promises,
     "presets_need": {name: {"gpus": 0 if name in CPU_PRESETS else 1, "world_size": "any"} for name in PRESETS},
 }

@@ -100,6 +100,7 @@ PRESETS = {
 
 VARIANTS = {
     "eager": "kernels launched one by one, nothing waits for the GPU",
+    "eager_torch": "eager with torch's own group norm and GEGLU, as --kernels torch has them in all variants",
     "eager_sync": "eager with the usual .item() calls: loss, overflow, loss scale",
     "partial": "UNet forward and backward as two graphs; loss, scaling and optimizer eager",
     "graph": "the full iteration as one graph: forward, loss, backward, scaling, optimizer",
@@ -111,6 +112,7 @@ VARIANTS = {
 
 KINDS = {
     "eager": "eager",
+    "eager_torch": "eager",
     "eager_sync": "eager",
     "partial": "graph",
     "graph": "graph",
@@ -128,12 +130,16 @@ def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
     return table.get(variant, (0, 0))
 
 
-# Compiled kernels fuse and round otherwise; their losses may differ by 1e-3 relative.
+# torch's kernels and compiled ones round otherwise than ours; their losses may differ by 1e-3 relative.
 ABOUT = {
     "bitwise": ["eager", "eager_sync", "partial", "graph", "lightning_graph"],
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"]},
     "kinds": KINDS,
+    "traits": {
+        "eager_torch": {"kernels": "torch's group norm and GEGLU"},
+        "eager_sync": {"extra_work": "reads loss, overflow and loss scale on the host"},
+    },
     "promises": promises,
     "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
 }

@@ -3,7 +3,7 @@
 Layout, norms and initialisation follow the benchmark (NeMo 25.04, openaimodel.py and attention.py): residual blocks
 with 16-group norms, transformers with linear projections and heads of 64 channels, text through cross-attention.
 Everything works on channels_last: convolutions by cuDNN, group norms and GEGLU by the kernels of
-stable_diffusion/kernels.py.
+stable_diffusion/kernels.py, or by torch's own.
 """
 
 import math
@@ -39,9 +39,13 @@ class UNet(nn.Module):
                 if block.attention
             }
         )
+        self.use_kernels(config.kernels)
+
+    def use_kernels(self, kernels: str) -> None:
+        """Group norm and GEGLU on a GPU from now on: "triton", those of this suite, or "torch", its own."""
         for module in self.modules():
             if isinstance(module, GroupNorm | Transformer):
-                module.in_triton = config.kernels == "triton"
+                module.in_triton = kernels == "triton"
 
     def forward(self, x, t, context):
         dtype = self.time_embed[0].weight.dtype

@@ -76,7 +76,19 @@ def test_the_ceiling_stands_first_and_needs_the_same_clock():
     assert row_of(found, "eager")["ceiling"] is None
     assert "no ceiling" in compare.headline(compare.summarise(found))
     assert row_of(session(extra={"profiled_clock_ratio": 0.995}), "eager")["ceiling"] == pytest.approx(1.25)
-    assert row_of(session())["ceiling"] is None
+    # Of another variant: the base's step over the busy time of that variant's own kernels.
+    found = session()
+    for record in found[1::2]:
+        record.update(busy_ms=5.0)
+    row = row_of(found)
+    assert row["ceiling"] == pytest.approx(10.0 / 5.0) and row_of(found, "eager")["ceiling"] == pytest.approx(1.25)
+    head = compare.headline(compare.summarise(found))
+    assert head.endswith("at most 1.25x to gain with these kernels, 2.00x with those of graph")
+    for record in found[1::2]:
+        record["extra"].update(profiled_clock_ratio=1.02)
+    assert row_of(found)["ceiling"] is None
+    cost = compare.console_table(compare.summarise(session())).split("\n\n")[1].splitlines()
+    assert "busy ms  ceiling" in cost[0] and cost[2].split()[:3] == ["graph", "8.00", "1.25x"]
 
 
 def test_rows_without_pass_keep_their_status_and_message():
@@ -195,7 +207,8 @@ def test_notes_of_schema_1_and_of_sessions_beside(tmp_path):
     text = "\n".join(notes_of(tmp_path))
     assert "20261120T030000Z-13f405-c77b: schema 1: no times, no probe, 5 rounds x 20 steps" in text
     assert "; all were removed" in text and "closed" not in text
-    assert "eager, graph: 1 other session beside, of other code, configuration, versions or schema: not pooled" in text
+    why = "of other code, configuration, versions or schema, or with fewer eagers: not pooled"
+    assert f"eager, graph: 1 other session beside, {why}" in text
 
 
 def test_copies_and_failed_tries_are_noted(tmp_path):

@@ -160,3 +160,34 @@ def test_eager_against_eager(tmp_path):
     record = record_of("eager")
     parity.judge_control(record, record_of("eager", "timeout"), second, first)
     assert (record["status"], record["message"]) == ("timeout", "eager's second run: its message")
+
+
+# ------------------------------------------------------------------------------------------------
+# An eager with other kernels
+
+
+OTHER_KERNELS = {
+    "variants": dict.fromkeys(("eager", "eager_torch", "eager_sync", "graph", "compile"), ""),
+    "kinds": {"eager": "eager", "eager_torch": "eager", "eager_sync": "eager", "graph": "graph", "compile": "compile"},
+    "bitwise": ["eager", "eager_sync", "graph"],
+}
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1 + 9e-4, "pass"), (1 + 1.2e-3, "numerics_failed")])
+def test_an_eager_with_other_kernels_may_round_otherwise_and_a_graph_of_eagers_kernels_may_not(
+    tmp_path, factor, status
+):
+    ours = sidecar(tmp_path / "ours.npz", loss=change(1, factor), hashes=change((1, 0), add=1))
+    eager = sidecar(tmp_path / "eager.npz")
+    base = records.blank(model="toy", preset="tiny", variant="eager", round=0, status="pass", device="cpu", message="")
+    for variant, expected in (("eager_torch", status), ("graph", "numerics_failed")):
+        record = base | {"variant": variant, "numerics": base["numerics"] | {"reference": "eager"}, "extra": {}}
+        parity.judge(record, base, ours, eager, OTHER_KERNELS)
+        assert record["status"] == expected and record["numerics"]["parity"] == "differs"
+
+
+def test_what_may_be_the_base_is_run_twice():
+    twice = [name for name in OTHER_KERNELS["variants"] if parity.is_run_twice(OTHER_KERNELS, name)]
+    assert twice == ["eager", "eager_torch"]
+    padded = OTHER_KERNELS | {"reference": {"graph": "eager_sync"}}
+    assert parity.is_run_twice(padded, "eager_sync") and not parity.is_run_twice(padded, "graph")

@@ -14,6 +14,7 @@ import torch
 from common import measure, memory
 from common import record as records
 from common.config import Arguments, Run
+from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import State, schedule
 from stable_diffusion.train import MAKE_VARIANT, eager_step, training_step
@@ -21,7 +22,7 @@ from stable_diffusion.train import MAKE_VARIANT, eager_step, training_step
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0)
-HOST = ("eager_sync", "partial", "graph")
+HOST = ("eager_torch", "eager_sync", "partial", "graph")
 
 
 @pytest.fixture(autouse=True)
@@ -256,6 +257,59 @@ def test_attention_kernels_are_in_force_while_the_state_is_open():
     assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
     state.close()
     assert before == [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()]
+
+
+# --- kernels
+
+
+def test_eager_torch_asks_for_torchs_kernels_alone_and_leaves_the_state_as_it_was(monkeypatch):
+    asked = {"group_norm": set(), "geglu": set()}
+
+    def watched(name, function):
+        return lambda *arguments: asked[name].add(arguments[-1]) or function(*arguments)
+
+    for name in asked:
+        monkeypatch.setattr(kernels, name, watched(name, getattr(kernels, name)))
+    state = State(TINY, CPU)
+    for variant, in_triton in (("eager_torch", False), ("eager", True)):
+        made = MAKE_VARIANT[variant](state)
+        made.step(0)
+        assert asked == {"group_norm": {in_triton}, "geglu": {in_triton}}
+        made.close()
+        for seen in asked.values():
+            seen.clear()
+    state.close()
+
+
+def test_eager_torch_is_unsupported_where_all_variants_have_torchs_kernels():
+    state = State(replace(TINY, kernels="torch"), CPU)
+    with pytest.raises(measure.Unsupported, match="--kernels torch: every variant has torch's kernels"):
+        MAKE_VARIANT["eager_torch"](state)
+    state.close()
+
+
+@pytest.mark.gpu
+def test_eager_torch_launches_no_kernel_of_ours():
+    """And trains as eager does, within what kernels that round otherwise may differ by."""
+    triton = pytest.importorskip("triton")
+    device = torch.device("cuda")
+    state = State(replace(PRESETS["bench"], batch=1, workers=0), device)
+    losses, names = {}, {}
+    for variant in ("eager", "eager_torch"):
+        made = MAKE_VARIANT[variant](state)
+        state.reset()
+        for index in range(2):
+            made.step(index)
+        losses[variant] = state.read_losses(2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            made.step(2)
+            torch.cuda.synchronize()
+        names[variant] = {event.name for event in profile.events()}
+        made.close()
+    ours = {name for name, value in vars(kernels).items() if isinstance(value, triton.JITFunction)}
+    assert len(ours & names["eager"]) >= 4 and not ours & names["eager_torch"]
+    assert losses["eager_torch"] == pytest.approx(losses["eager"], rel=1e-3)
+    state.close()
 
 
 # --- rows with a status

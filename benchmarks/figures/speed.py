@@ -48,7 +48,8 @@ def limits(rows: list[dict]) -> tuple[float, float]:
 
 def speedup(blocks: list[Block]) -> Page:
     """One dot a variant with its 95 % interval; the same under host load below it, as a diamond."""
-    lines = [line for block in blocks for line in _lines(block)]
+    several = len({block.what[0] for block in blocks}) > 1
+    lines = [line for block in blocks for line in _lines(block, several)]
     points = [row for kind, row, *_ in lines if kind == "point"]
     if not points:
         raise Missing("no variant has a timed round beside eager's")
@@ -104,16 +105,20 @@ def speedup(blocks: list[Block]) -> Page:
     return page
 
 
-def _lines(block):
-    """(kind, row, text, evidence) from top to bottom; variants with one status and message share a line."""
+def _lines(block, several):
+    """(kind, row, text, evidence) from top to bottom; variants with one status and message share a line.
+
+    several: the page shows several models. Rows whose sessions did not run all eagers are left out of it.
+    """
     gpus = f"on {block.first.gpu}"
     yield "heading", None, (block.name, ", ".join(filter(None, (gpus, _ceiling_text(block.first))))), block.first
     for row in block.first.rows:
         for evidence in block.members:
             same = evidence.row(row["variant"])
-            if same and same["speedup"] is not None:
+            if same and same["speedup"] is not None and not (several and same["missing_eagers"]):
                 load = f", {evidence.load} busy processes" if evidence.load else ""
-                yield "point", same, f"{row['variant']}{load}", evidence
+                lacks = ", not all eagers run" if same["missing_eagers"] else ""
+                yield "point", same, f"{row['variant']}{load}{lacks}", evidence
     for evidence in block.members:
         shared: dict[str, list[str]] = {}
         for row in evidence.rows:
