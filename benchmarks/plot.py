@@ -22,10 +22,11 @@ from benchmarks.figures import evidence
 
 def figures(collection):
     """(file name, function without arguments that makes the page) of every figure there could be."""
-    from benchmarks.figures import cost, speed, steps
+    from benchmarks.figures import cost, law, speed, steps
 
     blocks = collection.blocks
-    for name, draw in (("speedup", speed.speedup), ("memory", cost.memory), ("break_even", cost.break_even)):
+    of_all = (("speedup", speed.speedup), ("law", law.law), ("memory", cost.memory), ("break_even", cost.break_even))
+    for name, draw in of_all:
         yield name, lambda draw=draw: draw(blocks)
     for block in blocks:
         for name, draw in (

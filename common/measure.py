@@ -2,8 +2,8 @@
 
 A training script hands over how to build its state and its variants; `run` does the rest:
 
-    build -> variant (warm-up and capture, timed apart) -> canary -> settle -> timed window -> proof of its work
-          -> issue pass -> section pass -> profile pass -> record
+    build -> variant (warm-up and capture, timed apart) -> canary -> issue pass -> settle -> timed window
+          -> proof of its work -> issue pass -> section pass -> profile pass -> record
 
 The passes are in common/passes.py, the proof in common/proof.py.
 
@@ -57,6 +57,7 @@ __all__ = ["Capture", "Unsupported", "Workload", "mark", "process_settings", "ru
 __all__ += ["synchronize"]
 
 PARITY_STEPS, LONG_PARITY_STEPS = 20, 3
+CAPTURE_PHASES = ("warmup", "compile", "capture")
 # What a disk says that is full, over its quota, read-only or broken.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
@@ -152,21 +153,28 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     log.begin(record)
     state = variant = None
     try:
-        with process_settings(device, options.parity):
+        with contextlib.ExitStack() as settings:
             with clock.phase("build"):
+                settings.enter_context(process_settings(device, options.parity))
                 state = workload.build(config, device)
             log.say(getattr(state, "hyperparameters", {}))
-            variant = workload.variants[options.variant](state)
+            with clock.phase("prepare"):
+                variant = workload.variants[options.variant](state)
+            for name in CAPTURE_PHASES:
+                clock.add("prepare", -getattr(variant.capture, f"{name}_s"))
             record["status"] = "pass"
             if options.parity:
-                _parity_pass(record, state, variant, config, options)
+                with clock.phase("parity"):
+                    _parity_pass(record, state, variant, config, options)
             elif options.profile:
-                _canary(state, variant, workload.reference, device)
-                _traced_pass(record, state, variant, config, options, device, rank)
+                with clock.phase("canary"):
+                    _canary(state, variant, workload.reference, device)
+                with clock.phase("profile"):
+                    _traced_pass(record, state, variant, config, options, device, rank)
             else:
                 peaks = memory.Peaks(device)
                 # Its eager steps beside a graph's memory are no part of the variant.
-                with peaks.set_aside():
+                with clock.phase("canary"), peaks.set_aside():
                     _canary(state, variant, workload.reference, device)
                 _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank)
     except Unsupported as error:
@@ -184,14 +192,15 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
             traceback.print_exc()
         record.update(status="failed", message=f"{type(error).__name__}: {str(error)[:300]}")
-    # Graphs end before what they were captured over.
-    _close(variant, record)
-    _close(state, record)
-    log.finish(record)
+    with clock.phase("close"):
+        # Graphs end before what they were captured over.
+        _close(variant, record)
+        _close(state, record)
+        log.finish(record)
+        record["env"]["run_hash"] = environment.run_hash()
     if variant is not None:
-        for name in ("warmup", "compile", "capture"):
+        for name in CAPTURE_PHASES:
             record["seconds"][name] = round(getattr(variant.capture, f"{name}_s"), 3)
-    record["env"]["run_hash"] = environment.run_hash()
     clock.end()
     if rank == 0:
         _hand_over(record, workload, options)
@@ -248,7 +257,10 @@ def process_settings(device, parity):
     """A side stream for everything (captures need one, and eager must not differ), seeds, kernel choice."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = not parity
-    torch.use_deterministic_algorithms(parity)
+    # It imports torch's compiler, which takes seconds. A CPU's peak memory is the process's, and a host graph imports
+    # the compiler: there all variants do.
+    if parity or device.type == "cpu":
+        torch.use_deterministic_algorithms(parity)
     torch.utils.deterministic.fill_uninitialized_memory = False
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -256,7 +268,8 @@ def process_settings(device, parity):
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        if parity or device.type == "cpu":
+            torch.use_deterministic_algorithms(False)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -326,7 +339,14 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
     if sampler:
         sampler.start()
     try:
-        state.reset()
+        if device.type == "cuda":
+            # The settling that follows brings the GPU's clock back to that of undrained steps.
+            with clock.phase("reset"):
+                state.reset()
+            with clock.phase("issue"):
+                passes.issue_pass(record, variant, "before", passes.num_warm_steps(state.batch_class))
+        with clock.phase("reset"):
+            state.reset()
         sample = proof.StateSample(state.named_state(), device)
         with clock.phase("settle"):
             settle, settled_ms = passes.settle(variant, config, device, sampler, state.batch_class)
@@ -335,12 +355,13 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         log.end_init(variant.capture, settle["seconds"])
         with clock.phase("window"):
             window_start, own_ms = passes.windows(
-                record, state, variant, config, options, device, sampler, settle["step_ms"], sample
+                record, state, variant, config, options, device, sampler, settle["step_ms"], sample, clock
             )
-        gc.collect()
-        now_held = proof.held_bytes(device)
-        record["proof"]["growth_bytes"] = None if None in (held, now_held) else now_held - held
-        losses = _prove(record, state, device, sample)
+        with clock.phase("proof"):
+            gc.collect()
+            now_held = proof.held_bytes(device)
+            record["proof"]["growth_bytes"] = None if None in (held, now_held) else now_held - held
+            losses = _prove(record, state, device, sample)
         log.window(record, losses, window_start)
         _require_finite(losses)
         record["extra"].update(settle=settle, host=host.stop(), items_per_s=_rate(record))
@@ -353,12 +374,16 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
                 _evaluate(record, state, variant, log)
             if hasattr(state, "finish"):
                 state.finish(variant, record)
-            if device.type == "cuda":
-                passes.issue_pass(record, variant)
-                passes.section_pass(record, variant)
+        num_section_steps = 0
+        if device.type == "cuda":
+            with clock.phase("issue"):
+                passes.issue_pass(record, variant, "after")
+            with clock.phase("sections"):
+                num_section_steps = passes.num_section_steps(record)
+                passes.section_pass(record, variant, num_section_steps)
         if device.type == "cuda" and options.profile_steps:
             with clock.phase("profile"):
-                passes.profile_pass(record, variant, options, sampler)
+                passes.profile_pass(record, variant, options, sampler, num_section_steps)
             share = record["proof"]["graph_kernel_share"]
             _fail(record, proof.wrong_share(share, record["promised"], record["extra"]["kind"]))
     finally:

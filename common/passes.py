@@ -1,4 +1,4 @@
-"""The passes of a timed run: settling, the timed window, and what is measured after it, each without the others.
+"""The passes of a timed run: settling, the timed window, and what is measured around it, each without the others.
 
 `common.measure` puts them together. In the timed window nothing synchronises and nothing is printed.
 """
@@ -15,11 +15,14 @@ from pathlib import Path
 
 import torch
 
-from common import environment, marks, proof, trace
+from common import environment, launches, marks, proof, queue_model, trace
 
 SETTLE_BLOCK_S = 1.0
 SETTLE_TOLERANCE = 0.01
 PROFILE_HEAT_S = 2.0
+# An issue pass has ISSUE_STEPS, or as many as end within ISSUE_S, a median's least number at least.
+ISSUE_STEPS, ISSUE_S, LEAST_STEPS = 8, 1.0, 3
+SECTION_STEPS = 12
 # A window is sized by the settled pace, and steps in a row are faster than those with a synchronisation in between.
 WINDOW_MARGIN = 1.1
 WINDOW_TRIES = 3
@@ -124,18 +127,19 @@ def _by_kind(steps):
 # The timed window
 
 
-def windows(record, state, variant, config, options, device, sampler, step_ms, sample):
+def windows(record, state, variant, config, options, device, sampler, step_ms, sample, clock):
     """The timed window, made again and larger where it ends before its seconds, at most WINDOW_TRIES times.
 
-    step_ms: of a settled step. sample: a `proof.StateSample`. Returns time.monotonic() at the start of its first step
-    and, where there are several ranks, this one's own statistic, ms.
+    step_ms: of a settled step. sample: a `proof.StateSample`. clock: the run's `Phases`. Returns time.monotonic() at
+    the start of its first step and, where there are several ranks, this one's own statistic, ms.
     """
     min_steps, min_window_s = least(config, options, step_ms)
     num_steps, most = 0, math.inf
     for _ in range(WINDOW_TRIES):
         wanted = math.ceil(WINDOW_MARGIN * min_window_s * 1e3 / max(step_ms, 1e-6)) if min_window_s else 0
         num_steps = of_first_rank(int(min(max(min_steps, wanted), most)))
-        state.reset()
+        with clock.phase("reset"):
+            state.reset()
         sample.take(sample.start)
         window_start, own_ms = _window(record, variant, num_steps, device, sampler, sample)
         total_ms = sum(record["steps"]["gpu_ms"])
@@ -206,37 +210,69 @@ def statistic(step_ms, batch) -> float:
 
 
 # ------------------------------------------------------------------------------------------------
-# After the window
+# Around the window
 
 
-def issue_pass(record, variant, num_steps=8):
+def issue_pass(record, variant, when, num_warm_steps=0):
     """Host time to issue a step: the queue is drained at each mark, and the drains are not counted.
 
     The launch queue holds about 1024 launches; a host that runs further ahead waits for the GPU, which
-    is why a running loop cannot show this number.
+    is why a running loop cannot show this number. A host may change speed meanwhile, so there are two passes, `when`:
+    "before" settling and "after" the window. Each is kept as extra.issue[when]: `ms`, median over steps, and
+    `segments_ms`, the same for each part of a step that ends at a mark or with the step; null where steps differ in
+    number of marks. issue_ms is the mean of both medians. num_warm_steps: not measured, for what a first step compiles.
     """
-    issue_ms, num_marks = [], 0
-    for index in range(num_steps):
-        spent, last = 0.0, 0.0
+    for index in range(num_warm_steps):
+        variant.step(index)
+    steps, start = [], time.perf_counter()
+    while of_first_rank(
+        len(steps) < LEAST_STEPS or (len(steps) < ISSUE_STEPS and time.perf_counter() - start < ISSUE_S)
+    ):
+        steps.append(_issued_segments(variant, len(steps)))
+    record["extra"].setdefault("issue", {})[when] = {
+        "ms": round(statistics.median(map(sum, steps)), 4),
+        "segments_ms": [round(statistics.median(own), 4) for own in zip(*steps, strict=True)]
+        if len(set(map(len, steps))) == 1
+        else None,
+    }
+    passes = record["extra"]["issue"].values()
+    record["issue_ms"] = statistics.mean(own["ms"] for own in passes)
+    record["extra"]["num_marks"] = statistics.mean(map(len, steps))
 
-        def drain():
-            nonlocal spent, last, num_marks
-            spent += time.perf_counter() - last
-            num_marks += 1
-            torch.cuda.synchronize()
-            last = time.perf_counter()
 
+def _issued_segments(variant, index):
+    """Host ms from mark to mark, the queue empty at each; the last one ends with the step."""
+    spent, last = [], 0.0
+
+    def drain():
+        nonlocal last
+        spent.append((time.perf_counter() - last) * 1e3)
         torch.cuda.synchronize()
-        with marks.watching_marks(drain):
-            last = time.perf_counter()
-            variant.step(index)
-            drain()
-        issue_ms.append(spent * 1e3)
-    record["issue_ms"] = statistics.median(issue_ms)
-    record["extra"]["num_marks"] = num_marks / num_steps
+        last = time.perf_counter()
+
+    torch.cuda.synchronize()
+    with marks.watching_marks(drain):
+        last = time.perf_counter()
+        variant.step(index)
+        drain()
+    return spent
 
 
-def section_pass(record, variant, num_steps=12):
+def num_warm_steps(batch_class) -> int:
+    """Steps before an issue pass that meet each kind of batch of it once, at least 2."""
+    return max([2, *(index + 1 for index in range(ISSUE_STEPS) if batch_class(index) != batch_class(0))])
+
+
+def num_section_steps(record) -> int:
+    """No more than fit in the time that heats the GPU before its profile, as these do."""
+    return max(LEAST_STEPS, min(SECTION_STEPS, _heat_steps(record)))
+
+
+def _heat_steps(record):
+    return int(PROFILE_HEAT_S * 1e3 / record["statistic_ms"]) + 1
+
+
+def section_pass(record, variant, num_steps=SECTION_STEPS):
     """Device time a step of its sections, from events around them; two that overlap on two streams both count."""
     steps = [[] for _ in range(num_steps)]
     for index, pairs in enumerate(steps):
@@ -261,19 +297,27 @@ def _between_events(pairs, name):
     pairs.append((name, begin, end))
 
 
-def profile_pass(record, variant, options, sampler):
-    """Busy time, kernels and gaps from profiled steps; the clock of this pass beside the window's."""
+def profile_pass(record, variant, options, sampler, num_warm_steps=0):
+    """Busy time, kernels and gaps from profiled steps; the clock of this pass beside the window's.
+
+    num_warm_steps: undrained steps right before it, which heat the GPU as well.
+    """
     # Busy time is set beside the statistic, a mean over all kinds of batch.
     num_steps = max(options.profile_steps, len(set(record["steps"]["batch"])))
     index = itertools.count()
+    stamps: list[list[int]] = []
 
     def run_steps(count):
+        stamps.clear()
         for _ in range(count):
-            variant.step(next(index))
+            stamps.append([time.time_ns()])
+            with marks.watching_marks(lambda: stamps[-1].append(time.time_ns())):
+                variant.step(next(index))
+            stamps[-1].append(time.time_ns())
 
-    heat = int(PROFILE_HEAT_S * 1e3 / record["statistic_ms"]) + 1
-    work, start, end = trace.profile(run_steps, num_steps, heat)
-    clock = sampler.between(start, end)["sm_mhz"]
+    profile = trace.profile(run_steps, num_steps, max(0, _heat_steps(record) - num_warm_steps))
+    work = trace.gpu_work(profile.events)
+    clock = sampler.between(profile.start_s, profile.end_s)["sm_mhz"]
     if not work:
         record["extra"]["profile"] = "the profiler saw no kernels"
         return
@@ -286,11 +330,36 @@ def profile_pass(record, variant, options, sampler):
         summary["idle_fraction"] if graphed else max(0.0, 1 - record["busy_ms"] / record["statistic_ms"])
     )
     record["extra"]["profile"] = summary | {"kernels_hash": trace.kernels_hash(work, num_steps)}
+    _predict(record, profile, stamps)
     timed_clock = record["clocks"]["sm_mhz"]
     if clock and timed_clock:
         record["extra"]["profiled_clock_ratio"] = clock / timed_clock
     if options.record:
         trace.write_sidecar(Path(options.record).with_suffix(".trace.json.gz"), work, num_steps)
+
+
+def _predict(record, profile, stamps):
+    """extra.queue_model: the step that the passes predict, from the pace of each issue pass; never from the window.
+
+    extra.profile.segments: launches and GPU ms of each segment, means over the profiled steps.
+    """
+    try:
+        steps = launches.queue_steps(profile, stamps)
+        record["extra"]["profile"]["segments"] = queue_model.segments(steps)
+        found = {
+            when: queue_model.predict(steps, own["segments_ms"])
+            for when, own in record["extra"].get("issue", {}).items()
+        }
+    except ValueError as error:
+        record["extra"]["queue_model"] = {"step_ms": None, "reason": str(error)}
+        return
+    if found:
+        record["extra"]["queue_model"] = {
+            "step_ms": round(statistics.mean(own.step_ms for own in found.values()), 4),
+            "host_bound_fraction": round(statistics.mean(own.host_bound_fraction for own in found.values()), 4),
+            **{f"{when}_ms": round(own.step_ms, 4) for when, own in found.items()},
+            "num_waits": sum(len(step.waits) for step in steps) / len(steps),
+        }
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,15 +7,22 @@ from pathlib import Path
 
 FIRST_LINE_S = time.monotonic()
 
+# In the order of a run. What a run did not do is null, or missing where the schema's first records did not have it.
+NAMES = ("start", "import", "build", "prepare", "warmup", "compile", "capture", "canary", "parity", "reset", "issue")
+NAMES += ("settle", "window", "proof", "passes", "sections", "profile", "close")
+
 
 class Phases:
     """Fills `seconds`, `begin_utc` and `end_utc` of a record.
 
-    Wall seconds. `start` ends where a script's first line ran, `import` where `measure.run` was called.
+    Wall seconds that sum to the process's own up to the end of the record. `start` ends where a script's first line
+    ran, `import` where `measure.run` was called. `prepare` is what making a variant takes beside warm-up, compilation
+    and capture; `passes` is what a model or --mllog adds after the window.
     """
 
     def __init__(self, record: dict):
         self.record, self.seconds = record, record["seconds"]
+        self._inner_s: list[float] = []
         now_s, began_s = time.monotonic(), _process_start_s()
         if began_s is not None:
             self.seconds["start"] = round(FIRST_LINE_S - began_s, 3)
@@ -24,15 +31,25 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Add the block's wall seconds to those of `name`, also where it fails."""
+        """Add the block's wall seconds to those of `name`, also where it fails; a phase within it counts for itself."""
         start_s = time.monotonic()
+        self._inner_s.append(0.0)
         try:
             yield
         finally:
-            self.seconds[name] = round((self.seconds[name] or 0.0) + time.monotonic() - start_s, 3)
+            took_s = time.monotonic() - start_s
+            self.add(name, took_s - self._inner_s.pop())
+            if self._inner_s:
+                self._inner_s[-1] += took_s
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = round((self.seconds.get(name) or 0.0) + seconds, 3)
 
     def end(self) -> None:
         self.record["end_utc"] = utc(time.time())
+        known = {name: self.seconds[name] for name in NAMES if name in self.seconds}
+        self.seconds.clear()
+        self.seconds.update(known)
 
 
 def utc(seconds: float) -> str:

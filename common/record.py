@@ -83,6 +83,8 @@ TEMPLATE = {
         "others_on_gpu": [],
         "other_sessions": [],
     },
+    # Wall seconds by phase. Records that were written later have those of common/phases.py that cost something besides;
+    # their phases sum to the process's time, and `passes` is no longer that of issue pass and section pass.
     "seconds": {
         "start": None,
         "import": None,
@@ -111,6 +113,7 @@ TEMPLATE = {
     "promised": {"graphs": None, "replays_per_step": None},
     "steps": {"gpu_ms": [], "batch": [], "wall_ms": None},
     "statistic_ms": None,
+    # Mean of the medians before and after the window (extra.issue); in records without extra.issue, of that after it.
     "issue_ms": None,
     "busy_ms": None,
     "optimizer_ms": None,
@@ -152,6 +155,7 @@ TEMPLATE = {
         "growth_bytes": None,
         "graph_kernel_share": None,
     },
+    # What not every run has, such as issue (the issue passes), profile, and queue_model (see common/passes.py).
     "extra": {},
     # SHA-256 of the rest; `write` fills it in. It shows an edit by hand, not a forger's.
     "digest": None,

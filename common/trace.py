@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -25,32 +26,79 @@ TRACED_STEPS = 3
 # The profile pass
 
 
-def profile(run_steps, num_steps: int, num_heat_steps: int):
-    """(GPU work of num_steps steps, start and end of them in time.monotonic() seconds).
+@dataclass
+class Profile:
+    """events: as in a Chrome trace, host calls and GPU work. start_s, end_s: of the profiled steps, time.monotonic().
+    synced_ns: time.time_ns() right after the GPU was waited for, before the profiled steps and after them; the times of
+    events count from the first.
+    """
+
+    events: list[dict] = field(default_factory=list)
+    start_s: float = 0.0
+    end_s: float = 0.0
+    synced_ns: tuple[int, int] = (0, 0)
+
+
+def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
+    """The GPU's work in num_steps steps, and the host calls that started it.
 
     run_steps(n) issues n steps. num_heat_steps run first, unprofiled, so that power and clock are those of
-    the timed window: a GPU that rested while the profiler started runs faster for a while. The work is
-    what `gpu_work` returns.
+    the timed window: a GPU that rested while the profiler started runs faster for a while.
     """
     import torch
 
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
-        run_steps(num_heat_steps)
-        profiler.step()
-        run_steps(2)
+    found = Profile()
+    # What torch.profiler.profile wraps, which besides imports torch's compiler and, with acc_events, makes objects of
+    # its own of every event: seconds of each process. Preparing and starting apart, as it does, lets the first steps
+    # under the profiler, which are slower, go by.
+    profiler = torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True)
+    run_steps(num_heat_steps)
+    profiler._prepare_trace()
+    run_steps(2)
+    torch.cuda.synchronize()
+    profiler._start_trace()
+    try:
         torch.cuda.synchronize()
-        profiler.step()
-        start = time.monotonic()
+        synced_ns = time.time_ns()
+        found.start_s = time.monotonic()
         run_steps(num_steps)
         torch.cuda.synchronize()
-        end = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return gpu_work(events), start, end
+        found.synced_ns = synced_ns, time.time_ns()
+        found.end_s = time.monotonic()
+    finally:
+        profiler.__exit__(None, None, None)
+    found.events = chrome_events(profiler.kineto_results.events(), synced_ns)
+    return found
+
+
+def chrome_events(events, origin_ns: int) -> list[dict]:
+    """What a Chrome trace holds of Kineto's events (torch.profiler, CUDA alone), without writing and parsing one.
+
+    Events of torch 2.11 do not tell their kind to Python: its deviceTypeFromActivity (torch/csrc/profiler/
+    kineto_shim.cpp) gives kernels, copies and memsets the device, and every host call the CPU. Times count from
+    origin_ns, ns since 1970, of which float64 would hold 0.3 us.
+    """
+    return [
+        {
+            "name": event.name(),
+            "cat": _category(event),
+            "ph": "X",
+            "ts": (event.start_ns() - origin_ns) / 1e3,
+            "dur": event.duration_ns() / 1e3,
+            "tid": event.device_resource_id(),
+            "args": {"correlation": event.correlation_id()},
+        }
+        for event in events
+    ]
+
+
+def _category(event):
+    name = event.name()
+    if event.is_user_annotation():
+        return "user_annotation"
+    if event.device_type().name == "CUDA":
+        return "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
+    return "cuda_runtime" if name.startswith("cuda") else "cuda_driver" if name.startswith("cu") else "other"
 
 
 def gpu_work(events: list[dict]) -> list[dict]:
@@ -60,7 +108,7 @@ def gpu_work(events: list[dict]) -> list[dict]:
     correlation id that Kineto gives a host call and its work; None where the trace has no host calls.
     """
     calls = [event for event in events if event.get("cat") in HOST_CALLS]
-    launches = {_correlation(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
+    launches = {correlation_of(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
     work = [
         {
             "name": event["name"],
@@ -68,7 +116,7 @@ def gpu_work(events: list[dict]) -> list[dict]:
             "start_us": float(event["ts"]),
             "duration_us": float(event["dur"]),
             "stream": event.get("tid", 0),
-            "by_graph": _correlation(event) in launches if calls else None,
+            "by_graph": correlation_of(event) in launches if calls else None,
         }
         for event in events
         if event.get("cat") in GPU_WORK and event.get("ph") == "X"
@@ -76,7 +124,8 @@ def gpu_work(events: list[dict]) -> list[dict]:
     return sorted(work, key=lambda event: event["start_us"])
 
 
-def _correlation(event):
+def correlation_of(event: dict):
+    """The id that Kineto gives a host call and the work that it started; None where there is none."""
     return event.get("args", {}).get("correlation")
 
 

@@ -682,7 +682,7 @@ def test_the_profile_has_every_kind_of_batch(monkeypatch):
 
     def profile(run_steps, num_steps, num_heat_steps):
         profiled.append(num_steps)
-        return [], 0.0, 1.0
+        return passes.trace.Profile()
 
     monkeypatch.setattr(passes.trace, "profile", profile)
     sampler = SimpleNamespace(between=lambda start, end: {"sm_mhz": None})

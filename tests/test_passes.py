@@ -1,8 +1,12 @@
 """common/passes and phases: how long windows are, clocks that must agree, and what a run says of its own course."""
 
 import errno
+import json
 import os
+import pathlib
 import re
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -15,6 +19,8 @@ from tests import test_measure
 from tests.test_measure import Config, Graphed, State, Variant, sleeping
 
 run = test_measure.run
+GMT = {"strftime": time.strftime, "gmtime": time.gmtime, "clock_gettime": time.clock_gettime}
+GMT |= {"CLOCK_BOOTTIME": time.CLOCK_BOOTTIME}
 
 
 class Clock:
@@ -185,7 +191,8 @@ def test_a_record_says_when_where_and_for_how_long_it_ran(run):
     assert record["conditions"]["settled"] is record["extra"]["settle"]["settled"]
     assert record["conditions"]["window_s"] * 1e3 == pytest.approx(record["steps"]["wall_ms"])
     seconds = record["seconds"]
-    assert set(seconds) == set(records.TEMPLATE["seconds"])
+    assert set(records.TEMPLATE["seconds"]) | {"prepare", "canary", "reset", "proof", "close"} == set(seconds)
+    assert list(seconds) == [name for name in phases.NAMES if name in seconds], "in the order of a run"
     assert seconds["window"] >= 0.12 and seconds["settle"] >= 0.008 and seconds["start"] >= 0 and seconds["import"] > 0
     assert seconds["build"] >= 0 and seconds["profile"] is None
     assert seconds["warmup"] == round(record["capture"]["warmup_s"], 3)
@@ -208,6 +215,37 @@ def test_a_phase_that_fails_has_its_seconds():
         pass
     assert record["seconds"]["build"] >= 0.02
     assert clock.end() is None and record["end_utc"]
+
+
+def test_a_phase_within_another_counts_for_itself(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(phases, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time, **GMT))
+    record = records.blank()
+    clock = phases.Phases(record)
+    with clock.phase("window"):
+        now[0] += 1.0
+        for _ in range(2):
+            with clock.phase("reset"):
+                now[0] += 0.25
+                with clock.phase("build"):
+                    now[0] += 4.0
+        now[0] += 2.0
+    assert [record["seconds"][name] for name in ("window", "reset", "build")] == [3.0, 0.5, 8.0]
+
+
+@pytest.mark.parametrize("flags", [("--variant", "graph"), ("--variant", "eager", "--parity")])
+def test_phases_sum_to_the_time_of_the_process(tmp_path, flags):
+    """Up to its last line, which is the record: what Python and torch take to end is nobody's phase."""
+    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", "--warmup-min-s", "0.2", *flags]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    root = pathlib.Path(__file__).resolve().parent.parent
+    start = time.monotonic()
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            last, wall_s = line, time.monotonic() - start
+    seconds = json.loads(last)["seconds"]
+    assert sum(value for value in seconds.values() if value) == pytest.approx(wall_s, abs=0.5)
+    assert set(seconds) <= set(phases.NAMES)
 
 
 def test_a_host_without_proc_tells_no_start(monkeypatch):

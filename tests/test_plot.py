@@ -68,6 +68,7 @@ def test_every_figure_of_a_full_root_is_drawn(full):
     drawn, missing = full
     assert {name.partition("-")[0] for name in drawn} == {
         "speedup",
+        "law",
         "step_time",
         "jitter",
         "timeline",
@@ -172,7 +173,7 @@ def test_files_are_equal_byte_by_byte(tmp_path):
     environment = {**os.environ, "PYTHONHASHSEED": "1", "MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert len(names) == 12
+    assert len(names) == 14
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
@@ -187,7 +188,7 @@ def test_committed_evidence_makes_small_files(tmp_path, capsys):
     # Those of all groups together grow with their number.
     num_groups = len({path.parent for path in sessions.find(ROOT / "results")})
     for path in drawings:
-        together = path.stem in ("speedup", "memory", "break_even")
+        together = path.stem in ("speedup", "law", "memory", "break_even")
         assert path.stat().st_size < (7_000 * num_groups if together else 80_000), path.name
     assert "<dc:date>" not in (tmp_path / "speedup.svg").read_text()
     assert f"{len(files)} files" in capsys.readouterr().out
@@ -598,7 +599,7 @@ def test_only_failures_and_rounds_of_parity(tmp_path):
         failed("graph", "capture_failed", "stream is capturing"),
     )
     drawn, missing = pages(tmp_path)
-    assert not drawn and len(missing) == 8
+    assert not drawn and len(missing) == 9
 
 
 def test_a_variant_that_fails_in_one_round_keeps_its_bar(tmp_path):
