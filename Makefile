@@ -10,7 +10,7 @@ bench_flags = $(strip $(call flag,MODEL,--model) $(call flag,PRESET,--preset) $(
     $(call flag,ROUNDS,--rounds) $(call flag,STEPS,--steps) $(call flag,NGPU,--ngpu) \
     $(call flag,HOST_LOAD,--host-load) $(call flag,MINUTES,--minutes) $(call flag,OUT,--out))
 session_flags = $(strip $(call flag,LABEL,--label) $(if $(strip $(CONTROL)),--control) $(if $(strip $(CLOSE)),--close) \
-    $(call flag,SESSION,--session))
+    $(if $(strip $(VERBOSE)),--verbose) $(call flag,SESSION,--session))
 table = $(if $(strip $(BASE)),gate,compare)
 submit_flags = $(bench_flags) $(strip $(call flag,NODES,--nodes) $(call flag,PARTITION,--partition) \
     $(call flag,ACCOUNT,--account) $(call flag,TIME,--time) $(call flag,IMAGE,--image) $(call flag,MOUNTS,--mounts) \
@@ -42,6 +42,7 @@ help: ## this list
 # OUT        ## bench: root of the sessions (runs); compare, plots: what is read (results)
 # LABEL      ## bench: ends the name of the sessions' folder (made of the flags after --)
 # CONTROL    ## bench: =1 runs eager once more beside eager: what two equal programs differ by here
+# VERBOSE    ## bench: =1 prints the seconds of each run by phase
 # CLOSE      ## bench: =1 packs the open session of this MODEL as it stands, or the one that SESSION names
 # SESSION    ## publish: packed sessions; bench with CLOSE=1: name of an open one
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
@@ -98,7 +99,7 @@ test: ## tests of what runs anywhere, in minutes
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
 	$(setup) core dev plots lightning speech dali
-	$(python) -m pytest -m "(slow or slurm) and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
 
 lint: ## ruff: rules and format
 	$(setup) dev

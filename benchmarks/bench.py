@@ -13,9 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import compare, frame, intervals, launch, locks, parity, rounds, rows, script, sessions, trust
+from benchmarks import compare, frame, intervals, launch, locks, parity, progress, rounds, rows, script, sessions, trust
+from benchmarks.progress import duration
 from benchmarks.script import CONTROL, Mistake
-from common import environment
+from common import announce, environment
 from common import record as records
 
 PARITY_STEPS = 20
@@ -78,6 +79,8 @@ class Session:
         self.probed: dict = {}
         self.parity_seconds: list[float] = []
         self.timed_seconds: list[float] = []
+        # Of the last process by the name of its record.
+        self.took_s: dict[str, float] = {}
         self.num_left = 0
         self.out_of_time = False
         self.start = time.monotonic()
@@ -276,21 +279,28 @@ class Session:
         else:
             command += ["--steps", str(self.description.get("parity_steps", PARITY_STEPS)), "--parity"]
             command += ["--parity-steps", str(self._parity_steps(variant))]
+        variables = self._environment(number, self.out)
+        if not self.gpus.names:
+            variables = rounds.waiting_passively(variables)
+        variables[announce.VARIABLE] = str(self.partial / f"{name}.wait")
+        watch = progress.Watch(variant, variables, self._say)
         before = self._others()
         with rounds.HostLoad(self.args.host_load if number else 0):
             outcome = rounds.run_child(
                 self.launch.command([*command, *self.flags]),
                 log=log,
                 limit_s=self.limit_s,
-                environment=self._environment(number, self.out),
+                environment=variables,
                 is_remote=bool(self.launch.prefix),
+                watch=watch.look,
             )
         (self.timed_seconds if number else self.parity_seconds).append(outcome.seconds)
+        self.took_s[name] = outcome.seconds
         record = self._collect(outcome, path, log, variant, number)
         others = sorted({*before, *self._others()})
         record.update(variant=variant, round=number, attempt=attempt, session=self.meta["session"])
         record["host_load"] = self.args.host_load if number else 0
-        record["extra"].update(request=self.request, kind=script.kind_of(self.description, variant))
+        record["extra"].update(request=self.request, **script.said(self.description, variant))
         record["conditions"].update(numa_node=self.meta["numa_node"], other_sessions=locks.others_here(), **self.probed)
         record["conditions"]["others_on_gpu"] = sorted({*record["conditions"]["others_on_gpu"], *others})
         return record
@@ -375,7 +385,7 @@ class Session:
 
     def _publish(self, record):
         """Move a record out of .partial, whole; its trace goes with it. The folder's own path stays out of it."""
-        name = _stem(record["variant"], record["round"], record["attempt"])
+        name = _stem_of(record)
         for path in self.partial.glob(f"{name}.*trace.json.gz"):
             path.replace(self.out / path.name)
         for here, word in ((str(self.out), "OUT"), (str(self.root), "ROOT")):
@@ -389,37 +399,76 @@ class Session:
 
     # -- round 0
 
-    def parity_round(self):
-        """Every variant once, deterministic and untimed: eager, eager again, then the others against eager.
+    def measure(self):
+        """Round 0 and the timed rounds.
 
-        What others are compared with in eager's place is run twice as well, and before them.
+        Where runs take long the first timed round comes right after eager's run of round 0, which the others are
+        compared with, so that rows are seen after minutes. It is whole and in its order; what fails the rest of round 0
+        fails in that timed round, too (`_take_over_parity`).
+        """
+        if not self.is_tiny:
+            self.parity_round(["eager"], with_controls=False)
+            self.timed_rounds(last=1)
+        if not self.out_of_time:
+            self.parity_round(self.variants)
+            self.timed_rounds()
+
+    def parity_round(self, variants, with_controls=True):
+        """These variants once, deterministic and untimed: eager, eager again, then the others against eager.
+
+        What others are compared with in eager's place is run twice as well, and before them. Who could not run in a
+        timed round is not asked. Without controls no second run is made, and a later call makes it.
         """
         bases = self._bases
-        missing = [name for name in self.variants if (name, 0, 1) not in self.records and name != CONTROL]
+        missing = [name for name in variants if (name, 0, 1) not in self.records and name in self._active()]
+        missing = [name for name in missing if name != CONTROL]
         for base in bases:
-            needed = any(self._base(variant) == base for variant in missing)
+            needed = any(self._base(variant) == base for variant in missing) or self._lacks_control(base)
             lost = needed and base not in missing and not self._sidecar(base).exists()
-            if lost and self.records[base, 0, 1]["status"] in ("pass", "eager_two_runs_differ"):
+            if lost and self._stands(base):
                 print(f"{base} round 0 is run anew: the others need its parity sidecar")
                 self._supersede((base, 0, 1))
                 missing.append(base)
         missing.sort(key=lambda variant: bases.index(variant) if variant in bases else len(bases))
-        self.num_left = len(missing) + sum(base in missing for base in bases)
-        for variant in missing:
-            record, seconds = self._twice(variant, 0)
-            record["numerics"]["reference"] = self._base(variant)
-            self.num_left -= 1
-            if variant in bases and record["status"] == "pass":
-                seconds += self._control(record)
+        unsure = [base for base in bases if with_controls and (base in missing or self._lacks_control(base))]
+        self.num_left = len(missing) + len(unsure)
+        for variant in dict.fromkeys([*unsure, *missing]):
+            record, seconds = self.records.get((variant, 0, 1)), 0.0
+            if record is None:
+                record, seconds = self._twice(variant, 0)
+                record["numerics"]["reference"] = self._base(variant)
                 self.num_left -= 1
+            note = ""
+            if variant in bases and record["status"] == "pass":
+                if with_controls:
+                    seconds += self._control(record)
+                else:
+                    note = "its second run comes after round 1"
             elif record["status"] == "pass":
                 base = self.records.get((self._base(variant), 0, 1))
                 own = self.partial / f"{variant}.r0.parity.npz"
                 parity.judge(record, base, own, self._sidecar(self._base(variant)), self.description)
+            self.num_left -= variant in unsure
             self._publish(record)
-            self._print_line(record, seconds)
+            self._print_line(record, seconds, note)
             if variant not in bases:
                 (self.partial / f"{variant}.r0.parity.npz").unlink(missing_ok=True)
+            for timed in self._group(variant):
+                if timed["round"] and self._take_over_parity(timed):
+                    self._publish(timed)
+
+    def _without_parity(self):
+        """Variants whose round 0 is to come, before the second timed round at the latest."""
+        return [v for v in self._active() if (v != CONTROL and (v, 0, 1) not in self.records) or self._lacks_control(v)]
+
+    def _stands(self, base):
+        record = self.records.get((base, 0, 1))
+        return record is not None and record["status"] in ("pass", "eager_two_runs_differ")
+
+    def _lacks_control(self, base):
+        """Its round 0 was run and not yet compared with a second run."""
+        record = self.records.get((base, 0, 1))
+        return record is not None and record["status"] == "pass" and record["numerics"]["parity"] is None
 
     def _control(self, record):
         """Eager, or what stands in its place, a second time. Only the verdict is kept, in the first run's record."""
@@ -434,8 +483,8 @@ class Session:
 
     # -- timed rounds
 
-    def timed_rounds(self):
-        """ABBA rounds; says why when it stops before the asked number."""
+    def timed_rounds(self, last=None):
+        """ABBA rounds, up to the last one; says why when it stops before the asked number."""
         longest_s, number = 0.0, 0
         wanted = 2 if self.rounds == "auto" else self.rounds
         while True:
@@ -443,6 +492,8 @@ class Session:
                 wanted = self._wanted(number)
                 if number == wanted:
                     return
+            if number == last:
+                return
             number += 1
             missing = [v for v in rounds.order(self._active(), number) if (v, number, 1) not in self.records]
             again = self._unsettled(number) if not missing else []
@@ -450,7 +501,8 @@ class Session:
                 continue
             spent = time.monotonic() - self.start
             # Before the first timed round, a child of round 0 is the best guess at one of it.
-            guess = longest_s or len(missing) * max(self.parity_seconds, default=0.0)
+            longest_run_s = max(self.timed_seconds or self.parity_seconds, default=0.0)
+            guess = longest_s or len(missing) * longest_run_s
             if self.args.minutes and spent + guess > self.args.minutes * 60:
                 print(f"--minutes {self.args.minutes:g}: round {number} would take {duration(guess)}, not started")
                 self.out_of_time = True
@@ -471,7 +523,10 @@ class Session:
             record, seconds = self._twice(variant, number, attempt)
             self._take_over_parity(record)
             self._publish(record)
-            self._print_line(record, seconds, attempt_note(record))
+            note = attempt_note(record)
+            if variant in self._without_parity() and record["status"] == "pass":
+                note = ", ".join(filter(None, [note, "its parity follows"]))
+            self._print_line(record, seconds, note)
 
     def _unsettled(self, number) -> list[str]:
         """Who runs once more in this round: what did not settle, and eager beside it; all, where eager did not."""
@@ -521,11 +576,22 @@ class Session:
         return [record for (name, _, _), record in sorted(self.records.items()) if name == variant]
 
     def _take_over_parity(self, record):
+        """What round 0 says of a timed run's variant, if it was made; whether that changed the record.
+
+        A run that was timed before its round 0 failed fails with it.
+        """
         first = self.records.get((record["variant"], 0, 1))
-        if first:
-            keys = ("parity", "reference", "max_rel_diff", "first_difference")
-            record["numerics"].update({key: first["numerics"][key] for key in keys})
-            record["extra"]["loss_rel_diff"] = first["extra"].get("loss_rel_diff")
+        if first is None:
+            return False
+        keys = ("parity", "reference", "max_rel_diff", "first_difference")
+        taken = {key: first["numerics"][key] for key in keys}
+        fails = record["status"] == "pass" and first["status"] in rounds.NOT_RUN_AGAIN
+        is_new = fails or taken != {key: record["numerics"][key] for key in keys}
+        record["numerics"].update(taken)
+        record["extra"]["loss_rel_diff"] = first["extra"].get("loss_rel_diff")
+        if fails:
+            record.update(status=first["status"], message=f"round 0: {first['message']}")
+        return is_new
 
     def _judge_work(self):
         """Whether timed runs prove their work against eager's; all of them again after each round, as the spread is
@@ -570,13 +636,22 @@ class Session:
         if self.num_left and note != "once more":
             seen = self.timed_seconds if record["round"] else self.parity_seconds
             least = "at least" if self.rounds == "auto" else "about"
-            left = f"{least} {duration(self.num_left * statistics.fmean(seen))} left"
+            left_s = self.num_left * statistics.fmean(seen)
+            if record["round"] and self.parity_seconds:
+                left_s += len(self._without_parity()) * statistics.fmean(self.parity_seconds)
+            left = f"{least} {duration(left_s)} left"
             note = f"{note}, {left}" if note else left
         line = f"{name:8s}  {record['variant']:{width}s}  {status or record['status']:16s}{step}"
         print(f"{line}  {duration(seconds):>7s}  {note}".rstrip())
         if record["message"]:
             print(f"          {record['message']}")
+        phases = progress.phases(record, self.took_s.get(_stem_of(record))) if self.args.verbose else ""
+        if phases:
+            print(f"          {phases}")
         sys.stdout.flush()
+
+    def _say(self, text):
+        print(text.replace(str(self.root), str(shown(self.root))), flush=True)
 
     def finish(self) -> int:
         """Close the session if it has all its rounds, write and print its table, and return the exit status."""
@@ -651,6 +726,10 @@ def _stem(variant, number, attempt):
     return records.file_name(variant, number, attempt).removesuffix(".json")
 
 
+def _stem_of(record):
+    return _stem(record["variant"], record["round"], record["attempt"])
+
+
 def _is_of_timed_work(record):
     return record["message"].startswith(trust.TIMED_WORK)
 
@@ -682,7 +761,3 @@ def _parse_launch(args):
 def shown(path):
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def duration(seconds):
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} min"

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TERMINATE_S = 15.0
+WATCH_S = 1.0
 # Slurm's srun waits for KillWait (30 s unless a site sets it) and two seconds more.
 ASK_S = 45.0
 
@@ -176,12 +178,20 @@ class Outcome:
         return f"exit status {self.exit_status}"
 
 
-def run_child(command: list[str], *, log: Path, limit_s: float, environment: dict, is_remote: bool = False) -> Outcome:
+def run_child(
+    command: list[str],
+    *,
+    log: Path,
+    limit_s: float,
+    environment: dict,
+    is_remote: bool = False,
+    watch: Callable[[], None] | None = None,
+) -> Outcome:
     """Run command in the repository's root under the launcher, its output appended to `log`.
 
     After limit_s seconds the command and everything it started is killed. An exception here, Ctrl-C
     included, ends it too before it goes on. is_remote: the command starts others on other machines and
-    ends them on SIGTERM.
+    ends them on SIGTERM. watch() is called every WATCH_S seconds while it runs.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher = [sys.executable, "-m", "benchmarks.rounds", "--child", str(os.getpid()), "--", *command]
@@ -200,9 +210,15 @@ def run_child(command: list[str], *, log: Path, limit_s: float, environment: dic
         )
     timed_out = False
     try:
-        process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        timed_out = True
+        while not timed_out:
+            left_s = max(0.0, start + limit_s - time.monotonic())
+            try:
+                process.wait(min(left_s, WATCH_S) if watch else left_s)
+                break
+            except subprocess.TimeoutExpired:
+                timed_out = time.monotonic() >= start + limit_s
+            if watch:
+                watch()
     finally:
         if process.poll() is None:
             process.terminate()
@@ -212,6 +228,17 @@ def run_child(command: list[str], *, log: Path, limit_s: float, environment: dic
                 _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
     return Outcome(process.returncode, timed_out, time.monotonic() - start)
+
+
+def waiting_passively(environment: dict) -> dict:
+    """`environment` for a run on the CPU: OpenMP threads without work sleep, unless it says already how they wait.
+
+    By default they spin, which takes the cores from whatever else runs on the host. OMP_WAIT_POLICY is OpenMP's own
+    variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
+    """
+    if any(name in environment for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        return environment
+    return environment | {"OMP_WAIT_POLICY": "passive"}
 
 
 def from_root(flags: list[str], described: list[dict]) -> list[str]:

@@ -6,8 +6,10 @@
     python -m benchmarks.run --model gpt3 --close
     python -m benchmarks.run --close --session 20261122T031500Z-13f405-c77b
 
-Round 0 is untimed and asks for parity with deterministic kernels; then come timed rounds in ABBA order,
-each run in a process of its own. Records appear one by one in an open session below the output root; the same command
+Round 0 is untimed and asks for parity with deterministic kernels; timed rounds are in ABBA order, each run in a process
+of its own. Beyond the preset tiny the first timed round comes right after eager's run of round 0, so that a row is seen
+early; a variant that then fails round 0 fails in its timed run, too, and is not timed again.
+Records appear one by one in an open session below the output root; the same command
 goes on with it for 24 hours, on the same boot, GPUs and source. With all its rounds a session is packed and never
 changed again; --close packs one as it stands. Exit status: 0 when every row is pass, oom or unsupported
 and something was timed, 1 otherwise, 2 for a mistake on the command line, 130 after Ctrl-C.
@@ -57,6 +59,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--close", action="store_true", help="pack the open session of this kind as it stands")
     parser.add_argument("--session", metavar="NAME", help="with --close: this one, whatever boot it is of")
     launch.add_arguments(parser, positive)
+    parser.add_argument("--verbose", action="store_true", help="seconds by phase below each run")
     parser.add_argument("--no-table", action="store_true", help="progress only; the table is in table.md")
     parser.add_argument("--limit-s", metavar="S", type=amount, help="kill a run after this long (1800; tiny: 300)")
     args = parser.parse_args(argv[:split])
@@ -136,8 +139,7 @@ def measure(args) -> int:
             session.open()
             session.print_session()
             session.probe()
-            session.parity_round()
-            session.timed_rounds()
+            session.measure()
             return session.finish()
     finally:
         session.let_go()

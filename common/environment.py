@@ -29,7 +29,7 @@ __all__ = [
     "source_hash",
 ]
 
-_VARIABLES = re.compile(r"(CUDA_|NCCL_|NVTE_|TORCH(?!ELASTIC_)|OMP_|CUBLAS|TRITON|PYTORCH_.*ALLOC)")
+_VARIABLES = re.compile(r"(CUDA_|NCCL_|NVTE_|TORCH(?!ELASTIC_)|OMP_|GOMP_|KMP_|CUBLAS|TRITON|PYTORCH_.*ALLOC)")
 _SLURM = {
     "job_id": "SLURM_JOB_ID",
     "nodelist": "SLURM_JOB_NODELIST",

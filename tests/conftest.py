@@ -1,5 +1,6 @@
 """What holds for all tests: one thread for each process, and a reason to skip where hardware is missing."""
 
+import gc
 import os
 import shutil
 import signal
@@ -13,6 +14,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # Before any test imports torch: processes of one test share few cores, and idle threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish():
+    """What tests import stays: a run collects garbage around its window, half a second each time among all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

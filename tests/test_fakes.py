@@ -26,7 +26,6 @@ def few_objects_to_collect():
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -18,6 +18,7 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from common import measure, mllog
 from common import record as records
 from common.config import Arguments, Run
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "common" / "mllog_rules.yaml"
@@ -68,9 +69,8 @@ def passes(path):
 @pytest.fixture(scope="module")
 def gpt3_log(tmp_path_factory):
     path = tmp_path_factory.mktemp("mllog") / "new folder" / "graph.mllog"
-    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", "--variant", "graph", *QUICK, "--mllog", path]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    flags = ["--preset", "tiny", "--variant", "graph", *QUICK, "--mllog", str(path)]
+    run = forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=120)
     assert run.returncode == 0, run.stderr
     return path, json.loads(run.stdout.splitlines()[-1])
 

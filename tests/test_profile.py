@@ -3,26 +3,22 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from common import measure, passes, trace
+from tests import forked
 
-ROOT = Path(__file__).resolve().parent.parent
 QUICK = ("--warmup-min-s", "0.1", "--warmup-max-s", "0.2")
 SECTIONS = ["data", "zero gradients", "embedding", "forward", "loss", "backward", "optimizer"]
 VARIANTS = {"eager": "eager.json.gz", "graph": "new folder/graph.json", "graph_overlap": "overlap.json"}
 
 
 def train(*flags):
-    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", *QUICK, *map(str, flags)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    flags = ["--preset", "tiny", *QUICK, *map(str, flags)]
+    return forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=120)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +15,10 @@ from rnnt.corpus import REPOSITORY
 from rnnt.model import log_prior
 from rnnt.state import State
 from rnnt.train import MAKE_VARIANT
+from tests import forked
 
 pytest.importorskip("soundfile")
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 NUM_UTTERANCES = 6
 
@@ -169,10 +167,9 @@ def test_mistakes_are_one_line(arguments, message, capsys):
 
 def test_the_command_writes_its_curves_and_says_what_was_missed(folder, tmp_path):
     path = tmp_path / "new" / "wer.json"
-    command = [sys.executable, "-m", "rnnt.learn", "--preset", "corpus_tiny", "--data", str(folder)]
-    command += ["--variants", "eager,compile", "--steps", "4", "--every", "2", "--out", str(path)]
+    flags = ["--preset", "corpus_tiny", "--data", str(folder), "--variants", "eager,compile", "--steps", "4"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    ran = forked.run("rnnt.learn", [*flags, "--every", "2", "--out", str(path)], environment, timeout_s=120)
     assert ran.returncode == 1, ran.stderr
     assert "no timing" in ran.stdout and "eager: 10 % wrong or less never, MISSED" in ran.stdout
     written = json.loads(path.read_text())

@@ -118,9 +118,9 @@ def test_without_dropout_padding_changes_little():
 @pytest.mark.parametrize("lstm", ["persistent", "wavefront"])
 def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(lstm):
     # Long enough for two layers to run side by side.
-    sizes = {"encoder_hidden": 256, "prediction_hidden": 256, "pre_layers": 2, "max_frames": 80, "frames": 80}
+    sizes = {"encoder_hidden": 256, "prediction_hidden": 256, "pre_layers": 2, "max_frames": 40, "frames": 40}
     config = replace(SEVERAL, lstm=lstm, precision="fp16", batch=8, buckets="2", **sizes)
-    assert max(map(len, turns(2, 80, 2))) == 2
+    assert max(map(len, turns(2, 40, 2))) == 2
     padded, state = run_steps("eager_padded", 2, config)
     for name in ("graph", "full"):
         assert_equal(run_steps(name, 2, config)[0], padded)

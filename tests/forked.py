@@ -1,0 +1,59 @@
+"""Training scripts as processes that begin with torch imported: forked from a server that has done nothing else.
+
+`python -m MODEL.train` imports for three seconds of CPU time, and tests make dozens of short runs. What the script does
+is the same: it runs as __main__, with arguments, environment, output and exit status of its own.
+"""
+
+import gc
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a run of any model imports sooner or later, and none of the repository: a script's own imports stay its own.
+PRELOADED = ["torch", "torch._dynamo", "torch._inductor.config", "torch.distributed", "torch.profiler", "numpy"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+
+
+def run(module, arguments, environment, timeout_s) -> subprocess.CompletedProcess:
+    """`python -m module arguments...` in the repository's root, as subprocess.run with captured text.
+
+    Raises subprocess.TimeoutExpired, and has killed the process then. Several threads may call it at a time.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        # Its parent process is the server; it is waited for here all the same.
+        process = _context.Process(target=_main, args=(module, list(arguments), dict(environment), *map(str, outputs)))
+        process.start()
+        process.join(timeout_s)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout_s)
+        stdout, stderr = (path.read_text() if path.exists() else "" for path in outputs)
+        return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)
+
+
+def _main(module, arguments, environment, stdout, stderr):
+    # What was imported before stays; a run collects garbage around its window.
+    gc.freeze()
+    for number, path in ((1, stdout), (2, stderr)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    # As python -m has it: the folder first, and no name of what forked it.
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    for name in ("__mp_main__", "tests", "tests.forked"):
+        sys.modules.pop(name, None)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
