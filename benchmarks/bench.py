@@ -13,7 +13,21 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import compare, frame, intervals, launch, locks, parity, progress, rounds, rows, script, sessions, trust
+from benchmarks import (
+    compare,
+    frame,
+    intervals,
+    launch,
+    law,
+    locks,
+    parity,
+    progress,
+    rounds,
+    rows,
+    script,
+    sessions,
+    trust,
+)
 from benchmarks.progress import duration
 from benchmarks.script import CONTROL, Mistake
 from common import announce, environment
@@ -445,9 +459,12 @@ class Session:
                 else:
                     note = "its second run comes after round 1"
             elif record["status"] == "pass":
-                base = self.records.get((self._base(variant), 0, 1))
-                own = self.partial / f"{variant}.r0.parity.npz"
-                parity.judge(record, base, own, self._sidecar(self._base(variant)), self.description)
+                if parity.is_run_twice(self.description, variant):
+                    seconds += self._control(record)
+                if record["status"] == "pass":
+                    base = self.records.get((self._base(variant), 0, 1))
+                    own = self.partial / f"{variant}.r0.parity.npz"
+                    parity.judge(record, base, own, self._sidecar(self._base(variant)), self.description)
             self.num_left -= variant in unsure
             self._publish(record)
             self._print_line(record, seconds, note)
@@ -563,8 +580,10 @@ class Session:
         group = rows.group_of([record for record in self.records.values() if trust.contradiction(record) is None])
         results = []
         for session in group.order:
-            base = group.bases[session]
             for name in self._active():
+                base = group.base(session, name)
+                if base is None:
+                    continue
                 ratios = rows.log_ratios(rows.pairs(group, session, name, base), lambda record: record["statistic_ms"])
                 results += [intervals.paired(ratios)] if ratios and name != base else []
         return intervals.next_num_rounds(results, number)
@@ -662,6 +681,9 @@ class Session:
         text, table = compare.report(runs.frame, runs.faults, metas=runs.metas, doubts=runs.doubts)
         if not self.args.no_table:
             print(f"\n{text}")
+            foretold = law.closing(runs.frame)
+            if foretold:
+                print("\n" + "\n".join(foretold))
         try:
             compare.write_summary(self.group)
             print(f"\n{shown(self.out)}/: the session\n{shown(self.group)}/table.md: all sessions of this kind")

@@ -240,6 +240,12 @@ def _today(record):
     return record | {"variant": name} if name else record
 
 
+def stored_variant(model: str, variant: str, schema: int) -> str:
+    """The name that a run's variant has in the files of its session."""
+    old = {(renamed, model): name for (model, name), renamed in RENAMED.items()} if schema == 1 else {}
+    return old.get((variant, model), variant)
+
+
 _COPIED = ("schema", "model", "preset", "variant", "round", "attempt", "status", "device", "host_load", "statistic_ms")
 
 

@@ -125,7 +125,7 @@ def _point(session, variant, base, pairs, row, is_main):
         busy_ms=statistics.median(own["busy_ms"] for _, own in pairs),
         quiet=_ratio(pairs, frame.quiet_ms),
         median=_ratio(pairs, lambda record: record["statistic_ms"]),
-        queue=_ratio(pairs, predicted_ms),
+        queue=_ratio(pairs, rows.predicted_ms),
         base_step=_step_error(own for own, _ in pairs),
         variant_step=_step_error(own for _, own in pairs),
         is_main=is_main,
@@ -138,16 +138,8 @@ def _ratio(pairs, value):
     return math.exp(statistics.mean(logs)) if logs else None
 
 
-def predicted_ms(record: dict) -> float | None:
-    """The queue model's step; None where the record has none."""
-    model = record["extra"].get("queue_model")
-    value = model.get("step_ms") if isinstance(model, dict) else None
-    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    return value if known else None
-
-
 def _step_error(records):
-    errors = [predicted_ms(record) / record["statistic_ms"] - 1 for record in records if predicted_ms(record)]
+    errors = [rows.predicted_ms(record) / record["statistic_ms"] - 1 for record in records if rows.predicted_ms(record)]
     return statistics.median(errors) if errors else None
 
 

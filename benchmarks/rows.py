@@ -72,7 +72,8 @@ def summarise(found, base: str | None = None) -> list[dict]:
     reads from the device in every step, as NVIDIA's published base does) and across_speedup (over across_base, the best
     eager of all kinds of layer, where eagers of several were timed) come with _low, _high (95 % interval) and
     _half_width (logarithm). is_base: the base of its own kind of layer. ceiling: the base's step over the busy time of
-    the variant's kernels. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on; num_older:
+    the variant's kernels. law, queue_model: the ratios that max(1, issue / busy) and the queue model foretell a variant
+    that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on; num_older:
     sessions of another program or schema, or with fewer eagers. missing_eagers: of the model's eagers those that its
     sessions did not run, a list. What is not known is None.
     """
@@ -179,7 +180,7 @@ def _row(group, name, base):
     for key in RATIOS:
         row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
     row.update(base=None, base_ms=None, across_base=None, verdict=None, scope=None, range_low=None, range_high=None)
-    row.update(num_pairs=0, num_hosts=0)
+    row.update(num_pairs=0, num_hosts=0, law=None, queue_model=None)
     if cuda and runs:
         if not is_base:
             _compare(row, group, name, pooled)
@@ -217,6 +218,7 @@ def _compare(row, group, name, pooled):
     used = [pair for session in bases for pair in pairs(group, session, name, base)]
     row["base_ms"] = _median(a["statistic_ms"] for a, _ in used)
     row["ceiling"] = _ceiling(used)
+    row["law"], row["queue_model"] = _foretold(used)
     if not row["num_pairs"]:
         row["verdict"] = f"no {row['base'] or 'eager'} of the same round"
 
@@ -280,6 +282,23 @@ def is_short(record: dict) -> bool:
 
 def _tail(record):
     return tail(record["steps"]["gpu_ms"], record["steps"]["batch"])
+
+
+def predicted_ms(record: dict) -> float | None:
+    """The queue model's step; None where the record has none."""
+    model = record["extra"].get("queue_model")
+    value = model.get("step_ms") if isinstance(model, dict) else None
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return value if known else None
+
+
+def _foretold(both):
+    """(max(1, base's issue over the variant's busy time), the queue model's ratio), over pairs whose variant replays
+    graphs; None where a record has none."""
+    both = [pair for pair in both if pair[1]["capture"]["num_replays"]]
+    first = _median(max(1.0, a["issue_ms"] / b["busy_ms"]) if a["issue_ms"] and b["busy_ms"] else None for a, b in both)
+    logs = log_ratios(both, predicted_ms)
+    return first, math.exp(statistics.mean(logs)) if logs else None
 
 
 def _ceiling(both):

@@ -159,6 +159,8 @@ COST = (
     ("issue ms", field("issue_ms", number(2))),
     ("busy ms", field("busy_ms", number(2))),
     ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
+    ("max(1, issue/busy)", field("law", lambda value: f"{value:.2f}x")),
+    ("queue model", field("queue_model", lambda value: f"{value:.2f}x")),
     ("idle %", field("idle_fraction", number(1, 100))),
     ("profiled idle %", field("profiled_idle_fraction", number(1, 100))),
     ("in graphs %", field("graph_kernel_share", number(0, 100))),

@@ -48,6 +48,7 @@ import torch
 
 from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
+from common.announce import announced
 from common.capture import CaptureError
 from common.marks import mark, section
 from common.passes import statistic, synchronize
@@ -57,6 +58,8 @@ __all__ = ["Capture", "Unsupported", "Workload", "mark", "process_settings", "ru
 __all__ += ["synchronize"]
 
 PARITY_STEPS, LONG_PARITY_STEPS = 20, 3
+# What a user waits for in these phases of a capture.
+WAITS = {"warmup_s": "warms up: libraries choose and load kernels", "compile_s": "runs torch.compile"}
 CAPTURE_PHASES = ("warmup", "compile", "capture")
 # What a disk says that is full, over its quota, read-only or broken.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
@@ -81,7 +84,8 @@ class Capture:
         """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s."""
         synchronize()
         start = time.perf_counter()
-        yield
+        with announced(WAITS.get(name, "")):
+            yield
         synchronize()
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 

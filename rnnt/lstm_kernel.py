@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from common.announce import announced
 from common.source import note_compiled
 from rnnt.config import LSTM_BATCH
 
@@ -177,7 +178,8 @@ def compile_source(hidden: int, forward_units: int, cluster: int, capability: tu
     source = SOURCE.read_bytes()
     note_compiled(SOURCE)
     program = _checked(nvrtc.nvrtcCreateProgram(source, SOURCE.name.encode(), 0, [], []))
-    (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    with announced(f"compiles rnnt/{SOURCE.name}"):
+        (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if failed:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))

@@ -22,6 +22,7 @@ def make(variant="eager", number=1, step_ms=10.0, num_steps=50, scatter=0.004, *
     )
     record["env"].update(torch="2.13.0")
     record["env"].update(cuda="13.0", driver="580.1", git_sha="0123456789abcdef", git_dirty=False)
+    record["extra"].update(traits={}, eagers=["eager"])
     eager = variant.startswith("eager")
     strategies = {"partial": "UNet forward, UNet backward", "graph": "full iteration"}
     record["capture"].update(

@@ -124,6 +124,18 @@ def test_kinds_are_those_the_script_declares_and_of_schema_1_by_name():
     assert {name: frame.kind_of(make(name)) for name in names} == names
 
 
+def test_a_variant_of_schema_1_stands_under_its_name_of_today(tmp_path):
+    """gpt3's graph_te had one slot for all microbatches then; its files keep their names."""
+    put(tmp_path / "old", *schema_1([make(name, model="gpt3") for name in ("eager", "graph_te")]))
+    put(tmp_path / "new", *(make(name, model="gpt3") for name in ("eager", "graph_te")))
+    found = frame.read(tmp_path).frame
+    assert set(found[found["schema"] == 1]["variant"]) == {"eager", "graph_te_slot"}
+    assert set(found[found["schema"] == 2]["variant"]) == {"eager", "graph_te"}
+    assert {row.record["variant"] for row in found.itertuples()} == set(found["variant"])
+    assert frame.stored_variant("gpt3", "graph_te_slot", 1) == "graph_te"
+    assert frame.stored_variant("gpt3", "graph_te_slot", 2) == "graph_te_slot"
+
+
 def test_long_steps_have_no_tenth_percentile():
     assert frame.quiet_ms(make(step_ms=400.0)) == pytest.approx(0.998 * 400, rel=1e-5)
     assert frame.quiet_ms(make(step_ms=400.1)) is None

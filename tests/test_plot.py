@@ -131,6 +131,15 @@ def test_every_row_of_the_records_is_named(full):
     assert {"eager", "compile", "graph", "partial"} <= set(words(full[0]["timeline-h200x1-rnnt-full"]))
 
 
+def test_rows_without_all_eagers_are_marked_and_stay_out_of_the_figure_over_models(tmp_path):
+    changes = {"model": "rnnt", "preset": "full", "extra": {"eagers": ["eager", "eager_torch"]}}
+    put(tmp_path / "h200x1" / "rnnt-full", *session({"graph": 1.58}, **changes))
+    assert "graph, not all eagers run" in words(pages(tmp_path)[0]["speedup"])
+    gpt3(tmp_path)
+    shown = words(pages(tmp_path)[0]["speedup"])
+    assert "graph" in shown and "graph, not all eagers run" not in shown
+
+
 def test_what_did_not_run_stands_in_brick_with_its_reason(full):
     for name, text in (
         ("speedup", "graph_overlap: oom: CUDA out of memory"),

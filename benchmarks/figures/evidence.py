@@ -252,7 +252,8 @@ def _traces(runs):
     found: dict[str, Path] = {}
     runs = runs[runs["is_timed"].astype(bool)]
     for row in runs.sort_values(["begin", "round"], ascending=[False, True]).itertuples():
-        name = records.file_name(row.variant, row.round, row.attempt)
+        stored = frame.stored_variant(row.model, row.variant, row.schema)
+        name = records.file_name(stored, row.round, row.attempt)
         path = (row.path / name).with_suffix(".trace.json.gz")
         if path.is_file():
             found.setdefault(row.variant, path)
