@@ -1,0 +1,236 @@
+"""Llama 2 70B LoRA: what can be set, the presets, and arithmetic on them (no torch here)."""
+
+from dataclasses import dataclass
+
+from common.config import option, require_folder_of_its_own
+
+PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4", "nvfp4_emulated")
+# Operands of the frozen GEMMs are stored in FP8, whose dgrad needs the transposed weight (see llama2_lora/lean.py).
+FP8 = ("fp8", "fp8_current")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Llama 2 70B with LoRA adapters on the q k v and output projections of attention; one sequence a step."""
+
+    layers: int = option(80, "transformer layers")
+    hidden: int = option(8192, "hidden size")
+    heads: int = option(64, "attention heads")
+    kv_heads: int = option(8, "groups of keys and values, which several heads share")
+    head_dim: int = option(128, "size of one attention head")
+    ffn: int = option(28672, "feed-forward width, of the gate and of the up projection each")
+    vocab: int = option(32000, "rows of embedding and head")
+    sequence: int = option(8192, "tokens in a window")
+    rank: int = option(16, "rank of the adapters")
+    alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank")
+    dropout: float = option(0.1, "probability that the adapters drop an element of their input")
+    rope_theta: float = option(10000.0, "base of the rotary position embedding")
+    norm_eps: float = option(1e-5, "epsilon of RMSNorm")
+    precision: str = option(
+        "fp8",
+        "of the frozen GEMMs. fp8: delayed scaling, fp8_current: current scaling, emulated without FP8 hardware; "
+        "nvfp4_emulated: numerics only",
+        PRECISIONS,
+    )
+    layer: str = option(
+        "lean",
+        "lean: our own forward and backward; te: Transformer Engine's modules; torch: plain PyTorch",
+        ("lean", "te", "torch"),
+    )
+    fc1_store: str = option(
+        "auto",
+        "format in which lean layers hand fc1's output to their backward; auto: that of the frozen GEMMs",
+        ("auto", "bf16", "fp8"),
+    )
+    transposes: str = option(
+        "inline",
+        "where lean layers transpose the FP8 weights that they do not hold. inline: before each dgrad GEMM; "
+        "beside: on a second stream, beside what comes before that GEMM",
+        ("inline", "beside"),
+    )
+    fast_dgrad: bool = option(False, "lean: sum the products of dgrad GEMMs in the tensor cores' own precision")
+    memory_gib: float = option(0.0, "bytes to reserve at most, for the plan of what layers keep (0: all that is free)")
+    amax_history: int = option(4, "steps in the amax history of delayed scaling")
+    lr: float = option(5e-4, "learning rate of Adam")
+    documents: str = option(
+        "whole",
+        "whole: a window is one causal sequence, as in MLPerf; separate: its documents do not see each other",
+        ("whole", "separate"),
+    )
+    data: str = option(
+        "", "folder of text, or packed rows of GovReport (empty: the Python standard library)", is_path=True
+    )
+    checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)", is_path=True)
+    adapter: str = option("", "folder of an adapter to go on from (empty: a new one)", is_path=True)
+    save_adapter: str = option("", "folder for the trained adapter, in PEFT's format (empty: none)", is_path=True)
+    batches: int = option(8, "different windows that rotate")
+    min_steps: int = option(50, "timed steps at least")
+    min_window_s: float = option(5.0, "timed seconds at least")
+    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
+    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
+
+    def __post_init__(self):
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a number from 1 up")
+        if self.batches < 1 or self.min_steps < 1 or self.amax_history < 1:
+            raise ValueError("--batches, --min-steps and --amax-history take a number from 1 up")
+        # Written so that NaN, which compares as false, is refused too.
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout {self.dropout}: takes a number from 0 up, below 1")
+        for name in ("lr", "memory_gib"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a finite number from 0 up")
+        for name in ("alpha", "rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a finite number above 0")
+        for name in ("data", "checkpoint", "adapter", "save_adapter"):
+            require_folder_of_its_own("--" + name.replace("_", "-"), getattr(self, name))
+        self._require_widths()
+
+        if self.fc1_store == "fp8" and self.precision not in FP8:
+            raise ValueError(f"--fc1-store fp8 needs --precision fp8 or fp8_current, not {self.precision}")
+
+    def _require_widths(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"--heads {self.heads}: takes a multiple of --kv-heads {self.kv_heads}")
+        if self.sequence % 16:
+            raise ValueError(f"--sequence {self.sequence}: takes a multiple of 16")
+        if self.head_dim & (self.head_dim - 1) or self.head_dim < 2:
+            raise ValueError(f"--head-dim {self.head_dim}: takes a power of two, 64 or 128 in models of this kind")
+        if self.rank > min(self.hidden, self.q_width):
+            raise ValueError(f"--rank {self.rank}: takes at most {min(self.hidden, self.q_width)}, the width adapted")
+        if any(width % 16 for width in (self.hidden, self.ffn, self.q_width, self.qkv_width)):
+            raise ValueError("--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim take multiples of 16")
+        # Kernels count the elements of a tensor in 32 bits.
+        if self.sequence * max(2 * self.ffn, self.vocab, self.qkv_width, self.hidden) >= 2**31:
+            raise ValueError(f"--sequence {self.sequence}: takes fewer, a tensor of a layer has 2^31 elements at most")
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the fused projection: q, then k, then v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def fc1_fp8(self) -> bool:
+        """Whether lean layers hand fc1's output to their backward in FP8: kept so, or computed again and rounded."""
+        return self.precision in FP8 and self.fc1_store != "bf16"
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Frozen weights of a layer: name -> (outputs, inputs). fc1 has the gate's rows, then the up projection's."""
+        return {
+            "qkv": (self.qkv_width, self.hidden),
+            "proj": (self.hidden, self.q_width),
+            "fc1": (2 * self.ffn, self.hidden),
+            "fc2": (self.hidden, self.ffn),
+        }
+
+    @property
+    def adapters(self) -> dict[str, tuple[int, int]]:
+        """Trainable matrices of a layer: name -> shape. y += (alpha / rank) dropout(x) a^T b^T."""
+        return {
+            "qkv.a": (self.rank, self.hidden),
+            "qkv.b": (self.qkv_width, self.rank),
+            "proj.a": (self.rank, self.q_width),
+            "proj.b": (self.hidden, self.rank),
+        }
+
+
+# Widths, LoRA and optimizer of MLPerf Training v5.0's llama2_70b_lora (NVIDIA's configs); 1024 tokens are a GPU's share
+# of its largest, graphed runs (context-parallel size 8), 8192 its run on 8 GPUs.
+PRESETS = {
+    "tiny": Config(
+        layers=3,
+        hidden=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        ffn=256,
+        vocab=256,
+        sequence=64,
+        rank=8,
+        alpha=16.0,
+        lr=1e-2,
+        batches=4,
+        min_window_s=1.5,
+        warmup_min_s=0.3,
+        warmup_max_s=1.5,
+    ),
+    "bench": Config(sequence=1024),
+    "full": Config(min_steps=8, min_window_s=20.0, batches=4),
+    "slice": Config(layers=8, sequence=1024),
+    "mlperf": Config(min_steps=8, min_window_s=20.0),
+}
+
+VARIANTS = {
+    "eager": "kernels launched one by one",
+    "graph": "a forward and a backward graph per layer, one pool, buffers chained",
+    "one_graph": "the whole step in one graph: all layers, loss, clipping and AdamW",
+    "eager_te": "eager, with Transformer Engine's modules",
+    "graph_te": "Transformer Engine's make_graphed_callables over its modules: two graphs per layer, one slot",
+    "compile": "torch.compile of plain PyTorch layers (default mode, no graphs)",
+    "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+}
+KINDS = {
+    "eager": "eager",
+    "graph": "graph",
+    "one_graph": "graph",
+    "eager_te": "eager",
+    "graph_te": "graph",
+    "compile": "compile",
+    "reduce_overhead": "compile",
+}
+SWEEPS = {"sequence": ["sequence"], "layers": ["layers"]}
+
+
+def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
+    """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
+    per_layer = 2 * config.layers
+    table = {"graph": (per_layer, per_layer), "graph_te": (per_layer, per_layer), "one_graph": (1, 1)}
+    return {**table, "reduce_overhead": (None, None)}.get(variant, (0, 0))
+
+
+ABOUT = {
+    "bitwise": ["eager", "graph", "one_graph", "eager_te", "graph_te"],
+    "reference": {"eager_te": "eager_te", "graph_te": "eager_te"},
+    "traits": {"eager_te": {"layer": "te"}, "graph_te": {"layer": "te"}},
+    "sweeps": SWEEPS,
+    "kinds": KINDS,
+    "promises": promises,
+    "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
+}
+
+# ------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def layer_weights(config: Config) -> int:
+    """Elements of the four frozen matrices of a layer: 855,638,016 of Llama 2 70B."""
+    return sum(outputs * inputs for outputs, inputs in config.matrices.values())
+
+
+def num_trainable(config: Config) -> int:
+    """Elements of all adapters: 44,564,480 of Llama 2 70B at rank 16."""
+    return config.layers * sum(rows * columns for rows, columns in config.adapters.values())
+
+
+def num_parameters(config: Config) -> int:
+    """Frozen elements: matrices and norms of the layers, embedding, final norm, head."""
+    layer = layer_weights(config) + 2 * config.hidden
+    return config.layers * layer + (2 * config.vocab + 1) * config.hidden
+
+
+def flops_per_step(config: Config) -> float:
+    """Model FLOP of a step on one window of s tokens.
+
+    Frozen weights have no gradient: 4 s W a layer and 4 s h V for the head instead of 6; attention 3 times its causal
+    half, 2 s^2 q; the adapters 6 s P. Recomputed work is not counted. 2,517.7 TFLOP for 8192 tokens of the whole model.
+    """
+    s = config.sequence
+    layer = 4 * s * layer_weights(config) + 3 * 2 * s * s * config.q_width
+    return float(config.layers * layer + 4 * s * config.hidden * config.vocab + 6 * s * num_trainable(config))

@@ -1,0 +1,476 @@
+"""The operators of lean layers in Triton: one program a row where a row has a reduction, one pass over memory each.
+
+Same arithmetic and rounding as `operators.TorchOperators`, whose docstrings hold here; sums of a row may be taken in
+another order. Who quantises records the amax, by an atomic maximum, whose result depends on no order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from common.triton_launch import Launch
+from llama2_lora.operators import Operators
+
+# ------------------------------------------------------------------------------------------------
+# Kernels. Pointers, then numbers, then constants; a pointer that a constant switches off is any tensor.
+
+
+@triton.jit
+def _is_kept(position, step, key, THRESHOLD: tl.constexpr):
+    """Dropout: murmur3's finaliser over position and key; THRESHOLD is the probability times 2^24."""
+    h = position.to(tl.uint32) * 0x9E3779B1
+    h = h ^ (step ^ key).to(tl.uint32)
+    h = h ^ (h >> 16)
+    h = h * 0x85EBCA6B
+    h = h ^ (h >> 13)
+    h = h * 0xC2B2AE35
+    h = h ^ (h >> 16)
+    return (h >> 8).to(tl.int32) >= THRESHOLD
+
+
+@triton.jit
+def _record(amax, value):
+    """amax = max(amax, value); the plain read, which may be late, saves most of the atomics."""
+    tl.atomic_max(amax, value, mask=value > tl.load(amax))
+
+
+@triton.jit
+def _rounded(value, scale, pointer, LARGEST: tl.constexpr):
+    return tl.minimum(tl.maximum(value * scale, -LARGEST), LARGEST).to(pointer.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _norm(
+    x, add, gain, total, operand, dropped, plain, scale, amax, step, key, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, ADD: tl.constexpr, OPERAND: tl.constexpr, DROPPED: tl.constexpr, PLAIN: tl.constexpr,
+    RECORD: tl.constexpr, LARGEST: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = tl.program_id(0) * WIDTH + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value = (value + tl.load(add + place, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + place, value, mask=inside)
+        value = value.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + EPS)
+    normed = value * inverse_rms * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    normed = normed.to(x.dtype.element_ty)
+    if PLAIN:
+        tl.store(plain + place, normed, mask=inside)
+    normed = normed.to(tl.float32)
+    if OPERAND:
+        if RECORD:
+            _record(amax, tl.max(tl.abs(normed), 0))
+        tl.store(operand + place, _rounded(normed, tl.load(scale), operand, LARGEST), mask=inside)
+    if DROPPED:
+        kept = _is_kept(place, tl.load(step), key, THRESHOLD)
+        normed = tl.where(kept, normed * KEEP_SCALE, 0.0)
+        tl.store(dropped + place, normed.to(dropped.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _norm_backward(
+    grad, through, x, gain, residual, out, operand, scale, amax, step, key, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, THROUGH: tl.constexpr, RESIDUAL: tl.constexpr, OPERAND: tl.constexpr, RECORD: tl.constexpr,
+    LARGEST: tl.constexpr, THRESHOLD: tl.constexpr, KEEP_SCALE: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = tl.program_id(0) * WIDTH + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + EPS)
+    normed = value * inverse_rms
+    d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    if THROUGH:
+        kept = _is_kept(place, tl.load(step), key, THRESHOLD)
+        d += tl.where(kept, tl.load(through + place, mask=inside, other=0.0).to(tl.float32) * KEEP_SCALE, 0.0)
+    d = d * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    d = (d - normed * (tl.sum(d * normed, 0) / WIDTH)) * inverse_rms
+    if RESIDUAL:
+        d += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    d = d.to(out.dtype.element_ty)
+    tl.store(out + place, d, mask=inside)
+    if OPERAND:
+        d = d.to(tl.float32)
+        if RECORD:
+            _record(amax, tl.max(tl.abs(d), 0))
+        tl.store(operand + place, _rounded(d, tl.load(scale), operand, LARGEST), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _quantize(
+    x, operand, dropped, scale, amax, step, key, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr,
+    DROPPED: tl.constexpr, RECORD: tl.constexpr, LARGEST: tl.constexpr, THRESHOLD: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    place = tl.program_id(0) * WIDTH + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if OPERAND:
+        if RECORD:
+            _record(amax, tl.max(tl.abs(value), 0))
+        tl.store(operand + place, _rounded(value, tl.load(scale), operand, LARGEST), mask=inside)
+    if DROPPED:
+        kept = _is_kept(place, tl.load(step), key, THRESHOLD)
+        value = tl.where(kept, value * KEEP_SCALE, 0.0)
+        tl.store(dropped + place, value.to(dropped.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key"])
+def _add_dropout_gradient(
+    grad, through, step, key, COUNT: tl.constexpr, BLOCK: tl.constexpr, THRESHOLD: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # A constant, so that loads of 16 bytes need no mask.
+    inside = place < COUNT
+    d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    kept = _is_kept(place, tl.load(step), key, THRESHOLD)
+    d += tl.where(kept, tl.load(through + place, mask=inside, other=0.0).to(tl.float32) * KEEP_SCALE, 0.0)
+    tl.store(grad + place, d.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope(qkv, cos, sin, positions, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """HEADS heads of one row, turned in place."""
+    row = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, HALF)[None, :]
+    place = qkv + row * WIDTH + head * (2 * HALF) + pair
+    low, high = tl.load(place).to(tl.float32), tl.load(place + HALF).to(tl.float32)
+    angle = tl.load(positions + row).to(tl.int32) * HALF + pair
+    c, s = tl.load(cos + angle), tl.load(sin + angle)
+    tl.store(place, (low * c - high * s).to(qkv.dtype.element_ty))
+    tl.store(place + HALF, (high * c + low * s).to(qkv.dtype.element_ty))
+
+
+@triton.jit
+def _rope_backward(
+    grad_q, grad_k, grad_v, cos, sin, positions, out, operand, scale, amax, q_head, q_row, k_head, k_row, v_head, v_row,
+    WIDTH: tl.constexpr, NUM_Q: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, RECORD: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one row: NUM_Q blocks of q's, then as many as k has, then v's, which is not turned."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    num_k = (tl.num_programs(1) - NUM_Q) // 2
+    if block < NUM_Q:
+        source = grad_q + row * q_row + block * HEADS * q_head
+        stride = q_head
+    elif block < NUM_Q + num_k:
+        source = grad_k + row * k_row + (block - NUM_Q) * HEADS * k_head
+        stride = k_head
+    else:
+        source = grad_v + row * v_row + (block - NUM_Q - num_k) * HEADS * v_head
+        stride = v_head
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    source = source + head * stride + pair
+    low, high = tl.load(source).to(tl.float32), tl.load(source + HALF).to(tl.float32)
+    angle = tl.load(positions + row).to(tl.int32) * HALF + pair
+    turns = block < NUM_Q + num_k
+    c = tl.where(turns, tl.load(cos + angle), 1.0)
+    s = tl.where(turns, tl.load(sin + angle), 0.0)
+    first = (low * c + high * s).to(out.dtype.element_ty)
+    second = (high * c - low * s).to(out.dtype.element_ty)
+    place = row * WIDTH + (block * HEADS + head) * (2 * HALF) + pair
+    tl.store(out + place, first)
+    tl.store(out + place + HALF, second)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if RECORD:
+        _record(amax, tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1), 0))
+    factor = tl.load(scale)
+    tl.store(operand + place, _rounded(first, factor, operand, LARGEST))
+    tl.store(operand + place + HALF, _rounded(second, factor, operand, LARGEST))
+
+
+@triton.jit
+def _swiglu(
+    fc1, operand, stored, scale, amax, stored_scale, stored_amax, FFN: tl.constexpr, BLOCK: tl.constexpr,
+    RECORD: tl.constexpr, LARGEST: tl.constexpr, MEASURE: tl.constexpr, STORE: tl.constexpr,
+    STORED_LARGEST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < FFN
+    place = row * 2 * FFN + column
+    gate = tl.load(fc1 + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fc1 + place + FFN, mask=inside, other=0.0).to(tl.float32)
+    value = (gate / (1.0 + tl.exp(-gate)) * up).to(fc1.dtype.element_ty).to(tl.float32)
+    if RECORD:
+        _record(amax, tl.max(tl.abs(value), 0))
+    tl.store(operand + row * FFN + column, _rounded(value, tl.load(scale), operand, LARGEST), mask=inside)
+    if MEASURE:
+        _record(stored_amax, tl.max(tl.maximum(tl.abs(gate), tl.abs(up)), 0))
+    if STORE:
+        factor = tl.load(stored_scale)
+        tl.store(stored + place, _rounded(gate, factor, stored, STORED_LARGEST), mask=inside)
+        tl.store(stored + place + FFN, _rounded(up, factor, stored, STORED_LARGEST), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(
+    fc1, grad, operand, scale, amax, stored_scale, stored_inverse, FFN: tl.constexpr, BLOCK: tl.constexpr,
+    RECORD: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, DEQUANTIZE: tl.constexpr,
+    STORED_LARGEST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < FFN
+    place = row * 2 * FFN + column
+    gate = tl.load(fc1 + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fc1 + place + FFN, mask=inside, other=0.0).to(tl.float32)
+    if ROUND:
+        factor = tl.load(stored_scale)
+        gate = tl.minimum(tl.maximum(gate * factor, -STORED_LARGEST), STORED_LARGEST).to(tl.float8e4nv).to(tl.float32)
+        up = tl.minimum(tl.maximum(up * factor, -STORED_LARGEST), STORED_LARGEST).to(tl.float8e4nv).to(tl.float32)
+    if DEQUANTIZE:
+        inverse = tl.load(stored_inverse)
+        gate = gate * inverse
+        up = up * inverse
+    d = tl.load(grad + row * FFN + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    d_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    d_up = d * gate * sigmoid
+    if RECORD:
+        _record(amax, tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), 0))
+    factor = tl.load(scale)
+    tl.store(operand + place, _rounded(d_gate, factor, operand, LARGEST), mask=inside)
+    tl.store(operand + place + FFN, _rounded(d_up, factor, operand, LARGEST), mask=inside)
+
+
+@triton.jit
+def _cross_entropy(logits, targets, weights, losses, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """One row, in two passes: the largest and the sum of exponentials, then the gradient in place."""
+    row = tl.program_id(0)
+    logits += row * VOCAB
+    target, weight = tl.load(targets + row), tl.load(weights + row)
+    largest, total, wanted = -float("inf"), 0.0, 0.0
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + column, mask=column < VOCAB, other=-float("inf")).to(tl.float32)
+        above = tl.maximum(largest, tl.max(value, 0))
+        total = total * tl.exp(largest - above) + tl.sum(tl.exp(value - above), 0)
+        largest = above
+        # Not read by its place: another warp might have overwritten it by then.
+        wanted += tl.sum(tl.where(column == target, value, 0.0), 0)
+    log_sum = largest + tl.log(total)
+    tl.store(losses + row, (log_sum - wanted) * weight)
+    for start in range(0, VOCAB, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < VOCAB
+        value = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
+        d = (tl.exp(value - log_sum) - tl.where(column == target, 1.0, 0.0)) * weight
+        tl.store(logits + column, d.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _transpose(source, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Bytes [rows, columns] -> [columns, rows], both as int32, ROWS and COLUMNS of them.
+
+    4 x 4 blocks of bytes are turned in registers, tiles of them through shared memory.
+    """
+    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    place = source + (4 * row)[:, None] * COLUMNS + column[None, :]
+    a0 = tl.load(place).to(tl.uint32, bitcast=True)
+    a1 = tl.load(place + COLUMNS).to(tl.uint32, bitcast=True)
+    a2 = tl.load(place + 2 * COLUMNS).to(tl.uint32, bitcast=True)
+    a3 = tl.load(place + 3 * COLUMNS).to(tl.uint32, bitcast=True)
+    target = out + (4 * column)[:, None] * ROWS + row[None, :]
+    for k in tl.static_range(4):
+        b = (a0 >> (8 * k)) & 255
+        b = b | (((a1 >> (8 * k)) & 255) << 8)
+        b = b | (((a2 >> (8 * k)) & 255) << 16)
+        b = b | (((a3 >> (8 * k)) & 255) << 24)
+        tl.store(target + k * ROWS, tl.trans(b.to(tl.int32, bitcast=True)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Operators
+
+BLOCK = 2048
+TILE = 32
+
+
+class TritonOperators(Operators):
+    """Triton kernels, cuBLAS's FP8 GEMM and torch's bf16 one. CUDA; the kernels also in Triton's interpreter."""
+
+    name = "triton"
+
+    def __init__(self, config, formats, scaling, device):
+        super().__init__(config, formats, scaling, device)
+        self._launches = {}
+        # Heads of a program of RoPE: a power of two that divides both.
+        self._heads = config.kv_heads & -config.kv_heads
+
+    @property
+    def _dropout(self):
+        return {"THRESHOLD": self.threshold, "KEEP_SCALE": self.keep_scale}
+
+    def _launch(self, kernel, grid, tensors, numbers=(), **options):
+        key = (id(kernel), *options.values())
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = Launch(kernel, **options)
+        launch((*grid, 1, 1)[:3], tensors, numbers)
+
+    def _recording(self, written):
+        """Constants of what writes an operand; scale and amax of none are any tensor."""
+        largest = written[3] if written else 0.0
+        return {"RECORD": bool(written) and written[2] is not self.unused, "LARGEST": largest}
+
+    def _row(self, width, wide):
+        return {"num_warps": wide if width > 4096 else 4}
+
+    def _norm(self, x, gain, add, total, written, dropped, key, plain):
+        rows, width = x.shape
+        tensor, scale, amax, _ = written or (x, self.one, self.unused, 0.0)
+        targets = [x if each is None else each for each in (total, tensor, dropped, plain)]
+        self._launch(
+            _norm,
+            (rows,),
+            (x, x if add is None else add, gain, *targets, scale, amax, self.step),
+            (key,),
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            EPS=self.config.norm_eps,
+            ADD=add is not None,
+            OPERAND=written is not None,
+            DROPPED=dropped is not None,
+            PLAIN=plain is not None,
+            **self._recording(written),
+            **self._dropout,
+            **self._row(width, 16),
+        )
+
+    def _norm_backward(self, grad, x, gain, out, through_dropout, key, residual, written):
+        rows, width = x.shape
+        tensor, scale, amax, _ = written or (x, self.one, self.unused, 0.0)
+        through, residual_or_any = (x if each is None else each for each in (through_dropout, residual))
+        self._launch(
+            _norm_backward,
+            (rows,),
+            (grad, through, x, gain, residual_or_any, out, tensor, scale, amax, self.step),
+            (key,),
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            EPS=self.config.norm_eps,
+            THROUGH=through_dropout is not None,
+            RESIDUAL=residual is not None,
+            OPERAND=written is not None,
+            **self._recording(written),
+            **self._dropout,
+            **self._row(width, 16),
+        )
+
+    def _quantize(self, x, written, dropped, key):
+        rows, width = x.shape
+        tensor, scale, amax, _ = written or (x, self.one, self.unused, 0.0)
+        self._launch(
+            _quantize,
+            (rows, triton.cdiv(width, BLOCK)),
+            (x, tensor, x if dropped is None else dropped, scale, amax, self.step),
+            (key,),
+            WIDTH=width,
+            BLOCK=BLOCK,
+            OPERAND=written is not None,
+            DROPPED=dropped is not None,
+            **self._recording(written),
+            **self._dropout,
+            num_warps=8,
+        )
+
+    def _cast(self, unscaled, written):
+        self._quantize(unscaled.view(-1, unscaled.shape[-1]), written, None, 0)
+
+    def add_dropout_gradient(self, grad, through_dropout, key):
+        count = grad.numel()
+        grid = (triton.cdiv(count, BLOCK),)
+        constants = {"COUNT": count, "BLOCK": BLOCK, **self._dropout}
+        self._launch(_add_dropout_gradient, grid, (grad, through_dropout, self.step), (key,), **constants, num_warps=4)
+
+    def rope(self, qkv, positions):
+        c = self.config
+        self._launch(
+            _rope,
+            (c.sequence, (c.heads + c.kv_heads) // self._heads),
+            (qkv, self.cos, self.sin, positions),
+            WIDTH=c.qkv_width,
+            HEADS=self._heads,
+            HALF=c.head_dim // 2,
+            num_warps=4,
+        )
+
+    def _rope_backward(self, grad_q, grad_k, grad_v, positions, out, written):
+        c = self.config
+        tensor, scale, amax, _ = written
+        assert grad_q.stride(2) == grad_k.stride(2) == grad_v.stride(2) == 1
+        strides = [grad.stride(dim) for grad in (grad_q, grad_k, grad_v) for dim in (0, 1)]
+        self._launch(
+            _rope_backward,
+            (c.sequence, (c.heads + 2 * c.kv_heads) // self._heads),
+            (grad_q, grad_k, grad_v, self.cos, self.sin, positions, out, tensor, scale, amax),
+            strides,
+            WIDTH=c.qkv_width,
+            NUM_Q=c.heads // self._heads,
+            HEADS=self._heads,
+            HALF=c.head_dim // 2,
+            **self._recording(written),
+            num_warps=4,
+        )
+
+    def _swiglu(self, fc1, written, kept):
+        rows, ffn = fc1.shape[0], fc1.shape[1] // 2
+        tensor, scale, amax, _ = written
+        stored, stored_scale, stored_amax, stored_largest = kept or (None, self.one, self.unused, 0.0)
+        self._launch(
+            _swiglu,
+            (rows, triton.cdiv(ffn, BLOCK)),
+            (fc1, tensor, fc1 if stored is None else stored, scale, amax, stored_scale, stored_amax),
+            FFN=ffn,
+            BLOCK=BLOCK,
+            **self._recording(written),
+            MEASURE=kept is not None,
+            STORE=stored is not None,
+            STORED_LARGEST=stored_largest,
+            num_warps=8,
+        )
+
+    def _swiglu_backward(self, fc1, grad, written, stored_slot):
+        rows, ffn = grad.shape
+        tensor, scale, amax, _ = written
+        stored_scale, inverse = (stored_slot.scale, stored_slot.inverse) if stored_slot else (self.one, self.one)
+        self._launch(
+            _swiglu_backward,
+            (rows, triton.cdiv(ffn, BLOCK)),
+            (fc1, grad, tensor, scale, amax, stored_scale, inverse),
+            FFN=ffn,
+            BLOCK=BLOCK,
+            **self._recording(written),
+            ROUND=stored_slot is not None and fc1.dtype != torch.float8_e4m3fn,
+            DEQUANTIZE=stored_slot is not None,
+            STORED_LARGEST=stored_slot.largest if stored_slot else 0.0,
+            num_warps=8,
+        )
+
+    def cross_entropy(self, logits, targets, weights, losses):
+        rows, vocab = logits.shape
+        block = min(triton.next_power_of_2(vocab), 8192)
+        self._launch(_cross_entropy, (rows,), (logits, targets, weights, losses), VOCAB=vocab, BLOCK=block, num_warps=8)
+
+    def transpose(self, weight, out):
+        rows, columns = weight.shape
+        if rows % (4 * TILE) or columns % (4 * TILE):
+            out.view(torch.uint8).copy_(weight.view(torch.uint8).t())
+            return
+        grid = (columns // 4 // TILE, rows // 4 // TILE)
+        tensors = (weight.view(torch.int32), out.view(torch.int32))
+        self._launch(_transpose, grid, tensors, ROWS=rows // 4, COLUMNS=columns // 4, TILE=TILE, num_warps=4)
+
+    def gemm(self, a, b, scale_a, scale_b, out, fast):
+        """fast: sums of products in the tensor core's own precision, as usual forward; else promoted to FP32."""
+        if a.dtype == out.dtype:
+            torch.mm(a, b.t(), out=out)
+            return
+        torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)

@@ -1,0 +1,381 @@
+"""Lean layers: forward and backward of a LoRA layer written by hand, over static workspaces and without autograd.
+
+Frozen weights have no gradient, so a layer's backward needs its input x, q k v, attention's output, the residual sum
+before the MLP and fc1's output, and nothing else. Of these only x is always kept; the rest is kept or computed again in
+the backward, layer by layer as the plan says (llama2_lora/plan.py). Either way gives the same bits.
+
+Layers are chained through buffers: layer l leaves its residual sum and its MLP's output, whose sum, layer l + 1's x, is
+taken by the kernel of the next norm. In the backward `grad` is the gradient of the residual stream, and `grad_operand`
+the same quantised for the GEMM that reads it first.
+"""
+
+import contextlib
+
+import torch
+
+from common.marks import mark
+from llama2_lora.attention import split_qkv
+from llama2_lora.config import FP8, Config
+from llama2_lora.operators import dropout_key
+from llama2_lora.plan import workspace
+from llama2_lora.scaling import Formats, Scaling
+from llama2_lora.trainable import Adapters
+from llama2_lora.weights import FrozenWeights
+
+KEPT_BY_PLAN = ("qkv", "attention", "residual", "fc1")
+QKV, PROJ = 0, 1
+# Layers between two marks: some 400 launches (see common/marks.py).
+MARK_EVERY = 16
+
+
+class LeanStack:
+    """All layers with embedding and head. A step: begin, forward(0), forward(1), ..., head, backward(last), ..., end.
+
+    inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
+    loss. plan: `common.memory_plan.Plan`. operators, attention: classes for this device. loss: FP32, 0-d, of the last
+    step. Gradients go to adapters.grads.
+    """
+
+    def __init__(
+        self, config: Config, formats: Formats, weights: FrozenWeights, adapters: Adapters, inputs, plan, operators,
+        attention,
+    ):  # fmt: skip
+        self.config, self.formats, self.weights, self.adapters, self.inputs = config, formats, weights, adapters, inputs
+        self.device = weights.device
+        self.scaling = Scaling(config, self.device)
+        self.operators = operators(config, formats, self.scaling, self.device)
+        self.attention = attention(config, inputs["positions"], inputs["cu_seqlens"])
+        self.ratio = config.alpha / config.rank
+        self.keeps = [frozenset(KEPT_BY_PLAN) - set(plan.of(layer).recomputes) for layer in range(config.layers)]
+        types = {"fp32": torch.float32, "main": formats.main, "operand": formats.operand, "gradient": formats.gradient}
+        self.work = {
+            name: torch.zeros(shape, dtype=types[kind], device=self.device)
+            for name, (shape, kind) in workspace(config).items()
+        }
+        self.kept = [self._kept(keeps) for keeps in self.keeps]
+        self.transposes = [
+            {name: self._transposed(matrix) for name, matrix in weights.layers[layer].items()}
+            if "transpose" in plan.of(layer).keeps
+            else None
+            for layer in range(config.layers)
+        ]
+        self.buffers = self._transpose_buffers()
+        self.side = None
+        if config.transposes == "beside" and self.device.type == "cuda":
+            self.side = torch.cuda.Stream(self.device)
+            self.ready = {name: torch.cuda.Event() for name in config.matrices}
+        self.attended = [None] * config.layers
+        self.loss = torch.zeros((), device=self.device)
+        # Whether forward passes keep attention's output where the plan says so, or leave it to the backward. Gradients
+        # are the same; a graph has memory of its own for it, and there is none for a second set beside.
+        self.keeps_attention = True
+
+    def _kept(self, keeps):
+        """Buffers of what one layer keeps; attention's output is allocated by attention itself."""
+        c, main = self.config, self.formats.main
+        fc1 = torch.float8_e4m3fn if c.fc1_fp8 else main
+        shapes = {"qkv": (c.qkv_width, main), "residual": (c.hidden, main), "fc1": (2 * c.ffn, fc1)}
+        return {
+            name: torch.zeros(c.sequence, width, dtype=dtype, device=self.device)
+            for name, (width, dtype) in shapes.items()
+            if name in keeps
+        }
+
+    def _transposed(self, matrix):
+        out = torch.empty_like(matrix.value.t(), memory_format=torch.contiguous_format)
+        self.operators.transpose(matrix.value, out)
+        return out
+
+    def _transpose_buffers(self):
+        """name -> [inputs, outputs], where weights that are not held are transposed to; inline they share memory."""
+        buffers, place = {}, 0
+        for name, (rows, columns) in self.config.matrices.items() if self.config.precision in FP8 else ():
+            buffers[name] = self.work["transpose"][place : place + rows * columns].view(columns, rows)
+            place += rows * columns if self.config.transposes == "beside" else 0
+        return buffers
+
+    def _view(self, name, width):
+        """The first `width` columns' worth of a flat workspace: [s, width]."""
+        return self.work[name][: self.config.sequence * width].view(self.config.sequence, width)
+
+    # -- GEMMs of the frozen weights ---------------------------------------------------------------
+
+    def _multiply(self, layer, name, operand, out):
+        """out = operand W^T: a forward GEMM, of the input of the matrix `name`."""
+        matrix, slot = self.weights.layers[layer][name], self.scaling.slot(layer, f"{name}_in")
+        self.operators.gemm(operand, matrix.value, slot.inverse, matrix.inverse, out, fast=True)
+
+    def _multiply_back(self, layer, name, operand, out):
+        """out = operand W: a dgrad GEMM. FP8 ones read W^T, held or made now in the shared buffer."""
+        matrix = self.weights.layers[layer][name]
+        if self.config.precision not in FP8:
+            torch.mm(operand, matrix.backward, out=out)
+            return
+        if self.transposes[layer] is not None:
+            transposed = self.transposes[layer][name]
+        else:
+            transposed = self.buffers[name]
+            if self.side:
+                torch.cuda.current_stream().wait_event(self.ready[name])
+            else:
+                self.operators.transpose(matrix.value, transposed)
+        slot = self.scaling.slot(layer, f"{name}_grad")
+        self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=self.config.fast_dgrad)
+
+    def _transpose_ahead(self, layer):
+        """Start a layer's transposes on the second stream, in the order in which its backward waits for them."""
+        if not self.side or self.transposes[layer] is not None or not self.buffers:
+            return
+        # The buffers may still be read by the layer above.
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            # The first layer's backward ends before q k v's dgrad.
+            for name in ("fc2", "fc1", "proj", "qkv")[: 4 if layer else 3]:
+                self.operators.transpose(self.weights.layers[layer][name].value, self.buffers[name])
+                self.ready[name].record(self.side)
+
+    # -- parts that both directions compute ----------------------------------------------------------
+
+    def _qkv(self, layer, qkv, recompute):
+        """q k v of the normalised x in `operand`, turned; the adapter's a is made unless it is there already."""
+        c, adapter, a = self.config, self.adapters.layers[layer], self.work["a"][layer, QKV]
+        self._multiply(layer, "qkv", self._view("operand", c.hidden), qkv)
+        if not recompute:
+            self._into_rank(self._view("dropped", c.hidden), adapter["qkv.a"], a)
+        qkv.addmm_(a, adapter["qkv.b"].t())
+        self.operators.rope(qkv, self.inputs["positions"])
+
+    def _proj(self, layer, recompute):
+        """The projection of attention's output in `operand`, with its adapter."""
+        c, adapter, a = self.config, self.adapters.layers[layer], self.work["a"][layer, PROJ]
+        self._multiply(layer, "proj", self._view("operand", c.q_width), self.work["proj"])
+        if not recompute:
+            self._into_rank(self._view("dropped", c.q_width), adapter["proj.a"], a)
+        self.work["proj"].addmm_(a, adapter["proj.b"].t())
+
+    def _into_rank(self, x, matrix, out):
+        """out [s, rank] = alpha / rank * x matrix^T."""
+        torch.addmm(out, x, matrix.t(), beta=0, alpha=self.ratio, out=out)
+
+    def _mlp_norm(self, layer, **sources):
+        """The norm before the MLP, as fc1's operand."""
+        operand, slot = self._view("operand", self.config.hidden), self.scaling.slot(layer, "fc1_in")
+        self.operators.norm(gain=self.weights.norms[layer][1], operand=operand, slot=slot, **sources)
+
+    def _fc1(self, layer, out):
+        self._multiply(layer, "fc1", self._view("operand", self.config.hidden), out)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Counts the step, whose number is in the masks of dropout, and looks up the embedding."""
+        self.operators.step.add_(1)
+        torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
+
+    def forward(self, layer: int) -> None:
+        """Reads what layer - 1 left (layer 0: x), leaves residual sum and MLP output, keeps what is planned."""
+        c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
+        x, gain, fc1_slot = work["x"][layer], self.weights.norms[layer][0], None
+        written = {
+            "operand": self._view("operand", c.hidden),
+            "slot": self.scaling.slot(layer, "qkv_in"),
+            "dropped": self._view("dropped", c.hidden),
+            "key": dropout_key(layer, QKV),
+        }
+        if layer == 0:
+            operators.norm(x, gain, **written)
+        else:
+            operators.norm(self._residual(layer - 1), gain, add=work["fc2"], total=x, **written)
+        qkv = kept.get("qkv", work["qkv"])
+        self._qkv(layer, qkv, recompute=False)
+        out, rest = self.attention.forward(*split_qkv(c, qkv))
+        if self.keeps_attention and "attention" in self.keeps[layer]:
+            self.attended[layer] = out, rest
+        operators.quantize(
+            out,
+            self._view("operand", c.q_width),
+            self.scaling.slot(layer, "proj_in"),
+            self._view("dropped", c.q_width),
+            dropout_key(layer, PROJ),
+        )
+        self._proj(layer, recompute=False)
+        residual = self._residual(layer)
+        self._mlp_norm(layer, x=x, add=work["proj"], total=residual)
+        fc1, stored = self._view("fc1", 2 * c.ffn), None
+        if c.fc1_fp8:
+            fc1_slot, stored = self.scaling.slot(layer, "fc1_out"), kept.get("fc1")
+        else:
+            fc1 = kept.get("fc1", fc1)
+        self._fc1(layer, fc1)
+        operators.swiglu(fc1, work["fc2_in"], self.scaling.slot(layer, "fc2_in"), fc1_slot, stored)
+        self._multiply(layer, "fc2", work["fc2_in"], work["fc2"])
+
+    def _residual(self, layer):
+        return self.kept[layer].get("residual", self.work["residual"])
+
+    def head(self) -> None:
+        """Final norm, logits, loss, and the gradient of the last layer's output."""
+        c, work, last = self.config, self.work, self.config.layers - 1
+        normed, grad, logits = (
+            self._view("dropped", c.hidden),
+            self._view("wide_grad", c.hidden),
+            self._view("fc1", c.vocab),
+        )
+        gain = self.weights.final_norm
+        self.operators.norm(self._residual(last), gain, add=work["fc2"], total=work["final"], plain=normed)
+        torch.mm(normed, self.weights.head.t(), out=logits)
+        self.operators.cross_entropy(logits, self.inputs["targets"], self.inputs["weights"], work["losses"])
+        torch.sum(work["losses"], 0, out=self.loss)
+        torch.mm(logits, self.weights.head, out=grad)
+        slot = self.scaling.slot(last, "fc2_grad")
+        self.operators.norm_backward(grad, work["final"], gain, work["grad"], operand=work["grad_operand"], slot=slot)
+
+    def backward(self, layer: int) -> None:
+        """Reads the gradient of the layer's output in `grad` and `grad_operand`, leaves that of its input there."""
+        work = self.work
+        self._transpose_ahead(layer)
+        qkv, out, rest, residual, fc1 = self._again(layer)
+        self._mlp_backward(layer, residual, fc1)
+        self._proj_backward(layer, out)
+        parts = split_qkv(self.config, qkv)
+        grads = self.attention.backward(self._view("wide_grad", self.config.q_width), *parts, out, rest)
+        slot = self.scaling.slot(layer, "qkv_grad")
+        self.operators.rope_backward(*grads, self.inputs["positions"], work["qkv_grad"], work["qkv_grad_operand"], slot)
+        self.attended[layer] = None
+        del grads, out, rest
+        self._qkv_backward(layer)
+
+    def _again(self, layer):
+        """What the backward reads: kept, or computed again in the order of the forward."""
+        c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
+        x = work["x"][layer]
+        if (qkv := kept.get("qkv")) is None:
+            qkv = work["qkv"]
+            slot = self.scaling.slot(layer, "qkv_in")
+            operators.norm(x, self.weights.norms[layer][0], operand=self._view("operand", c.hidden), slot=slot)
+            self._qkv(layer, qkv, recompute=True)
+        out, rest = self.attended[layer] or self.attention.forward(*split_qkv(c, qkv))
+        if (residual := kept.get("residual")) is None:
+            residual = work["residual"]
+            operators.quantize(out, self._view("operand", c.q_width), self.scaling.slot(layer, "proj_in"))
+            self._proj(layer, recompute=True)
+            self._mlp_norm(layer, x=x, add=work["proj"], total=residual)
+        elif "fc1" not in kept:
+            self._mlp_norm(layer, x=residual)
+        if (fc1 := kept.get("fc1")) is None:
+            fc1 = self._view("fc1", 2 * c.ffn)
+            self._fc1(layer, fc1)
+        return qkv, out, rest, residual, fc1
+
+    def _mlp_backward(self, layer, residual, fc1):
+        c, work = self.config, self.work
+        self._multiply_back(layer, "fc2", work["grad_operand"], work["swiglu_grad"])
+        stored = self.scaling.slot(layer, "fc1_out") if c.fc1_fp8 else None
+        slot = self.scaling.slot(layer, "fc1_grad")
+        self.operators.swiglu_backward(fc1, work["swiglu_grad"], work["fc1_grad"], slot, stored)
+        grad = self._view("wide_grad", c.hidden)
+        self._multiply_back(layer, "fc1", work["fc1_grad"], grad)
+        self.operators.norm_backward(
+            grad,
+            residual,
+            self.weights.norms[layer][1],
+            work["grad"],
+            residual=work["grad"],
+            operand=work["grad_operand"],
+            slot=self.scaling.slot(layer, "proj_grad"),
+        )
+
+    def _proj_backward(self, layer, out):
+        """The gradient of attention's output to `wide_grad`, those of the projection's adapter to their place."""
+        c, key = self.config, dropout_key(layer, PROJ)
+        grad, dropped = self._view("wide_grad", c.q_width), self._view("dropped", c.q_width)
+        self._multiply_back(layer, "proj", self.work["grad_operand"], grad)
+        self.operators.quantize(out, dropped=dropped, key=key)
+        through = self._view("dropped_grad", c.q_width)
+        self._adapter_backward(layer, "proj", self.work["grad"], self.work["a"][layer, PROJ], dropped, through)
+        self.operators.add_dropout_gradient(grad, through, key)
+
+    def _qkv_backward(self, layer):
+        c, work, x, key = self.config, self.work, self.work["x"][layer], dropout_key(layer, QKV)
+        gain, dropped = self.weights.norms[layer][0], self._view("dropped", c.hidden)
+        self.operators.norm(x, gain, dropped=dropped, key=key)
+        # Below layer 0 is the frozen embedding: nothing needs the gradient of its output.
+        through = self._view("dropped_grad", c.hidden) if layer else None
+        self._adapter_backward(layer, "qkv", work["qkv_grad"], work["a"][layer, QKV], dropped, through)
+        if layer == 0:
+            return
+        grad = self._view("wide_grad", c.hidden)
+        self._multiply_back(layer, "qkv", work["qkv_grad_operand"], grad)
+        self.operators.norm_backward(
+            grad,
+            x,
+            gain,
+            work["grad"],
+            through_dropout=through,
+            key=key,
+            residual=work["grad"],
+            operand=work["grad_operand"],
+            slot=self.scaling.slot(layer - 1, "fc2_grad"),
+        )
+
+    def _adapter_backward(self, layer, name, grad, a, dropped, through):
+        """Gradients of both matrices, and of the dropped-out input to `through` unless that is None."""
+        adapter, grads, rank_grad = (
+            self.adapters.layers[layer],
+            self.adapters.layer_grads[layer],
+            self.work["rank_grad"],
+        )
+        torch.addmm(rank_grad, grad, adapter[f"{name}.b"], beta=0, alpha=self.ratio, out=rank_grad)
+        torch.mm(grad.t(), a, out=grads[f"{name}.b"])
+        torch.mm(rank_grad.t(), dropped, out=grads[f"{name}.a"])
+        if through is not None:
+            torch.mm(rank_grad, adapter[f"{name}.a"], out=through)
+
+    def forward_all(self) -> None:
+        for layer in range(self.config.layers):
+            self.forward(layer)
+            if layer % MARK_EVERY == 0:
+                mark()
+
+    def backward_all(self) -> None:
+        for layer in reversed(range(self.config.layers)):
+            self.backward(layer)
+            if layer % MARK_EVERY == 0:
+                mark()
+
+    # What modules under autograd need around captures and replays (llama2_lora/modules.py); here nothing.
+
+    def head_of_chain(self) -> None:
+        self.head()
+
+    def capturing(self):
+        return contextlib.nullcontext()
+
+    replaying_forward = replaying_backward = capturing
+
+    def end(self) -> None:
+        """After the backward: the scales of the next step."""
+        self.scaling.update()
+
+    def evaluate(self) -> None:
+        """`loss` of the inputs without dropout, eager; scales, gradients and the count of steps stay as they are."""
+        state = [tensor for _, tensor in self.scaling.named_tensors()]
+        saved = [tensor.clone() for tensor in state]
+        kept, self.keeps_attention = self.keeps_attention, False
+        try:
+            with self.operators.no_dropout():
+                torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
+                self.forward_all()
+                self.head()
+        finally:
+            self.keeps_attention = kept
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+    def reset(self, first_step: int = 0) -> None:
+        """first_step: of the count that is in the masks of dropout, another one on each rank."""
+        self.scaling.reset()
+        self.operators.step.fill_(first_step)
+
+    def named_state(self):
+        yield from self.scaling.named_state()

@@ -1,0 +1,368 @@
+"""The same layers as modules under autograd: Transformer Engine's, as most people train, and their plain PyTorch twin.
+
+Both take the frozen weights and adapters that lean layers take, draw dropout from torch's generator and let autograd
+keep what it keeps. The plain twin's FP8 GEMMs are the lean operators', so it runs on any device.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.measure import Unsupported, mark
+from common.precision import NoScaling, TransformerEngineScaling, transformer_engine
+from llama2_lora.config import FP8, Config
+from llama2_lora.operators import Operators, TorchOperators
+from llama2_lora.scaling import Scaling
+
+MARK_EVERY = 8
+
+
+class Adapter(nn.Module):
+    """alpha / rank * dropout(x) a^T b^T; a and b are parameters in the adapters' flat buffer, grads in theirs."""
+
+    def __init__(self, config: Config, views, grads):
+        super().__init__()
+        self.dropout, self.ratio = config.dropout, config.alpha / config.rank
+        self.a, self.b = nn.Parameter(views["a"]), nn.Parameter(views["b"])
+        self.a.grad, self.b.grad = grads["a"], grads["b"]
+
+    def forward(self, x):
+        return F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.a), self.b) * self.ratio
+
+
+def _adapter(config, adapters, layer, name):
+    values, grads = adapters.layers[layer], adapters.layer_grads[layer]
+    return Adapter(config, *({matrix: of[f"{name}.{matrix}"] for matrix in ("a", "b")} for of in (values, grads)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Plain PyTorch
+
+
+class _FrozenFP8(torch.autograd.Function):
+    """x [s, in] -> x W^T with both operands in FP8; the gradient of x alone, by W^T made for the GEMM."""
+
+    @staticmethod
+    def forward(ctx, x, linear):
+        ctx.linear = linear
+        operand = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        linear.operators.quantize(x, operand, linear.input_slot)
+        out = torch.empty(x.shape[0], linear.matrix.value.shape[0], dtype=x.dtype, device=x.device)
+        linear.operators.gemm(operand, linear.matrix.value, linear.input_slot.inverse, linear.matrix.inverse, out, True)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        linear, grad = ctx.linear, grad.contiguous()
+        value = linear.matrix.value
+        operand = torch.empty_like(grad, dtype=torch.float8_e5m2)
+        linear.operators.quantize(grad, operand, linear.grad_slot)
+        transposed = torch.empty(value.shape[1], value.shape[0], dtype=value.dtype, device=value.device)
+        linear.operators.transpose(value, transposed)
+        out = torch.empty(grad.shape[0], value.shape[1], dtype=grad.dtype, device=grad.device)
+        linear.operators.gemm(operand, transposed, linear.grad_slot.inverse, linear.matrix.inverse, out, False)
+        return out, None
+
+
+class FrozenLinear(nn.Module):
+    """y = x W^T in the config's precision; W has no gradient."""
+
+    def __init__(self, config: Config, matrix, operators: Operators, input_slot, grad_slot):
+        super().__init__()
+        self.precision, self.matrix, self.operators = config.precision, matrix, operators
+        self.input_slot, self.grad_slot = input_slot, grad_slot
+
+    def forward(self, x):
+        if self.precision in FP8:
+            return _FrozenFP8.apply(x, self)
+        if self.precision == "nvfp4_emulated":
+            from common.nvfp4 import linear
+
+            return linear(x, self.matrix.value, self.matrix.backward)
+        return F.linear(x, self.matrix.value)
+
+
+class PlainLayer(nn.Module):
+    """[s, hidden] -> [s, hidden]. positions: int64 [s]; visible: bool [s, s], or None for one causal sequence."""
+
+    def __init__(self, config: Config, layer: int, weights, adapters, operators: Operators, inputs):
+        super().__init__()
+        self.config, self.norms, self.inputs = config, weights.norms[layer], inputs
+        self.cos, self.sin = operators.cos, operators.sin
+        for name, matrix in weights.layers[layer].items():
+            slots = [operators.scaling.slot(layer, f"{name}_{kind}") for kind in ("in", "grad")]
+            setattr(self, name, FrozenLinear(config, matrix, operators, *slots))
+        self.qkv_adapter, self.proj_adapter = (_adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
+
+    def forward(self, x):
+        c = self.config
+        normed = self._norm(x, self.norms[0])
+        qkv = (self.qkv(normed) + self.qkv_adapter(normed)).view(c.sequence, -1, c.head_dim)
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 1)
+        positions = self.inputs["positions"]
+        cos, sin = (table[positions][:, None] for table in (self.cos, self.sin))
+        q, k, v = (each.transpose(0, 1)[None] for each in (_turned(q, cos, sin), _turned(k, cos, sin), v))
+        if c.documents == "whole":
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            index = torch.arange(c.sequence, device=x.device)
+            visible = (index <= index[:, None]) & (index >= (index - positions)[:, None])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        out = out[0].transpose(0, 1).reshape(c.sequence, -1)
+        x = x + (self.proj(out) + self.proj_adapter(out))
+        gate, up = self.fc1(self._norm(x, self.norms[1])).chunk(2, 1)
+        return x + self.fc2(F.silu(gate) * up)
+
+    def _norm(self, x, gain):
+        return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
+
+
+def _turned(x, cos, sin):
+    low, high = x.float().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------
+# Transformer Engine
+
+
+class TransformerEngineLayer(nn.Module):
+    """[s, hidden] -> [s, hidden] of Transformer Engine's modules, version 2.20.2, which take [s, 1, hidden].
+
+    FP8 weights are the bytes and scales that lean layers read. On Hopper TE makes W^T for a dgrad GEMM and keeps it,
+    63.75 GiB in all, unless a module is wrapped by FSDP2, whose flag frees it after the GEMM (module/base.py,
+    `is_fsdp2`; module/linear.py, `clear_columnwise_cache`): the flag is set here.
+    """
+
+    def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies):
+        super().__init__()
+        te = transformer_engine()
+        c = config
+        self.config, self.frequencies = config, frequencies
+        options = {"bias": False, "params_dtype": torch.bfloat16, "device": weights.device}
+        norm = {"eps": c.norm_eps, "normalization": "RMSNorm"}
+        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe), torch.no_grad():
+            self.qkv = te.LayerNormLinear(c.hidden, c.qkv_width, return_layernorm_output=True, **norm, **options)
+            self.proj = te.Linear(c.q_width, c.hidden, **options)
+            self.mlp = te.LayerNormMLP(c.hidden, c.ffn, activation="swiglu", **norm, **options)
+        self.attention = te.DotProductAttention(
+            c.heads, c.head_dim, num_gqa_groups=c.kv_heads, attn_mask_type="causal", qkv_format="sbhd"
+        )
+        self.requires_grad_(False)
+        norms, matrices = weights.norms[layer], weights.layers[layer]
+        with torch.no_grad():
+            self.qkv.layer_norm_weight.copy_(norms[0])
+            self.mlp.layer_norm_weight.copy_(norms[1])
+            _take(self.qkv.weight, matrices["qkv"])
+            _take(self.proj.weight, matrices["proj"])
+            _take(self.mlp.fc1_weight, matrices["fc1"])
+            _take(self.mlp.fc2_weight, matrices["fc2"])
+        for module in (self.qkv, self.proj, self.mlp):
+            module._is_fsdp2 = True
+        self.qkv_adapter, self.proj_adapter = (_adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
+
+    def forward(self, x):
+        from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
+
+        c = self.config
+        x = x[:, None]
+        qkv, normed = self.qkv(x)
+        qkv = (qkv + self.qkv_adapter(normed)).view(c.sequence, 1, -1, c.head_dim)
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
+        q, k = (
+            apply_rotary_pos_emb(each.contiguous(), self.frequencies, tensor_format="sbhd", fused=True)
+            for each in (q, k)
+        )
+        out = self.attention(q, k, v.contiguous())
+        x = x + (self.proj(out) + self.proj_adapter(out))
+        return (x + self.mlp(x))[:, 0]
+
+
+def _take(parameter, matrix):
+    """A weight as lean layers have it: in FP8 the same memory, in bf16 the same values."""
+    if hasattr(parameter, "_data"):
+        assert parameter._data.shape == matrix.value.shape
+        parameter._data = matrix.value.view(torch.uint8)
+        parameter._scale_inv = matrix.inverse.view(parameter._scale_inv.shape)
+        parameter._transpose, parameter._transpose_invalid = None, True
+    else:
+        parameter.copy_(matrix.value)
+
+
+def _frequencies(config, device):
+    """Angles of RoPE as TE takes them, FP32 [s, 1, 1, dim]: both halves alike."""
+    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
+    angles = torch.arange(config.sequence, dtype=torch.float64)[:, None] * frequency
+    return torch.cat((angles, angles), 1).float().to(device)[:, None, None]
+
+
+def _te_parts(config, device):
+    """(recipe or None). Raises Unsupported where Transformer Engine or what it needs is missing."""
+    if device.type != "cuda":
+        raise Unsupported("Transformer Engine's layers need a GPU")
+    try:
+        te = transformer_engine()
+    except (ImportError, OSError) as error:
+        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None
+    if config.precision not in ("fp8", "bf16"):
+        raise Unsupported(f"Transformer Engine's layers take --precision fp8 or bf16 here, not {config.precision}")
+    if config.documents != "whole":
+        raise Unsupported("Transformer Engine's layers take --documents whole here")
+    if config.precision == "bf16":
+        return None
+    available, reason = te.is_fp8_available(return_reason=True)
+    if not available:
+        raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
+    from transformer_engine.common import recipe
+
+    return recipe.DelayedScaling(
+        fp8_format=recipe.Format.HYBRID, amax_history_len=config.amax_history, amax_compute_algo="max"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# The stack
+
+
+class ModuleStack:
+    """Layers under autograd, with the methods of `lean.LeanStack`.
+
+    forward_all and backward_all are one autograd graph, as anyone would run it. forward(layer) and backward(layer),
+    for captures, cut it between layers: hidden states and gradients are chained by memory, and `head_of_chain` is what
+    lies between the two halves.
+    """
+
+    def __init__(self, kind: str, config: Config, weights, adapters, inputs, operators: Operators | None):
+        self.config, self.weights, self.adapters, self.inputs = config, weights, adapters, inputs
+        self.operators = operators
+        device = weights.device
+        if kind == "te":
+            recipe = _te_parts(config, device)
+            frequencies = _frequencies(config, device)
+            make = lambda layer: TransformerEngineLayer(config, layer, weights, adapters, recipe, frequencies)  # noqa: E731
+        else:
+            make = lambda layer: PlainLayer(config, layer, weights, adapters, operators, inputs)  # noqa: E731
+        self.layers = nn.ModuleList(make(layer) for layer in range(config.layers))
+        self.calls = list(self.layers)
+        self.fp8 = NoScaling()
+        if kind == "te" and recipe is not None:
+            self.fp8 = TransformerEngineScaling(self.layers, config.amax_history)
+        # The embedding is frozen: nothing needs the gradient of its output, in graphs as little as without.
+        self.x = torch.zeros(config.sequence, config.hidden, dtype=weights.embedding.dtype, device=device)
+        self.grad = torch.zeros_like(self.x)
+        self.loss = torch.zeros((), device=device)
+        self.saved, self.chain, self.chain_grad = {}, self.x, self.grad
+        # Lean layers ask it; autograd keeps what it keeps.
+        self.keeps_attention = True
+
+    def begin(self) -> None:
+        self.adapters.grads.zero_()
+        torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.x)
+
+    def forward_all(self) -> None:
+        hidden = self.x
+        with self.fp8.forward():
+            for index, layer in enumerate(self.calls):
+                hidden = layer(hidden)
+                if index % MARK_EVERY == 0:
+                    mark(hidden)
+        self.hidden = hidden
+
+    def head(self) -> None:
+        self.total = self._loss(self.hidden)
+        self.hidden = None
+
+    def backward_all(self) -> None:
+        with self.fp8.backward():
+            self.total.backward()
+        self.total = None
+
+    def _loss(self, hidden):
+        w = self.weights
+        normed = F.rms_norm(hidden, w.final_norm.shape, w.final_norm, self.config.norm_eps)
+        losses = F.cross_entropy(F.linear(normed, w.head).float(), self.inputs["targets"], reduction="none")
+        total = (losses * self.inputs["weights"]).sum()
+        self.loss.copy_(total.detach())
+        return total
+
+    # -- by layer, for captures --------------------------------------------------------------------
+
+    def forward(self, layer: int) -> None:
+        x = self.x if layer == 0 else self.chain
+        output = self.layers[layer](x)
+        self.saved[layer] = x, output
+        self.chain, self.chain_grad = output.detach().requires_grad_(), self.grad
+
+    def head_of_chain(self) -> None:
+        """Loss of what the last layer's forward left, its gradient to `grad`, which the last layer's backward reads."""
+        hidden = self.chain.detach().requires_grad_()
+        self._loss(hidden).backward()
+        self.grad.copy_(hidden.grad)
+
+    def backward(self, layer: int) -> None:
+        x, output = self.saved.pop(layer)
+        x.grad = None
+        output.backward(self.chain_grad)
+        self.chain_grad, x.grad = x.grad, None
+
+    def capturing(self):
+        return self.fp8.capturing()
+
+    def replaying_forward(self):
+        return self.fp8.forward()
+
+    def replaying_backward(self):
+        return self.fp8.backward(replayed=True)
+
+    # ----------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The scales of the plain twin's next step; Transformer Engine updates its own in its contexts."""
+        if self.operators:
+            self.operators.scaling.update()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """`loss` of the inputs without dropout, eager; scales stay as they are."""
+        state = [tensor for _, tensor in self._scales()]
+        saved = [tensor.clone() for tensor in state]
+        self.layers.eval()
+        try:
+            hidden = F.embedding(self.inputs["tokens"], self.weights.embedding)
+            with self.fp8.forward():
+                for layer in self.layers:
+                    hidden = layer(hidden)
+            self._loss(hidden)
+        finally:
+            self.layers.train()
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+    def reset(self, first_step: int = 0) -> None:
+        self.fp8.reset()
+        if self.operators:
+            self.operators.scaling.reset()
+
+    def _scales(self):
+        if self.operators:
+            yield from self.operators.scaling.named_tensors()
+        yield from self.fp8.named_state()
+
+    def named_state(self):
+        if self.operators:
+            yield from self.operators.scaling.named_state()
+        yield from self.fp8.named_state()
+
+
+def operators_for(device):
+    """The class of operators: Triton's on a GPU."""
+    if device.type == "cuda":
+        from llama2_lora.kernels import TritonOperators
+
+        return TritonOperators
+    return TorchOperators
+
+
+def plain_operators(config, formats, device):
+    """The operators of the plain twin's FP8 GEMMs, with scales of their own."""
+    return operators_for(device)(config, formats, Scaling(config, device), device)

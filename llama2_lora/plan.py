@@ -1,0 +1,157 @@
+"""What lean layers keep, from sizes and rates alone: the items of a layer, the memory around them, the plan (no torch).
+
+`workspace` is what llama2_lora/lean.py allocates, by name, so that the prediction and the program cannot differ.
+"""
+
+import math
+from dataclasses import replace
+
+from common import memory_plan
+from common.fitting import blame, gib
+from common.memory_plan import GIB, Item, Plan, copy_ms, gemm_ms
+from llama2_lora.config import FP8, PRESETS, Config, layer_weights, num_trainable
+
+# Measured on an H200 at 690 W with this model's shapes: FP8 GEMMs 1,400 to 1,600 TFLOP/s, cuDNN's causal attention
+# 644 forward, elementwise kernels and transposes at 4 of the 4.8 TB/s of the data sheet. bf16: H200's usual 750.
+FP8_TFLOPS, BF16_TFLOPS, ATTENTION_TFLOPS, COPY_GB_PER_S = 1500.0, 750.0, 644.0, 4000.0
+# What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
+CONTEXT_BYTES = int(1.5 * GIB)
+# cuBLAS workspaces of the two streams that a captured step uses, 32 MiB each on Hopper.
+LIBRARY_BYTES = 64 * 2**20
+
+
+def element_bytes(config: Config, kind: str) -> int:
+    """Of "main" (bf16), "operand" and "gradient" (FP8, or main where GEMMs are not FP8), "fp8", "fp32", "int64"."""
+    fp8 = config.precision in FP8
+    return {"main": 2, "operand": 1 if fp8 else 2, "gradient": 1 if fp8 else 2, "fp8": 1, "fp32": 4, "int64": 8}[kind]
+
+
+def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
+    """name -> (shape, kind) of what all lean layers share, and of what each always keeps: x and the adapters' a."""
+    c, s = config, config.sequence
+    wide = max(c.hidden, c.q_width)
+    shapes = {
+        "operand": ((s * wide,), "operand"),
+        "dropped": ((s * wide,), "main"),
+        "qkv": ((s, c.qkv_width), "main"),
+        "proj": ((s, c.hidden), "main"),
+        "residual": ((s, c.hidden), "main"),
+        "fc1": ((s * max(2 * c.ffn, c.vocab),), "main"),
+        "fc2_in": ((s, c.ffn), "operand"),
+        "fc2": ((s, c.hidden), "main"),
+        "swiglu_grad": ((s, c.ffn), "main"),
+        "fc1_grad": ((s, 2 * c.ffn), "gradient"),
+        "wide_grad": ((s * wide,), "main"),
+        "dropped_grad": ((s * wide,), "main"),
+        "qkv_grad": ((s, c.qkv_width), "main"),
+        "qkv_grad_operand": ((s, c.qkv_width), "gradient"),
+        "grad": ((s, c.hidden), "main"),
+        "grad_operand": ((s, c.hidden), "gradient"),
+        "rank_grad": ((s, c.rank), "main"),
+        "final": ((s, c.hidden), "main"),
+        "losses": ((s,), "fp32"),
+        "x": ((c.layers, s, c.hidden), "main"),
+        "a": ((c.layers, 2, s, c.rank), "main"),
+    }
+    if c.precision in FP8:
+        # A buffer that all share, or one for each that is made ahead.
+        counts = [outputs * inputs for outputs, inputs in c.matrices.values()]
+        shapes["transpose"] = ((max(counts) if c.transposes == "inline" else sum(counts),), "operand")
+    return shapes
+
+
+def items(config: Config) -> list[Item]:
+    """What a lean layer may keep beside x, in the order of its forward, with the time to compute it again."""
+    c, s = config, config.sequence
+    rate = FP8_TFLOPS if c.precision in FP8 else BF16_TFLOPS
+
+    def gemm(name):
+        outputs, inputs = c.matrices[name]
+        return gemm_ms(2 * s * outputs * inputs, rate)
+
+    def passes(elements):
+        """Elementwise work over bf16 elements, read or written."""
+        return copy_ms(2 * s * elements, COPY_GB_PER_S)
+
+    found = [
+        # Norm, projection, the adapter's product and RoPE.
+        Item("qkv", 2 * s * c.qkv_width, None, gemm("qkv") + passes(1.5 * c.hidden + 4 * c.qkv_width)),
+        # With the logarithms of the sums, FP32.
+        Item(
+            "attention",
+            2 * s * c.q_width + 4 * s * c.heads,
+            None,
+            gemm_ms(2 * s * s * c.q_width, ATTENTION_TFLOPS),
+            needs=("qkv",),
+        ),
+        Item(
+            "residual",
+            2 * s * c.hidden,
+            None,
+            gemm("proj") + passes(1.5 * c.q_width + 5.5 * c.hidden),
+            needs=("attention",),
+        ),
+        Item("fc1", 4 * s * c.ffn, 2 * s * c.ffn, gemm("fc1") + passes(1.5 * c.hidden), needs=("residual",)),
+    ]
+    if c.precision in FP8:
+        weights = layer_weights(c)
+        found.append(Item("transpose", weights, None, copy_ms(2 * weights, COPY_GB_PER_S), permanent=True))
+    return found
+
+
+def built_sizes(config: Config) -> list[int]:
+    """Bytes of each tensor that a run allocates once, whatever layers keep."""
+    c = config
+    # nvfp4_emulated has weights of their own for both directions.
+    copies = 2 if c.precision == "nvfp4_emulated" else 1
+    sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers * copies
+    sizes += [2 * c.hidden] * (2 * c.layers + 1) + [2 * c.vocab * c.hidden] * 2
+    # Values and gradients in bf16; gradient, master and two moments in FP32.
+    sizes += [2 * num_trainable(c)] * 2 + [4 * num_trainable(c)] * 4
+    sizes += [math.prod(shape) * element_bytes(c, kind) for shape, kind in workspace(c).values()]
+    if c.precision == "fp8_current":
+        # What an operand is before its scale is known (llama2_lora/operators.py).
+        sizes.append(2 * c.sequence * max(c.hidden, c.q_width, c.qkv_width, 2 * c.ffn))
+    # Tables of RoPE; tokens, targets, positions; mask and shares of the loss.
+    return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.sequence] * 3 + [4 * c.sequence] * 2
+
+
+def fixed_bytes(config: Config) -> int:
+    """Bytes that torch reserves whatever layers keep: what is built, and what attention and the libraries need."""
+    c = config
+    # Attention's backward: three gradients, and the FP32 sums of the one of q. Its output, where no layer keeps it.
+    # Twice: in a graph's pool, and beside it for the eager steps that graphs are checked by.
+    q_width, kv_width = c.q_width, c.kv_heads * c.head_dim
+    sizes = [2 * c.sequence * width for width in (q_width, kv_width, kv_width, 2 * q_width, q_width, 2 * c.heads)] * 2
+    return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
+
+
+def make_plan(config: Config, budget_bytes: int) -> Plan:
+    """The fastest plan within budget_bytes of reserved memory. ValueError, with the bytes, where none fits."""
+    ways = memory_plan.configurations(items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
+    return memory_plan.choose(ways, config.layers, budget_bytes, fixed_bytes(config))
+
+
+def needed_bytes(config: Config) -> int:
+    """Reserved by the smallest plan."""
+    ways = memory_plan.configurations(items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
+    return fixed_bytes(config) + config.layers * min(way.bytes for way in ways)
+
+
+def fit(config: Config, budget_bytes: int) -> Config:
+    """The config with as many of its layers as the smallest plan fits. ValueError if not even one does."""
+    one = replace(config, layers=1)
+    if needed_bytes(one) > budget_bytes:
+        raise ValueError(
+            blame(one, PRESETS, needed_bytes, budget_bytes)
+            or f"one layer needs {gib(needed_bytes(one))} GiB, {gib(budget_bytes)} GiB are free: "
+            "lower --sequence or --ffn, or run --preset tiny"
+        )
+    fits, first_too_many = 1, config.layers + 1
+    while first_too_many - fits > 1:
+        layers = (fits + first_too_many) // 2
+        if needed_bytes(replace(config, layers=layers)) <= budget_bytes:
+            fits = layers
+        else:
+            first_too_many = layers
+    return replace(config, layers=fits)

@@ -1,0 +1,238 @@
+"""What Llama 2 LoRA's training reads and writes: built once, reset in place, the same for every variant."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common import collectives
+from common.capture import StaticInputs
+from common.measure import Unsupported, section
+from common.memory_plan import GIB
+from common.optimizers import MasterAdam
+from llama2_lora import adapters
+from llama2_lora.attention import attention_for
+from llama2_lora.checkpoint import open_checkpoint
+from llama2_lora.config import Config
+from llama2_lora.data import open_windows
+from llama2_lora.lean import LeanStack
+from llama2_lora.modules import ModuleStack, operators_for, plain_operators
+from llama2_lora.plan import make_plan
+from llama2_lora.scaling import Formats
+from llama2_lora.trainable import Adapters
+from llama2_lora.weights import FrozenWeights
+
+SEED = 1234
+# MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
+ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4, "clip": 0.3}
+HELD_OUT_WINDOWS = 4
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
+# Ranks count their steps, which are in the masks of dropout, from numbers this far apart.
+RANK_STEPS = 1_000_003
+
+
+class State:
+    """The stack of layers, adapters, optimizer, rotating windows, and the losses seen.
+
+    config must be resolved (llama2_lora/train.py). kind: "lean", "te" or "torch", of the layers.
+    """
+
+    num_losses = 4096
+
+    def __init__(self, config: Config, device: torch.device, kind: str, rank: int = 0, world_size: int = 1):
+        self.config, self.device, self.kind, self.rank, self.world_size = config, device, kind, rank, world_size
+        _require_precision(config, device)
+        formats = Formats.of(config)
+        checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
+        self.start = _Start.of(config)
+        self.first_step = self.start.step if self.start else 0
+        self.plan = make_plan(config, _budget_bytes(config)) if kind == "lean" else None
+        self.windows = open_windows(config, CACHE, rank, world_size, HELD_OUT_WINDOWS)
+        self.batches = [_host_batch(self.windows.batch(index), device) for index in range(config.batches)]
+        self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
+        self.weights_of_tokens = torch.zeros(config.sequence, device=device)
+        self.adapters = Adapters(config, formats.main, device)
+        weights = FrozenWeights(config, formats, device, checkpoint)
+        inputs = {**self.inputs.buffers, "weights": self.weights_of_tokens}
+        if device.type == "cuda":
+            # What quantising the weights has used.
+            torch.cuda.empty_cache()
+        self.stack = _make_stack(kind, config, formats, weights, self.adapters, inputs, self.plan, device)
+        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.lr, **ADAM)
+        self.losses = torch.zeros(self.num_losses, device=device)
+        self.grad_norms = torch.zeros(self.num_losses, device=device)
+        self.reset()
+
+    def reset(self):
+        torch.manual_seed(SEED + self.rank)
+        self.adapters.initialise(SEED)
+        self.adapters.grads.zero_()
+        self.adapters.main_grad.zero_()
+        self.adam.reset()
+        if self.start:
+            for kind, (tensor,) in self._trained():
+                for name, view in self.adapters.named(tensor):
+                    view.copy_(self.start.tensors[kind][name])
+            self.adam.step_count.fill_(self.first_step)
+            self.adapters.values.copy_(self.adam.masters[0])
+        self.stack.reset((self.rank * RANK_STEPS + self.first_step) % 2**30)
+        self.losses.zero_()
+        self.grad_norms.zero_()
+
+    def begin_step(self, index: int):
+        """Copy the window of step `index` in. The loss is the mean over this rank's tokens that are not masked out."""
+        with section("data"):
+            self._load(self.batches[(index + self.first_step) % len(self.batches)])
+
+    def _load(self, batch):
+        self.inputs.load(batch)
+        mask = self.inputs["loss_mask"]
+        torch.div(mask, mask.sum().clamp_(min=1.0), out=self.weights_of_tokens)
+
+    def reduce(self):
+        """Gradients of the adapters in FP32, the mean over ranks."""
+        with section("reduction"):
+            self.adapters.collect()
+            if self.world_size > 1:
+                collectives.all_reduce_mean_(self.adapters.main_grad)
+
+    def update(self):
+        """Clip and AdamW on the FP32 masters, and the scales of the next step."""
+        with section("optimizer"):
+            self.adam.step()
+            self.stack.end()
+
+    def end_step(self, index: int):
+        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
+        place = min(index, self.num_losses - 1)
+        self.losses[place].copy_(self.stack.loss)
+        self.grad_norms[place].copy_(self.adam.grad_norm)
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss of a token over HELD_OUT_WINDOWS windows that no rank trains on, without dropout. Eager.
+
+        Raises Unsupported where the text is too short to hold any out.
+        """
+        if not self.windows.num_held_out:
+            raise Unsupported(f"{self.windows.name} is too short to hold windows out")
+        loss = 0.0
+        for index in range(self.windows.num_held_out):
+            self._load(_host_batch(self.windows.held_out(index), self.device))
+            self.stack.evaluate()
+            loss += float(self.stack.loss)
+        return loss / self.windows.num_held_out
+
+    def finish(self, variant, record):
+        """After the window: the plan for the record, and the adapter that the window's steps have trained."""
+        if self.config.save_adapter and self.rank == 0:
+            trained = {kind: dict(self.adapters.named(tensor)) for kind, (tensor,) in self._trained()}
+            moments = {f"{kind}.{name}": t for kind in MOMENTS for name, t in trained[kind].items()}
+            step = int(self.adam.step_count)
+            adapters.save(self.config.save_adapter, trained["masters"], self.config, moments, step)
+            record["extra"]["notes"].append(f"adapter after {step} steps saved in {self.config.save_adapter}")
+        if self.plan and self.device.type == "cuda":
+            record["extra"]["memory_plan"] = self.plan.as_dict()
+            record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
+
+    def named_state(self):
+        """Masters and moments by adapter, the count of steps, and the scales."""
+        for name, (tensor,) in self._trained():
+            for adapter, view in self.adapters.named(tensor):
+                yield f"{adapter}.{name}", view
+        yield "optimizer.step", self.adam.step_count
+        yield from self.stack.named_state()
+
+    def _trained(self):
+        return [(name, getattr(self.adam, name)) for name in ("masters", *MOMENTS)]
+
+    def read_losses(self, count: int) -> list[float]:
+        return self.losses[: min(count, self.num_losses)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        return self.grad_norms[: min(count, self.num_losses)].tolist()
+
+    def batch_class(self, index: int) -> int:
+        """All windows have one shape."""
+        return 0
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a run goes on from. tensors: "masters", "exp_avg", "exp_avg_sq" -> adapter's name -> FP32 on the host."""
+
+    tensors: dict
+    step: int
+
+    @classmethod
+    def of(cls, config):
+        """Of --adapter, None without; an adapter that others have saved starts with an optimizer of zeros."""
+        if not config.adapter:
+            return None
+        masters, state, step = adapters.load(config.adapter, config), {}, 0
+        if adapters.has_state(config.adapter):
+            state, step = adapters.load_state(config.adapter)
+        moments = {
+            kind: {name: state.get(f"{kind}.{name}", torch.zeros_like(master)) for name, master in masters.items()}
+            for kind in MOMENTS
+        }
+        return cls({"masters": masters, **moments}, step)
+
+
+def _require_precision(config, device):
+    """Raises Unsupported for what this device does not compute, in Transformer Engine's words where it has some."""
+    if config.precision != "nvfp4":
+        return
+    reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
+    if device.type == "cuda":
+        from common.precision import transformer_engine
+
+        try:
+            available, said = transformer_engine().is_nvfp4_available(return_reason=True)
+        except (ImportError, OSError) as error:
+            available, said = False, f"Transformer Engine is not usable: {str(error).splitlines()[0][:120]}"
+        reason = "lean layers have no NVFP4 GEMM" if available else said
+    raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+
+
+def _budget_bytes(config):
+    # In integers: a float does not hold all bytes of a host.
+    return int(config.memory_gib * GIB) if config.memory_gib else 2**62
+
+
+def _make_stack(kind, config, formats, weights, adapters, inputs, plan, device):
+    if kind != "lean":
+        operators = plain_operators(config, formats, device) if kind == "torch" else None
+        return ModuleStack(kind, config, weights, adapters, inputs, operators)
+    return LeanStack(
+        config, formats, weights, adapters, inputs, plan, operators_for(device), attention_for(config, device)
+    )
+
+
+def _host_batch(window, device):
+    """A window as the step loads it: name -> host tensor, pinned for an asynchronous copy."""
+    batch = window._asdict()
+    return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
+
+
+def hyperparameters(config: Config, world_size: int) -> dict:
+    """What the MLPerf log says of this training."""
+    return {
+        "seed": SEED,
+        "global_batch_size": world_size,
+        "gradient_accumulation_steps": 1,
+        "max_sequence_length": config.sequence,
+        "train_samples": world_size * config.batches,
+        "eval_samples": HELD_OUT_WINDOWS,
+        "opt_name": "adamw",
+        "opt_base_learning_rate": config.lr,
+        "opt_learning_rate_decay_schedule": "constant",
+        "opt_adamw_beta_1": ADAM["betas"][0],
+        "opt_adamw_beta_2": ADAM["betas"][1],
+        "opt_adamw_epsilon": ADAM["eps"],
+        "opt_adamw_weight_decay": ADAM["weight_decay"],
+        "opt_gradient_clip_norm": ADAM["clip"],
+        "lora_rank": config.rank,
+        "lora_alpha": config.alpha,
+    }
