@@ -98,7 +98,7 @@ test: ## tests of what runs anywhere, in minutes
 	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
-	$(setup) core dev plots lightning speech dali
+	$(setup) core dev plots lightning speech dali parquet peft
 	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
 
 lint: ## ruff: rules and format
