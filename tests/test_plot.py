@@ -187,6 +187,7 @@ def test_files_are_equal_byte_by_byte(tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_committed_evidence_makes_small_files(tmp_path, capsys):
     assert plot.main([str(ROOT / "results"), "--out", str(tmp_path)]) == 0
     files = list(tmp_path.iterdir())

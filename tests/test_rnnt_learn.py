@@ -69,6 +69,7 @@ def curve_of(config, name, num_steps, every):
     return points, hashed
 
 
+@pytest.mark.slow
 def test_words_are_learned_eager_and_graphed_in_the_same_steps(config):
     curves = {name: curve_of(config, name, 160, 80)[0] for name in ("eager", "full")}
     for name, points in curves.items():

@@ -115,7 +115,7 @@ def test_without_dropout_padding_changes_little():
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
 
 
-@pytest.mark.parametrize("lstm", ["persistent", "wavefront"])
+@pytest.mark.parametrize("lstm", [pytest.param("persistent", marks=pytest.mark.slow), "wavefront"])
 def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(lstm):
     # Long enough for two layers to run side by side.
     sizes = {"encoder_hidden": 256, "prediction_hidden": 256, "pre_layers": 2, "max_frames": 40, "frames": 40}
