@@ -79,7 +79,7 @@ PRESETS = {
     "tiny": Config(
         batch=2,
         channels=32,
-        latent_size=8,
+        latent_size=16,
         context_tokens=8,
         context_dim=64,
         head_dim=16,
