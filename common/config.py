@@ -97,6 +97,20 @@ def option(default, help, choices=None, is_path=False, words=()):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What every model's Config has: how long a run warms up and times."""
+
+    min_steps: int = option(50, "timed steps at least")
+    min_window_s: float = option(5.0, "timed seconds at least")
+    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
+    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
+
+
+# Of presets that show parity and replays on a CPU, where no time is worth waiting for.
+TINY_TIMING = {"min_window_s": 1.5, "warmup_min_s": 0.3, "warmup_max_s": 1.5}
+
+
 # ------------------------------------------------------------------------------------------------
 # Command line
 

@@ -12,26 +12,7 @@ no trace. In the timed window nothing synchronises and nothing is printed. With 
 settling are traced for people to look at, and nothing is timed. A run whose graphs, replays, memory or clocks are not
 what its script promised has status `failed`, with its numbers.
 
-The state a script builds:
-    reset()               everything a step reads or writes, back to the seeded start, in place
-    named_state()         (name, tensor) pairs of all that training carries from step to step
-    read_losses(n)        losses of steps 0..n-1 as floats (after the window; may wait for the device)
-    read_grad_norms(n)    the same for gradient norms
-    batch_class(i)        which kind of batch step i has: batches of one shape are one class. Where none comes again,
-                          the first min_steps steps are a class each, and all later ones one
-    evaluate()            only for --mllog: mean loss over held-out batches, eager, on every rank; training
-                          state stays as it is. Raises Unsupported where the data leaves nothing to hold out
-    finish(variant, rec)  where there is more to say after the window, of its steps alone; it goes into the record.
-                          rec["extra"]["report"], flat {column: number, True or False}, is shown below the table of
-                          records, a row per variant: medians over rounds, yes where it is true in every round
-    hyperparameters       where there is more for --mllog than `Workload.hyperparameters`, which only the data tell
-    close()               where it holds something open, such as data workers; its dict goes into extra
-A variant (what VARIANTS maps a name to, made from the state):
-    step(i)               one training step on batch i
-    replays_of(i)         graph replays that step i must make
-    close()               release graphs
-    as_eager()            only where the variant changed the model: a context in which it is eager again
-    capture               a `Capture`: strategy, seconds and pools
+What a script hands over, its state and its variants, is described in common/variant.py.
 """
 
 import contextlib
@@ -41,82 +22,24 @@ import gc
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
-from common.announce import announced
-from common.capture import CaptureError
 from common.marks import mark, section
-from common.passes import statistic, synchronize
+from common.passes import statistic
 from common.state_hash import StateHasher
+from common.variant import Capture, CaptureError, Unsupported, Workload, synchronize
 
 __all__ = ["Capture", "Unsupported", "Workload", "mark", "process_settings", "run", "section", "statistic"]
 __all__ += ["synchronize"]
 
 PARITY_STEPS, LONG_PARITY_STEPS = 20, 3
-# What a user waits for in these phases of a capture.
-WAITS = {"warmup_s": "warms up: libraries choose and load kernels", "compile_s": "runs torch.compile"}
 CAPTURE_PHASES = ("warmup", "compile", "capture")
 # What a disk says that is full, over its quota, read-only or broken.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
-
-
-class Unsupported(RuntimeError):
-    """This variant cannot run here; the message says what is missing. Status `unsupported`, not a failure."""
-
-
-@dataclass(kw_only=True)
-class Capture:
-    """How a variant captured. Seconds are filled with `timed`."""
-
-    strategy: str
-    pools: list = field(default_factory=list)
-    warmup_s: float = 0.0
-    compile_s: float = 0.0
-    capture_s: float = 0.0
-
-    @contextlib.contextmanager
-    def timed(self, name: str):
-        """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s."""
-        synchronize()
-        start = time.perf_counter()
-        with announced(WAITS.get(name, "")):
-            yield
-        synchronize()
-        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
-
-    @property
-    def num_replays(self) -> int:
-        return sum(pool.num_replays for pool in self.pools)
-
-
-@dataclass(kw_only=True)
-class Workload:
-    """What a training script hands to `run`. flops_per_step and items_per_step are per GPU.
-
-    card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
-    hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
-    kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; promises None: nothing.
-    """
-
-    model: str
-    build: object
-    variants: dict
-    reference: object
-    card: list
-    notes: list
-    flops_per_step: float
-    flops_convention: str
-    items_per_step: float
-    unit: str
-    peak_flops: float | None = None
-    hyperparameters: dict = field(default_factory=dict)
-    kinds: dict = field(default_factory=dict)
-    promises: object = None
 
 
 # ------------------------------------------------------------------------------------------------

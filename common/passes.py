@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from common import environment, launches, marks, proof, queue_model, trace
+from common.variant import synchronize
 
 SETTLE_BLOCK_S = 1.0
 SETTLE_TOLERANCE = 0.01
@@ -390,11 +391,6 @@ def nodes(variant):
 def own_cores() -> list[int]:
     """The cores that this process may use, rising; empty where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def is_distributed() -> bool:

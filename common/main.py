@@ -1,0 +1,37 @@
+"""The end of every training script: from parsed arguments to a record and an exit status.
+
+if __name__ == "__main__":
+    main("gpt3", args, workload)
+"""
+
+import sys
+from typing import NoReturn
+
+import torch
+
+from common import collectives, measure
+from common.config import mistakes_in_one_line
+
+
+def train(args, workload) -> dict:
+    """Measure one variant in this process, one rank of a job, and return the record.
+
+    args: `common.config.Arguments`. workload(args, device, rank, world_size): gives (args as they can run here,
+    `common.variant.Workload`); a ValueError of it is a mistake of the user's.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, local_rank, world_size = collectives.init(kind)
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    try:
+        args, made = workload(args, device, rank, world_size)
+        return measure.run(made, args, device, rank, world_size)
+    finally:
+        collectives.shutdown()
+
+
+def main(model: str, args, workload) -> NoReturn:
+    """`train`, then exit: 0 where the run passed, or could not run here and says so; 1 where it failed; 2 for a mistake
+    in the arguments, which is one line on stderr."""
+    with mistakes_in_one_line(model):
+        record = train(args, workload)
+    sys.exit(0 if record["status"] in ("pass", "unsupported", "oom") else 1)

@@ -1,0 +1,223 @@
+"""What a training script gives to a run, its state and its variants, and the variants that every model has.
+
+from common.marks import mark, section
+from common.variant import Capture, Compiled, Eager, Unsupported, warm_up
+"""
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from common.announce import announced
+from common.capture import CaptureError, Pool
+
+__all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
+__all__ += ["require_compiler", "synchronize", "warm_up"]
+
+# What a user waits for in these phases of a capture.
+WAITS = {"warmup_s": "warms up: libraries choose and load kernels", "compile_s": "runs torch.compile"}
+
+
+class Unsupported(RuntimeError):
+    """This variant cannot run here; the message says what is missing. Status `unsupported`, not a failure."""
+
+
+def synchronize():
+    """Wait for all work on the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@dataclass(kw_only=True)
+class Capture:
+    """How a variant captured: strategy in words, the pools of its graphs, and wall seconds, filled with `timed`."""
+
+    strategy: str
+    pools: list = field(default_factory=list)
+    warmup_s: float = 0.0
+    compile_s: float = 0.0
+    capture_s: float = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s."""
+        synchronize()
+        start = time.perf_counter()
+        with announced(WAITS.get(name, "")):
+            yield
+        synchronize()
+        setattr(self, name, getattr(self, name) + time.perf_counter() - start)
+
+    @property
+    def num_replays(self) -> int:
+        return sum(pool.num_replays for pool in self.pools)
+
+
+@dataclass(kw_only=True)
+class Workload:
+    """What a training script hands to `measure.run`. flops_per_step and items_per_step are per GPU.
+
+    card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
+    hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
+    kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; promises None: nothing.
+    """
+
+    model: str
+    build: object
+    variants: dict
+    reference: object
+    card: list
+    notes: list
+    flops_per_step: float
+    flops_convention: str
+    items_per_step: float
+    unit: str
+    peak_flops: float | None = None
+    hyperparameters: dict = field(default_factory=dict)
+    kinds: dict = field(default_factory=dict)
+    promises: object = None
+
+
+@runtime_checkable
+class State(Protocol):
+    """What a step reads and writes. `common.measure` resets it before each pass, hashes it, and reads it afterwards.
+
+    Optional, each used where a state has it: `evaluate()`, the mean loss over held-out batches, eager, on every rank,
+    with the training state left as it is (only for --mllog; raises Unsupported where nothing is held out);
+    `finish(variant, record)`, what there is to say after the window, of its steps alone (record["extra"]["report"],
+    flat {column: number, True or False}, becomes a row of the table's report); `hyperparameters`, for --mllog, what
+    only the data tell; `close()`, where it holds data workers or files open; its dict goes into the record's extra.
+    """
+
+    def reset(self) -> None:
+        """Everything that a step reads or writes, back to the seeded start, in place."""
+
+    def named_state(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, tensor) of all that training carries from step to step."""
+
+    def read_losses(self, count: int) -> list[float]:
+        """Losses of steps 0 to count - 1. May wait for the device."""
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        """Gradient norms of steps 0 to count - 1."""
+
+    def batch_class(self, index: int) -> int:
+        """Which kind of batch step `index` has: batches of one shape are one class. Where none comes again, the first
+        min_steps steps are a class each, and all later ones one."""
+
+
+@runtime_checkable
+class Variant(Protocol):
+    """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
+
+    A variant that changed the model, as torch.compile does, has `as_eager()` too: a context in which it is eager again.
+    """
+
+    capture: Capture
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+
+    def replays_of(self, index: int) -> int:
+        """Graph replays that step `index` must make."""
+
+    def close(self) -> None:
+        """Release the graphs."""
+
+
+def warm_up(state, capture: Capture, step, num_steps: int = 3) -> None:
+    """Eager steps on the capture stream, the first batches: libraries initialise and choose their kernels, caches and
+    optimizer state come to exist. Nothing of that may happen for the first time in a capture.
+
+    step: step(state, index), as in Eager.
+    """
+    inputs = getattr(state, "inputs", None)
+    if hasattr(inputs, "reset"):
+        inputs.reset()
+    with capture.timed("warmup_s"):
+        for index in range(num_steps):
+            step(state, index)
+
+
+class Eager:
+    """The baseline: step(state, index) as it is, kernels launched one by one. No graph, no compiler."""
+
+    def __init__(self, state, step, warm_up_step=None):
+        """warm_up_step: what warms up, where that is not `step`."""
+        self.state, self._step = state, step
+        self.capture = Capture(strategy="none")
+        warm_up(state, self.capture, warm_up_step or step)
+
+    def step(self, index: int):
+        self._step(self.state, index)
+
+    def replays_of(self, index: int) -> int:
+        return 0
+
+    def close(self):
+        """Nothing to release."""
+
+
+class Compiled:
+    """torch.compile of some functions of the model, called by the eager step.
+
+    With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
+    """
+
+    def __init__(self, state, step, functions, what: str, mode="default", fullgraph=True, compile_steps=None):
+        """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
+
+        compile_steps: runs eager steps until nothing is compiled any more; default: four steps.
+        """
+        require_compiler(state.device)
+        self.state, self._step = state, step
+        self.pool = Pool(state.device)
+        self.capture = Capture(strategy=f"torch.compile of {what}, mode {mode}", pools=[self.pool])
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+        options = {"mode": mode, "dynamic": False, "fullgraph": fullgraph}
+        self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
+        _put(self._compiled)
+        # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
+        with self.capture.timed("compile_s"), self.pool.adopt():
+            (compile_steps or self._four_steps)()
+        before = self.pool.num_replays
+        self.step(0)
+        self._num_replays = self.pool.num_replays - before
+        if mode == "reduce-overhead" and not self._num_replays:
+            self.close()
+            raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
+
+    def _four_steps(self):
+        warm_up(self.state, Capture(strategy=""), lambda state, index: self.step(index), 4)
+
+    def step(self, index: int):
+        torch.compiler.cudagraph_mark_step_begin()
+        self._step(self.state, index)
+
+    def replays_of(self, index: int) -> int:
+        return self._num_replays
+
+    @contextlib.contextmanager
+    def as_eager(self):
+        _put(self._originals)
+        try:
+            yield
+        finally:
+            _put(self._compiled)
+
+    def close(self):
+        _put(self._originals)
+
+
+def require_compiler(device: torch.device) -> None:
+    """Unsupported where compiled code cannot be measured."""
+    if device.type != "cuda":
+        raise Unsupported("torch.compile is measured on a GPU only: the host graph cannot record compiled code")
+
+
+def _put(functions):
+    for owner, name, function in functions:
+        setattr(owner, name, function)
