@@ -1,17 +1,19 @@
 """Collectives as operators that can be recorded: eagerly, in a CUDA capture (NCCL) and in a host graph (gloo).
 
-torch.ops.graphs.all_reduce_mean_, reduce_scatter_mean_, all_gather_, broadcast_, send and recv_ take the buffers they
-work on and have finished with them when they return: the host has waited on gloo, the current stream has been told to
-wait on NCCL. torch's own functional collectives return before that and leave a wait behind, which a recorder of
-operators cannot place.
+The operators below torch.ops.graphs take the buffers they work on and have finished with them when they return: the
+host has waited on gloo, the current stream has been told to wait on NCCL. torch's own functional collectives return
+before that and leave a wait behind, which a recorder of operators cannot place.
 
-A group is named by text (`ProcessGroup.group_name`), "" is all ranks; ranks count within the group. Without a process
-group in a run of one process all but send and recv_ do nothing, but remain operators.
+A group is named by text (`ProcessGroup.group_name`); "" is all ranks, ALONE this rank by itself. Ranks count within the
+group. In a group of one rank, and without a process group in a run of one process, reductions and broadcasts leave
+their tensors as they are and the others copy, but remain operators.
 
     rank, local_rank, world_size = init("cuda")
     buckets = GradientBuckets(model.parameters(), bucket_bytes=64 << 20)
     loss.backward(); buckets.all_reduce_mean(); optimizer.step(); buckets.zero_()
     shutdown()
+
+What a model differentiates through is in common/regions.py.
 """
 
 import datetime
@@ -20,6 +22,9 @@ import os
 
 import torch
 import torch.distributed as dist
+
+# The name of the group that this rank alone makes up.
+ALONE = "alone"
 
 # ------------------------------------------------------------------------------------------------
 # Operators
@@ -47,12 +52,28 @@ def _all_reduce_mean(tensors, group):
     process_group = _resolve(group)
     if process_group is None:
         return
-    # NCCL averages while it reduces; gloo can only sum.
-    averages = dist.get_backend(process_group) == "nccl"
+    averages = _averages(process_group)
     for tensor in tensors:
         dist.all_reduce(tensor, dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=process_group)
         if not averages:
             tensor.div_(process_group.size())
+
+
+@_operator("all_reduce_sum_(Tensor(a!)[] tensors, str group) -> ()")
+def _all_reduce_sum(tensors, group):
+    _all_reduce(tensors, dist.ReduceOp.SUM, group)
+
+
+@_operator("all_reduce_max_(Tensor(a!)[] tensors, str group) -> ()")
+def _all_reduce_max(tensors, group):
+    _all_reduce(tensors, dist.ReduceOp.MAX, group)
+
+
+def _all_reduce(tensors, operation, group):
+    process_group = _resolve(group)
+    if process_group is not None:
+        for tensor in tensors:
+            dist.all_reduce(tensor, operation, group=process_group)
 
 
 @_operator("reduce_scatter_mean_(Tensor(a!) flat, str group) -> ()")
@@ -61,13 +82,18 @@ def _reduce_scatter_mean(flat, group):
     if process_group is None:
         return
     own = _part(flat, process_group)
-    if dist.get_backend(process_group) == "nccl":
+    if _averages(process_group):
         dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, group=process_group)
         return
-    # gloo can only sum, and not into a part of its input.
+    # gloo cannot reduce into a part of its input.
     result = torch.empty_like(own)
     dist.reduce_scatter_tensor(result, flat, dist.ReduceOp.SUM, group=process_group)
     torch.div(result, process_group.size(), out=own)
+
+
+@_operator("reduce_scatter_sum_(Tensor(a!) own, Tensor whole, str group) -> ()")
+def _reduce_scatter_sum(own, whole, group):
+    _fill(own, whole, group, dist.reduce_scatter_tensor)
 
 
 @_operator("all_gather_(Tensor(a!) flat, str group) -> ()")
@@ -80,6 +106,51 @@ def _all_gather(flat, group):
     dist.all_gather_into_tensor(flat, own if in_place else own.clone(), group=process_group)
 
 
+@_operator("all_gather_into_(Tensor(a!) whole, Tensor own, str group) -> ()")
+def _all_gather_into(whole, own, group):
+    _fill(whole, own, group, dist.all_gather_into_tensor)
+
+
+@_operator("all_to_all_(Tensor(a!) received, Tensor sent, str group) -> ()")
+def _all_to_all(received, sent, group):
+    _fill(received, sent, group, dist.all_to_all_single)
+
+
+def _fill(target, source, group, collective):
+    process_group = _resolve(group)
+    if process_group is None:
+        target.copy_(source)
+    else:
+        collective(target, source, group=process_group)
+
+
+@_operator("broadcast_(Tensor(a!)[] tensors, int source, str group) -> ()")
+def _broadcast(tensors, source, group):
+    process_group = _resolve(group)
+    if process_group is not None:
+        for tensor in tensors:
+            dist.broadcast(tensor, group=process_group, group_src=source)
+
+
+@_operator("exchange_(Tensor[] sent, int[] destinations, Tensor(a!)[] received, int[] sources, str group) -> ()")
+def _exchange(sent, destinations, received, sources, group):
+    process_group = _resolve(group)
+    if process_group is None:
+        raise ValueError("exchange_ has no other rank to send to in a group of one")
+    operations = [
+        dist.P2POp(operation, tensor, group=process_group, group_peer=peer)
+        for operation, tensors, peers in ((dist.isend, sent, destinations), (dist.irecv, received, sources))
+        for tensor, peer in zip(tensors, peers, strict=True)
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _averages(process_group):
+    """Whether the backend averages while it reduces: NCCL does, gloo can only sum."""
+    return dist.get_backend(process_group) == "nccl"
+
+
 def _part(flat, process_group):
     """The part of a flat tensor that belongs to this rank."""
     rank, size = process_group.rank(), process_group.size()
@@ -89,44 +160,52 @@ def _part(flat, process_group):
     return flat[rank * length : (rank + 1) * length]
 
 
-@_operator("broadcast_(Tensor(a!)[] tensors, int source, str group) -> ()")
-def _broadcast(tensors, source, group):
-    process_group = _resolve(group)
-    if process_group is None:
-        return
-    for tensor in tensors:
-        dist.broadcast(tensor, group=process_group, group_src=source)
-
-
-@_operator("send(Tensor tensor, int destination, str group) -> ()")
-def _send(tensor, destination, group):
-    dist.send(tensor, group=_resolve(group, required=True), group_dst=destination)
-
-
-@_operator("recv_(Tensor(a!) tensor, int source, str group) -> ()")
-def _recv(tensor, source, group):
-    dist.recv(tensor, group=_resolve(group, required=True), group_src=source)
-
-
-def _resolve(group, required=False):
-    """The process group of that name; None where a single process needs none."""
+def _resolve(group):
+    """The process group of that name; None where it has one rank and there is nothing to communicate."""
+    if group == ALONE:
+        return None
     if not dist.is_initialized():
-        if required or group or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if group or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("no process group: call collectives.init(device) first, under torchrun --nproc-per-node N")
         return None
-    if not group:
-        return dist.group.WORLD
     try:
-        return dist.distributed_c10d._resolve_process_group(group)
+        found = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
     except RuntimeError:
         raise ValueError(
             f"no process group named {group!r}: pass the group_name of a group made by new_group"
         ) from None
+    return found if found.size() > 1 else None
+
+
+def _list(tensors):
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def group_size(group="") -> int:
+    """How many ranks `group` has."""
+    process_group = _resolve(group)
+    return 1 if process_group is None else process_group.size()
+
+
+def group_rank(group="") -> int:
+    """This process's rank in `group`."""
+    process_group = _resolve(group)
+    return 0 if process_group is None else process_group.rank()
 
 
 def all_reduce_mean_(tensors, group="") -> None:
     """Replace each tensor by its mean over the ranks of `group`. tensors: a list, or one (a flat bucket)."""
-    torch.ops.graphs.all_reduce_mean_([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), group)
+    torch.ops.graphs.all_reduce_mean_(_list(tensors), group)
+
+
+def all_reduce_sum_(tensors, group="") -> None:
+    """Replace each tensor by its sum over the ranks of `group`. tensors: a list, or one."""
+    torch.ops.graphs.all_reduce_sum_(_list(tensors), group)
+
+
+def all_reduce_max_(tensors, group="") -> None:
+    """Replace each element of each tensor by its maximum over the ranks of `group`. tensors: a list, or one."""
+    torch.ops.graphs.all_reduce_max_(_list(tensors), group)
 
 
 def reduce_scatter_mean_(flat, group="") -> None:
@@ -137,27 +216,46 @@ def reduce_scatter_mean_(flat, group="") -> None:
     torch.ops.graphs.reduce_scatter_mean_(flat, group)
 
 
+def reduce_scatter_sum_(own, whole, group="") -> None:
+    """Fill `own` with this rank's part of the sum of `whole` over the ranks of `group`.
+
+    whole: contiguous [n, ...]; own: contiguous [n / ranks, ...], rank r's rows from r n / ranks on.
+    """
+    torch.ops.graphs.reduce_scatter_sum_(own, whole, group)
+
+
 def all_gather_(flat, group="") -> None:
     """Replace each part of `flat` by that of the rank it belongs to; parts as for reduce_scatter_mean_."""
     torch.ops.graphs.all_gather_(flat, group)
 
 
+def all_gather_into_(whole, own, group="") -> None:
+    """Fill `whole` [n, ...] with the `own` [n / ranks, ...] of all ranks, in their order; both are contiguous."""
+    torch.ops.graphs.all_gather_into_(whole, own, group)
+
+
+def all_to_all_(received, sent, group="") -> None:
+    """Fill part r of `received` with this rank's part of rank r's `sent`.
+
+    Both are contiguous [n, ...], n a multiple of the number of ranks, and have a part of n / ranks rows for each rank.
+    """
+    torch.ops.graphs.all_to_all_(received, sent, group)
+
+
 def broadcast_(tensors, source=0, group="") -> None:
     """Replace each tensor by the one of rank `source` of `group`. tensors: a list, or one."""
-    torch.ops.graphs.broadcast_([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), source, group)
+    torch.ops.graphs.broadcast_(_list(tensors), source, group)
 
 
-def send(tensor, destination, group="") -> None:
-    """Send a contiguous tensor to rank `destination` of `group`.
+def exchange_(sent=(), destinations=(), received=(), sources=(), group="") -> None:
+    """Send contiguous tensors and fill others with what is received, all at once; nothing to do is no operator.
 
-    On gloo it blocks until the other side receives: two ranks that both send first wait for each other for ever.
+    sent[i] goes to rank destinations[i] of `group`, received[i] comes from rank sources[i] and must have the sender's
+    shape and dtype. All are posted before one is waited for, so ranks that send to each other do not wait for ever.
+    Tensors from one rank to another arrive in the order of their sending, over all calls.
     """
-    torch.ops.graphs.send(tensor, destination, group)
-
-
-def recv_(tensor, source, group="") -> None:
-    """Fill a contiguous tensor with what rank `source` of `group` sends; shape and dtype must be the sender's."""
-    torch.ops.graphs.recv_(tensor, source, group)
+    if len(sent) or len(received):
+        torch.ops.graphs.exchange_(list(sent), list(destinations), list(received), list(sources), group)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -173,46 +271,48 @@ class GradientBuckets:
     tensors: parameters (leaves that require a gradient), whose `.grad` becomes a view of a bucket; or gradient tensors
     themselves, such as an fp32 main_grad, whose storage is moved into a bucket. Values are kept, a missing `.grad`
     becomes zero. A bucket holds tensors of one dtype and device in the given order, at most `bucket_bytes` or one
-    tensor; `flats` lists them in the order of reduction, padding between gradients stays zero. group: as for the
-    operators.
+    tensor; `flats` lists them in the order of reduction, padding between gradients stays zero. places: for each flat
+    (index of a tensor, its first element) of what lies in it. group: as for the operators. parts: every flat has so
+    many equal parts, which begin and end as aligned as a gradient does.
     """
 
-    def __init__(self, tensors, bucket_bytes, group=""):
+    def __init__(self, tensors, bucket_bytes, group="", parts=1):
         self.tensors = list(tensors)
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {bucket_bytes}, it must be at least 1")
         if not self.tensors:
             raise ValueError("no tensors to put into buckets: no parameter requires a gradient")
         self.group = group
-        self.flats = []
+        self.flats, self.places = [], []
         self._views = {}
         kinds = {}
         for index, tensor in enumerate(self.tensors):
             gradient = tensor if tensor.grad is None or not tensor.requires_grad else tensor.grad
             kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
         for (dtype, device), indices in kinds.items():
-            self._fill(indices, bucket_bytes, dtype, device)
+            self._fill(indices, bucket_bytes, dtype, device, parts)
 
-    def _fill(self, indices, bucket_bytes, dtype, device):
+    def _fill(self, indices, bucket_bytes, dtype, device, parts):
         unit = _ALIGNMENT_BYTES // dtype.itemsize
         while indices:
-            spans, num_elements = [], 0
+            places, num_elements = [], 0
             for index in indices:
                 padded = -(-self.tensors[index].numel() // unit) * unit
-                if spans and (num_elements + padded) * dtype.itemsize > bucket_bytes:
+                if places and (num_elements + padded) * dtype.itemsize > bucket_bytes:
                     break
-                spans.append((index, num_elements))
+                places.append((index, num_elements))
                 num_elements += padded
+            # Whole units for each part.
+            num_elements = -(-num_elements // (unit * parts)) * unit * parts
             flat = torch.zeros(num_elements, dtype=dtype, device=device)
             self.flats.append(flat)
-            for index, start in spans:
-                self._move(index, flat[start : start + self.tensors[index].numel()])
-            indices = indices[len(spans) :]
+            self.places.append(places)
+            for index, start in places:
+                self._move(index, place_in(flat, start, self.tensors[index]))
+            indices = indices[len(places) :]
 
     def _move(self, index, view):
         tensor = self.tensors[index]
-        # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
-        view = view.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else view.view(tensor.shape)
         if tensor.requires_grad:
             if tensor.grad is not None:
                 view.copy_(tensor.grad)
@@ -241,6 +341,13 @@ class GradientBuckets:
         """Clear all gradients in place."""
         for flat in self.flats:
             flat.zero_()
+
+
+def place_in(flat, start, tensor):
+    """The elements of `flat` from `start` on in the shape of `tensor`, and in its strides where it has no gaps."""
+    view = flat[start : start + tensor.numel()]
+    # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
+    return view.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else view.view(tensor.shape)
 
 
 def _is_dense(tensor):

@@ -18,6 +18,7 @@ What a script hands over, its state and its variants, is described in common/var
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
 import sys
 import time
@@ -28,6 +29,7 @@ import torch
 
 from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
+from common.agreement import DEAD_S, GRACE_S, Agreement, RankFault
 from common.marks import mark, section
 from common.passes import statistic
 from common.state_hash import StateHasher
@@ -78,6 +80,27 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
     if rank == 0:
         console.print_card(record, workload)
     log.begin(record)
+    with Agreement(rank, world_size, functools.partial(_give_up, record, workload, options, rank)) as ranks:
+        clock.ranks = ranks
+        _measure(record, workload, config, options, device, rank, log, clock)
+        ranks.tell(record["status"], record["message"])
+        if rank == 0:
+            _hand_over(record, workload, options)
+    return record
+
+
+def _give_up(record, workload, options, rank, fault):
+    """The end of a run whose main thread waits for a rank that does not come any more."""
+    if record["status"] in ("pass", "failed"):
+        record.update(status=fault.status, message=str(fault))
+    if rank == 0:
+        _hand_over(record, workload, options)
+    elif rank == 1 and fault.rank == 0:
+        print(f"python -m {workload.model}.train: {fault}", file=sys.stderr)
+
+
+def _measure(record, workload, config, options, device, rank, log, clock):
+    """Build, capture and all passes; what goes wrong becomes the record's status and message."""
     state = variant = None
     try:
         with contextlib.ExitStack() as settings:
@@ -89,10 +112,12 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
                 variant = workload.variants[options.variant](state)
             for name in CAPTURE_PHASES:
                 clock.add("prepare", -getattr(variant.capture, f"{name}_s"))
+            clock.ranks.note_steps_of(variant)
             record["status"] = "pass"
             if options.parity:
                 with clock.phase("parity"):
                     _parity_pass(record, state, variant, config, options)
+                _gather_ranks(record, workload, rank)
             elif options.profile:
                 with clock.phase("canary"):
                     _canary(state, variant, workload.reference, device)
@@ -104,12 +129,16 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
                 with clock.phase("canary"), peaks.set_aside():
                     _canary(state, variant, workload.reference, device)
                 _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank)
+                _gather_ranks(record, workload, rank)
+    except RankFault as fault:
+        record.update(status=fault.status, message=str(fault))
     except Unsupported as error:
         record.update(status="unsupported", message=str(error))
     except torch.OutOfMemoryError as error:
         record.update(status="oom", message=memory.explain_oom(error, device))
     except CaptureError as error:
         record.update(status="capture_failed", message=str(error))
+        _blame_another(record, clock.ranks)
     except FloatingPointError as error:
         record.update(status="numerics_failed", message=str(error))
     except ValueError as error:
@@ -119,7 +148,10 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
             traceback.print_exc()
         record.update(status="failed", message=f"{type(error).__name__}: {str(error)[:300]}")
-    with clock.phase("close"):
+        _blame_another(record, clock.ranks)
+    # Now, since closing may wait for the others.
+    clock.ranks.tell(record["status"], record["message"])
+    with clock.phase("close", agree=False):
         # Graphs end before what they were captured over.
         _close(variant, record)
         _close(state, record)
@@ -129,9 +161,13 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         for name in CAPTURE_PHASES:
             record["seconds"][name] = round(getattr(variant.capture, f"{name}_s"), 3)
     clock.end()
-    if rank == 0:
-        _hand_over(record, workload, options)
-    return record
+
+
+def _blame_another(record, ranks):
+    """A connection to a rank that is gone breaks before it is known which one that is."""
+    fault = ranks.fault_of_another(wait_s=DEAD_S + GRACE_S)
+    if fault is not None:
+        record.update(status=fault.status, message=str(fault))
 
 
 def _promise(record, workload, config):
@@ -281,7 +317,7 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         held = proof.held_bytes(device)
         log.end_init(variant.capture, settle["seconds"])
         with clock.phase("window"):
-            window_start, own_ms = passes.windows(
+            window_start = passes.windows(
                 record, state, variant, config, options, device, sampler, settle["step_ms"], sample, clock
             )
         with clock.phase("proof"):
@@ -295,7 +331,7 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         # Before an evaluation, whose activations are not the step's.
         record["memory"] = memory.account(device, variant.capture.pools, peaks)
         record["extra"]["allocator"] = memory.allocator_events(device)
-        _judge(record, own_ms, rank)
+        _judge(record)
         with clock.phase("passes"):
             if options.mllog and hasattr(state, "evaluate"):
                 _evaluate(record, state, variant, log)
@@ -334,21 +370,26 @@ def _prove(record, state, device, sample):
     return losses
 
 
-def _judge(record, own_ms, rank):
+def _judge(record):
     """What a run that lies about its window is told by itself; see benchmarks/trust.py for what eager tells of it."""
-    world_size = record["env"]["world_size"]
     _judge_promise(record, len(record["steps"]["gpu_ms"]))
-    _fail(record, passes.wrong_wall(record, world_size))
+    _fail(record, passes.wrong_wall(record))
     _fail(record, proof.leaked(record))
-    if world_size == 1:
+
+
+def _gather_ranks(record, workload, rank):
+    """record["ranks"]: what each rank has to say of itself. What one lacks, the run lacks."""
+    if record["env"]["world_size"] == 1:
         return
-    own = {"rank": rank, "gpu_uuid": record["env"]["gpu_uuid"], "statistic_ms": own_ms}
-    own |= {"num_replays": record["capture"]["num_replays"], "message": record["message"]}
-    record["ranks"] = passes.of_all_ranks(own)
+    own = {"rank": rank, "stage": workload.stage, "gpu_uuid": record["env"]["gpu_uuid"]}
+    own |= {name: record[name] for name in ("busy_ms", "idle_fraction", "memory", "clocks")}
+    own |= {"statistic_ms": record["extra"].pop("own_statistic_ms", None)}
+    own |= {"num_replays": record["capture"]["num_replays"], "state_hash": record["numerics"]["state_hash"]}
+    record["ranks"] = passes.of_all_ranks(own | {"status": record["status"], "message": record["message"]})
     for other in record["ranks"]:
-        # Rank 0 writes the record; what another one lacks, the run lacks.
-        message = other.pop("message")
-        _fail(record, message and f"rank {other['rank']}: {message}")
+        status, message = other.pop("status"), other.pop("message")
+        if status != "pass" and record["status"] == "pass":
+            record.update(status=status, message=f"rank {other['rank']}: {message}")
 
 
 def _evaluate(record, state, variant, log):

@@ -79,10 +79,12 @@ class MasterAdam(_Masters):
     params: parameters of one floating dtype. grads: FP32 buffers of the same shapes and strides at fixed addresses,
     written by the backward passes. `clip`, FP32 0-d on the device, bounds the global norm (Megatron's rule: gradients
     are multiplied by clip / (norm + 1e-6) where that is below one); on a CPU a step leaves them so in `grads`.
+    reduce_norm: called in a step with grad_norm, the norm of `grads`, makes it the norm over several ranks in place.
     """
 
-    def __init__(self, params, grads, lr: float, betas, eps: float, weight_decay: float, clip: float):
+    def __init__(self, params, grads, lr: float, betas, eps: float, weight_decay: float, clip: float, reduce_norm=None):
         self.grads = list(grads)
+        self._reduce_norm = reduce_norm
         assert all(grad.dtype == torch.float32 for grad in self.grads)
         super().__init__(params, lr, betas, eps, weight_decay, self.grads)
         self.clip = torch.full_like(self.grad_norm, clip)
@@ -93,6 +95,8 @@ class MasterAdam(_Masters):
     def step(self) -> None:
         """Clip, update the masters and copy them to the parameters. `grad_norm` is the norm before clipping."""
         self._fill_norm(self.grads)
+        if self._reduce_norm:
+            self._reduce_norm(self.grad_norm)
         if self._fused:
             scalars = (self.step_count, self.lr, self._scale, self._found_inf, self.grad_norm, self.clip)
             self._fused.step(self.grads, *scalars)

@@ -132,7 +132,8 @@ def windows(record, state, variant, config, options, device, sampler, step_ms, s
     """The timed window, made again and larger where it ends before its seconds, at most WINDOW_TRIES times.
 
     step_ms: of a settled step. sample: a `proof.StateSample`. clock: the run's `Phases`. Returns time.monotonic() at
-    the start of its first step and, where there are several ranks, this one's own statistic, ms.
+    the start of its first step. Of several ranks each has its statistic; the record's steps, wall time and statistic
+    are those of the slowest one, and rank_skew_ms is the median over steps of last less first rank at the step's end.
     """
     min_steps, min_window_s = least(config, options, step_ms)
     num_steps, most = 0, math.inf
@@ -142,18 +143,16 @@ def windows(record, state, variant, config, options, device, sampler, step_ms, s
         with clock.phase("reset"):
             state.reset()
         sample.take(sample.start)
-        window_start, own_ms = _window(record, variant, num_steps, device, sampler, sample)
+        window_start = _window(record, state, variant, num_steps, device, sampler, sample)
         total_ms = sum(record["steps"]["gpu_ms"])
         if of_first_rank(total_ms >= min_window_s * 1e3):
             break
         # Steps that take next to nothing are no reason for a million of them.
         step_ms, most = total_ms / num_steps, WINDOW_GROWTH * num_steps
-    record["steps"]["batch"] = [state.batch_class(index) for index in range(num_steps)]
-    record["statistic_ms"] = statistic(record["steps"]["gpu_ms"], record["steps"]["batch"])
-    return window_start, statistic(own_ms, record["steps"]["batch"])
+    return window_start
 
 
-def _window(record, variant, num_steps, device, sampler, sample):
+def _window(record, state, variant, num_steps, device, sampler, sample):
     """num_steps timed steps. CUDA: events at step boundaries and no synchronisation inside. CPU: wall time per step."""
     replays_before = variant.capture.num_replays
     sampled_step = min(proof.STATE_STEP, num_steps - 1)
@@ -184,18 +183,24 @@ def _window(record, variant, num_steps, device, sampler, sample):
         record["energy_j"] = energy_end - energy
     if sampler:
         record["clocks"] = sampler.between(window_start, window_end)
-    slowest, record["rank_skew_ms"] = _slowest_rank(step_ms)
-    record["steps"].update(gpu_ms=[round(ms, 4) for ms in slowest], wall_ms=wall * 1e3)
+    batch = [state.batch_class(index) for index in range(num_steps)]
+    step_ms = [round(ms, 4) for ms in step_ms]
+    every = of_all_ranks((statistic(step_ms, batch), step_ms, wall * 1e3))
+    statistic_ms, slowest_ms, wall_ms = max(every, key=lambda own: own[0])
+    record["steps"].update(gpu_ms=slowest_ms, batch=batch, wall_ms=wall_ms)
+    record["statistic_ms"], record["rank_skew_ms"] = statistic_ms, skew_ms([own[1] for own in every])
+    if len(every) > 1:
+        record["extra"]["own_statistic_ms"] = statistic(step_ms, batch)
     record["conditions"]["window_s"] = wall
     record["proof"]["state_step"] = sampled_step
     fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
-    return window_start, step_ms
+    return window_start
 
 
-def wrong_wall(record, world_size: int) -> str | None:
+def wrong_wall(record) -> str | None:
     """Why the events of a window were not recorded where its steps are, in words, or None."""
     total_ms, wall_ms = sum(record["steps"]["gpu_ms"]), record["steps"]["wall_ms"]
-    if record["device"] != "cuda" or world_size > 1:
+    if record["device"] != "cuda":
         return None
     if abs(total_ms - wall_ms) <= max(EVENTS_TOLERANCE * wall_ms, EVENTS_SLACK_MS):
         return None
@@ -420,10 +425,13 @@ def of_all_ranks(value) -> list:
     return every
 
 
-def _slowest_rank(step_ms):
-    """A step is as long as its slowest rank; skew is the median over steps of slowest less fastest rank."""
-    every = of_all_ranks(step_ms)
+def skew_ms(every: list[list[float]]) -> float | None:
+    """Median over steps of last less first rank at the step's end, ms; None with one rank.
+
+    every: step times of each rank, ms. All ranks start a window together, after a barrier, so that a step ends at the
+    sum of the times up to it.
+    """
     if len(every) == 1:
-        return step_ms, None
-    slowest = [max(times) for times in zip(*every, strict=True)]
-    return slowest, statistics.median(max(times) - min(times) for times in zip(*every, strict=True))
+        return None
+    ends = [list(itertools.accumulate(own)) for own in every]
+    return statistics.median(max(at_once) - min(at_once) for at_once in zip(*ends, strict=True))

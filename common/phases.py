@@ -17,12 +17,14 @@ class Phases:
 
     Wall seconds that sum to the process's own up to the end of the record. `start` ends where a script's first line
     ran, `import` where `measure.run` was called. `prepare` is what making a variant takes beside warm-up, compilation
-    and capture; `passes` is what a model or --mllog adds after the window.
+    and capture; `passes` is what a model or --mllog adds after the window. ranks: an `Agreement`, or None.
     """
 
     def __init__(self, record: dict):
         self.record, self.seconds = record, record["seconds"]
-        self._inner_s: list[float] = []
+        self.ranks = None
+        # Of each open phase its name and the seconds of those within it.
+        self._open: list[list] = []
         now_s, began_s = time.monotonic(), _process_start_s()
         if began_s is not None:
             self.seconds["start"] = round(FIRST_LINE_S - began_s, 3)
@@ -30,17 +32,28 @@ class Phases:
         record["begin_utc"] = utc(time.time() - now_s + (FIRST_LINE_S if began_s is None else began_s))
 
     @contextlib.contextmanager
-    def phase(self, name: str):
-        """Add the block's wall seconds to those of `name`, also where it fails; a phase within it counts for itself."""
+    def phase(self, name: str, agree: bool = True):
+        """Add the block's wall seconds to those of `name`, also where it fails; a phase within it counts for itself.
+
+        agree: at the end of a phase that is within no other, all ranks must have passed it (common/agreement.py).
+        """
         start_s = time.monotonic()
-        self._inner_s.append(0.0)
+        self._open.append([name, 0.0])
+        self._enter(name)
         try:
             yield
+            if agree and self.ranks is not None and len(self._open) == 1:
+                self.ranks.agree()
         finally:
             took_s = time.monotonic() - start_s
-            self.add(name, took_s - self._inner_s.pop())
-            if self._inner_s:
-                self._inner_s[-1] += took_s
+            self.add(name, took_s - self._open.pop()[1])
+            if self._open:
+                self._open[-1][1] += took_s
+                self._enter(self._open[-1][0])
+
+    def _enter(self, name):
+        if self.ranks is not None:
+            self.ranks.enter(name)
 
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = round((self.seconds.get(name) or 0.0) + seconds, 3)

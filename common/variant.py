@@ -63,6 +63,7 @@ class Workload:
     card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
     hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
     kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; promises None: nothing.
+    stage: this rank's, of a pipeline.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Workload:
     hyperparameters: dict = field(default_factory=dict)
     kinds: dict = field(default_factory=dict)
     promises: object = None
+    stage: int = 0
 
 
 @runtime_checkable

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import collectives
+from common import collectives, regions
+from common.host_graph import HostPool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,20 +70,39 @@ def test_parts_of_one_process_are_the_whole():
     assert flat.tolist() == [0, 1, 2]
 
 
+def test_one_process_copies_from_buffer_to_buffer():
+    source = torch.arange(6.0).view(3, 2)
+    for collective in (collectives.reduce_scatter_sum_, collectives.all_gather_into_, collectives.all_to_all_):
+        target = torch.zeros(3, 2)
+        collective(target, source, collectives.ALONE)
+        assert torch.equal(target, source)
+    with Recorder() as recorder:
+        collectives.exchange_()
+    assert not recorder.calls
+    assert (collectives.group_size(), collectives.group_rank(collectives.ALONE)) == (1, 0)
+
+
+WRITTEN = {
+    "all_reduce_mean_": ["tensors"],
+    "all_reduce_sum_": ["tensors"],
+    "all_reduce_max_": ["tensors"],
+    "reduce_scatter_mean_": ["flat"],
+    "reduce_scatter_sum_": ["own"],
+    "all_gather_": ["flat"],
+    "all_gather_into_": ["whole"],
+    "all_to_all_": ["received"],
+    "broadcast_": ["tensors"],
+    "exchange_": ["received"],
+}
+
+
 def test_schemas_say_what_is_written():
     mutated = {
         name: [argument.name for argument in operator.default._schema.arguments if argument.is_write]
-        for name in ("all_reduce_mean_", "reduce_scatter_mean_", "all_gather_", "broadcast_", "send", "recv_")
+        for name in WRITTEN
         for operator in [getattr(torch.ops.graphs, name)]
     }
-    assert mutated == {
-        "all_reduce_mean_": ["tensors"],
-        "reduce_scatter_mean_": ["flat"],
-        "all_gather_": ["flat"],
-        "broadcast_": ["tensors"],
-        "send": [],
-        "recv_": ["tensor"],
-    }
+    assert mutated == WRITTEN
 
 
 def test_shape_inference():
@@ -91,10 +111,8 @@ def test_shape_inference():
 
 def test_missing_group_is_one_line(monkeypatch):
     tensor = torch.zeros(2)
-    with pytest.raises(ValueError, match="call collectives.init"):
-        collectives.send(tensor, 1)
-    with pytest.raises(ValueError, match="call collectives.init"):
-        collectives.recv_(tensor, 1)
+    with pytest.raises(ValueError, match="no other rank to send to"):
+        collectives.exchange_([tensor], [1])
     with pytest.raises(ValueError, match="call collectives.init"):
         collectives.all_reduce_mean_(tensor, "tensor_parallel")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -232,13 +250,18 @@ def worker():
 
     own = torch.full((3,), float(rank))
     with Recorder() as recorder:
-        if rank == 0:
-            collectives.send(own + 10, 1)
-            collectives.recv_(own, 1)
-        else:
-            collectives.recv_(own, 0)
-            collectives.send(own + 10, 0)
+        # Both send first, two tensors each, larger than what a socket buffers.
+        large = [torch.full((1 << 20,), 10.0 * rank + index) for index in range(2)]
+        arrived = [torch.zeros_like(tensor) for tensor in large]
+        collectives.exchange_([own + 10], [1 - rank], [own], [1 - rank])
+        collectives.exchange_(large, [1 - rank] * 2, arrived, [1 - rank] * 2)
     result["exchanged"] = own.tolist()
+    result["in order"] = [tensor.unique().tolist() for tensor in arrived]
+    if rank == 0:
+        collectives.exchange_(sent=[own], destinations=[1])
+    else:
+        collectives.exchange_(received=[own], sources=[0])
+    result["one way"] = own.tolist()
     result["operators"] = [str(call[0]) for call in recorder.calls if "graphs" in str(call[0])]
     result["foreign"] = [str(call[0]) for call in recorder.calls if "c10d" in str(call[0])]
 
@@ -254,6 +277,19 @@ def worker():
     function, args, _ = recorder.calls[0]
     function(*args)
     result["replayed"] = value.tolist()
+
+    total, largest = [torch.full((2,), rank + 1.0)], torch.tensor([rank, -rank], dtype=torch.float32)
+    collectives.all_reduce_sum_(total)
+    collectives.all_reduce_max_(largest)
+    result["reduced"] = [total[0].tolist(), largest.tolist()]
+    rows = torch.arange(4.0).view(4, 1) + 10 * rank
+    part, whole, swapped = torch.zeros(2, 1), torch.zeros(8, 1), torch.zeros(4, 1)
+    collectives.reduce_scatter_sum_(part, rows)
+    collectives.all_gather_into_(whole, rows)
+    collectives.all_to_all_(swapped, rows)
+    result["rows"] = [tensor.flatten().tolist() for tensor in (part, whole, swapped)]
+    result["regions"] = region_gradients(rank)
+    result["replayed regions"] = replayed_regions(rank)
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         flat = torch.arange(6.0).to(dtype) * (rank + 1)
@@ -285,6 +321,76 @@ def worker():
     collectives.shutdown()
     result["threads_left"] = thread_names()
     print(json.dumps(result))
+
+
+def region_gradients(rank):
+    """Differences of a column- and row-parallel pair of matrices, plain and with sequence parallelism, to the whole."""
+    generator = torch.Generator().manual_seed(0)
+    x, first, second, weight = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 6), (8, 6), (6, 8), (4, 6))
+    )
+    leaf = x.clone().requires_grad_(True)
+    expected = (leaf @ first.T).tanh() @ second.T
+    (expected * weight).sum().backward()
+    column, row, own = first.chunk(2)[rank], second.chunk(2, dim=1)[rank], slice(2 * rank, 2 * rank + 2)
+
+    def differences(into, out_of, start, shared):
+        """start: of x, a leaf. shared: the rows of result and gradient that this rank has."""
+        start = start.clone().requires_grad_(True)
+        y = out_of((into(start) @ column.T).tanh() @ row.T)
+        (y * weight[shared]).sum().backward()
+        return [float((a - b).abs().max()) for a, b in ((y, expected[shared]), (start.grad, leaf.grad[shared]))]
+
+    result = {
+        "tensor": differences(regions.copy_to_region, regions.reduce_from_region, x, slice(None)),
+        "sequence": differences(regions.gather_from_sequence, regions.reduce_scatter_to_sequence, x[own], own),
+    }
+    # In and out of sequence parallelism around what each rank does for its own tokens.
+    start = x.clone().requires_grad_(True)
+    y = regions.gather_from_sequence(regions.scatter_to_sequence(start).tanh(), partial_gradients=False)
+    (y * weight).sum().backward()
+    leaf.grad = None
+    (leaf.tanh() * weight).sum().backward()
+    result["tokens"] = [float((a - b).abs().max()) for a, b in ((y, leaf.tanh()), (start.grad, leaf.grad))]
+    # There and back; the gradient takes the same way.
+    start = x.clone().requires_grad_(True)
+    y = regions.all_to_all(regions.all_to_all(start) * (rank + 1))
+    (y * weight).sum().backward()
+    factors = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64).unsqueeze(1)
+    result["all to all"] = [float((a - b).abs().max()) for a, b in ((y, x * factors), (start.grad, weight * factors))]
+    try:
+        regions.reduce_scatter_to_sequence(x[:3])
+    except ValueError as error:
+        result["uneven"] = str(error)
+    return result
+
+
+def replayed_regions(rank):
+    """A host graph of a forward and backward pass through regions and of an exchange, replayed on other values."""
+    x, weight = torch.zeros(4, 2, requires_grad=True), torch.tensor([[1.0, 2.0], [rank, 3.0]], requires_grad=True)
+    received = torch.zeros(2, 2)
+
+    def step():
+        x.grad = weight.grad = None
+        whole = regions.gather_from_sequence(regions.copy_to_region(x))
+        y = regions.reduce_from_region(regions.reduce_scatter_to_sequence(whole @ weight).square())
+        y.sum().backward()
+        collectives.exchange_([weight.grad], [1 - rank], [received], [1 - rank])
+        return y.detach(), x.grad, weight.grad, received
+
+    def values(results):
+        return [tensor.tolist() for tensor in results]
+
+    with torch.no_grad():
+        x.fill_(rank + 1.0)
+    expected = values(step())
+    with torch.no_grad():
+        x.zero_()
+    graph, results = HostPool().capture(step, static_inputs=(x,))
+    with torch.no_grad():
+        x.fill_(rank + 1.0)
+    graph.replay()
+    return values(results) == expected and received.any().item()
 
 
 def thread_names():
@@ -334,11 +440,36 @@ def test_averaged_gradients_are_those_of_the_whole_batch(two_ranks):
     assert two_ranks[0]["grads"] == two_ranks[1]["grads"]
 
 
-def test_send_and_receive(two_ranks):
-    assert [result["exchanged"] for result in two_ranks] == [[20.0] * 3, [10.0] * 3]
-    names = ["graphs.send.default", "graphs.recv_.default"]
-    assert [result["operators"] for result in two_ranks] == [names, names[::-1]]
+@pytest.mark.parametrize("case", ["tensor", "sequence", "tokens", "all to all"])
+def test_regions_are_the_whole_model_forward_and_backward(two_ranks, case):
+    for result in two_ranks:
+        assert max(result["regions"][case]) < 1e-12
+        assert "shape (3, 6) has no equal parts for 2 ranks" in result["regions"]["uneven"]
+
+
+def test_regions_of_one_rank_are_nothing():
+    x = torch.ones(3, requires_grad=True)
+    for name in ("copy_to_region", "reduce_from_region", "gather_from_sequence", "scatter_to_sequence", "all_to_all"):
+        assert getattr(regions, name)(x) is x
+
+
+def test_regions_and_exchanges_in_a_host_graph(two_ranks):
+    assert [result["replayed regions"] for result in two_ranks] == [True, True]
+
+
+def test_exchange(two_ranks):
+    assert [result["exchanged"] for result in two_ranks] == [[11.0] * 3, [10.0] * 3]
+    assert [result["in order"] for result in two_ranks] == [[[10.0], [11.0]], [[0.0], [1.0]]]
+    assert [result["one way"] for result in two_ranks] == [[11.0] * 3] * 2
+    assert [result["operators"] for result in two_ranks] == [["graphs.exchange_.default"] * 2] * 2
     assert [result["foreign"] for result in two_ranks] == [[], []]
+
+
+def test_sums_maxima_and_rows(two_ranks):
+    assert [result["reduced"] for result in two_ranks] == [[[3.0, 3.0], [1.0, 0.0]]] * 2
+    whole = [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
+    assert two_ranks[0]["rows"] == [[10.0, 12.0], whole, [0.0, 1.0, 10.0, 11.0]]
+    assert two_ranks[1]["rows"] == [[14.0, 16.0], whole, [2.0, 3.0, 12.0, 13.0]]
 
 
 def test_broadcast(two_ranks):

@@ -142,20 +142,18 @@ def test_parity_has_three_steps_where_they_are_long(run, monkeypatch, seconds, w
 # --- clocks
 
 
-@pytest.mark.parametrize(
-    ("wall_ms", "world_size", "fault"), [(1004.0, 1, None), (1006.0, 1, "sum to 1000.0 ms"), (1006.0, 2, None)]
-)
-def test_events_of_a_gpu_agree_with_the_wall_clock(wall_ms, world_size, fault):
+@pytest.mark.parametrize(("wall_ms", "fault"), [(1004.0, None), (1006.0, "sum to 1000.0 ms")])
+def test_events_of_a_gpu_agree_with_the_wall_clock(wall_ms, fault):
     record = records.blank(device="cuda")
     record["steps"].update(gpu_ms=[10.0] * 100, wall_ms=wall_ms)
-    said = passes.wrong_wall(record, world_size)
+    said = passes.wrong_wall(record)
     assert (fault in said) if fault else said is None
     record["device"] = "cpu"
-    assert passes.wrong_wall(record, world_size) is None
+    assert passes.wrong_wall(record) is None
 
 
 def test_a_clock_that_does_not_agree_fails_the_run(run, monkeypatch):
-    monkeypatch.setattr(passes, "wrong_wall", lambda record, world_size: "the clocks part")
+    monkeypatch.setattr(passes, "wrong_wall", lambda record: "the clocks part")
     record = run(Graphed).record
     assert (record["status"], record["message"]) == ("failed", "the clocks part")
     assert record["statistic_ms"] > 0
@@ -255,27 +253,10 @@ def test_a_host_without_proc_tells_no_start(monkeypatch):
     assert record["seconds"]["start"] is None and record["seconds"]["import"] > 0 and record["begin_utc"]
 
 
-def test_ranks_say_what_each_measured(monkeypatch, tmp_path, capsys):
-    """Two ranks in one process: what the other one would have answered is made up here."""
-    others = {"statistic": 30.0, "message": ""}
-
-    def of_all_ranks(value):
-        if isinstance(value, list):
-            return [value, [others["statistic"]] * len(value)]
-        return [value, value | {"rank": 1, "statistic_ms": others["statistic"], "message": others["message"]}]
-
-    monkeypatch.setattr(passes, "of_all_ranks", of_all_ranks)
-    monkeypatch.setattr(
-        measure.environment, "describe_environment", lambda *_: records.TEMPLATE["env"] | {"world_size": 2}
-    )
-    make = lambda state: Variant(state)  # noqa: E731
-    record = test_measure.Measured(make, tmp_path, lambda: capsys.readouterr().out).record
-    assert record["status"] == "pass", record["message"]
-    assert [set(rank) for rank in record["ranks"]] == [{"rank", "gpu_uuid", "statistic_ms", "num_replays"}] * 2
-    assert record["ranks"][0]["statistic_ms"] < 30 == record["ranks"][1]["statistic_ms"] == record["statistic_ms"]
-    others["message"] = "3 graphs made, 4 promised"
-    record = test_measure.Measured(make, tmp_path, lambda: capsys.readouterr().out).record
-    assert (record["status"], record["message"]) == ("failed", "rank 1: 3 graphs made, 4 promised")
+def test_a_step_ends_with_its_last_rank():
+    assert passes.skew_ms([[10.0, 10.0, 10.0]]) is None
+    # Ends at 10, 20, 30 and at 12, 21, 33.
+    assert passes.skew_ms([[10.0, 10.0, 10.0], [12.0, 9.0, 12.0]]) == 2.0
 
 
 # --- a full disk

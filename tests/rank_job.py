@@ -1,0 +1,198 @@
+"""Jobs of a few gloo ranks, in one of which a rank fails in some phase: `python -m tests.rank_job FOLDER JOB ...`.
+
+JOB is kind:phase:rank:world_size, as in killed:window:1:2. All jobs run at once, each forked from a process that has
+imported torch, and each leader does what torchrun does: it holds the store, waits for its ranks, and stops the others
+when one has failed ("alone" as a fifth part: it does not). FOLDER/JOB.json holds exit statuses and seconds; FOLDER/JOB
+has the record.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from common import collectives, measure
+from common.capture import Pool
+from common.config import Arguments, Run, Timing
+from common.variant import Capture, Unsupported, Workload, warm_up
+
+KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
+PHASES = ("build", "capture", "window", "profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Timing):
+    min_steps: int = 20
+    min_window_s: float = 0.1
+    warmup_min_s: float = 0.05
+    warmup_max_s: float = 0.1
+
+
+def fail(kind):
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if kind == "refused":
+        raise Unsupported("this GPU has no FP8")
+    if kind == "raised":
+        raise RuntimeError("a bug of this rank")
+    if kind == "stalled":
+        time.sleep(1000)
+
+
+class State:
+    """A weight that moves by the mean over ranks of a gradient."""
+
+    def __init__(self, fails):
+        self.device, self.fails = torch.device("cpu"), fails
+        self.weight, self.grad = torch.zeros(4), torch.zeros(4)
+        self.losses = torch.zeros(100_000)
+        fails("build")
+
+    def reset(self):
+        self.weight.zero_()
+        self.losses.zero_()
+
+    def named_state(self):
+        return [("weight", self.weight)]
+
+    def read_losses(self, count):
+        return self.losses[:count].tolist()
+
+    read_grad_norms = read_losses
+
+    def batch_class(self, index):
+        return 0
+
+    def step(self, index):
+        self.grad.fill_(dist.get_rank() + 1.0)
+        collectives.all_reduce_mean_([self.grad])
+        self.weight += self.grad
+        self.losses[index] = 1.0
+
+
+class Graphed:
+    def __init__(self, state):
+        self.state, self.pool = state, Pool(state.device)
+        self.capture = Capture(strategy="the sum", pools=[self.pool])
+        warm_up(state, self.capture, State.step)
+        state.fails("capture")
+        with self.capture.timed("capture_s"):
+            self.graph, _ = self.pool.capture(self._reduce)
+
+    def _reduce(self):
+        self.state.grad.fill_(dist.get_rank() + 1.0)
+        collectives.all_reduce_mean_([self.state.grad])
+
+    def step(self, index):
+        if index == 3:
+            self.state.fails("profile" if "--profile" in sys.argv else "window")
+        self.graph.replay()
+        self.state.weight += self.state.grad
+        self.state.losses[index] = 1.0
+
+    def replays_of(self, index):
+        return 1
+
+    def close(self):
+        self.pool.release()
+
+
+def run_rank(job, folder):
+    kind, phase, failing, world_size = job[:4]
+    rank = int(os.environ["RANK"])
+
+    def fails(place):
+        # In the window, which garbage is not collected in, and not in the steps before it.
+        if rank == int(failing) and place == phase and not (place == "window" and gc.isenabled()):
+            fail(kind)
+
+    sys.argv = ["rank_job"] + (["--profile"] if phase == "profile" else [])
+    torch.set_num_threads(1)
+    run = {"profile": str(folder / "trace.json")} if phase == "profile" else {}
+    collectives.init("cpu")
+    workload = Workload(
+        model="rank_job",
+        build=lambda config, device: State(fails),
+        variants={"graph": Graphed},
+        reference=State.step,
+        card=[],
+        notes=[],
+        flops_per_step=1.0,
+        flops_convention="none",
+        items_per_step=1.0,
+        unit="samples",
+    )
+    options = Run(preset="tiny", variant="graph", record=str(folder / "graph.json"), profile_steps=0, **run)
+    try:
+        record = measure.run(
+            workload, Arguments(config=Config(), run=options), torch.device("cpu"), rank, int(world_size)
+        )
+    finally:
+        collectives.shutdown()
+    return 0 if record["status"] in ("pass", "oom", "unsupported") else 1
+
+
+def lead(job, folder):
+    """Hold the store, start the ranks, and end with what became of each."""
+    name, alone, world_size = ":".join(job), len(job) > 4, int(job[3])
+    home = folder / name
+    home.mkdir(parents=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), WORLD_SIZE=str(world_size),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    start, pids = time.monotonic(), {}
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            out = os.open(home / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            status = 1
+            with contextlib.suppress(BaseException):
+                status = run_rank(job, home)
+            sys.stdout.flush()
+            os._exit(status)
+        pids[pid] = rank
+    statuses = {}
+    while pids:
+        pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        statuses[pids.pop(pid)] = code
+        if code and not alone:
+            for other in pids:
+                os.kill(other, signal.SIGTERM)
+    answer = {"statuses": [statuses[rank] for rank in range(world_size)], "seconds": time.monotonic() - start}
+    (folder / f"{name}.json").write_text(json.dumps(answer))
+
+
+def main(folder, *jobs):
+    # Once, before all forks: it imports torch's compiler, which takes seconds.
+    torch.use_deterministic_algorithms(False)
+    importlib.import_module("torch.distributed.nn.functional")
+    leaders = []
+    for job in jobs:
+        pid = os.fork()
+        if pid == 0:
+            lead(job.split(":"), Path(folder))
+            os._exit(0)
+        leaders.append(pid)
+    for pid in leaders:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
