@@ -1,8 +1,8 @@
 """Which eager each variant is compared with, over all sessions of one group, and which eagers a session did not run.
 
-Kernels are eager's choice, too: the base of a variant is the fastest eager that trains the same (docs/method.md), of
-equal layer, arithmetic and batches, whoever's kernels it launches. What a variant is, and which eagers its model has,
-stands in the record (`benchmarks.script.said`). For an older record, the model's script of today says it.
+The base of a variant is the fastest eager that trains the same, of equal layer, arithmetic and batches; it may launch
+other kernels (docs/method.md). The record says what a variant is and which eagers its model has
+(`benchmarks.script.said`). For an older record, the model's script of today says it.
 """
 
 import functools
@@ -87,7 +87,7 @@ class Group:
 def group_of(found, base: str | None = None) -> Group:
     """found: a frame, or records. base: a variant that is the base of every session; None: the best eager.
 
-    Sessions that pool have one base, chosen over all of them: a choice in each session would favour the eager that was
+    Sessions that pool have one base, chosen over all of them: a choice in each session would take the eager that was
     the faster there by chance, and over many sessions that alone gives verdicts (docs/method.md). A session that pools
     with no newer one has its own.
     """
@@ -127,18 +127,18 @@ def class_of(record: dict) -> tuple[str, str, str]:
     """(layer, arithmetic, batches) as the variant's traits name them, "" where they name nothing."""
     own = record["extra"].get("traits")
     if not isinstance(own, dict):
-        own = script.traits_of(_described(record["model"]), record["variant"])
+        own = script.traits_of(described(record["model"]), record["variant"])
     return tuple(str(own.get(name, "")) for name in ("layer", "arithmetic", "batches"))
 
 
 def eagers_of(record: dict) -> list[str]:
     """Eagers of the record's model that the best base needs, by the record, else by the script of today."""
     own = record["extra"].get("eagers")
-    return [str(name) for name in own] if isinstance(own, list) else script.eagers_of(_described(record["model"]))
+    return [str(name) for name in own] if isinstance(own, list) else script.eagers_of(described(record["model"]))
 
 
 @functools.cache
-def _described(model):
+def described(model):
     """What a model's script says of itself; nothing where there is no such script."""
     try:
         return script.describe(model, [])
@@ -188,7 +188,7 @@ def choose_base(runs: list[dict]) -> str | None:
     for row in sorted((row for row in runs if row["is_timed"] and row["kind"] == "eager"), key=lambda r: r["attempt"]):
         timed[row["variant"], row["session"], row["round"]] = row["record"]["steps"]
     num = Counter(variant for variant, _, _ in timed)
-    # Before rounds are left out: one lucky run would leave every row without pairs.
+    # Counted before rounds are left out, because a base with one run would leave every row without pairs.
     least = min(max(num.values(), default=0), intervals.MIN_PAIRS)
     names = sorted((name for name in num if num[name] >= least), key=lambda name: (name != "eager", name))
     # Times of a CPU say nothing.

@@ -15,35 +15,21 @@ records only: no torch, no GPU.
 """
 
 import argparse
-import csv
 import functools
-import io
 import math
 import signal
 import sys
 from pathlib import Path
 
-from benchmarks import frame, intervals, tables
-from benchmarks.intervals import tail
+import pandas
+
+from benchmarks import frame, intervals, overview, tables
+from benchmarks.frame import timed
 from benchmarks.rows import Mixed, missing_base, summarise
-from benchmarks.tables import console_table, headline, markdown_table
 from common import record as records
+from common import source
 
-__all__ = ["Mixed", "load", "main", "missing_base", "record_row", "report", "summarise", "timed", "write_summary"]
-
-
-def load(folder):
-    """(frame of all runs at or below a folder, a line for each record that is left out).
-
-    Raises FileNotFoundError when there is no such folder.
-    """
-    runs = frame.read(folder)
-    return runs.frame, runs.faults
-
-
-def timed(group: list[dict]) -> list[dict]:
-    return [record for record in group if frame.is_timed(record)]
-
+__all__ = ["Mixed", "main", "notes", "report", "summarise", "timed", "write_summary"]
 
 # ------------------------------------------------------------------------------------------------
 # Notes
@@ -55,17 +41,22 @@ def notes(found, table: list[dict], faults: list[str], metas: dict | None = None
     found: as `summarise` takes it. metas, doubts: of `frame.Runs`.
     """
     runs = frame.of(found)
-    skipped = [f"left out: {fault}" for fault in faults] + ([_left_out(faults)] if faults else [])
+    skipped = [f"left out: {fault}" for fault in faults]
+    if faults:
+        skipped.append(f"{len(faults)} record{'s are' if len(faults) > 1 else ' is'} left out")
     if runs.empty:
         return skipped
     every = frame.records_of(runs)
     own = timed(every)
     lines = [*dict.fromkeys(_machine(record) for record in own or every[-1:])]
-    lines += _base_notes(table) + _session_notes(runs, metas or {})
-    lines += _source_notes(every)
+    lines += _base_notes(table) + _session_notes(runs, metas or {}) + _source_notes(every)
     # What the scripts say of the configuration that really ran, once each.
     lines += dict.fromkeys(note for record in every for note in record["extra"].get("notes") or [])
-    lines += _lost_notes(every) + _older_notes(table) + _eager_notes(table)
+    lines += _lost_notes(every)
+    for num, names in _variants_by(table, lambda row: row["num_older"]).items():
+        lines.append(f"{names}: {num} other session{'s' if num > 1 else ''} beside, {OLDER}: not pooled")
+    for missing, names in _variants_by(table, lambda row: ", ".join(row["missing_eagers"])).items():
+        lines.append(f"{names}: not all eagers run, {missing} missing: the base is the best of those that were")
     for row in table:
         lines += _row_notes(row, every)
     if table and table[0]["device"] == "cpu":
@@ -73,26 +64,23 @@ def notes(found, table: list[dict], faults: list[str], metas: dict | None = None
     return [*lines, *doubts, *skipped]
 
 
-def _left_out(faults):
-    return f"{len(faults)} record{'s are' if len(faults) > 1 else ' is'} left out"
+OLDER = "of other code, configuration, versions or schema, or with fewer eagers"
+VERSIONS = {
+    "torch": "torch",
+    "cuda": "CUDA",
+    "transformer_engine": "Transformer Engine",
+    "nccl": "NCCL",
+    "driver": "driver",
+}
 
 
 def _machine(record):
     env = record["env"]
-    versions = (
-        ("torch", "torch"),
-        ("cuda", "CUDA"),
-        ("transformer_engine", "Transformer Engine"),
-        ("nccl", "NCCL"),
-        ("driver", "driver"),
-    )
     # NCCL counts where there are several GPUs.
-    named = ", ".join(
-        f"{name} {env[key]}" for key, name in versions if env[key] and (key != "nccl" or env["world_size"] > 1)
-    )
+    versions = {key: name for key, name in VERSIONS.items() if env[key] and (key != "nccl" or env["world_size"] > 1)}
     where = f"{env['gpu_name']} x{env['world_size']}" if record["device"] == "cuda" else f"CPU ({env['cpu']})"
     where += f", {record['model']} preset {record['preset']}"
-    return f"{where}, {named}" if named else where
+    return ", ".join([where, *(f"{name} {env[key]}" for key, name in versions.items())])
 
 
 def _base_notes(table):
@@ -109,8 +97,7 @@ def _base_notes(table):
 def _session_notes(runs, metas):
     """A line for each session: rounds, steps, conditions, and what else was on the host."""
     lines = []
-    order = runs.drop_duplicates("session").sort_values(["begin", "session"])["session"]
-    for name in order:
+    for name in runs.drop_duplicates("session").sort_values(["begin", "session"])["session"]:
         part = runs[runs["session"] == name]
         own = timed(frame.records_of(part))
         schema = "schema 1: no times, no probe, " if part["schema"].max() == 1 else ""
@@ -118,86 +105,70 @@ def _session_notes(runs, metas):
             lines.append(f"{name}: {schema}no timed run")
             continue
         meta = metas.get((part["group"].iloc[0], name), {})
-        steps = [len(record["steps"]["gpu_ms"]) for record in own]
-        windows = [record["conditions"]["window_s"] for record in own if record["conditions"]["window_s"]]
-        count = len({record["round"] for record in own})
-        text = (
-            f"{name}: {schema}{count} round{'s' if count > 1 else ''} x {_span(str(min(steps)), str(max(steps)))} steps"
-        )
-        if windows:
-            text += f", windows of {_span(f'{min(windows):.1f}', f'{max(windows):.1f}')} s"
-        text += _load_text(own) + _host(own) + _probe(meta) + _beside(own)
-        closed, superseded = meta.get("closed"), meta.get("superseded")
-        text += f", closed: {closed}" if closed and closed != "complete" and not schema else ""
+        num_rounds = len({record["round"] for record in own})
+        windows = _span((record["conditions"]["window_s"] or None for record in own), 1)
+        closed, superseded, load = meta.get("closed"), meta.get("superseded"), own[0]["host_load"]
+        parts = [
+            f"{num_rounds} round{'s' if num_rounds > 1 else ''} x "
+            f"{_span(len(record['steps']['gpu_ms']) for record in own)} steps",
+            windows and f"windows of {windows} s",
+            load and f"{load} busy processes beside each",
+            *_host(own),
+            *_probe(meta),
+            _beside(own),
+            closed and closed != "complete" and not schema and f"closed: {closed}",
+        ]
+        text = f"{name}: {schema}{', '.join(part for part in parts if part)}"
         lines.append(f"{text}; {superseded}" if superseded else text)
-        unsettled = [r for r in own if r["conditions"]["settled"] is False]
+        unsettled = sorted(frame.short_name(r) for r in own if r["conditions"]["settled"] is False)
         if unsettled and own[0]["device"] == "cuda":
-            names = ", ".join(sorted(frame.short_name(record) for record in unsettled))
-            lines.append(f"{name}: step time or clock had not settled within 1 % when the window began: {names}")
+            what = "step time or clock had not settled within 1 % when the window began"
+            lines.append(f"{name}: {what}: {', '.join(unsettled)}")
     return lines
 
 
-def _load_text(runs):
-    load = runs[0]["host_load"]
-    return f", {load} busy processes beside each" if load else ""
+def _span(values, digits=0, scale=1):
+    """The least and the largest of what is known; no text where nothing is."""
+    known = [value * scale for value in values if value is not None]
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(known), max(known)))) if known else ""
 
 
 def _host(runs):
     seen = [record["extra"]["host"] for record in runs if isinstance(record["extra"].get("host"), dict)]
-    steal = _known(host.get("steal_fraction") for host in seen)
-    busy = _known(host.get("busy_fraction") for host in seen)
-    load = _known(host.get("load_1m_end") for host in seen)
-    parts = []
-    if steal:
-        parts.append(f"steal up to {100 * max(steal):.1f} %")
-    if busy:
-        parts.append(f"host busy {_span(f'{100 * min(busy):.0f}', f'{100 * max(busy):.0f}')} %")
-    if load:
-        parts.append(f"load {_span(f'{min(load):.1f}', f'{max(load):.1f}')}")
-    return f", {', '.join(parts)}" if parts else ""
+    steal = max((host["steal_fraction"] for host in seen if host.get("steal_fraction") is not None), default=None)
+    busy = _span((host.get("busy_fraction") for host in seen), scale=100)
+    load = _span((host.get("load_1m_end") for host in seen), 1)
+    steal = steal is not None and f"steal up to {100 * steal:.1f} %"
+    return steal, busy and f"host busy {busy} %", load and f"load {load}"
 
 
 def _probe(meta):
     """What an eager operator and a bare launch cost this host, at the session's begin and end."""
     probes = [probe for probe in meta.get("probes") or [] if probe.get("us_per_operator")]
-    parts = []
     for key, what in (("us_per_operator", "to issue an operator"), ("us_per_launch", "for a bare launch")):
-        values = list(dict.fromkeys(f"{probe[key]:.1f}" for probe in probes if probe.get(key)))
-        parts += [f"{' then '.join(values)} us {what}"] if values else []
-    return "".join(f", {part}" for part in parts)
+        values = dict.fromkeys(f"{probe[key]:.1f}" for probe in probes if probe.get(key))
+        yield values and f"{' then '.join(values)} us {what}"
 
 
 def _beside(runs):
-    others = sorted(
-        {text for r in runs for key in ("others_on_gpu", "other_sessions") for text in r["conditions"][key]}
-    )
-    return f", beside {'; '.join(others)}" if others else ""
-
-
-def _known(values):
-    return [value for value in values if value is not None]
-
-
-def _span(low, high):
-    return low if low == high else f"{low} to {high}"
+    found = {text for r in runs for key in ("others_on_gpu", "other_sessions") for text in r["conditions"][key]}
+    return found and f"beside {'; '.join(sorted(found))}"
 
 
 def _source_notes(found):
     """Which commits and sources the records name, and whether the history has them so."""
-    lines, texts = [], {}
-    for record in found:
-        env = record["env"]
-        key = (record["schema"], record["model"], env["git_sha"], env["git_tree"], env["git_dirty"], env["source_hash"])
-        texts.setdefault(key, 0)
-    for schema, model, sha, _, dirty, source in sorted(texts, key=str):
-        if not source:
+    keys = ("git_sha", "git_dirty", "source_hash")
+    named = {(record["schema"], record["model"], *(record["env"][key] for key in keys)) for record in found}
+    lines = []
+    for schema, model, sha, dirty, hashed in sorted(named, key=str):
+        if not hashed:
             continue
-        name = f"git {sha[:12]}{' (changed)' if dirty else ''}" if sha else "no commit"
-        text = f"{name}, source {source}"
-        expected = _hash_of_commit(schema, model, sha)
+        text = f"git {sha[:12]}{' (changed)' if dirty else ''}" if sha else "no commit"
+        text += f", source {hashed}"
+        expected = hash_of_commit(schema, model, sha) if sha else None
         if sha and expected is None:
             text += ", a commit that is not in this history"
-        elif expected and expected != source:
+        elif expected and expected != hashed:
             why = "measured with uncommitted changes" if dirty else "the records do not belong to it"
             text += f", which is not that of the commit ({expected}): {why}"
         lines.append(text)
@@ -205,12 +176,8 @@ def _source_notes(found):
 
 
 @functools.cache
-def _hash_of_commit(schema, model, sha):
+def hash_of_commit(schema: int, model: str, sha: str) -> str | None:
     """What a record of that schema would call the source of a commit; None where the history does not have it."""
-    from common import source
-
-    if not sha:
-        return None
     return source.source_hash_1_of_commit(model, sha) if schema == 1 else source.source_hash_of_commit(sha)
 
 
@@ -226,26 +193,12 @@ def _lost_notes(found):
     return [f"{', '.join(names) if len(names) < 4 else f'{len(names)} runs'}: {text}" for text, names in runs.items()]
 
 
-def _older_notes(table):
-    """Sessions that stand beside a row and do not enter it, rows of one number together."""
-    names: dict[int, list[str]] = {}
+def _variants_by(table, value):
+    """{value(row): the variants of all rows that have it}, without empty values."""
+    names: dict[object, list[str]] = {}
     for row in table:
-        if row["num_older"]:
-            names.setdefault(row["num_older"], []).append(row["variant"])
-    why = "of other code, configuration, versions or schema, or with fewer eagers: not pooled"
-    return [f"{', '.join(own)}: {n} other session{'s' if n > 1 else ''} beside, {why}" for n, own in names.items()]
-
-
-def _eager_notes(table):
-    """Eagers of the model that the sessions of a row did not run: its base may be slower than the best one."""
-    names: dict[tuple, list[str]] = {}
-    for row in table:
-        if row["missing_eagers"]:
-            names.setdefault(tuple(row["missing_eagers"]), []).append(row["variant"])
-    return [
-        f"{', '.join(own)}: not all eagers run, {', '.join(missing)} missing: the base is the best of those that were"
-        for missing, own in names.items()
-    ]
+        names.setdefault(value(row), []).append(row["variant"])
+    return {key: ", ".join(own) for key, own in names.items() if key}
 
 
 def _row_notes(row, found):
@@ -264,44 +217,35 @@ def _row_notes(row, found):
 # ------------------------------------------------------------------------------------------------
 # Files
 
+# What summary.csv says of a run beside its session: keys of the record, and of groups of it.
+OF_RECORD = {
+    "": (
+        *("schema", "model", "preset", "variant", "round", "attempt", "host_load", "status", "device", "statistic_ms"),
+        *("issue_ms", "busy_ms", "optimizer_ms", "rank_skew_ms", "num_kernels", "idle_fraction", "energy_j"),
+    ),
+    "env": (
+        *("gpu_name", "gpu_uuid", "boot_id", "world_size", "torch", "cuda", "transformer_engine", "driver"),
+        *("git_sha", "source_hash", "run_hash"),
+    ),
+    "conditions": ("window_s", "settled"),
+    "memory": ("peak_allocated_bytes", "peak_reserved_bytes", "graph_pool_bytes"),
+    "capture": ("warmup_s", "compile_s", "capture_s", "num_graphs", "num_replays", "expected_replays"),
+    "clocks": ("sm_mhz",),
+    "numerics": ("parity", "max_rel_diff"),
+}
 
-def record_row(row: dict) -> dict:
-    """One line of summary.csv: what a run says, flat, units in the names. row: of the frame, as a dict."""
-    record = row["record"]
-    env, capture, memory, conditions = (record[key] for key in ("env", "capture", "memory", "conditions"))
-    steps = record["steps"]
-    has_steps = bool(steps["gpu_ms"]) and len(steps["gpu_ms"]) == len(steps["batch"])
+
+def _summary_row(row):
+    """One line of summary.csv: what a run says, flat, units in the names. row: of the frame."""
+    record, steps = row["record"], row["record"]["steps"]
+    places = [(record[group] if group else record, keys) for group, keys in OF_RECORD.items()]
     return {
         "session": row["session"],
         "begin": row["begin"],
-        **{key: record[key] for key in ("schema", "model", "preset", "variant", "round", "attempt", "host_load")},
-        **{key: record[key] for key in ("status", "device")},
-        "gpu_name": env["gpu_name"],
-        "gpu_uuid": env["gpu_uuid"],
-        "boot_id": env["boot_id"],
-        "world_size": env["world_size"],
-        "torch": env["torch"],
-        "cuda": env["cuda"],
-        "transformer_engine": env["transformer_engine"],
-        "driver": env["driver"],
-        "git_sha": env["git_sha"],
-        "source_hash": env["source_hash"],
-        "run_hash": env["run_hash"],
+        **{key: place[key] for place, keys in places for key in keys},
         "num_steps": len(steps["gpu_ms"]),
-        "window_s": conditions["window_s"],
-        "settled": conditions["settled"],
-        "statistic_ms": record["statistic_ms"],
         "p10_ms": row["quiet_ms"],
-        "tail_p95_over_p50": tail(steps["gpu_ms"], steps["batch"]) if has_steps and row["quiet_ms"] else None,
-        **{key: record[key] for key in ("issue_ms", "busy_ms", "optimizer_ms", "rank_skew_ms", "num_kernels")},
-        "idle_fraction": record["idle_fraction"],
-        **{key: memory[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "graph_pool_bytes")},
-        **{key: capture[key] for key in ("warmup_s", "compile_s", "capture_s")},
-        **{key: capture[key] for key in ("num_graphs", "num_replays", "expected_replays")},
-        "energy_j": record["energy_j"],
-        "sm_mhz": record["clocks"]["sm_mhz"],
-        "parity": record["numerics"]["parity"],
-        "max_rel_diff": record["numerics"]["max_rel_diff"],
+        "tail_p95_over_p50": intervals.tail(steps["gpu_ms"], steps["batch"]) if row["quiet_ms"] else None,
         "message": tables.short(record["message"]),
     }
 
@@ -309,9 +253,9 @@ def record_row(row: dict) -> dict:
 def report(found, faults, base=None, markdown=False, metas=None, doubts=()) -> tuple[str, list[dict]]:
     """The whole text (headline, tables, notes) and its rows. Raises Mixed."""
     table = summarise(found, base)
-    text = markdown_table(table) if markdown else console_table(table)
+    text = tables.folder_text(table, markdown)
     below = "\n".join(f"- {line}" if markdown else line for line in notes(found, table, faults, metas, doubts))
-    return "\n\n".join(part for part in (headline(table), text, below) if part), table
+    return "\n\n".join(part for part in (tables.headline(table), text, below) if part), table
 
 
 def write_summary(folder, base: str | None = None) -> list[dict]:
@@ -324,13 +268,8 @@ def write_summary(folder, base: str | None = None) -> list[dict]:
     if runs.frame.empty and not runs.faults:
         return []
     text, table = report(runs.frame, runs.faults, base, markdown=True, metas=runs.metas, doubts=runs.doubts)
-    output = io.StringIO()
-    if not runs.frame.empty:
-        lines = [record_row(row) for row in runs.frame.to_dict("records")]
-        writer = csv.DictWriter(output, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-    records.write_text(folder / "summary.csv", output.getvalue())
+    lines = pandas.DataFrame([_summary_row(row) for row in runs.frame.to_dict("records")], dtype=object)
+    records.write_text(folder / "summary.csv", "" if lines.empty else lines.to_csv(index=False))
     records.write_text(folder / "table.md", text + "\n")
     return table
 
@@ -341,13 +280,9 @@ def main(argv=None) -> int:
     )
     parser.add_argument("folder", metavar="DIR", help="a group of sessions, a session, or a folder of such groups")
     parser.add_argument("--base", metavar="VARIANT", help="denominator of the speed-ups (the best eager)")
-    form = parser.add_mutually_exclusive_group()
-    for name, text in (("markdown", "Markdown"), ("csv", "the overview as CSV"), ("json", "the overview as JSON")):
-        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"print {text}")
+    overview.add_forms(parser)
     args = parser.parse_args(argv)
     try:
-        from benchmarks import overview
-
         runs = frame.read(args.folder)
         if args.form in ("csv", "json") or runs.sweeps or runs.frame["group"].nunique() > 1:
             if args.base:

@@ -123,7 +123,7 @@ def _fault(point):
 def _verdict(point):
     if point.get("speedup") is None:
         return None
-    return intervals.Paired(math.log(point["speedup"]), half_width(point), point.get("rounds", 0)).verdict
+    return intervals.Interval(math.log(point["speedup"]), half_width(point), point.get("rounds", 0)).verdict
 
 
 # ------------------------------------------------------------------------------------------------
@@ -150,19 +150,22 @@ def contradictions(points: list[dict]) -> list[int]:
     return [point["value"] for point in points if point["verdict"] in ("same", "slower") and point["value"] < low]
 
 
-def conclusion(points: list[dict], over: str, variant: str, where: str, is_cpu: bool) -> dict:
-    """{"crossover", "finding"}: bracket and sentence of points, and no claim from a CPU's."""
+def conclusion(
+    points: list[dict], over: str, variant: str, where: str | None, is_cpu: bool, variant_kind: str = "graph"
+) -> dict:
+    """{"crossover", "finding"}: bracket and sentence of points, and no claim from a CPU's. Arguments as `finding`."""
     if is_cpu:
         return {"crossover": None, "finding": CPU_FINDING}
-    return {"crossover": bracket(points), "finding": finding(points, over, variant, where)}
+    return {"crossover": bracket(points), "finding": finding(points, over, variant, where, variant_kind)}
 
 
-def finding(points: list[dict], over: str, variant: str, where: str) -> str:
-    """One sentence: where graphs stop paying. where: the GPU's name."""
+def finding(points: list[dict], over: str, variant: str, where: str, variant_kind: str = "graph") -> str:
+    """One sentence: where graphs stop paying. where: the GPU's name. variant_kind: what the variant is declared to be;
+    one that is no graph is named."""
     points = sorted(points, key=lambda point: point["value"])
     pays = [point["value"] for point in points if kind(point) == "pays"]
     flat = [point for point in points if kind(point) == "touches"]
-    who, s = ("graphs", "") if "graph" in variant else (variant, "s")
+    who, s = ("graphs", "") if variant_kind == "graph" else (variant, "s")
     found = bracket(points)
     if found:
         text = f"{who} stop{s} paying between {over} {found['low']} and {found['high']} on {where}"

@@ -5,7 +5,7 @@ Every reader of records (compare, gate, overview, readme, plot, sweep, progress,
 Columns of the frame, one row a run:
     group      folder that the session stands in, below the root: h200x1/gpt3-bench; "." is the root itself
     session    the session's name; records of a folder without a session are one of each boot, GPU and source
-    begin      when the session began, UTC text that sorts by time; empty where nobody knows
+    begin      when the session began, UTC text that sorts by time; empty where it is not known
     where      file, and line of a packed one
     path       folder of the session, where its sidecars are
     gpus, boots    of the whole session, tuples: all its nodes' and GPUs' ids; a CPU has none
@@ -160,7 +160,7 @@ def _session(folder, group, found, runs):
     try:
         meta = sessions.read_meta(folder)
     except sessions.Damaged as error:
-        # Its records tell nearly all of it.
+        # The records hold nearly all that session.json says.
         runs.faults.append(f"{error}: its records are read without")
         meta = {}
     name = sessions.session_name(folder)
@@ -175,7 +175,7 @@ def _loose(folder, group, found, runs):
     for where, record in found:
         key = tuple(str(record["env"].get(name) or "") for name in ("boot_id", "gpu_uuid", "source_hash"))
         parts.setdefault(key, []).append((where, record))
-    # A run that came to nothing may know none of them.
+    # The record of a run that did not pass may have none of them.
     lost = [parts.pop(key) for key in list(parts) if key[:2] == ("", "")] if len(parts) > 1 else []
     for own in lost:
         parts.setdefault(max(parts, default=("", "", "")), []).extend(own)
@@ -290,6 +290,10 @@ def short_name(record: dict) -> str:
 
 def is_timed(record: dict) -> bool:
     return bool(record["round"] and record["status"] == "pass" and record["statistic_ms"])
+
+
+def timed(found: list[dict]) -> list[dict]:
+    return [record for record in found if is_timed(record)]
 
 
 def quiet_ms(record: dict) -> float | None:

@@ -5,29 +5,7 @@
 
 Each side is a session, a group of sessions, or a root of groups. Rows are matched by GPU type, model, preset, number of
 GPUs, host load and variant; where a side has several folders of one such row, by the folder's path or name too.
-Of each row are judged, up and down alike, because a sudden gain is suspect too:
-
-  speed-up   against one eager for both sides, the earlier set's base where the newer has timed it, each side's
-             paired rounds. Drift and differences between GPUs fall on eager and graph alike and cancel: this is the
-             sharp one, on any GPU of the type.
-  step ms    the statistic of the timed rounds. It sees what slows eager and graph alike, which the speed-up
-             cannot. On another GPU of the type 3 % more are allowed (5 % by default), because two of them differ by
-             about 1 %.
-  issue ms   the host's time to issue a step, within 20 %, and only on the same GPU, which means the same host:
-             sessions of one host differ by some percent, hosts by more.
-  reserved, kernels   the peak reserved memory and the kernels of a step, within the tolerance.
-  graphs, replays, status, parity   must not change, except for the better in replays, status and parity.
-
-A row of the base that is gone fails. One that is new is listed as `new`, and fails only where its status is not pass,
-oom or unsupported. A folder on either side whose timed runs lack eager is refused.
-
-A change of time is one beyond the tolerance whose 95 % interval excludes no change. Two sessions are not paired:
-the interval is Student's of two samples of log times, with one scatter for both, since one harness measured both.
-One beyond the tolerance whose interval includes no change is `unclear`, and so is an interval too wide to judge
-by: both pass, are listed and counted, and more rounds settle them. With one round there is no interval, and the
-tolerance alone decides. In simulation (tests/test_gate.py: scatter 0.3 %, sessions 0.3 % and GPUs 1 % off) under
-1 % of comparisons without a change fail, and of changes of 5 % in one variant over 98 % are found, with 2 rounds
-and with more. Of CPU records no time is judged.
+docs/method.md, "How a change is judged", says which quantities are judged and what fails.
 """
 
 import argparse
@@ -39,13 +17,13 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import compare, intervals, overview_rows, rows, tables
+from benchmarks import frame, intervals, overview_rows, rows, tables
 
 TOLERANCE_PERCENT = 2.0
 # Two GPUs of one type, each off by about 1 %, differ by less than this in 97 of 100 cases.
 OTHER_GPU_PERCENT = 3.0
 ISSUE_PERCENT = 20.0
-# From this factor on the interval is that of the side with few rounds, and is said so.
+# From this factor on the interval is that of the side with few rounds, and the text says so.
 UNEVEN_ROUNDS = 2
 # Of a row that the base does not have; a variant that this machine cannot run is no mistake.
 SOUND = ("pass", "oom", "unsupported")
@@ -63,11 +41,11 @@ class Judged:
     quantity: str
     base: str
     new: str
-    change: float | None
-    low: float | None
-    high: float | None
-    allowed: float | None
     verdict: str  # ok, changed, unclear, missing, better, new, failed
+    change: float | None = None
+    low: float | None = None
+    high: float | None = None
+    allowed: float | None = None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -173,34 +151,40 @@ def judge(matched: list[tuple], tolerance: float) -> list[Judged]:
         for variant in new_rows.keys() - {row["variant"] for row in block.rows} if block else new_rows:
             status = new_rows[variant]["status"]
             verdict = "new" if status in SOUND else "failed"
-            fresh.append(Judged(f"{label} {variant}", "row", "-", status, None, None, None, None, verdict))
+            fresh.append(Judged(f"{label} {variant}", "row", "-", status, verdict))
         for row in block.rows if block else ():
             name = f"{label} {row['variant']}"
             other = new_rows.get(row["variant"])
             if other is None:
-                judged.append(Judged(name, "row", row["status"], "missing", None, None, None, None, "missing"))
+                judged.append(Judged(name, "row", row["status"], "missing", "missing"))
             else:
                 judged += _judge_row(name, block, partner, row, other, tolerance)
     return judged + sorted(fresh, key=lambda each: each.row)
 
 
 def _judge_row(name, block, partner, row, other, tolerance):
-    judged = [_judge_word(name, "status", row["status"], other["status"], best="pass")]
+    def word(quantity, key, best=None):
+        base, new = row[key], other[key]
+        verdict = "ok" if base == new else "better" if best is not None and new == best else "changed"
+        return Judged(name, quantity, str(base or "-"), str(new or "-"), verdict)
+
+    judged = [word("status", "status", best="pass")]
     if (row["status"], other["status"]) != ("pass", "pass"):
         return judged
-    judged.append(_judge_word(name, "parity", row["parity"], other["parity"], best="bitwise"))
-    judged.append(_judge_word(name, "replays", row["replays"], other["replays"], best="ok"))
-    judged.append(_judge_word(name, "graphs", row["num_graphs"], other["num_graphs"]))
-    if block.device == "cuda":
-        judged += _judge_times(name, row, *_runs(block, partner, row), tolerance)
-        for quantity, key, text in (
-            ("reserved GiB", "peak_reserved_gib", tables.number(2)),
-            ("kernels", "num_kernels", tables.number(0)),
-        ):
-            judged.append(_judge_number(name, quantity, row[key], other[key], tolerance, text))
-    else:
-        judged.append(_judge_word(name, "operators", row["num_operators"], other["num_operators"]))
-    return [each for each in judged if each]
+    judged += [word("parity", "parity", best="bitwise"), word("replays", "replays", best="ok")]
+    judged.append(word("graphs", "num_graphs"))
+    if block.device != "cuda":
+        return [*judged, word("operators", "num_operators")]
+    judged += _judge_times(name, row, *_runs(block, partner, row), tolerance)
+    for quantity, key, digits in (("reserved GiB", "peak_reserved_gib", 2), ("kernels", "num_kernels", 0)):
+        base, new, text = row[key], other[key], tables.number(digits)
+        if base is not None and new is None:
+            judged.append(Judged(name, quantity, text(base), "missing", "missing", allowed=tolerance))
+        elif base is not None:
+            change = new / base - 1 if base else float(new != base)
+            verdict = "ok" if abs(change) <= tolerance else "changed"
+            judged.append(Judged(name, quantity, text(base), text(new), verdict, change, allowed=tolerance))
+    return judged
 
 
 def _runs(block, partner, row):
@@ -229,14 +213,16 @@ def _log_ratios(group, pooled, variant, base):
 def _judge_times(name, row, base, new, tolerance):
     same_gpu = len({record["env"]["gpu_uuid"] for records, _ in (base, new) for record in records}) == 1
     allowed = tolerance if same_gpu else tolerance + OTHER_GPU_PERCENT / 100
-    steps = [[math.log(record["statistic_ms"]) for record in records] for records, _ in (base, new)]
-    judged = [_judge_logs(name, "step ms", *steps, allowed, tables.number(2))]
+
+    def logs(key):
+        return [[math.log(record[key]) for record in records if record[key]] for records, _ in (base, new)]
+
+    judged = [_judge_logs(name, "step ms", *logs("statistic_ms"), allowed, tables.number(2))]
     if same_gpu:
-        issues = [[math.log(r["issue_ms"]) for r in records if r["issue_ms"]] for records, _ in (base, new)]
-        judged.append(_judge_logs(name, "issue ms", *issues, ISSUE_PERCENT / 100, tables.number(2)))
+        judged.append(_judge_logs(name, "issue ms", *logs("issue_ms"), ISSUE_PERCENT / 100, tables.number(2)))
     if not row["is_base"]:
         judged.append(_judge_logs(name, "speed-up", base[1], new[1], tolerance, lambda value: f"{value:.3f}x"))
-    return judged
+    return filter(None, judged)
 
 
 def _judge_logs(name, quantity, base, new, allowed, text):
@@ -244,24 +230,9 @@ def _judge_logs(name, quantity, base, new, allowed, text):
         return None
     shown = text(math.exp(statistics.fmean(base)))
     if not new:
-        return Judged(name, quantity, shown, "missing", None, None, None, allowed, "missing")
-    verdict, change, low, high = judge_time(base, new, allowed)
-    return Judged(name, quantity, shown, text(math.exp(statistics.fmean(new))), change, low, high, allowed, verdict)
-
-
-def _judge_number(name, quantity, base, new, tolerance, text):
-    if base is None:
-        return None
-    if new is None:
-        return Judged(name, quantity, text(base), "missing", None, None, None, tolerance, "missing")
-    change = new / base - 1 if base else float(new != base)
-    verdict = "ok" if abs(change) <= tolerance else "changed"
-    return Judged(name, quantity, text(base), text(new), change, None, None, tolerance, verdict)
-
-
-def _judge_word(name, quantity, base, new, best=None):
-    verdict = "ok" if base == new else "better" if best is not None and new == best else "changed"
-    return Judged(name, quantity, str(base or "-"), str(new or "-"), None, None, None, None, verdict)
+        return Judged(name, quantity, shown, "missing", "missing", allowed=allowed)
+    verdict, *change = judge_time(base, new, allowed)
+    return Judged(name, quantity, shown, text(math.exp(statistics.fmean(new))), verdict, *change, allowed)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -314,7 +285,7 @@ def _machines(matched):
 
 
 def _values(block, key):
-    return "/".join(sorted({str(record["env"][key]) for record in compare.timed(block.found) or block.found}))
+    return "/".join(sorted({str(record["env"][key]) for record in frame.timed(block.found) or block.found}))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import sessions
+from benchmarks import ROOT, sessions
 
-ROOT = Path(__file__).resolve().parent.parent
 # What is made again from records stands beside sessions and may change.
 _IN_SESSION = re.compile(r"results/(?:[^/]+/)*" + sessions.NAME.pattern + r"/.+")
 _RECORD = re.compile(r"results/.*\.r\d+\.json")

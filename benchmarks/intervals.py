@@ -140,7 +140,10 @@ def choose_base(candidates: dict[str, list[tuple[Sequence[float], Sequence]]]) -
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of log ratios and half of its interval, both dimensionless logarithms; None for a single value."""
+    """Mean of `num` log ratios and half of its interval, both logarithms; None for a single value.
+
+    The verdict is at the level of the interval: 95 % in sweeps, the gate and ROUNDS=auto, 99 % in tables.
+    """
 
     mean: float
     half_width: float | None
@@ -159,6 +162,15 @@ class Interval:
     def high(self) -> float | None:
         return None if self.half_width is None else math.exp(self.mean + self.half_width)
 
+    @property
+    def verdict(self) -> str:
+        """faster or slower (interval excludes 1), same (interval inside +-0.5 %), unclear, or one round."""
+        if self.half_width is None:
+            return "one round"
+        if abs(self.mean) > self.half_width:
+            return "faster" if self.mean > 0 else "slower"
+        return "same" if abs(self.mean) + self.half_width <= SAME else "unclear"
+
 
 def student_t(degrees: int, level: float = TABLE_LEVEL) -> float:
     """Two-sided quantile of Student's t at level 0.95 or 0.99, correct to 1e-3.
@@ -173,69 +185,28 @@ def student_t(degrees: int, level: float = TABLE_LEVEL) -> float:
     if degrees <= len(_T[level]):
         return _T[level][degrees - 1]
     z, n = _NORMAL[level], degrees
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-        + (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
-    )
+    terms = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    last = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return sum(term / n**power for power, term in enumerate((*terms, last)))
 
 
 def interval(log_values: Iterable[float], level: float = TABLE_LEVEL) -> Interval:
     """Mean and Student's t interval of logarithms; one value has no interval. Raises ValueError for none."""
-    return Interval(*_mean_and_half_width(log_values, level))
-
-
-def verdict(log_values: Iterable[float], level: float = VERDICT_LEVEL) -> str:
-    """faster or slower (the interval excludes 0), same (it lies inside +-0.5 %) or unclear, of 2 or more logarithms.
-
-    Raises ValueError for fewer than 2.
-    """
-    mean, half_width, num = _mean_and_half_width(log_values, level)
-    if half_width is None:
-        raise ValueError(f"a verdict needs at least 2 values, got {num}")
-    return _word(mean, half_width)
-
-
-def _mean_and_half_width(log_values, level):
     values = numpy.asarray(tuple(log_values), dtype=float)
     if values.size == 0:
         raise ValueError("no round has a pair to compare")
-    mean = float(values.mean())
     if values.size == 1:
-        return mean, None, 1
+        return Interval(float(values[0]), None, 1)
     error = float(values.std(ddof=1)) / math.sqrt(values.size)
-    return mean, student_t(values.size - 1, level) * error, int(values.size)
+    return Interval(float(values.mean()), student_t(values.size - 1, level) * error, int(values.size))
 
 
-def _word(mean, half_width):
-    if abs(mean) > half_width:
-        return "faster" if mean > 0 else "slower"
-    return "same" if abs(mean) + half_width <= SAME else "unclear"
-
-
-# ------------------------------------------------------------------------------------------------
-# Pairs of one session, at 95 %: sweeps, the gate, and ROUNDS=auto
-
-
-@dataclass(frozen=True)
-class Paired(Interval):
-    """95 % interval over the pairs of one session, with a verdict at that level."""
-
-    @property
-    def num_rounds(self) -> int:
-        return self.num
-
-    @property
-    def verdict(self) -> str:
-        """faster or slower (interval excludes 1), same (interval inside +-0.5 %), unclear, or one round."""
-        return "one round" if self.half_width is None else _word(self.mean, self.half_width)
-
-
-def paired(log_ratios: Iterable[float]) -> Paired:
-    """Mean and 95 % interval of log ratios [pairs]; one pair has no interval. Raises ValueError for none."""
-    return Paired(*_mean_and_half_width(log_ratios, TABLE_LEVEL))
+def verdict(log_values: Iterable[float], level: float = VERDICT_LEVEL) -> str:
+    """`Interval.verdict` of 2 or more logarithms. Raises ValueError for fewer."""
+    result = interval(log_values, level)
+    if result.half_width is None:
+        raise ValueError(f"a verdict needs at least 2 values, got {result.num}")
+    return result.verdict
 
 
 def bears(gain: float, half_width: float | None) -> bool:
@@ -387,13 +358,9 @@ def judge(sessions: Iterable[Session]) -> Judgement | None:
 
 def _verdict_and_scope(sessions):
     """Of last attempts; unclear where first attempts say something else."""
-    word, scope = _of_attempts(sessions)
-    if scope and _of_attempts([replace(session, log_ratios=session.first_log_ratios) for session in sessions]) != (
-        word,
-        scope,
-    ):
-        return "unclear", scope
-    return word, scope
+    last = _of_attempts(sessions)
+    first = _of_attempts([replace(session, log_ratios=session.first_log_ratios) for session in sessions])
+    return ("unclear", last[1]) if last[1] and first != last else last
 
 
 def _of_attempts(sessions):

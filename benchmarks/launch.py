@@ -7,7 +7,9 @@ A launcher is any command that takes another command behind it. What it has to d
 
 - start that command once on each of --nnodes nodes, from the repository's root, with this environment;
 - set PET_NODE_RANK there (torchrun's variable for --node-rank), 0 to nnodes - 1;
-- end when all of them have, with a status other than 0 if one failed, and end all of them on SIGTERM.
+- end when all of them have, with a status other than 0 if one failed, and end all of them on SIGTERM;
+- when one fails, end the others, which else may wait for it until --limit-s (srun: --kill-on-bad-exit=1). On one node
+  torchrun does that: it ends the ranks beside one that fails or is killed, and its own status is 1.
 
 Repository and --out lie on a file system that all nodes share. Node 0's torchrun listens at --rendezvous;
 torchrun's static rendezvous is used since c10d gives rank 0 to any node, and rounds are only compared when
@@ -17,7 +19,6 @@ rank 0 has the same GPU in each. Before the first run every node is asked what i
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shlex
@@ -28,7 +29,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import rounds
+from benchmarks import ROOT, children, gpus
+from benchmarks.command import Mistake, positive
+from common import environment
 
 PORT = 29500
 ASK_LIMIT_S = 300
@@ -64,9 +67,9 @@ class Launch:
         return [*self.prefix, sys.executable, *torchrun, *script]
 
 
-def add_arguments(parser, count) -> None:
-    """The flags of `parse`. count: argparse type of a number from 1 up."""
-    parser.add_argument("--nnodes", metavar="N", type=count, default=1, help="nodes, --ngpu ranks on each (1)")
+def add_arguments(parser) -> None:
+    """The flags of `parse`."""
+    parser.add_argument("--nnodes", metavar="N", type=positive, default=1, help="nodes, --ngpu ranks on each (1)")
     parser.add_argument(
         "--launch", metavar="COMMAND", help="starts what follows it on every node; see benchmarks/launch.py"
     )
@@ -74,29 +77,25 @@ def add_arguments(parser, count) -> None:
 
 
 def parse(args) -> Launch:
-    """The launch that the flags ask for. Raises ValueError that names the flag to change."""
+    """The launch that the flags ask for. Raises Mistake that names the flag to change."""
     try:
         prefix = tuple(shlex.split(args.launch or ""))
     except ValueError as error:
-        raise ValueError(f"--launch {args.launch!r}: {error}") from None
+        raise Mistake(f"--launch {args.launch!r}: {error}") from None
     if args.launch is not None and not prefix:
-        raise ValueError("--launch is empty; leave it out, or give a command such as srun with its options")
+        raise Mistake("--launch is empty; leave it out, or give a command such as srun with its options")
     if args.nnodes > 1 and not prefix:
-        raise ValueError(f"--nnodes {args.nnodes} needs --launch, a command that starts another on every node")
-    if prefix and not shutil.which(prefix[0], path=_path_from_root()):
-        raise ValueError(f"--launch: no command {prefix[0]}")
-    if prefix and not args.out:
-        raise ValueError("--launch needs --out, a folder on a file system that all nodes share")
-    if args.nnodes > 1 and args.host_load:
-        raise ValueError("--host-load with --nnodes > 1: only this node would be busy, so neither row would be true")
-    if args.rendezvous and args.nnodes == 1:
-        raise ValueError("--rendezvous is for several nodes, --nnodes is 1")
-    return Launch(nnodes=args.nnodes, ngpu=args.ngpu, prefix=prefix, rendezvous=_endpoint(args.rendezvous))
-
-
-def _path_from_root():
+        raise Mistake(f"--nnodes {args.nnodes} needs --launch, a command that starts another on every node")
     # Children start in the root, and so does a launcher with a relative name.
-    return os.pathsep.join([str(rounds.ROOT), os.environ.get("PATH", "")])
+    if prefix and not shutil.which(prefix[0], path=os.pathsep.join([str(ROOT), os.environ.get("PATH", "")])):
+        raise Mistake(f"--launch: no command {prefix[0]}")
+    if prefix and not args.out:
+        raise Mistake("--launch needs --out, a folder on a file system that all nodes share")
+    if args.nnodes > 1 and args.host_load:
+        raise Mistake("--host-load with --nnodes > 1: only this node would be busy, so neither row would be true")
+    if args.rendezvous and args.nnodes == 1:
+        raise Mistake("--rendezvous is for several nodes, --nnodes is 1")
+    return Launch(nnodes=args.nnodes, ngpu=args.ngpu, prefix=prefix, rendezvous=_endpoint(args.rendezvous))
 
 
 def _endpoint(text):
@@ -104,7 +103,7 @@ def _endpoint(text):
         return socket.gethostname(), PORT
     host, colon, port = text.rpartition(":") if ":" in text else (text, "", "")
     if not host or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
-        raise ValueError(f"--rendezvous {text!r} is not HOST or HOST:PORT")
+        raise Mistake(f"--rendezvous {text!r} is not HOST or HOST:PORT")
     return host, int(port or PORT)
 
 
@@ -127,11 +126,11 @@ def ask_nodes(launch: Launch, model: str, out: Path, environment: dict) -> list[
     try:
         script = [sys.executable, "-m", "benchmarks.launch", "--answer", str(folder), "--model", model]
         log = folder / "log"
-        outcome = rounds.run_child(
+        outcome = children.run_child(
             [*launch.prefix, *script], log=log, limit_s=ASK_LIMIT_S, environment=environment, is_remote=True
         )
         answers = _read_answers(folder, launch.nnodes if outcome.exit_status == 0 else 0)
-        said = rounds.last_lines(log)
+        said = children.last_lines(log)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     ranks = range(launch.nnodes)
@@ -173,19 +172,12 @@ def _fault(answer, first, launch, environment):
     return None
 
 
-def digest(answers: list[dict]) -> str:
-    """Names the set of nodes, in order of rank, without giving their names away."""
-    return hashlib.sha256(" ".join(answer["env"]["host"] for answer in answers).encode()).hexdigest()[:12]
-
-
 def describe_here(model: str) -> dict:
     """`env` of this machine and source as resume compares it, and its GPUs."""
-    from common import environment
-
-    gpus = rounds.find_gpus()
+    found = gpus.find_gpus()
     env = environment.describe_environment(model, "cpu", 1)
-    env.update(driver=gpus.driver, cuda=rounds.cuda_version())
-    return {"name": socket.gethostname(), "env": env, "gpus": asdict(gpus)}
+    env.update(driver=found.driver, cuda=gpus.cuda_version())
+    return {"name": socket.gethostname(), "env": env, "gpus": asdict(found)}
 
 
 def main(argv=None) -> int:

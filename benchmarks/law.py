@@ -16,9 +16,11 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-from benchmarks import frame, rows
+from benchmarks import frame, rows, tables
 
 CLOSE, NEAR = 0.05, 0.10
+# The variants that stand for a model, the first that there is: whole steps before parts, never chosen by a result.
+HEADLINE = ("full", "graph")
 
 
 @dataclass(frozen=True)
@@ -102,23 +104,16 @@ def _of_session(group, session):
         ]
         if pairs:
             replaying[variant] = base, pairs, timed[0]
-    # Whole steps before parts; never chosen by a result.
-    main = next((name for name in ("full", "graph") if name in replaying), next(iter(replaying), None))
-    return [_point(session, variant, *of_variant, is_main=variant == main) for variant, of_variant in replaying.items()]
+    main = next((name for name in HEADLINE if name in replaying), next(iter(replaying), None))
+    return [_point(*of_variant, is_main=variant == main) for variant, of_variant in replaying.items()]
 
 
-def _point(session, variant, base, pairs, row, is_main):
+def _point(base, pairs, row, is_main):
     return Point(
-        group=row["group"],
-        session=session,
-        begin=row["begin"],
-        model=row["model"],
-        preset=row["preset"],
+        **{key: row[key] for key in ("group", "session", "begin", "model", "preset", "variant", "host_load")},
         gpu=row["gpu_name"] or "",
         num_gpus=row["world_size"],
         boot=(row["boots"] or ("",))[0][:6],
-        host_load=row["host_load"],
-        variant=variant,
         base=base,
         num_pairs=len(pairs),
         issue_ms=statistics.median(own["issue_ms"] for own, _ in pairs),
@@ -177,37 +172,26 @@ def _share(offs):
     return f"{sum(off <= CLOSE for off in offs)} within 5 %, {sum(off <= NEAR for off in offs)} within 10 %,"
 
 
-def table(found: list[Point]) -> list[str]:
+def table(found: list[Point]) -> str:
     """A line for each point, by model and x."""
-    heads = ("group", "session", "GPU", "variant", "base", "load", "pairs", "x", "max(1,x)", "queue", "p10", "median")
-    heads += ("off", "queue off")
-    cells = [
-        (
-            point.group,
-            point.session,
-            f"{point.gpu} x{point.num_gpus}",
-            point.variant,
-            point.base,
-            str(point.host_load),
-            str(point.num_pairs),
-            f"{point.x:.2f}",
-            f"{point.first:.2f}",
-            "-" if point.queue is None else f"{point.queue:.3f}",
-            "-" if point.quiet is None else f"{point.quiet:.3f}",
-            f"{point.median:.3f}",
-            f"{100 * point.off:+.1f} %",
-            "-" if point.queue_off is None else f"{100 * point.queue_off:+.1f} %",
-        )
-        for point in sorted(found, key=lambda point: (point.model, point.preset, point.x))
-    ]
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index < 5 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in (heads, *cells)
-    ]
+    ordered = sorted(found, key=lambda point: (point.model, point.preset, point.x))
+    return tables.aligned(tables.cells(ordered, _COLUMNS), 5)
+
+
+def _cell(name, form="{}"):
+    """A property of a point, or nothing where it is not known."""
+    return lambda point: None if getattr(point, name) is None else form.format(getattr(point, name)).replace("%", " %")
+
+
+_COLUMNS = (
+    *((name, _cell(name)) for name in ("group", "session")),
+    ("GPU", lambda point: f"{point.gpu} x{point.num_gpus}"),
+    *((name, _cell(name)) for name in ("variant", "base")),
+    *(("load", _cell("host_load")), ("pairs", _cell("num_pairs"))),
+    *(("x", _cell("x", "{:.2f}")), ("max(1,x)", _cell("first", "{:.2f}"))),
+    *(("queue", _cell("queue", "{:.3f}")), ("p10", _cell("quiet", "{:.3f}")), ("median", _cell("median", "{:.3f}"))),
+    *(("off", _cell("off", "{:+.1%}")), ("queue off", _cell("queue_off", "{:+.1%}"))),
+)
 
 
 def closing(found) -> list[str]:
@@ -237,7 +221,7 @@ def main(argv=None) -> int:
     except FileNotFoundError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     found = points(runs.frame)
-    for line in (*table(found), "", *counts(found)) if found else ():
+    for line in (table(found), "", *counts(found)) if found else ():
         print(line)
     for fault in runs.faults:
         print(f"{parser.prog}: refused: {fault}", file=sys.stderr)

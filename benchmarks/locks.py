@@ -22,13 +22,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.command import Mistake
+
 FOLDER_NAME = "graph-worth-locks"
 # Another user's new file can be opened as soon as its mode is set, microseconds after it is made.
 OPEN_TRIES = 20
 PAUSE_S = 0.05
 
 # Presence files of this process.
-_own = set()
+own = set()
 
 
 class GpuBusy(RuntimeError):
@@ -36,7 +38,7 @@ class GpuBusy(RuntimeError):
 
 
 def folder() -> Path:
-    """Where the files lie; made on the first call, for all users. Raises ValueError that names GRAPH_LOCK_DIR."""
+    """Where the files lie; made on the first call, for all users. Raises Mistake that names GRAPH_LOCK_DIR."""
     path = Path(os.environ.get("GRAPH_LOCK_DIR") or Path(tempfile.gettempdir(), FOLDER_NAME))
     try:
         if not path.is_dir():
@@ -46,7 +48,7 @@ def folder() -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise ValueError(f"GRAPH_LOCK_DIR: cannot write in {path} ({error.strerror})") from None
+        raise Mistake(f"GRAPH_LOCK_DIR: cannot write in {path} ({error.strerror})") from None
     return path
 
 
@@ -55,7 +57,7 @@ def gpu_locks(uuids, session: str):
     """Hold these GPUs, and be listed for others, as long as the block lasts.
 
     uuids: GPU-... of each GPU, empty on the CPU. session: what runs, as in gpt3/bench. Raises GpuBusy where another
-    session holds one of the GPUs, ValueError where the folder cannot be written.
+    session holds one of the GPUs, Mistake where the folder cannot be written.
     """
     text = describe(uuids, session)
     with contextlib.ExitStack() as stack:
@@ -78,7 +80,7 @@ def others_here() -> list[str]:
     """
     found = []
     for path in sorted(folder().glob("session-*")):
-        if path in _own:
+        if path in own:
             continue
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -127,17 +129,17 @@ def _present(text):
             break
         # `others_here` of another process found it before it was locked, and removed it as stale.
         os.close(handle)
-    _own.add(path)
+    own.add(path)
     try:
         yield
     finally:
-        _own.discard(path)
+        own.discard(path)
         path.unlink(missing_ok=True)
         os.close(handle)
 
 
 def _open(path):
-    """A descriptor of the file, which is made for all users where it does not exist. Raises ValueError."""
+    """A descriptor of the file, which is made for all users where it does not exist. Raises Mistake."""
     for _ in range(OPEN_TRIES):
         try:
             # Without O_CREAT: in a folder such as /tmp Linux refuses it for a file of another user that exists
@@ -149,18 +151,18 @@ def _open(path):
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ValueError(f"GRAPH_LOCK_DIR: cannot make {path} ({error.strerror})") from None
+                raise Mistake(f"GRAPH_LOCK_DIR: cannot make {path} ({error.strerror})") from None
             os.fchmod(handle, 0o666)
         except PermissionError:
             time.sleep(PAUSE_S)
             continue
         except OSError as error:
-            raise ValueError(f"GRAPH_LOCK_DIR: cannot open {path} ({error.strerror})") from None
+            raise Mistake(f"GRAPH_LOCK_DIR: cannot open {path} ({error.strerror})") from None
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return handle
         os.close(handle)
         break
-    raise ValueError(f"GRAPH_LOCK_DIR: {path} is no file that this user may write: remove it")
+    raise Mistake(f"GRAPH_LOCK_DIR: {path} is no file that this user may write: remove it")
 
 
 def _read(handle):

@@ -15,19 +15,19 @@ shown, but nothing is written); 2 for a mistake on the command line or in a READ
 """
 
 import argparse
-import csv
-import io
 import json
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas
+
 from benchmarks import frame, overview_tables, readme
 from benchmarks.overview_rows import blocks_of, rows_of
 from benchmarks.published import PUBLISHED
 
-SCHEMA = 2
+SCHEMA = 3
 
 # ------------------------------------------------------------------------------------------------
 # For programs
@@ -35,16 +35,10 @@ SCHEMA = 2
 
 def document(blocks, faults) -> dict:
     """The overview as JSON: rows with full precision, folders, published figures."""
-    rows = [{key: value for key, value in row.items() if key != "label"} for row in rows_of(blocks)]
     folders = [
         {
             "folder": block.name,
-            "model": block.model,
-            "preset": block.preset,
-            "device": block.device,
-            "gpu": block.gpu,
-            "num_gpus": block.num_gpus,
-            "host_load": block.host_load,
+            **{key: getattr(block, key) for key in ("model", "preset", "device", "gpu", "num_gpus", "host_load")},
             "gpu_uuids": sorted({record["env"]["gpu_uuid"] for record in block.found} - {None}),
             "sessions": sorted(set(block.runs["session"])),
             "source_hashes": sorted(map(str, block.sources)),
@@ -53,30 +47,24 @@ def document(blocks, faults) -> dict:
         }
         for block in blocks
     ]
+    rows = [{key: value for key, value in row.items() if key not in ("label", "is_base")} for row in rows_of(blocks)]
     published = [asdict(each) for each in PUBLISHED]
     return {"schema": SCHEMA, "rows": rows, "folders": folders, "published": published, "left_out": faults}
 
 
 def csv_text(blocks) -> str:
     rows = document(blocks, [])["rows"]
-    output = io.StringIO()
-    if rows:
-        writer = csv.DictWriter(output, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return output.getvalue()
+    return pandas.DataFrame(rows, dtype=object).to_csv(index=False) if rows else ""
 
 
 def json_text(blocks, faults) -> str:
     """The document with a line for each row, folder and figure."""
-    parts = []
-    for key, value in document(blocks, faults).items():
-        text = json.dumps(value, allow_nan=False)
-        if value and isinstance(value, list):
-            lines = ",\n".join(f"  {json.dumps(each, allow_nan=False)}" for each in value)
-            text = f"[\n{lines}\n ]"
-        parts.append(f' "{key}": {text}')
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    whole = document(blocks, faults)
+    lists = {
+        key: ",\n  ".join(json.dumps(each, allow_nan=False) for each in whole[key]) for key in whole if key != "schema"
+    }
+    parts = [f'"schema": {SCHEMA}', *(f'"{key}": [\n  {text}\n ]' for key, text in lists.items())]
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 
 def files_of(root, blocks, faults) -> dict[Path, str]:
@@ -94,6 +82,12 @@ def files_of(root, blocks, faults) -> dict[Path, str]:
 # Command
 
 
+def add_forms(parser: argparse.ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    for name, text in (("markdown", "Markdown"), ("csv", "the overview as CSV"), ("json", "the overview as JSON")):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"print {text}")
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.overview",
@@ -101,9 +95,7 @@ def main(argv=None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("root", nargs="?", default="results", metavar="DIR", help="folder of folders (results)")
-    form = parser.add_mutually_exclusive_group()
-    for name, text in (("markdown", "Markdown"), ("csv", "CSV, one line a row"), ("json", "JSON, full precision")):
-        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"print {text}")
+    add_forms(parser)
     parser.add_argument("--write", action="store_true", help="write overview.md, .csv and .json into DIR")
     parser.add_argument("--readme", action="store_true", help="make the tables in README.md and */README.md again")
     args = parser.parse_args(argv)
@@ -112,10 +104,8 @@ def main(argv=None) -> int:
         blocks, faults, refused = blocks_of(runs, args.root)
     except FileNotFoundError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    for fault in faults:
-        print(f"{parser.prog}: left out: {fault}", file=sys.stderr)
-    for line in refused:
-        print(f"{parser.prog}: refused: {line}", file=sys.stderr)
+    for line in [*(f"left out: {fault}" for fault in faults), *(f"refused: {line}" for line in refused)]:
+        print(f"{parser.prog}: {line}", file=sys.stderr)
     if (faults or refused) and (args.write or args.readme):
         parser.exit(1, f"{parser.prog}: nothing written\n")
     if not blocks:

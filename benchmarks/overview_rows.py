@@ -3,27 +3,20 @@
 Each group is a block of rows. A group measured beside busy processes joins the quiet group of the same work.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import compare, frame, rows
-from benchmarks.published import PUBLISHED, of_model
-from benchmarks.rows import MEASURING
+import pandas
 
-# The share of a model that says most about it, for the table of strategies.
+from benchmarks import frame, rows
+from benchmarks.bases import MEASURING
+from benchmarks.published import PUBLISHED, of_model
+
+# Presets from the largest share of a model to the smallest, for the table of strategies.
 PRESET_ORDER = ("mlperf", "full", "bench", "tiny")
 
-# What stands in a row for eager and for the variant: name in the overview, name in a folder's row.
-OF_BOTH = {
-    "tail_p95_over_p50": "tail",
-    "issue_ms": "issue_ms",
-    "busy_ms": "busy_ms",
-    "idle_fraction": "idle_fraction",
-    "num_kernels": "num_kernels",
-    "peak_reserved_gib": "peak_reserved_gib",
-    "energy_per_step_j": "energy_j",
-    "sm_mhz": "sm_mhz",
-}
+# What a row says of its base as well, as eager_...
+OF_BOTH = ("tail", "issue_ms", "busy_ms", "idle_fraction", "num_kernels", "peak_reserved_gib", "energy_j", "sm_mhz")
 
 # ------------------------------------------------------------------------------------------------
 # Reading
@@ -47,7 +40,7 @@ class Block:
     host_load: int
     sources: frozenset
     work: dict
-    runs: object
+    runs: pandas.DataFrame
     found: list
     rows: list
 
@@ -57,9 +50,9 @@ class Block:
 
     def base_of(self, row: dict) -> dict | None:
         """The row of its base: of its own kind of layer, and for a base that of the best eager of all kinds."""
-        names = (row["base"], row["across_base"])
-        found = [other for name in names for other in self.rows if name is not None and other["variant"] == name]
-        return next(iter(found), None) or next((other for other in self.rows if other["is_base"]), None)
+        by_name = {other["variant"]: other for other in self.rows}
+        found = by_name.get(row["base"]) or by_name.get(row["across_base"])
+        return found or next((other for other in self.rows if other["is_base"]), None)
 
 
 def read(root) -> tuple[list[Block], list[str], list[str]]:
@@ -74,25 +67,21 @@ def blocks_of(runs: frame.Runs, root) -> tuple[list[Block], list[str], list[str]
     root = Path(root)
     blocks, refused = [], []
     for group, part in runs.frame.groupby("group", sort=True):
-        folder = root if group == "." else root / group
         name = root.resolve().name if group == "." else group
-        lack = compare.missing_base(part)
-        if lack:
-            refused.append(f"{name}: {lack}")
-            continue
         try:
-            table = rows.summarise(part)
-        except compare.Mixed as mixed:
-            refused.append(f"{name}: {mixed}")
-            continue
-        blocks.append(_block(folder, name, part, table))
+            lack = rows.missing_base(part)
+            if lack:
+                raise rows.Mixed(lack)
+            blocks.append(_block(root / group, name, part, rows.summarise(part)))
+        except rows.Mixed as error:
+            refused.append(f"{name}: {error}")
     return sorted(blocks, key=_order), list(runs.faults), refused
 
 
 def _block(folder, name, part, table):
     found = frame.records_of(part)
-    # A run that came to nothing may not know what its preset became, nor its machine. The newest speaks.
-    sound = compare.timed(found) or [record for record in found if record["status"] == "pass"] or found
+    # The record of a run that did not pass may lack its final preset and its machine. The newest record is taken.
+    sound = frame.timed(found) or [record for record in found if record["status"] == "pass"] or found
     first = sound[-1]
     return Block(
         folder=folder,
@@ -125,24 +114,23 @@ def _order(block):
 def rows_of(blocks: list[Block]) -> list[dict]:
     """One row for each variant of each block that is not the best eager, in the order of the blocks.
 
-    Names end in their unit; a name that begins with eager_ is the base's. What is not known is None.
+    The keys are those of `benchmarks.rows.summarise` and those of the block; one that begins with eager_ is the base's,
+    with contended_ of the runs beside busy processes. What is not known is None.
     """
     labels = labels_of(blocks)
     folded = _fold(blocks)
     busy = {id(loaded) for partners in folded.values() for loaded in partners}
-    table = []
-    for block in blocks:
-        if id(block) not in busy:
-            table += [
-                _row(block, row, block.base_of(row), labels[id(block)], folded.get(id(block), []))
-                for row in block.rows
-                if not (row["is_base"] and row["across_base"] in (None, row["variant"]))
-            ]
-    return table
+    return [
+        _row(block, row, labels[id(block)], folded.get(id(block), []))
+        for block in blocks
+        if id(block) not in busy
+        for row in block.rows
+        if not (row["is_base"] and row["across_base"] in (None, row["variant"]))
+    ]
 
 
-def labels_of(blocks):
-    """model/preset of each block by id, several GPUs, and what its folder's name adds and what else tells it apart."""
+def labels_of(blocks: list[Block]) -> dict[int, str]:
+    """By id of the block: model/preset, the number of GPUs, what the folder's name adds, and what makes it unique."""
     labels = {}
     for block in blocks:
         gpus = f" x{block.num_gpus}" if block.num_gpus > 1 else ""
@@ -160,8 +148,7 @@ def labels_of(blocks):
 
 def _short_name(block):
     """What a folder's name says beyond model and preset: gpt3-bench-overlap -> overlap."""
-    prefix = f"{block.model}-{block.preset}"
-    return block.folder.name.removeprefix(prefix).strip("-_ ")
+    return block.folder.name.removeprefix(f"{block.model}-{block.preset}").strip("-_ ")
 
 
 def _fold(blocks):
@@ -182,69 +169,45 @@ def _fold(blocks):
     return folded
 
 
-def _row(block, row, eager, label, loaded):
+def _row(block, row, label, loaded):
+    eager = block.base_of(row) or dict.fromkeys(row)
     published = of_model(block.model)
-
-    def of_eager(key):
-        return eager[key] if eager else None
-
-    result = {
-        "label": label,
-        "folder": block.name,
-        "model": block.model,
-        "preset": block.preset,
-        "device": block.device,
-        "gpu": block.gpu,
-        "num_gpus": block.num_gpus,
-        "host_load": block.host_load,
-        **{key: row[key] for key in ("variant", "status", "message", "strategy", "num_graphs", "num_operators")},
-        **{key: row[key] for key in ("replays", "parity", "max_rel_diff", "num_rounds", "num_pairs", "num_hosts")},
-        **{key: row[key] for key in ("kind", "num_sessions", "num_older", "lacks", "graph_kernel_share")},
+    result = {"label": label, "folder": block.name}
+    result |= {key: getattr(block, key) for key in ("model", "preset", "device", "gpu", "num_gpus", "host_load")}
+    result |= {key: value for key, value in row.items() if key not in ("report", "layer")}
+    return result | {
+        # No row here is the best eager of all.
+        "is_base": False,
         "missing_eagers": ", ".join(row["missing_eagers"]),
         "base": row["base"] or row["across_base"],
-        "eager_ms": row["base_ms"] or of_eager("step_ms"),
-        "step_ms": row["step_ms"],
-        "ceiling": row["ceiling"],
-        **{key: row[key] for key in _with_interval("speedup")},
-        **{key: row[key] for key in ("verdict", "scope", "range_low", "range_high")},
-        **{key: row[key] for key in _with_interval("quiet_speedup")},
-        "across_base": row["across_base"],
-        **{key: row[key] for key in _with_interval("across_speedup")},
+        "base_ms": row["base_ms"] or eager["step_ms"],
+        **{f"eager_{key}": eager[key] for key in OF_BOTH},
         **_under_load(row["variant"], loaded),
+        "break_even_steps": break_even_steps(row, eager) if row["verdict"] == "faster" else None,
+        "break_even_never": row["verdict"] in ("slower", "same"),
+        "published_gain": published and published.gain,
+        "published_gain_range": published and published.gain_range,
+        "published_source": published and published.source,
     }
-    for name, key in OF_BOTH.items():
-        result[f"eager_{name}"], result[name] = of_eager(key), row[key]
-    result |= {key: row[key] for key in ("pool_gib", "warmup_s", "capture_s")}
-    result["compile_s"] = row["compile_cold_s"]
-    result["break_even_steps"] = break_even_steps(row, eager) if row["verdict"] == "faster" else None
-    result["break_even_never"] = row["verdict"] in ("slower", "same")
-    result["published_gain"] = published.gain if published else None
-    result["published_gain_range"] = published.gain_range if published else None
-    result["published_source"] = published.source if published else None
-    return result
-
-
-def _with_interval(key):
-    return key, f"{key}_low", f"{key}_high", f"{key}_half_width"
 
 
 def _under_load(variant, loaded):
     """The speed-up beside the most busy processes that this variant was measured with."""
     found = [(block, row) for block in loaded for row in block.rows if row["variant"] == variant]
-    block, row = found[0] if found else (None, None)
+    block, row = found[0] if found else (None, {})
+    keys = ("speedup", "speedup_low", "speedup_high", "speedup_half_width", "verdict", "scope", "tail")
     return {
-        "contended_host_load": block.host_load if block else None,
-        "contended_folder": block.name if block else None,
-        **{f"contended_{key}": row[key] if row else None for key in _with_interval("speedup")},
-        "contended_verdict": row["verdict"] if row else None,
-        "contended_scope": row["scope"] if row else None,
+        "contended_host_load": block and block.host_load,
+        "contended_folder": block and block.name,
+        **{f"contended_{key}": row.get(key) for key in keys},
+        "contended_eager_tail": (block.base_of(row) or {}).get("tail") if block else None,
     }
 
 
 def setup_s(row: dict, eager: dict) -> float | None:
     """Seconds a variant takes before its first step that eager does not; None where the variant's are not known.
 
-    Compilation, capture, and what its warm-up takes beyond eager's. row, eager: of `compare.summarise`.
+    Compilation, capture, and what its warm-up takes beyond eager's. row, eager: of `benchmarks.rows.summarise`.
     """
     known = [row[key] for key in ("compile_cold_s", "capture_s", "warmup_s")]
     if known == [None] * 3:
@@ -253,14 +216,12 @@ def setup_s(row: dict, eager: dict) -> float | None:
     return sum(own) + max(0.0, warmup - (eager["warmup_s"] or 0.0))
 
 
-def step_gain_ms(row: dict, eager: dict) -> float:
-    """What a step gains, by the speed-up of the paired rounds and not by the difference of two medians."""
-    return eager["step_ms"] * (1 - 1 / row["speedup"])
-
-
 def break_even_steps(row: dict, eager: dict) -> float | None:
-    """Steps after which the seconds of `setup_s` are won back by a variant's shorter step; None: never."""
-    seconds, gain_ms = setup_s(row, eager), step_gain_ms(row, eager)
+    """Steps after which the seconds of `setup_s` are won back by a variant's shorter step; None: never.
+
+    A step's gain follows from the speed-up of the paired rounds, not from the difference of two medians.
+    """
+    seconds, gain_ms = setup_s(row, eager), eager["step_ms"] * (1 - 1 / row["speedup"])
     return 1e3 * seconds / gain_ms if seconds is not None and gain_ms > 0 else None
 
 
@@ -280,14 +241,14 @@ def strategies(rows: list[dict]) -> list[dict]:
     found = []
     for published in PUBLISHED:
         own = [row for row in rows if row["model"] == published.model]
-        others = [row for row in own if row["variant"] != published.variant and _is_own_capture(row)]
         theirs = [row for row in own if row["variant"] == published.variant]
+        others = [row for row in own if row not in theirs and _is_own_capture(row)]
         nvidias = min(theirs, key=lambda row: (*_share(row), -row["num_rounds"]), default=None)
-        found.append({**asdict(published), "here": nvidias, "is_nvidias": True})
+        found.append({"published": published, "here": nvidias, "is_nvidias": True})
         beside = [row for row in others if nvidias and _share(row) == _share(nvidias)] or others
         best = min(beside, key=lambda row: (*_share(row), -_lower_end(row), -row["num_rounds"]), default=None)
         if best:
-            found.append({**asdict(published), "here": best, "is_nvidias": False})
+            found.append({"published": published, "here": best, "is_nvidias": False})
     return found
 
 

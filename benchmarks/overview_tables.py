@@ -1,17 +1,17 @@
 """The overview as text: columns of its tables, headings, sources and notes, for a screen or as Markdown.
 
-Four tables of the same rows in the same order, because one would not fit on a screen (what came to nothing is in
-the first and third alone), then NVIDIA's table of the five strategies: what was submitted, what its mechanism gains
-here, and below it this suite's best other capture.
+There are four tables of the same rows in the same order, because one would not fit on a screen. Variants that did not
+pass are only in the first and third. Then comes NVIDIA's table of the five strategies: what was submitted, what its
+mechanism gains here, and below it this suite's best other capture.
 """
 
 import os
 from pathlib import Path
 
-from benchmarks import compare, tables
+from benchmarks import frame, tables
 from benchmarks.overview_rows import labels_of, rows_of, strategies
 from benchmarks.published import PUBLISHED
-from benchmarks.tables import field, number, ratio
+from benchmarks.tables import counted, field, interval, number, plain_ratio
 
 # ------------------------------------------------------------------------------------------------
 # Columns
@@ -29,198 +29,148 @@ def _from_to(key, text):
     return cell
 
 
-def _ratio(key):
-    return lambda row: ratio(key)(row | {"is_base": False})
-
-
-def _alone(key):
-    return lambda row: tables.plain_ratio(key)(row | {"is_base": False})
-
-
 def _verdict(row):
-    """A row that came to nothing says so where its verdict would stand."""
+    """The verdict, or the status of a variant that did not pass."""
     return tables.verdict(row) if row["status"] == "pass" else row["status"]
 
 
-def _verdict_under_load(row):
-    return tables.verdict({"verdict": row["contended_verdict"], "scope": row["contended_scope"]})
-
-
-def _base_ms(digits):
+def _base_ms(row):
     """The base's step; its name where it is not eager."""
-
-    def cell(row):
-        if row["eager_ms"] is None:
-            return None
-        name = "" if row["base"] in (None, "eager") else f" ({row['base']})"
-        return number(digits)(row["eager_ms"]) + name
-
-    return cell
+    if row["base_ms"] is None:
+        return None
+    return number(2)(row["base_ms"]) + ("" if row["base"] in (None, "eager") else f" ({row['base']})")
 
 
 def _break_even(row):
-    if row["break_even_never"]:
-        return "never"
-    return None if row["break_even_steps"] is None else f"{row['break_even_steps']:,.0f}"
+    return "never" if row["break_even_never"] else field("break_even_steps", number(0))(row)
 
 
-def _graphs(row):
-    return None if row["strategy"] is None else str(row["num_graphs"])
+def _captured(limit):
+    return "captured", field("strategy", lambda text: tables.short(text, limit))
 
 
-def _published(row):
-    """Of NVIDIA's graphs, so it stands beside graphs."""
-    return row["published_gain_range"] if row["num_graphs"] else None
-
-
-_NAME = (("model", field("label")), ("variant", field("variant")))
-# What the pairs say, with what it rests on.
+_NAME = (("model", field("label")), tables.VARIANT)
 _JUDGED = (
-    ("speed-up", _alone("speedup")),
+    ("speed-up", plain_ratio("speedup")),
     ("95 %", tables.bounds("speedup")),
     ("verdict, 99 %", _verdict),
-    ("hosts", tables.host_range),
-    ("hosts, pairs", tables.hosts_pairs),
-    ("by p10", _ratio("quiet_speedup")),
 )
 SPEED = (
     *_NAME,
-    ("base ms", _base_ms(2)),
-    ("step ms", field("step_ms", number(2))),
-    ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    *_JUDGED[:-1],
+    ("base ms", _base_ms),
+    tables.STEP,
+    tables.CEILING,
+    *_JUDGED,
+    ("hosts", tables.host_range),
+    ("hosts, pairs", tables.hosts_pairs),
     # Its interval stands in the next table.
-    ("by p10", _alone("quiet_speedup")),
-    ("over all layers", _ratio("across_speedup")),
-    ("NVIDIA published", _published),
-    ("older", lambda row: str(row["num_older"]) if row["num_older"] else None),
-    ("lacks", lambda row: row["lacks"] or None),
+    ("by p10", plain_ratio("quiet_speedup")),
+    ("over all layers", interval("across_speedup")),
+    # NVIDIA's figures are of graphs, so they stand beside graphs.
+    ("NVIDIA published", lambda row: row["published_gain_range"] if row["num_graphs"] else None),
+    *tables.OLDER_LACKS,
 )
 HOST = (
     *_NAME,
-    ("speed-up", _ratio("speedup")),
-    ("by p10", _ratio("quiet_speedup")),
-    ("beside busy processes", _ratio("contended_speedup")),
-    ("verdict there, 99 %", _verdict_under_load),
+    ("speed-up", interval("speedup")),
+    ("by p10", interval("quiet_speedup")),
+    ("beside busy processes", interval("contended_speedup")),
+    (
+        "verdict there, 99 %",
+        lambda row: tables.verdict({"verdict": row["contended_verdict"], "scope": row["contended_scope"]}),
+    ),
     ("processes", field("contended_host_load")),
-    ("p95/p50", _from_to("tail_p95_over_p50", number(3))),
+    ("p95/p50", _from_to("tail", number(3))),
     ("issue ms", _from_to("issue_ms", number(1))),
 )
 CAPTURE = (
     *_NAME,
-    ("captured", field("strategy", lambda text: tables.short(text, 40))),
-    ("graphs", _graphs),
+    _captured(40),
+    ("graphs", lambda row: None if row["strategy"] is None else str(row["num_graphs"])),
     ("replays", field("replays")),
-    ("parity", field("parity")),
+    tables.PARITY,
     ("warm-up s", field("warmup_s", number(2))),
-    ("compile s", lambda row: f"{row['compile_s']:.1f}" if row["compile_s"] else None),
+    ("compile s", lambda row: number(1)(row["compile_cold_s"]) if row["compile_cold_s"] else None),
     ("capture s", field("capture_s", number(2))),
     ("break-even", _break_even),
-    ("status", field("status")),
+    tables.STATUS,
 )
 COST = (
     *_NAME,
     ("idle %", _from_to("idle_fraction", number(1, 100))),
     ("kernels", _from_to("num_kernels", number(0))),
     ("reserved GiB", _from_to("peak_reserved_gib", number(2))),
-    ("pool GiB", field("pool_gib", number(2))),
-    ("J/step", _from_to("energy_per_step_j", number(1))),
+    tables.MEMORY[1],
+    ("J/step", _from_to("energy_j", number(1))),
     ("SM MHz", _from_to("sm_mhz", number(0))),
 )
 CPU = (
     *_NAME,
-    ("captured", field("strategy", lambda text: tables.short(text, 44))),
+    _captured(44),
     ("rounds", field("num_rounds")),
-    ("parity", field("parity")),
-    ("replays", field("replays")),
-    ("graphs", field("num_graphs")),
+    tables.PARITY,
+    *tables.GRAPHS[::-1],
     ("operators", field("num_operators")),
-    ("eager ms", field("eager_ms", number(2))),
-    ("step ms", field("step_ms", number(2))),
-    ("status", field("status")),
-)
-# One table for a README: what was captured, what it gained, what it cost.
-SUMMARY = (
-    *_NAME,
-    ("captured", field("strategy", lambda text: tables.short(text, 44))),
-    ("base ms", _base_ms(1)),
-    ("step ms", field("step_ms", number(1))),
-    ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    *_JUDGED,
-    ("over all layers", _ratio("across_speedup")),
-    ("pool GiB", field("pool_gib", number(2))),
-    ("parity", field("parity")),
-    ("lacks", lambda row: row["lacks"] or None),
+    ("eager ms", field("base_ms", number(2))),
+    tables.STEP,
+    tables.STATUS,
 )
 
 
-def _here(key, text=str):
-    def cell(row):
-        return text(row["here"][key]) if row["here"] and row["here"][key] is not None else None
-
-    return cell
+def _here(cell):
+    """A column of what was measured here, where something was."""
+    return lambda row: row["here"] and cell(row["here"])
 
 
 def _measured(row):
     here = row["here"]
     if here is None:
-        return "not measured yet" + (" with all eagers" if row["lacks_eagers"] else "")
-    status = "" if here["status"] == "pass" else f" ({here['status']})"
+        return "not measured yet"
     # gpt3/bench overlap -> bench overlap
+    status = "" if here["status"] == "pass" else f" ({here['status']})"
     return f"{here['label'].partition('/')[2]} {here['variant']}{status}"
 
 
-def _whose(row):
-    return "NVIDIA's" if row["is_nvidias"] else "our best"
-
-
-def _published_for(row):
-    """Figures are of NVIDIA's own mechanism."""
-    return row["gain_range"] if row["is_nvidias"] else None
+def _published(key):
+    return lambda row: getattr(row["published"], key)
 
 
 SUBMITTED = (
-    ("model", field("title")),
-    ("submission", field("submission")),
-    ("scope", field("scope")),
-    ("captured by", field("mechanism")),
-    ("graphs", field("graphs")),
-    ("published gain", field("gain_range")),
+    ("model", _published("title")),
+    *((name, _published(name)) for name in ("submission", "scope")),
+    ("captured by", _published("mechanism")),
+    ("graphs", _published("graphs")),
+    ("published gain", _published("gain_range")),
     ("source", lambda row: row["link"]),
 )
 MEASURED = (
-    ("model", field("title")),
-    ("mechanism", _whose),
+    ("model", _published("title")),
+    ("mechanism", lambda row: "NVIDIA's" if row["is_nvidias"] else "our best"),
     ("measured here", _measured),
-    ("captured", _here("strategy", lambda text: tables.short(text.partition(",")[0], 25))),
-    ("graphs", _here("num_graphs")),
-    ("pool GiB", _here("pool_gib", number(2))),
-    ("ceiling", _here("ceiling", lambda value: f"{value:.2f}x")),
-    ("speed-up", lambda row: row["here"] and _alone("speedup")(row["here"])),
-    ("95 %", lambda row: row["here"] and tables.bounds("speedup")(row["here"])),
-    ("verdict, 99 %", lambda row: row["here"] and tables.verdict(row["here"])),
-    ("hosts, pairs", lambda row: row["here"] and tables.hosts_pairs(row["here"])),
-    ("parity", _here("parity")),
-    ("NVIDIA published", _published_for),
+    ("captured", _here(field("strategy", lambda text: tables.short(text.partition(",")[0], 25)))),
+    ("graphs", _here(field("num_graphs"))),
+    ("pool GiB", _here(tables.MEMORY[1][1])),
+    ("ceiling", _here(tables.CEILING[1])),
+    ("speed-up", _here(plain_ratio("speedup"))),
+    ("95 %", _here(tables.bounds("speedup"))),
+    ("verdict, 99 %", _here(tables.verdict)),
+    ("hosts, pairs", _here(tables.hosts_pairs)),
+    ("parity", _here(field("parity"))),
+    ("lacks", _here(counted("lacks"))),
+    # Figures are of NVIDIA's own mechanism.
+    ("NVIDIA published", lambda row: row["published"].gain_range if row["is_nvidias"] else None),
 )
 
 
 # ------------------------------------------------------------------------------------------------
 # Text
 
-PARTS = ("summary", "speed", "host", "capture", "cost", "submitted", "measured", "sources", "notes")
-# The summary repeats columns of the others: it is for a README, and leaves out what cannot run here and eager's kinds.
-ALL = PARTS[1:]
+PARTS = ("speed", "host", "capture", "cost", "submitted", "measured", "sources", "notes")
 
 
-def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, sweeps=(), whole=False) -> str:
-    """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links).
-
-    whole: without rows of sessions that did not run all eagers of their model.
-    """
+def text_of(root, blocks, faults, parts=PARTS, markdown=False, link_from=None, sweeps=()) -> str:
+    """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links)."""
     rows = rows_of(blocks)
-    left_out = [row for row in rows if whole and row["missing_eagers"]]
-    rows = [row for row in rows if row not in left_out]
     sections: dict[str, list[dict]] = {}
     for row in rows:
         title = row["gpu"] if row["device"] == "cuda" else f"CPU: {row['gpu']}"
@@ -229,23 +179,24 @@ def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, swe
     for title, own in sections.items():
         texts = _section(root, own, parts, markdown, link_from)
         lines += [_heading(title, markdown), *texts] if texts else []
-    on_gpu = [title for title, own in sections.items() if own[0]["device"] == "cuda"]
+    links = {each.model: f"[{each.model}]({each.source})" if markdown else f"[{each.model}]" for each in PUBLISHED}
     if "submitted" in parts:
-        lines += [
-            _heading("NVIDIA's submissions", markdown),
-            _table(_linked(strategies([]), markdown), SUBMITTED, markdown, 7),
-        ]
+        found = [{"published": each, "link": links[each.model]} for each in PUBLISHED]
+        lines += [_heading("NVIDIA's submissions", markdown), _table(found, SUBMITTED, markdown, 7)]
     if "measured" in parts:
+        on_gpu = [title for title, own in sections.items() if own[0]["device"] == "cuda"]
         # A CPU shows no speed-up: it stands here only where nothing else was measured.
         for title in on_gpu or list(sections) or [""]:
             heading = f"The same five, measured here{f' on {title}' if title else ''}"
-            found = [
-                row | {"lacks_eagers": row["model"] in {each["model"] for each in left_out}}
-                for row in strategies(sections.get(title, []))
-            ]
+            found = strategies(sections.get(title, []))
             lines += [_heading(heading, markdown), _table(found, MEASURED, markdown, 4)]
     if "sources" in parts:
-        lines.append(_list([_source(published, markdown) for published in PUBLISHED], markdown))
+        texts = []
+        for each in PUBLISHED:
+            link = links[each.model] if markdown else f"{links[each.model]} {each.source}"
+            memory = f"; memory {each.memory}" if each.memory else ""
+            texts.append(f"{link}: {each.gain}{memory}; {each.remark}")
+        lines.append(_list(texts, markdown))
     if "notes" in parts:
         notes = [*_notes(root, blocks, rows, sweeps), *(f"left out: {fault}" for fault in faults)]
         lines.append(_list(notes, markdown))
@@ -253,32 +204,29 @@ def text_of(root, blocks, faults, parts=ALL, markdown=False, link_from=None, swe
 
 
 def _section(root, rows, parts, markdown, link_from):
-    on_gpu = {"summary": SUMMARY, "speed": SPEED, "host": HOST, "capture": CAPTURE, "cost": COST}
+    # (columns, of the left), and of which rows: all, or those that were timed.
+    on_gpu = {"speed": (SPEED, 2), "host": (HOST, 2), "capture": (CAPTURE, 3), "cost": (COST, 2)}
+    chosen = {part: on_gpu[part] for part in parts if part in on_gpu}
     if rows[0]["device"] == "cpu":
-        columns = [CPU] if set(parts) & set(on_gpu) else []
-    else:
-        columns = [on_gpu[part] for part in parts if part in on_gpu]
+        chosen = {"cpu": (CPU, 3)} if chosen else {}
     if link_from is not None:
-        rows = [
-            row | {"label": f"[{row['label']}]({os.path.relpath(Path(root) / row['folder'], link_from)})"}
-            if (Path(root) / row["folder"]).is_dir()
-            else row
-            for row in rows
-        ]
+        rows = [row | {"label": linked(root, row, link_from)} for row in rows]
     measured = [row for row in rows if row["num_rounds"]]
-    num_left = {id(CAPTURE): 3, id(CPU): 3, id(SUMMARY): 3}
     texts = []
-    for each in columns:
-        own = measured if each in (HOST, COST) else rows
-        if each is SUMMARY:
-            own = [row for row in rows if row["status"] != "unsupported" and row["kind"] not in ("eager", "control")]
-        texts += [_table(own, each, markdown, num_left.get(id(each), 2))] if own else []
+    for part, (columns, num_left) in chosen.items():
+        own = measured if part in ("host", "cost") else rows
+        texts += [_table(own, columns, markdown, num_left)] if own else []
     return texts
 
 
+def linked(root, row: dict, link_from) -> str:
+    """A row's label, with a link to the folder of its records where there is one."""
+    folder = Path(root) / row["folder"]
+    return f"[{row['label']}]({os.path.relpath(folder, link_from)})" if folder.is_dir() else row["label"]
+
+
 def _table(rows, columns, markdown, num_left):
-    lines = tables.cells(rows, columns)
-    return tables.piped(lines, num_left) if markdown else tables.aligned(lines, num_left)
+    return tables.written(tables.cells(rows, columns), markdown, num_left)
 
 
 def _heading(text, markdown):
@@ -289,22 +237,19 @@ def _list(lines, markdown):
     return "\n".join(f"- {line}" if markdown else line for line in lines)
 
 
-def _linked(rows, markdown):
-    """Rows of strategies with `link`: the source, or on a console the name under which it stands below."""
-    return [row | {"link": f"[{row['model']}]({row['source']})" if markdown else f"[{row['model']}]"} for row in rows]
-
-
-def _source(published, markdown):
-    link = f"[{published.model}]({published.source})" if markdown else f"[{published.model}] {published.source}"
-    memory = f"; memory {published.memory}" if published.memory else ""
-    return f"{link}: {published.gain}{memory}; {published.remark}"
+# What a word of the tables means, where a row has it.
+_WORDS = {
+    "break_even_steps": "break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's",
+    "num_older": "older: sessions of other code, configuration, versions or schema, or with fewer eagers, not pooled",
+    "across_speedup": "over all layers: against the best eager of all kinds of layer; speed-up: of the variant's own",
+}
 
 
 def _notes(root, blocks, rows, sweeps):
     labels = labels_of(blocks)
     lines = []
     for block in blocks:
-        runs = compare.timed(block.found)
+        runs = frame.timed(block.found)
         env = (runs or block.found)[-1]["env"]
         versions = "".join(f"{key} {env[key]}, " for key in ("torch", "cuda", "driver") if env[key])
         load = f", {block.host_load} busy processes beside each run" if block.host_load else ""
@@ -313,26 +258,16 @@ def _notes(root, blocks, rows, sweeps):
             f"{labels[id(block)]}: {block.name}, x{block.num_gpus}, {count} session{'s' if count > 1 else ''}, "
             f"{len(runs)} timed runs{load}, {versions}{_commits(block.found)}"
         )
-        if not any(not row["is_base"] for row in block.rows):
+        if all(row["is_base"] for row in block.rows):
             lines.append(f"{labels[id(block)]}: the base alone, nothing to compare")
-    for row in rows:
-        if row["message"]:
-            lines.append(f"{row['label']} {row['variant']}: {row['status']}: {tables.short(row['message'])}")
+    lines += [f"{r['label']} {r['variant']}: {r['status']}: {tables.short(r['message'])}" for r in rows if r["message"]]
     if any(row["device"] == "cpu" for row in rows):
         lines.append("CPU: parity and replays; a host graph says nothing about the speed of a GPU")
-    if any(row["break_even_steps"] for row in rows):
-        lines.append("break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's")
-    if any(row["num_older"] for row in rows):
-        lines.append(
-            "older: sessions of other code, configuration, versions or schema, or with fewer eagers, not pooled"
-        )
-    if any(row["across_speedup"] for row in rows):
-        lines.append("over all layers: against the best eager of all kinds of layer; speed-up: of the variant's own")
+    lines += [text for key, text in _WORDS.items() if any(row[key] for row in rows)]
     for eagers in dict.fromkeys(row["missing_eagers"] for row in rows if row["missing_eagers"]):
         labels_of_them = dict.fromkeys(row["label"] for row in rows if row["missing_eagers"] == eagers)
         lines.append(f"not all eagers run, {eagers} missing: {', '.join(labels_of_them)}")
-    lines += [f"{sweep.relative_to(root).as_posix()}: a sweep, left out" for sweep in sweeps]
-    return lines
+    return lines + [f"{sweep.relative_to(root).as_posix()}: a sweep, left out" for sweep in sweeps]
 
 
 def _commits(found):

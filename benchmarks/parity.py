@@ -1,7 +1,10 @@
 """Round 0 compared tensor by tensor: two parity sidecars, and what a difference means for a record's status."""
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy
 
 from benchmarks import script
 
@@ -33,8 +36,6 @@ def compare_parity(path: Path, base_path: Path) -> Parity:
     relative to the tensor's largest sampled magnitude, so that noise around zero does not count as
     100 %. Raises ValueError when a sidecar is missing, damaged, or of other steps or tensors.
     """
-    import numpy
-
     ours, base = _load_sidecar(path), _load_sidecar(base_path)
     names = [str(name) for name in base["names"]]
     if names != [str(name) for name in ours["names"]]:
@@ -59,10 +60,6 @@ def compare_parity(path: Path, base_path: Path) -> Parity:
 
 
 def _load_sidecar(path):
-    import zipfile
-
-    import numpy
-
     try:
         with numpy.load(path) as file:
             return {key: file[key] for key in ("names", "hashes", "samples", "loss", "grad_norm")}
@@ -73,21 +70,15 @@ def _load_sidecar(path):
 
 
 def _unequal(a, b):
-    import numpy
-
     return ~((a == b) | (numpy.isnan(a) & numpy.isnan(b)))
 
 
 def _largest(samples):
-    import numpy
-
     return numpy.nan_to_num(abs(samples.astype(numpy.float64)), nan=0.0, posinf=numpy.inf).max(axis=1, initial=0.0)
 
 
 def _relative(a, b, scale):
     """Largest |a-b| / scale; equal values (NaN too, which pads) count as 0 and a value that is not finite as inf."""
-    import numpy
-
     unequal = _unequal(a, b)
     if not unequal.any():
         return 0.0

@@ -10,7 +10,7 @@ Exit status: 0; 1 where something is refused or damaged, with a line for each; 2
 import sys
 from pathlib import Path
 
-from benchmarks import compare, sessions
+from benchmarks import ROOT, compare, sessions
 from common.config import Parser
 
 
@@ -19,13 +19,13 @@ def main(argv=None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="publish|verify|list")
     one = commands.add_parser("publish", help="copy packed sessions into results/")
     one.add_argument("sessions", nargs="+", type=Path, metavar="SESSION")
-    one.add_argument("--into", type=Path, default=sessions.ROOT / "results", metavar="DIR", help="results/")
+    one.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")
     for name, text, default in (
         ("verify", "whether published files are as they were", "results"),
         ("list", "sessions below a root", "runs"),
     ):
         one = commands.add_parser(name, help=text)
-        one.add_argument("root", nargs="?", type=Path, default=sessions.ROOT / default, metavar="DIR")
+        one.add_argument("root", nargs="?", type=Path, default=ROOT / default, metavar="DIR")
     args = parser.parse_args(argv)
     try:
         return {"publish": _publish, "verify": _verify, "list": _list}[args.command](args)

@@ -13,9 +13,8 @@ _GUIDE = "https://docs.nvidia.com/dl-cuda-graph/latest/examples"
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """One submission. model: the folder of the suite's own version of it, variant: what stands there for NVIDIA's
-    mechanism. memory is None where not given.
-
-    gain_range is the gain in one cell of a table.
+    mechanism. memory is None where not given. gain_range: the gain in one cell of a table. same: whether what was
+    measured here has the submission's configuration.
     """
 
     model: str
@@ -33,6 +32,7 @@ class Published:
     speedups: tuple[tuple[float, str], ...]
     source: str
     remark: str
+    same: str
 
 
 PUBLISHED = (
@@ -52,6 +52,7 @@ PUBLISHED = (
         speedups=((1.022, "256 GPUs"), (1.030, "11,616 GPUs")),
         source=f"{_GUIDE}/introduction.html",
         remark="submitted with graphs on 64 B200 and 11,616 H100 only; on 256 and 512 H100 they are off",
+        same="no: a GPU's share of 8 of 96 layers",
     ),
     Published(
         model="llama2_lora",
@@ -69,6 +70,7 @@ PUBLISHED = (
         speedups=((1.2, "64 B200"), (2.7, "768 B200"), (2.4, "36 GB200"), (6.6, "576 GB200")),
         source=f"{_GUIDE}/llama2-70b-lora.html",
         remark="submitted with graphs on 72, 144 and 512 GB200; on 8 GPUs they are off",
+        same="no: 1 GPU, all 80 layers",
     ),
     Published(
         model="llama31",
@@ -86,6 +88,7 @@ PUBLISHED = (
         speedups=((1.15, "512 B200, FP4"), (1.54, "512 GB200, FP4"), (1.79, "512 GB300, FP4")),
         source=f"{_GUIDE}/llama-31-405b.html",
         remark="the guide's overview says instead: about 15 to 25 % at large scale, preliminary",
+        same="no: a GPU's share of 4 of 126 layers",
     ),
     Published(
         model="rnnt",
@@ -103,6 +106,7 @@ PUBLISHED = (
         speedups=(),
         source=f"{_GUIDE}/rnnt.html",
         remark="submitted with graphs in training on 512 H100 only",
+        same="no: 1 GPU, the same model",
     ),
     Published(
         model="stable_diffusion",
@@ -125,6 +129,7 @@ PUBLISHED = (
         ),
         source=f"{_GUIDE}/stable-diffusion-v2.html",
         remark="the base of 1.58x still synchronises in every step, which eager here does not",
+        same="no: 1 GPU, the same model",
     ),
 )
 

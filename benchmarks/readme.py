@@ -5,22 +5,21 @@ A block in README.md or <folder>/README.md stands between two markers:
     <!-- table: compare results/h200x1/gpt3-bench headline gain -->
     <!-- end -->
 
-`compare FOLDER` takes the parts headline, gain and cost (of CPU records: parity), `overview FOLDER` those of
-`benchmarks.overview`; no part means all of them. Rows of sessions that did not run all eagers of their model are left
-out. `python -m benchmarks.overview --readme` fills the blocks, and
-tests/test_readme.py fails where one is not what its records say.
+`compare FOLDER` takes the parts headline, gain and cost (of CPU records: parity); no part means all of them. Rows of
+sessions that did not run all eagers of their model are left out. `front FOLDER` takes the parts of the front page
+(`benchmarks.front`). `python -m benchmarks.overview --readme` fills the blocks, and tests/test_readme.py fails where
+one is not what its records say.
 """
 
 import os
 import re
 from pathlib import Path
 
-from benchmarks import compare, overview_rows, overview_tables, tables
+from benchmarks import ROOT, frame, front, overview_rows, tables
+from benchmarks.rows import missing_base, summarise
 
-ROOT = Path(__file__).resolve().parent.parent
-
-_BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-_BEGIN, _END = "<!-- table:", "<!-- end -->"
+BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BEGIN, END = "<!-- table:", "<!-- end -->"
 
 
 class ReadmeError(ValueError):
@@ -34,8 +33,8 @@ def files(root=ROOT) -> list[Path]:
 def render(path: Path, root=ROOT) -> str:
     """The file's text with every block made again. Raises ReadmeError."""
     text, name = path.read_text(), path.relative_to(root)
-    if not text.count(_BEGIN) == text.count(_END) == len(_BLOCK.findall(text)):
-        raise ReadmeError(f"{name}: each '{_BEGIN} ... -->' needs its own '{_END}'")
+    if not text.count(BEGIN) == text.count(END) == len(BLOCK.findall(text)):
+        raise ReadmeError(f"{name}: each '{BEGIN} ... -->' needs its own '{END}'")
 
     def fill(match):
         try:
@@ -43,24 +42,26 @@ def render(path: Path, root=ROOT) -> str:
         except (ValueError, FileNotFoundError) as error:
             what = str(error).replace(f"{root}/", "")
             raise ReadmeError(f"{name}: <!-- table: {match[2]} -->: {what}") from None
-        return f"{match[1]}\n{table}\n\n{match[4]}"
+        # The front page has its lines counted.
+        gap = "" if match[2].startswith("front") else "\n"
+        return f"{match[1]}{gap}{table}\n{gap}{match[4]}"
 
-    return _BLOCK.sub(fill, text)
+    return BLOCK.sub(fill, text)
 
 
 def _table(words, root, place):
     kind, folder, parts = words[0], words[1:2], words[2:]
-    if kind not in ("compare", "overview") or not folder:
-        raise ValueError("takes 'compare FOLDER [part ...]' or 'overview FOLDER [part ...]'")
-    return (_compare if kind == "compare" else _overview)(root / folder[0], parts, place)
+    if kind not in ("compare", "front") or not folder:
+        raise ValueError("takes 'compare FOLDER [part ...]' or 'front FOLDER [part ...]'")
+    return (_compare if kind == "compare" else _front)(root / folder[0], parts, place)
 
 
 def _compare(folder, parts, place):
-    found, faults = compare.load(folder)
-    if found["group"].nunique() > 1:
+    runs = frame.read(folder)
+    if runs.frame["group"].nunique() > 1:
         raise ValueError(f"{folder} holds several groups of sessions: compare takes one of them")
-    rows = compare.summarise(found)
-    fault = [*faults, compare.missing_base(found)][0]
+    rows = summarise(runs.frame)
+    fault = [*runs.faults, missing_base(runs.frame)][0]
     if fault or not rows:
         raise ValueError(fault or f"no records in {folder}")
     columns = tables.of_folder(rows)
@@ -69,18 +70,23 @@ def _compare(folder, parts, place):
         table = os.path.relpath(folder / "table.md", place)
         return f"No session here ran all eagers of its model: its ratios stand in [table.md]({table}) alone."
     _refuse_unknown(parts, ["headline", *columns])
-    texts = {"headline": f"**{tables.headline(rows)}**" if tables.headline(rows) else ""}
+    head = tables.headline(rows)
+    texts = {"headline": f"**{head}**" if head else ""}
     texts |= {name: tables.piped(tables.cells(rows, each)) for name, each in columns.items()}
-    return "\n\n".join(text for name, text in texts.items() if text and name in (parts or texts))
+    return _chosen(texts, parts)
 
 
-def _overview(folder, parts, place):
-    blocks, faults, refused = overview_rows.read(folder)
+def _front(folder, parts, place):
+    runs = frame.read(folder)
+    blocks, faults, refused = overview_rows.blocks_of(runs, folder)
     if faults or refused or not blocks:
         raise ValueError([*refused, *faults, f"no records in or below {folder}"][0])
-    _refuse_unknown(parts, overview_tables.PARTS)
-    parts = parts or overview_tables.ALL
-    return overview_tables.text_of(folder, blocks, faults, parts, markdown=True, link_from=place, whole=True)
+    _refuse_unknown(parts, front.PARTS)
+    return _chosen({name: front.text_of(name, folder, runs, blocks, place) for name in parts or front.PARTS}, parts)
+
+
+def _chosen(texts, parts):
+    return "\n\n".join(text for name, text in texts.items() if text and name in (parts or texts))
 
 
 def _refuse_unknown(parts, known):

@@ -1,297 +1,26 @@
-"""What a session of rounds is made of: child processes, host load, order, GPUs.
+"""The rounds of a session: round 0 for parity, timed rounds in ABBA order, and what becomes of a run in each.
 
-`benchmarks.bench` puts these parts together. Nothing here imports torch or a model.
-
-As a command it is the launcher that stands between the session and a training script:
-
-    python -m benchmarks.rounds --child PARENT_PID -- COMMAND...
-
-It adopts whatever the command starts (torchrun gives each worker a session of its own, which a signal
-to a process group does not reach) and ends all of it when the command ends, when it is told to stop, or
-when PARENT_PID is gone, even by kill -9. With --ask before the -- the command gets a SIGTERM and time to
-end first: what it started on other machines, only it can reach.
+Round 0 is untimed: eager, eager again, then the others against eager. A timed run that did not settle is made once more
+with eager beside it. A run that failed or hung is made once more too, and its first try stays in the session.
 """
 
-import ctypes
-import importlib.util
-import os
-import re
-import runpy
-import signal
-import subprocess
+import itertools
+import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
-from common import record as records
-
-ROOT = Path(__file__).resolve().parent.parent
-
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-TERMINATE_S = 15.0
-WATCH_S = 1.0
-# Slurm's srun waits for KillWait (30 s unless a site sets it) and two seconds more.
-ASK_S = 45.0
+from benchmarks import compare, frame, intervals, parity, progress, rows, script, trust
+from benchmarks.command import shown
+from benchmarks.open_session import OpenSession, key_of, name_of
+from benchmarks.progress import duration
+from benchmarks.runner import Runner
+from benchmarks.script import CONTROL
 
 # What a variant cannot do in one run it cannot do in the next: its record stands as its row. failed and
 # timeout have had their second try by then.
 NOT_RUN_AGAIN = ("unsupported", "oom", "capture_failed", "numerics_failed", "failed", "timeout")
-
-# ------------------------------------------------------------------------------------------------
-# The launcher: one command, and nothing of it left afterwards
-
-
-class _Stop(Exception):
-    pass
-
-
-def _launch(parent_pid: int, command: list[str], asks: bool) -> int:
-    """Run command and return its exit status, 128 + n when signal n ended it. Everything it started ends with it."""
-    signal.signal(signal.SIGTERM, _raise_stop)
-    on_linux = sys.platform == "linux"
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if on_linux else None
-    if prctl:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process, last_signal = None, signal.SIGTERM if asks else signal.SIGKILL
-    try:
-        # The parent may have gone before prctl could ask to be told.
-        if os.getppid() != parent_pid:
-            raise _Stop
-        process = subprocess.Popen(
-            command,
-            start_new_session=True,
-            # One thread only here, so nothing can hold a lock across the fork.
-            preexec_fn=(lambda: prctl(PR_SET_PDEATHSIG, last_signal, 0, 0, 0)) if prctl else None,
-        )
-        status = _wait(process, parent_pid, on_linux)
-    except _Stop:
-        status = -signal.SIGTERM
-    except OSError as error:
-        print(f"cannot start {command[0]}: {error.strerror}")
-        return 127
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if asks and process is not None:
-            _ask_to_end(process)
-        _end_descendants(process)
-    return status if status >= 0 else 128 - status
-
-
-def _raise_stop(signum, frame):
-    raise _Stop
-
-
-def _wait(process, parent_pid, is_told):
-    while True:
-        try:
-            return process.wait(None if is_told else 1.0)
-        except subprocess.TimeoutExpired:
-            if os.getppid() != parent_pid:
-                raise _Stop from None
-
-
-def _ask_to_end(process):
-    process.terminate()
-    try:
-        process.wait(ASK_S)
-    except subprocess.TimeoutExpired:
-        print(f"still there {ASK_S:g} s after SIGTERM: {process.args[0]}", flush=True)
-
-
-def _end_descendants(process):
-    if not Path("/proc/self/stat").exists():
-        if process is not None:
-            _signal_group(process.pid, signal.SIGKILL)
-        return
-    deadline = time.monotonic() + TERMINATE_S / 2
-    while time.monotonic() < deadline:
-        _reap()
-        left = descendants(os.getpid())
-        if not left:
-            return
-        for pid in left:
-            _signal(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def _reap():
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of all children, grandchildren and so on of `pid`, from /proc."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The second field, the name in parentheses, may itself hold spaces and parentheses.
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
-    found, queue = [], [pid]
-    while queue:
-        queue += children.get(queue[0], [])
-        found += children.get(queue.pop(0), [])
-    return found
-
-
-def _signal(pid, number):
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-def _signal_group(pid, number):
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-# ------------------------------------------------------------------------------------------------
-# Children, as the session sees them
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a child ended: exit status (128 + n for signal n), whether it was killed at its limit, wall seconds."""
-
-    exit_status: int
-    timed_out: bool
-    seconds: float
-
-    def describe(self) -> str:
-        if self.exit_status == 128 + signal.SIGKILL:
-            return "killed by signal 9, perhaps out of host memory"
-        if self.exit_status > 128:
-            return f"killed by signal {self.exit_status - 128}"
-        return f"exit status {self.exit_status}"
-
-
-def run_child(
-    command: list[str],
-    *,
-    log: Path,
-    limit_s: float,
-    environment: dict,
-    is_remote: bool = False,
-    watch: Callable[[], None] | None = None,
-) -> Outcome:
-    """Run command in the repository's root under the launcher, its output appended to `log`.
-
-    After limit_s seconds the command and everything it started is killed. An exception here, Ctrl-C
-    included, ends it too before it goes on. is_remote: the command starts others on other machines and
-    ends them on SIGTERM. watch() is called every WATCH_S seconds while it runs.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    launcher = [sys.executable, "-m", "benchmarks.rounds", "--child", str(os.getpid()), "--", *command]
-    if is_remote:
-        launcher.insert(launcher.index("--"), "--ask")
-    start = time.monotonic()
-    with open(log, "ab") as file:
-        process = subprocess.Popen(
-            launcher,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    timed_out = False
-    try:
-        while not timed_out:
-            left_s = max(0.0, start + limit_s - time.monotonic())
-            try:
-                process.wait(min(left_s, WATCH_S) if watch else left_s)
-                break
-            except subprocess.TimeoutExpired:
-                timed_out = time.monotonic() >= start + limit_s
-            if watch:
-                watch()
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(TERMINATE_S + (ASK_S if is_remote else 0.0))
-            except subprocess.TimeoutExpired:
-                _signal_group(process.pid, signal.SIGKILL)
-                process.wait()
-    return Outcome(process.returncode, timed_out, time.monotonic() - start)
-
-
-def waiting_passively(environment: dict) -> dict:
-    """`environment` for a run on the CPU: OpenMP threads without work sleep, unless it says already how they wait.
-
-    By default they spin, which takes the cores from whatever else runs on the host. OMP_WAIT_POLICY is OpenMP's own
-    variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
-    """
-    if any(name in environment for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
-        return environment
-    return environment | {"OMP_WAIT_POLICY": "passive"}
-
-
-def from_root(flags: list[str], described: list[dict]) -> list[str]:
-    """`flags` with relative paths made absolute: a script runs in the repository's root, which is not always here."""
-    if Path.cwd() == ROOT:
-        return flags
-    paths = {flag["flag"]: flag.get("words", ()) for flag in described if flag["type"] == "path"}
-    out = []
-    for previous, text in zip(["", *flags], flags, strict=False):
-        name, equals, value = text.partition("=")
-        if previous in paths and text and text not in paths[previous]:
-            text = os.path.abspath(text)
-        elif name in paths and value and value not in paths[name]:
-            text = name + equals + os.path.abspath(value)
-        out.append(text)
-    return out
-
-
-def last_lines(log: Path, num_lines: int = 3, limit: int = 400) -> str:
-    """The end of a log as one line of text, for a record's message."""
-    if not log.exists():
-        return ""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    # Records of earlier attempts tell nothing that their files do not.
-    lines = [line for line in lines if not line.startswith("{")]
-    return " | ".join(lines[-num_lines:])[-limit:]
-
-
-class HostLoad:
-    """num_processes busy processes for as long as the `with` block lasts; they end with this process too."""
-
-    # Looks at its parent now and then, so that it ends on every system and however the parent ended.
-    BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    for _ in range(10**6): pass"
-
-    def __init__(self, num_processes: int):
-        self.num_processes = num_processes
-        self.processes = []
-
-    def __enter__(self):
-        try:
-            for _ in range(self.num_processes):
-                self.processes.append(subprocess.Popen([sys.executable, "-S", "-c", self.BUSY], start_new_session=True))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-        self.processes = []
+# What round 0 says of a variant stands in its timed records too.
+PARITY = ("parity", "reference", "max_rel_diff", "first_difference")
 
 
 def order(variants: list[str], round_index: int) -> list[str]:
@@ -299,77 +28,263 @@ def order(variants: list[str], round_index: int) -> list[str]:
     return list(variants) if round_index % 2 else list(reversed(variants))
 
 
-# ------------------------------------------------------------------------------------------------
-# GPUs and versions
+class Rounds:
+    """The rounds that one call adds to a session. out_of_time: --minutes ended it before its last round."""
+
+    def __init__(self, session: OpenSession):
+        self.session, self.request = session, session.request
+        self.runner = Runner(session, self._say)
+        self.out_of_time = False
+        self.num_left = 0
+        self.start = time.monotonic()
+
+    def measure(self) -> None:
+        """Round 0 and the timed rounds.
+
+        Where runs take long the first timed round comes right after eager's run of round 0, which the others are
+        compared with, so that rows are seen after minutes. It is whole and in its order; what fails the rest of round 0
+        fails in that timed round, too (`_take_over_parity`).
+        """
+        self.runner.probe("begin")
+        if self.request.preset != "tiny":
+            self._parity_round(["eager"], with_controls=False)
+            self._timed_rounds(last=1)
+        if not self.out_of_time:
+            self._parity_round(self.request.variants)
+            self._timed_rounds()
+        if not self.out_of_time:
+            self.runner.probe("end")
+
+    def _record(self, variant, number=0, attempt=1):
+        return self.session.records.get((variant, number, attempt))
+
+    def _run(self, variant, number, attempt=1, name=None):
+        """(record, seconds) of a run, made once more if it failed or hung. name: of a second run of round 0."""
+        start = time.monotonic()
+        stem = name or name_of({"variant": variant, "round": number, "attempt": attempt})
+        record = self.runner.run(variant, number, attempt, stem)
+        if record["status"] in ("failed", "timeout"):
+            if name is None:
+                self._print_line(record, time.monotonic() - start, "once more", with_left=False)
+                self.session.keep(record)
+                self.session.supersede(key_of(record))
+            start = time.monotonic()
+            record = self.runner.run(variant, number, attempt, stem)
+        return record, time.monotonic() - start
+
+    # -- round 0
+
+    def _parity_round(self, variants, with_controls=True):
+        """These variants once, deterministic and untimed: eager, eager again, then the others against eager.
+
+        What others are compared with in eager's place is run twice as well, and before them. Who could not run in a
+        timed round is not asked. Without controls no second run is made, and a later call makes it.
+        """
+        request, bases = self.request, self.request.bases
+        missing = [v for v in variants if v in self._active() and v != CONTROL and self._record(v) is None]
+        for base in bases:
+            needed = any(request.base(variant) == base for variant in missing) or self._lacks_control(base)
+            lost = needed and base not in missing and not self.session.sidecar(base).exists()
+            if lost and self._record(base) and self._record(base)["status"] in ("pass", "eager_two_runs_differ"):
+                print(f"{base} round 0 is run anew: the others need its parity sidecar")
+                self.session.supersede((base, 0, 1))
+                missing.append(base)
+        missing.sort(key=lambda variant: bases.index(variant) if variant in bases else len(bases))
+        unsure = [base for base in bases if with_controls and (base in missing or self._lacks_control(base))]
+        self.num_left = len(missing) + len(unsure)
+        for variant in dict.fromkeys([*unsure, *missing]):
+            record, seconds, note = self._record(variant), 0.0, ""
+            if record is None:
+                record, seconds = self._run(variant, 0)
+                record["numerics"]["reference"] = request.base(variant)
+                self.num_left -= 1
+            if record["status"] == "pass" and variant in bases and not with_controls:
+                note = "its second run comes after round 1"
+            elif record["status"] == "pass" and parity.is_run_twice(request.description, variant):
+                seconds += self._control(record)
+            if record["status"] == "pass" and variant not in bases:
+                base = request.base(variant)
+                sidecars = self.session.sidecar(variant), self.session.sidecar(base)
+                parity.judge(record, self._record(base), *sidecars, request.description)
+            self.num_left -= variant in unsure
+            self.session.keep(record)
+            self._print_line(record, seconds, note)
+            if variant not in bases:
+                self.session.sidecar(variant).unlink(missing_ok=True)
+            for timed in self.session.of(variant):
+                if timed["round"] and self._take_over_parity(timed):
+                    self.session.keep(timed)
+
+    def _without_parity(self):
+        """Variants whose round 0 is to come, before the second timed round at the latest."""
+        return [v for v in self._active() if (v != CONTROL and self._record(v) is None) or self._lacks_control(v)]
+
+    def _lacks_control(self, base):
+        """Its round 0 was run and not yet compared with a second run."""
+        record = self._record(base)
+        return record is not None and record["status"] == "pass" and record["numerics"]["parity"] is None
+
+    def _control(self, record):
+        """Eager, or what stands in its place, a second time. Only the verdict is kept, in the first run's record."""
+        base = record["variant"]
+        # It makes the steps of the first run.
+        self.session.records[key_of(record)] = record
+        control, seconds = self._run(base, 0, name=f"{base}.r0.control")
+        sidecars = self.session.sidecar(base, "r0.control"), self.session.sidecar(base)
+        parity.judge_control(record, control, *sidecars)
+        for path in self.session.partial.glob(f"{base}.r0.control.*"):
+            path.unlink()
+        return seconds
+
+    def _take_over_parity(self, record):
+        """What round 0 says of a timed run's variant, if it was made; whether that changed the record.
+
+        A run that was timed before its round 0 failed fails with it.
+        """
+        first = self._record(record["variant"])
+        if first is None:
+            return False
+        taken = {key: first["numerics"][key] for key in PARITY}
+        fails = record["status"] == "pass" and first["status"] in NOT_RUN_AGAIN
+        is_new = fails or taken != {key: record["numerics"][key] for key in PARITY}
+        record["numerics"].update(taken)
+        record["extra"]["loss_rel_diff"] = first["extra"].get("loss_rel_diff")
+        if fails:
+            record.update(status=first["status"], message=f"round 0: {first['message']}")
+        return is_new
+
+    # -- timed rounds
+
+    def _timed_rounds(self, last=None):
+        """ABBA rounds, up to the last one; says why when it stops before the asked number."""
+        longest_s, number = 0.0, 0
+        wanted = 2 if self.request.rounds == "auto" else self.request.rounds
+        while number != last:
+            if number == wanted:
+                wanted = self._wanted(number)
+                if number == wanted:
+                    return
+            number += 1
+            missing = [v for v in order(self._active(), number) if self._record(v, number) is None]
+            if not missing and not self._unsettled(number):
+                continue
+            # Before the first timed round, a child of round 0 is the best guess at one of it.
+            longest_run_s = max(self.runner.seconds[True] or self.runner.seconds[False], default=0.0)
+            guess = longest_s or len(missing) * longest_run_s
+            minutes = self.request.args.minutes
+            if minutes and time.monotonic() - self.start + guess > minutes * 60:
+                print(f"--minutes {minutes:g}: round {number} would take {duration(guess)}, not started")
+                self.out_of_time = True
+                return
+            start = time.monotonic()
+            self._run_all(missing, number, 1, wanted)
+            longest_s = max(longest_s, time.monotonic() - start)
+            self._run_all(self._unsettled(number), number, 2, wanted)
+
+    def _run_all(self, names, number, attempt, wanted):
+        for index, variant in enumerate(names):
+            least = max(wanted, intervals.AUTO_MIN_ROUNDS) if self.request.rounds == "auto" else wanted
+            later = itertools.product(self._active(), range(number + 1, least + 1))
+            self.num_left = len(names) - index - 1 + sum(self._record(*which) is None for which in later)
+            record, seconds = self._run(variant, number, attempt)
+            self._take_over_parity(record)
+            self.session.keep(record)
+            waits = variant in self._without_parity() and record["status"] == "pass"
+            notes = [attempt_note(record), "its parity follows" if waits else ""]
+            self._print_line(record, seconds, ", ".join(filter(None, notes)))
+        self._judge_work()
+
+    def _unsettled(self, number) -> list[str]:
+        """Who runs once more in this round: what did not settle, and eager beside it; all, where eager did not."""
+        if self.request.preset == "tiny":
+            return []
+        made = {name: self._record(name, number) for name in self._active()}
+        odd = {
+            name
+            for name, record in made.items()
+            if record and frame.is_timed(record) and record["conditions"]["settled"] is False
+        }
+        if not odd:
+            return []
+        eagers = {name for name in made if script.kind_of(self.request.description, name) == "eager"}
+        names = list(made) if odd & eagers else [name for name in made if name in eagers | odd]
+        return [name for name in order(names, number) if self._record(name, number, 2) is None]
+
+    def _active(self):
+        """Variants that are worth another timed run."""
+        # A verdict on timed work may change with more eager rounds, so it stops nothing.
+        ended = {
+            record["variant"]
+            for record in self.session.records.values()
+            if record["status"] in NOT_RUN_AGAIN and not _is_of_timed_work(record)
+        }
+        return [variant for variant in self.request.variants if variant not in ended]
+
+    def _wanted(self, number):
+        """How many rounds the session gets, after `number` of them."""
+        if self.request.rounds != "auto":
+            return number
+        sound = [record for record in self.session.records.values() if trust.contradiction(record) is None]
+        group, results = rows.group_of(sound), []
+        for session, name in itertools.product(group.order, self._active()):
+            base = group.base(session, name)
+            if base not in (None, name):
+                pairs = rows.pairs(group, session, name, base)
+                ratios = rows.log_ratios(pairs, lambda record: record["statistic_ms"])
+                results += [intervals.interval(ratios)] if ratios else []
+        return intervals.next_num_rounds(results, number)
+
+    def _judge_work(self):
+        """Whether timed runs prove their work against eager's; all of them again after each round, as the spread is
+        known better then."""
+        for variant in self.request.variants:
+            base = self.request.base(variant)
+            eager = compare.timed(self.session.of(base))
+            for record in self.session.of(variant):
+                if not record["round"] or not (record["status"] == "pass" or _is_of_timed_work(record)):
+                    continue
+                beside = [other for other in eager if other is not record]
+                beside.sort(key=lambda other, own=record: [other[key] != own[key] for key in ("round", "attempt")])
+                fault = trust.unproven(record, beside if variant != base else [])
+                if (fault or "") != record["message"].removeprefix(trust.TIMED_WORK):
+                    status = "numerics_failed" if fault else "pass"
+                    record.update(status=status, message=f"{trust.TIMED_WORK}{fault}" if fault else "")
+                    self.session.keep(record)
+                    print(f"{frame.short_name(record)}: {fault or 'its work is proven after all'}")
+
+    # -- what people see
+
+    def _print_line(self, record, seconds, note="", with_left=True):
+        is_timed = bool(record["round"])
+        step = f"{record['statistic_ms']:10.2f} ms" if record["statistic_ms"] else f"{'-':>13s}"
+        name = f"round {record['round']}" if is_timed else "parity "
+        status = record["numerics"]["parity"] if not is_timed and record["status"] == "pass" else None
+        width = max(len(variant) for variant in self.request.variants)
+        left = self._left(is_timed) if with_left and self.num_left else ""
+        line = f"{name:8s}  {record['variant']:{width}s}  {status or record['status']:16s}{step}"
+        print(f"{line}  {duration(seconds):>7s}  {', '.join(filter(None, [note, left]))}".rstrip())
+        phases = progress.phases(record, self.runner.took_s.get(name_of(record))) if self.request.args.verbose else ""
+        for text in filter(None, [record["message"], phases]):
+            print(f"          {text}")
+        sys.stdout.flush()
+
+    def _left(self, is_timed):
+        seconds = self.runner.seconds
+        left_s = self.num_left * statistics.fmean(seconds[is_timed])
+        if is_timed and seconds[False]:
+            left_s += len(self._without_parity()) * statistics.fmean(seconds[False])
+        return f"{'at least' if self.request.rounds == 'auto' else 'about'} {duration(left_s)} left"
+
+    def _say(self, text):
+        root = self.request.root
+        print(text.replace(str(root), str(shown(root))), flush=True)
 
 
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs that nvidia-smi lists: names, UUIDs (GPU-...) and the driver, each None or empty without one."""
-
-    names: tuple = ()
-    uuids: tuple = ()
-    driver: str | None = None
-
-    @property
-    def slug(self) -> str:
-        """`NVIDIA H200` -> `h200`, `NVIDIA H100 80GB HBM3` -> `h100`; `cpu` without a GPU."""
-        if not self.names:
-            return "cpu"
-        # Of a type with memory of one size alone the driver says the size and the kind of memory all the same.
-        name = re.sub(r" \d+gb hbm\w+$", "", self.names[0].lower())
-        words = "".join(c if c.isalnum() else " " for c in name).split()
-        return "-".join(word for word in words if word not in ("nvidia", "geforce", "tesla")) or "gpu"
+def _is_of_timed_work(record):
+    return record["message"].startswith(trust.TIMED_WORK)
 
 
-def find_gpus() -> Gpus:
-    """Ask nvidia-smi -L; without the command, a driver or a GPU the answer is empty. CUDA_VISIBLE_DEVICES counts."""
-    listing = _output(["nvidia-smi", "-L"])
-    found = re.findall(r"^GPU (\d+): (.*?)(?: \(UUID: (.*?)\))?$", listing, re.MULTILINE)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        wanted = [part.strip() for part in visible.split(",") if part.strip()]
-        found = [gpu for gpu in found if any(part == gpu[0] or (gpu[2] and gpu[2].startswith(part)) for part in wanted)]
-    if not found:
-        return Gpus()
-    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split()
-    return Gpus(tuple(name for _, name, _ in found), tuple(uuid for _, _, uuid in found), driver[0] if driver else None)
-
-
-def _output(command):
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
+def attempt_note(record: dict) -> str:
+    if record["conditions"]["settled"] is not False or not record["round"] or record["preset"] == "tiny":
         return ""
-
-
-def cuda_version() -> str | None:
-    """The CUDA version torch was built for, read from its version file: importing torch takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    path = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-    return runpy.run_path(str(path)).get("cuda") if path and path.exists() else None
-
-
-def blank_record(*, model, preset, variant, round_index, device, env, status, message) -> dict:
-    """The record of a child that left none behind."""
-    record = records.blank(
-        model=model, preset=preset, variant=variant, round=round_index, device=device, status=status, message=message
-    )
-    record["env"].update({key: value for key, value in env.items() if key in record["env"]})
-    return record
-
-
-def main(argv=None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    split = argv.index("--") if "--" in argv else len(argv)
-    own, command = argv[:split], argv[split + 1 :]
-    asks = own[2:] == ["--ask"]
-    if own[:1] != ["--child"] or not own[1:2] or not own[1].isdigit() or not (asks or len(own) == 2) or not command:
-        usage = "python -m benchmarks.rounds --child PARENT_PID [--ask] -- COMMAND..."
-        print(f"usage: {usage} (the launcher)", file=sys.stderr)
-        return 2
-    return _launch(int(own[1]), command, asks)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "not settled" if record["attempt"] == 1 else "not settled again, it stands"

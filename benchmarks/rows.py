@@ -10,11 +10,7 @@ import math
 import statistics
 
 from benchmarks import frame, intervals
-from benchmarks.bases import MEASURING, Group, base_of, choose_base, class_of, group_of, standing
-from benchmarks.intervals import tail
-
-__all__ = ["MEASURING", "Group", "Mixed", "choose_base", "group_of", "is_short", "lacks", "last_attempts"]
-__all__ += ["log_ratios", "missing_base", "pairs", "refuse_mixture", "standing", "summarise", "timed_idle"]
+from benchmarks.bases import Group, base_of, class_of, group_of, standing
 
 GIB = 2**30
 CLOCK_TOLERANCE = 0.01
@@ -33,14 +29,13 @@ class Mixed(ValueError):
 # Pairs
 
 
-def last_attempts(runs: list[dict]) -> list[dict]:
+def _last_attempts(runs):
     """Of a run that was repeated because it did not settle, the last one alone."""
-    last = {(row["session"], row["variant"], row["round"]): row["attempt"] for row in _by_attempt(runs)}
+    last: dict[tuple, int] = {}
+    for row in runs:
+        place = row["session"], row["variant"], row["round"]
+        last[place] = max(last.get(place, 0), row["attempt"])
     return [row for row in runs if row["attempt"] == last[row["session"], row["variant"], row["round"]]]
-
-
-def _by_attempt(runs):
-    return sorted(runs, key=lambda row: row["attempt"])
 
 
 def pairs(group: Group, session: str, variant: str, base: str, last: bool = True) -> list[tuple[dict, dict]]:
@@ -67,27 +62,27 @@ def log_ratios(both: list[tuple[dict, dict]], value) -> list[float]:
 def summarise(found, base: str | None = None) -> list[dict]:
     """One row (a dict) per variant, base first. Raises Mixed for cpu beside cuda, several GPU types, models or loads.
 
-    found: a frame of `benchmarks.frame`, or sound records as of one folder. Times are ms, `*_gib` GiB; speedup,
-    quiet_speedup (10th percentiles), model_speedup (step less optimizer), sync_speedup (over eager_sync, which
+    found: a frame of `benchmarks.frame`, or sound records as of one folder. Times are ms, `*_gib` GiB; None is unknown.
+
+    speedup, quiet_speedup (10th percentiles), model_speedup (step less optimizer), sync_speedup (over eager_sync, which
     reads from the device in every step, as NVIDIA's published base does) and across_speedup (over across_base, the best
-    eager of all kinds of layer, where eagers of several were timed) come with _low, _high (95 % interval) and
-    _half_width (logarithm). is_base: the base of its own kind of layer. ceiling: the base's step over the busy time of
-    the variant's kernels. law, queue_model: the ratios that max(1, issue / busy) and the queue model foretell a variant
-    that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on; num_older:
-    sessions of another program or schema, or with fewer eagers. missing_eagers: of the model's eagers those that its
-    sessions did not run, a list. What is not known is None.
+    eager of all kinds of layer, where eagers of several were timed) have _low, _high (95 % interval) and _half_width
+    (logarithm). is_base: the base of its own kind of layer. ceiling: the base's step over the busy time of the
+    variant's kernels. law, queue_model: the ratios that max(1, issue / busy) and the queue model predict for a variant
+    that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on. num_older:
+    sessions of another program or schema, or with fewer eagers. missing_eagers: eagers that its sessions did not run.
     """
     runs = frame.of(found)
     if runs.empty:
         return []
-    refuse_mixture(runs)
+    _refuse_mixture(runs)
     group = group_of(runs, base)
     first, bases = base_of(group), {name: base_of(group, name) for name in set(runs["variant"])}
     names = sorted(bases, key=lambda name: (name != first, name != bases[name], name != "eager", name))
     return [_row(group, name, bases[name]) for name in names]
 
 
-def refuse_mixture(runs) -> None:
+def _refuse_mixture(runs) -> None:
     def values(column, part=runs):
         return sorted(set(part[column]) - {None, ""})
 
@@ -95,7 +90,7 @@ def refuse_mixture(runs) -> None:
         raise Mixed("a table cannot mix cpu and cuda records")
     if len(values("gpu_name")) > 1:
         raise Mixed(f"a table cannot mix GPU types: {', '.join(values('gpu_name'))}")
-    # A run that came to nothing does not know what a preset became on this GPU, and round 0 has no load.
+    # The record of a run that did not pass may lack the final preset, and round 0 has no load.
     sound = runs[runs["status"] == "pass"]
     models = sorted({f"{row.model}/{row.preset}" for row in sound.itertuples()})
     if len(models) > 1:
@@ -108,7 +103,7 @@ def refuse_mixture(runs) -> None:
 def missing_base(found, base: str | None = None) -> str | None:
     """Why records have nothing to be compared with, or None: timed runs, of which none is eager, or `base`.
 
-    A base that came to nothing (oom, failed, ...) is not missing: its row says so.
+    A base that did not pass (oom, failed, ...) is not missing: its row has the status.
     """
     runs = frame.of(found)
     timed = runs[runs["is_timed"].astype(bool)]
@@ -121,9 +116,9 @@ def missing_base(found, base: str | None = None) -> str | None:
 def _row(group, name, base):
     pooled, older = standing(group, name)
     part = group.variant(name)
-    current = last_attempts([row for row in part if row["session"] in pooled and row["is_timed"]])
+    current = _last_attempts([row for row in part if row["session"] in pooled and row["is_timed"]])
     runs = [row["record"] for row in current]
-    # The newest session speaks of what failed, though it may have timed nothing.
+    # A failure in the newest session is shown, though that session may have no timed run.
     every = [row["record"] for row in part if row["session"] in (*pooled, part[-1]["session"])]
     first = next((record for record in reversed(every) if record["round"] == 0), None)
     bad = next((record for record in every if record["status"] != "pass"), None)
@@ -131,6 +126,7 @@ def _row(group, name, base):
     cuda, is_base = every[0]["device"] == "cuda", name == base
     long_steps = any(record["statistic_ms"] > frame.LONG_STEP_MS for record in runs)
     missing = list(dict.fromkeys(eager for session in pooled if runs for eager in group.missing(session)))
+    replayed = [record for record in runs if record["capture"]["num_replays"]]
     row = {
         "variant": name,
         "kind": part[-1]["kind"],
@@ -144,24 +140,18 @@ def _row(group, name, base):
         "num_sessions": len(pooled),
         "num_older": len(older),
         "num_steps": _median(len(record["steps"]["gpu_ms"]) for record in runs),
-        "step_ms": _median(record["statistic_ms"] for record in runs),
+        "step_ms": _median(map(_statistic, runs)),
         "p10_ms": _median(row["quiet_ms"] for row in current),
-        "tail": None if long_steps else _median(_tail(record) for record in runs),
-        "issue_ms": _median(record["issue_ms"] for record in runs),
-        "busy_ms": _median(record["busy_ms"] for record in runs),
-        "idle_fraction": _median(timed_idle(record) for record in runs),
-        "profiled_idle_fraction": _median(
-            record["idle_fraction"] for record in runs if record["capture"]["num_replays"]
-        ),
-        "profile_stretch": _median(_profile_stretch(record) for record in runs if record["capture"]["num_replays"]),
+        "tail": None if long_steps else _median(map(_tail, runs)),
+        **{key: _median(record[key] for record in runs) for key in _MEDIANS},
+        "idle_fraction": _median(map(timed_idle, runs)),
+        "profiled_idle_fraction": _median(record["idle_fraction"] for record in replayed),
+        "profile_stretch": _median(map(_profile_stretch, replayed)),
         "graph_kernel_share": _median(record["proof"]["graph_kernel_share"] for record in runs),
-        "optimizer_ms": _median(record["optimizer_ms"] for record in runs),
-        "num_kernels": _median(record["num_kernels"] for record in runs),
         "ceiling": _ceiling((record, record) for record in runs) if is_base and cuda else None,
         "peak_reserved_gib": _gib(runs, "peak_reserved_bytes"),
         "pool_gib": _gib(runs, "graph_pool_bytes"),
-        "warmup_s": _median(record["capture"]["warmup_s"] for record in own),
-        "capture_s": _median(record["capture"]["capture_s"] for record in own),
+        **{key: _median(record["capture"][key] for record in own) for key in ("warmup_s", "capture_s")},
         "compile_cold_s": max(_known(record["capture"]["compile_s"] for record in every), default=None),
         "compile_warm_s": min(_known(record["capture"]["compile_s"] for record in runs), default=None),
         "num_graphs": own[-1]["capture"]["num_graphs"],
@@ -177,21 +167,20 @@ def _row(group, name, base):
         "lacks": ", ".join(filter(None, [lacks(runs) if cuda else "", INCOMPLETE if missing else ""])),
         "report": _report(runs),
     }
-    for key in RATIOS:
-        row.update({key: None, f"{key}_low": None, f"{key}_high": None, f"{key}_half_width": None})
-    row.update(base=None, base_ms=None, across_base=None, verdict=None, scope=None, range_low=None, range_high=None)
-    row.update(num_pairs=0, num_hosts=0, law=None, queue_model=None)
+    row |= dict.fromkeys(f"{key}{end}" for key in RATIOS for end in ("", "_low", "_high", "_half_width"))
+    row |= dict.fromkeys(("base", "base_ms", "across_base", "verdict", "scope", "range_low", "range_high"))
+    row |= {"num_pairs": 0, "num_hosts": 0, "law": None, "queue_model": None}
     if cuda and runs:
         if not is_base:
             _compare(row, group, name, pooled)
-        across = group.across(pooled[-1], name)
-        if across:
-            row["across_base"] = across
-            if across != name:
-                _put_ratio(row, "across_speedup", group, name, pooled, dict.fromkeys(pooled, across), _statistic)
-        if name != SYNC:
-            _put_ratio(row, "sync_speedup", group, name, pooled, dict.fromkeys(pooled, SYNC), _statistic)
+        across = row["across_base"] = group.across(pooled[-1], name)
+        for key, base in (("across_speedup", across), ("sync_speedup", SYNC)):
+            if base not in (None, name):
+                _put_ratio(row, key, group, name, dict.fromkeys(pooled, base), _statistic)
     return row
+
+
+_MEDIANS = ("issue_ms", "busy_ms", "optimizer_ms", "num_kernels")
 
 
 def _statistic(record):
@@ -210,7 +199,7 @@ def _compare(row, group, name, pooled):
     base = group.base(pooled[-1], name)
     bases = dict.fromkeys(pooled, base) if base not in (None, name) else {}
     for key, value in _VALUES.items():
-        judged = _put_ratio(row, key, group, name, pooled, bases, value)
+        judged = _put_ratio(row, key, group, name, bases, value)
         if judged and key == "speedup":
             row.update(verdict=judged.verdict, scope=judged.scope, num_pairs=judged.num_pairs)
             row.update(num_hosts=judged.num_units, range_low=judged.range_low, range_high=judged.range_high)
@@ -218,14 +207,14 @@ def _compare(row, group, name, pooled):
     used = [pair for session in bases for pair in pairs(group, session, name, base)]
     row["base_ms"] = _median(a["statistic_ms"] for a, _ in used)
     row["ceiling"] = _ceiling(used)
-    row["law"], row["queue_model"] = _foretold(used)
+    row["law"], row["queue_model"] = _predicted(used)
     if not row["num_pairs"]:
         row["verdict"] = f"no {row['base'] or 'eager'} of the same round"
 
 
-def _put_ratio(row, key, group, name, pooled, bases, value):
-    """The judged ratio in the row's four places; None where there is no pair."""
-    measured = [_measured(group, session, name, bases[session], value) for session in pooled if session in bases]
+def _put_ratio(row, key, group, name, bases, value):
+    """The judged ratio in the row's four places, over the sessions of `bases`; None where there is no pair."""
+    measured = [_measured(group, session, name, base, value) for session, base in bases.items()]
     judged = intervals.judge([session for session in measured if session.log_ratios])
     if judged is None:
         return None
@@ -251,23 +240,15 @@ def _measured(group, session, name, base, value):
 
 def lacks(runs: list[dict]) -> str:
     """What a reader of a row must know of its runs: what schema 1 does not tell, short windows, runs not settled."""
-    if not runs:
-        return ""
-    parts = []
-    if any(record["schema"] == 1 for record in runs):
-        parts.append("schema 1")
-    short = sum(is_short(record) for record in runs)
-    if short:
-        parts.append(f"{short} of {len(runs)} windows short")
-    unsettled = sum(record["conditions"]["settled"] is False for record in runs)
-    if unsettled:
-        parts.append(f"{unsettled} of {len(runs)} not settled")
-    beside = sum(
-        bool(record["conditions"]["others_on_gpu"] or record["conditions"]["other_sessions"]) for record in runs
-    )
-    if beside:
-        parts.append(f"{beside} of {len(runs)} beside others")
-    return ", ".join(parts)
+    counts = {
+        "windows short": sum(map(is_short, runs)),
+        "not settled": sum(record["conditions"]["settled"] is False for record in runs),
+        "beside others": sum(
+            bool(record["conditions"]["others_on_gpu"] or record["conditions"]["other_sessions"]) for record in runs
+        ),
+    }
+    old = ["schema 1"] if any(record["schema"] == 1 for record in runs) else []
+    return ", ".join(old + [f"{count} of {len(runs)} {what}" for what, count in counts.items() if count])
 
 
 def is_short(record: dict) -> bool:
@@ -281,7 +262,7 @@ def is_short(record: dict) -> bool:
 
 
 def _tail(record):
-    return tail(record["steps"]["gpu_ms"], record["steps"]["batch"])
+    return intervals.tail(record["steps"]["gpu_ms"], record["steps"]["batch"])
 
 
 def predicted_ms(record: dict) -> float | None:
@@ -292,7 +273,7 @@ def predicted_ms(record: dict) -> float | None:
     return value if known else None
 
 
-def _foretold(both):
+def _predicted(both):
     """(max(1, base's issue over the variant's busy time), the queue model's ratio), over pairs whose variant replays
     graphs; None where a record has none."""
     both = [pair for pair in both if pair[1]["capture"]["num_replays"]]

@@ -16,54 +16,54 @@ and something was timed, 1 otherwise, 2 for a mistake on the command line, 130 a
 """
 
 import argparse
-import os
 import re
-import signal
+import shlex
 import sys
 from pathlib import Path
 
-from benchmarks import bench, compare, launch, locks, rounds, sessions
-from benchmarks.script import Mistake, Parser, amount, count, models, positive
+from benchmarks import command, compare, frame, launch, law, locks, open_session, sessions
+from benchmarks.command import Mistake, amount, count, positive, shown
+from benchmarks.open_session import OpenSession, opened
+from benchmarks.request import Request, root_of
+from benchmarks.rounds import Rounds
+from benchmarks.script import models
 from common import config
+
+FAILURES = (sessions.Busy, sessions.Refused, sessions.Damaged, locks.GpuBusy, launch.NodesDiffer, compare.Mixed)
 
 # ------------------------------------------------------------------------------------------------
 # Command line
 
 
 def parse(argv=None) -> argparse.Namespace:
-    argv = sys.argv[1:] if argv is None else argv
-    split = argv.index("--") if "--" in argv else len(argv)
-    parser = Parser(
-        prog="python -m benchmarks.run",
-        description="Eager against graphed training steps of one model, in paired rounds.",
-        epilog="What follows -- goes to the training script; see python -m MODEL.train --help.",
-        allow_abbrev=False,
+    own, flags = command.split_flags(argv)
+    parser = command.parser_of(
+        "run",
+        "Eager against graphed training steps of one model, in paired rounds.",
+        "See python -m MODEL.train --help for its flags.",
     )
-    parser.add_argument("--model", metavar="NAME", help=f"one of {', '.join(models())}")
-    parser.add_argument("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
-    parser.add_argument("--variants", metavar="A,B", help="eager always runs; all of the script's unless told")
-    parser.add_argument(
-        "--control", action="store_true", help="eager once more beside eager: what equal runs differ by"
-    )
-    parser.add_argument("--rounds", metavar="N", type=_rounds, help="timed rounds (5; tiny: 2), or auto: until +-1 %%")
-    parser.add_argument("--steps", metavar="N", type=count, default=0, help="at least this many timed steps (preset's)")
-    parser.add_argument(
-        "--parity-steps", metavar="N", type=count, default=0, help="steps of round 0 (the script's; 3 beyond 0.4 s)"
-    )
-    parser.add_argument("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
-    parser.add_argument("--host-load", metavar="N", type=count, default=0, help="busy processes beside timed runs (0)")
-    parser.add_argument("--minutes", metavar="M", type=amount, help="start no round that cannot end in this time")
-    parser.add_argument("--out", metavar="DIR", help="output root: sessions go to DIR/<gpu>x<count>/<kind>/ (runs)")
-    parser.add_argument("--label", metavar="WORD", type=_label, help="ends the kind's name (made of flags after --)")
-    parser.add_argument("--probe", action="store_true", help="probe the host on a CPU, too")
-    parser.add_argument("--close", action="store_true", help="pack the open session of this kind as it stands")
-    parser.add_argument("--session", metavar="NAME", help="with --close: this one, whatever boot it is of")
-    launch.add_arguments(parser, positive)
-    parser.add_argument("--verbose", action="store_true", help="seconds by phase below each run")
-    parser.add_argument("--no-table", action="store_true", help="progress only; the table is in table.md")
-    parser.add_argument("--limit-s", metavar="S", type=amount, help="kill a run after this long (1800; tiny: 300)")
-    args = parser.parse_args(argv[:split])
-    args.flags = argv[split + 1 :]
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=f"one of {', '.join(models())}")
+    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
+    add("--variants", metavar="A,B", help="eager always runs; all of the script's unless told")
+    add("--control", action="store_true", help="eager once more beside eager: what equal runs differ by")
+    add("--rounds", metavar="N", type=_rounds, help="timed rounds (5; tiny: 2), or auto: until +-1 %%")
+    add("--steps", metavar="N", type=count, default=0, help="at least this many timed steps (preset's)")
+    add("--parity-steps", metavar="N", type=count, default=0, help="steps of round 0 (the script's; 3 beyond 0.4 s)")
+    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
+    add("--host-load", metavar="N", type=count, default=0, help="busy processes beside timed runs (0)")
+    add("--minutes", metavar="M", type=amount, help="start no round that cannot end in this time")
+    add("--out", metavar="DIR", help="output root: sessions go to DIR/<gpu>x<count>/<kind>/ (runs)")
+    add("--label", metavar="WORD", type=_label, help="ends the kind's name (made of flags after --)")
+    add("--probe", action="store_true", help="probe the host on a CPU, too")
+    add("--close", action="store_true", help="pack the open session of this kind as it stands")
+    add("--session", metavar="NAME", help="with --close: this one, whatever boot it is of")
+    launch.add_arguments(parser)
+    add("--verbose", action="store_true", help="seconds by phase below each run")
+    add("--no-table", action="store_true", help="progress only; the table is in table.md")
+    add("--limit-s", metavar="S", type=amount, help="kill a run after this long (1800; tiny: 300)")
+    args = parser.parse_args(own)
+    args.flags = flags
     if not args.model and not (args.close and args.session):
         parser.error(f"--model is missing, takes one of {', '.join(models())}")
     if args.session and not args.close:
@@ -91,10 +91,6 @@ def _label(text):
     return text
 
 
-def interrupt(signum, frame):
-    raise KeyboardInterrupt
-
-
 # ------------------------------------------------------------------------------------------------
 # What the command does
 
@@ -102,79 +98,90 @@ def interrupt(signum, frame):
 def close(args) -> int:
     """Pack open sessions as they stand: the named one, or those of this kind on this boot and these GPUs."""
     if args.session:
-        root = Path(args.out).resolve() if args.out else rounds.ROOT / "runs"
+        root = root_of(args)
         wanted = Path(args.session).name.removesuffix(sessions.OPEN)
         chosen = [path for path, _ in sessions.open_sessions(root) if sessions.session_name(path) == wanted]
     else:
-        session = bench.Session(args)
-        root = session.root
-        found = sessions.open_sessions(session.group)
-        chosen = [path for path, meta in found if meta.get("nodes") == session.place]
+        request = Request(args)
+        root = request.root
+        chosen = [path for path, meta in sessions.open_sessions(request.group) if request.is_here(meta)]
     if not chosen:
-        others = [bench.shown(path) for path, _ in sessions.open_sessions(root)]
-        said = f"; open: {', '.join(map(str, others))} (--session NAME closes one)" if others else ""
+        others = [str(shown(path)) for path, _ in sessions.open_sessions(root)]
+        said = f"; open: {', '.join(others)} (--session NAME closes one)" if others else ""
         raise Mistake(f"--close: no such open session{said}")
-    done = [bench.close_session(path, "as it stands") for path in chosen]
+    done = [open_session.close(path, "as it stands") for path in chosen]
     for group in dict.fromkeys(path.parent for path in chosen):
         compare.write_summary(group)
     return 0 if all(done) else 1
 
 
-def _require_locks():
-    try:
-        locks.folder()
-    except ValueError as error:
-        raise Mistake(str(error)) from None
-
-
 def measure(args) -> int:
-    session = bench.Session(args)
-    _require_locks()
-    session.print_card()
-    what = f"{session.model}/{session.preset}"
-    uuids = [] if session.launch.prefix else [uuid for uuids in session.uuids for uuid in uuids]
-    cores = os.sched_getaffinity(0)
+    request = Request(args)
+    # Said before anything is printed.
+    locks.folder()
+    print_card(request)
+    uuids = [] if request.launch.prefix else [uuid for uuids in request.uuids for uuid in uuids]
+    with locks.gpu_locks(uuids, f"{request.model}/{request.preset}"), opened(request) as session:
+        print(f"session  {shown(session.out)}")
+        for text in locks.others_here():
+            print(f"beside   {text}")
+        sys.stdout.flush()
+        rounds = Rounds(session)
+        rounds.measure()
+        if not rounds.out_of_time:
+            session.pack()
+        return finish(session, rounds.out_of_time)
+
+
+def print_card(request: Request) -> None:
+    args, gpus = request.args, request.gpus
+    where = f"{gpus.names[0]} x{args.ngpu}" if gpus.names else f"CPU, {request.env['cpu']}"
+    where += f"  {args.nnodes} nodes" if args.nnodes > 1 else ""
+    load = f"  {args.host_load} busy processes" if args.host_load else ""
+    flags = f"  {' '.join(request.flags)}" if request.flags else ""
+    print(f"{request.model}/{request.preset}  {where}  torch {request.env['torch']}{load}{flags}")
+    print(f"variants {', '.join(request.variants)}  rounds parity + {request.rounds}", flush=True)
+
+
+def finish(session: OpenSession, out_of_time: bool) -> int:
+    """Write and print the tables of a session; the command's exit status."""
+    request, args = session.request, session.request.args
+    runs = frame.read(session.out)
+    text, table = compare.report(runs.frame, runs.faults, metas=runs.metas, doubts=runs.doubts)
+    if not args.no_table:
+        foretold = "\n".join(law.closing(runs.frame))
+        print(f"\n{text}\n\n{foretold}".rstrip())
     try:
-        with locks.gpu_locks(uuids, what):
-            session.open()
-            session.print_session()
-            session.probe()
-            session.measure()
-            return session.finish()
-    finally:
-        session.let_go()
-        os.sched_setaffinity(0, cores)
+        compare.write_summary(request.group)
+        print(f"\n{shown(session.out)}/: the session\n{shown(request.group)}/table.md: all sessions of this kind")
+    except compare.Mixed as error:
+        print(f"\n{shown(session.out)}/: the session\nno table of {shown(request.group)}/: {error}")
+    if out_of_time:
+        again = f"CLOSE=1 SESSION={shlex.quote(sessions.session_name(session.out))}"
+        print(f"the session stays open: the same command goes on with it for a day, make bench {again} closes it")
+    bad = [
+        f"{row['variant']} ({row['status']})"
+        for row in table
+        if row["variant"] in request.variants and row["status"] not in ("pass", "oom", "unsupported")
+    ]
+    if runs.faults:
+        bad.append(f"{len(runs.faults)} left out ({'; '.join(fault.partition(':')[0] for fault in runs.faults)})")
+    if bad:
+        print(f"not sound: {', '.join(bad)}")
+    is_timed = any(compare.timed(session.of(variant)) for variant in request.variants)
+    if out_of_time and not is_timed:
+        print(f"no timed round fitted into --minutes {args.minutes:g}")
+    elif not is_timed:
+        print("no timed round: no variant got beyond round 0")
+    return 1 if bad or not is_timed else 0
 
 
 def main(argv=None) -> int:
     args = parse(argv)
-    prog = "python -m benchmarks.run"
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # nohup ignores SIGHUP, and means it.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, interrupt)
-    try:
-        return close(args) if args.close else measure(args)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"{prog}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except Mistake as mistake:
-        print(f"{prog}: {mistake}", file=sys.stderr)
-        return 2
-    except (sessions.Busy, sessions.Refused, sessions.Damaged, locks.GpuBusy, launch.NodesDiffer) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except compare.Mixed as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        if args.no_table:
-            # Whoever started this says it.
-            return 130
-        print("\nstopped; finished records stay, and the same command goes on from here", file=sys.stderr)
-        return 130
+    # Whoever started this with --no-table says that it was stopped.
+    stopped = "" if args.no_table else command.STOPPED
+    work = close if args.close else measure
+    return command.exit_status("python -m benchmarks.run", lambda: work(args), FAILURES, stopped)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ time on the wire, the optimizer, and what eight ranks of one host do to each oth
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy
 
@@ -49,7 +50,7 @@ def _published(model, where):
     return next(ratio for row in published.PUBLISHED if row.model == model for ratio, at in row.speedups if at == where)
 
 
-# ../shared facts: the submissions' own configurations of MLPerf v4.1.
+# NVIDIA's configurations of MLPerf v4.1: config_DGXH100_32x8x32x4x8_mbs2 and config_DGXH100_1452x8x6x4x6_mbs1_cg.
 SCALES = {
     "gpt3": (
         Scale(gpus=256, tp=4, pp=8, dp=8, chunks=6, microbatches=128, published=_published("gpt3", "256 GPUs")),
@@ -151,27 +152,37 @@ def runs_of(found, variant: str, loaded: bool) -> list[numpy.ndarray]:
     return [numpy.array(record["steps"]["gpu_ms"]) - record["optimizer_ms"] for record in chosen]
 
 
-def table(found, model: str, variant: str, num_steps: int, num_boot: int = NUM_BOOT) -> list[str]:
-    """Lines of a Markdown table: one GPU, then each cluster, quiet and beside busy processes."""
+def rows(found, model: str, variant: str, num_steps: int, num_boot: int = NUM_BOOT) -> list[dict]:
+    """One GPU, then each cluster; on a quiet host, then beside busy processes. "ratios" is None without records."""
+    result = []
+    for host, loaded in (("quiet", False), ("busy", True)):
+        eager, graph = runs_of(found, "eager", loaded), runs_of(found, variant, loaded)
+        boots = {
+            record["env"].get("boot_id") or record["session"] for record in found if bool(record["host_load"]) == loaded
+        }
+        row = {"host": host, "published": None, "ratios": None, "count": f"{len(eager)} + {len(graph)}, {len(boots)}"}
+        if not (eager and graph):
+            result.append(row | {"gpus": None})
+            continue
+        alone = float(numpy.concatenate(eager).mean() / numpy.concatenate(graph).mean())
+        result.append(row | {"gpus": 1, "ratios": dict.fromkeys(SPREADS, alone)})
+        for scale in SCALES[model]:
+            got = ratios(scale, eager, graph, max(2, num_steps // scale.dp), num_boot)
+            result.append(row | {"gpus": scale.gpus, "ratios": got, "published": scale.published})
+    return result
+
+
+def table(found: list[dict]) -> list[str]:
+    """Lines of a Markdown table of `rows`."""
     lines = ["| GPUs | host | runs, hosts | eager over graph: spread | burst | 95 % | published |"]
     lines.append("| ---: | --- | --- | ---: | ---: | ---: | ---: |")
-    for loaded in (False, True):
-        eager, graph = runs_of(found, "eager", loaded), runs_of(found, variant, loaded)
-        host = "busy" if loaded else "quiet"
-        if not (eager and graph):
-            lines.append(f"| - | {host} | no record | - | - | - | - |")
-            continue
-        boots = {record["env"].get("boot_id") or record["session"] for record in found}
-        count = f"{len(eager)} + {len(graph)}, {len(boots)}"
-        alone = numpy.concatenate(eager).mean() / numpy.concatenate(graph).mean()
-        lines.append(f"| 1 | {host} | {count} | {alone:.3f}x | {alone:.3f}x | - | - |")
-        for scale in SCALES[model]:
-            steps = max(2, num_steps // scale.dp)
-            got = ratios(scale, eager, graph, steps, num_boot)
-            interval = f"{got['low']:.3f} to {got['high']:.3f}"
-            said = f"{scale.published:.3f}x" if scale.published else "-"
-            cells = (f"{scale.gpus:,}", host, count, f"{got['spread']:.3f}x", f"{got['burst']:.3f}x", interval, said)
-            lines.append(f"| {' | '.join(cells)} |")
+    for row in found:
+        cells = [f"{row['gpus']:,}" if row["gpus"] else "-", row["host"], row["count"] if row["gpus"] else "no record"]
+        got = row["ratios"] or {}
+        cells += [f"{got[spread]:.3f}x" if got else "-" for spread in SPREADS]
+        cells.append(f"{got['low']:.3f} to {got['high']:.3f}" if "low" in got else "-")
+        cells.append(f"{row['published']:.3f}x" if row["published"] else "-")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -189,7 +200,7 @@ def skews(found) -> list[str]:
 
 
 def main(argv=None) -> int:
-    """Print the table of a model. Exit status 2 for what cannot be simulated, said in one line."""
+    """Print the table of a model and draw it. Exit status 2 for what cannot be simulated, said in one line."""
     parser = Parser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("results", help="folder of results")
     parser.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(SCALES)}")
@@ -210,7 +221,15 @@ def main(argv=None) -> int:
     ]
     if not runs_of(found, "eager", False):
         parser.error(f"no timed eager runs of {args.model}/{args.preset} with their optimizer's time in {args.results}")
-    print("\n".join([*table(found, args.model, args.variant, args.steps), "", *skews(found)]))
+    made = rows(found, args.model, args.variant, args.steps)
+    print("\n".join([*table(made), "", *skews(found)]))
+    try:
+        from benchmarks.figures import scale as figure
+    except ModuleNotFoundError as error:
+        print(f"no figure: no {error.name} here, ./setup.sh plots installs it")
+        return 0
+    folder = Path(args.results) / "figures" / "more"
+    print(f"figure: {figure.draw(made, args.model, args.variant, found, folder)}")
     return 0
 
 

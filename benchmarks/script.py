@@ -1,15 +1,14 @@
-"""What the harness knows of a training script before it runs: the models there are, and what --describe answers.
+"""What the harness knows of a training script before it runs: the models there are, and what --describe answers."""
 
-Also the small parts that every command line here shares: a parser with mistakes in one line, and kinds of number.
-"""
-
-import argparse
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
-from benchmarks import frame, rounds
-from common.config import Parser as Parser
+from benchmarks import ROOT
+from benchmarks.command import Mistake, words_of
+from benchmarks.gpus import Gpus
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = ("--preset", "--variant", "--round", "--attempt", "--steps", "--parity-steps", "--record", "--parity")
@@ -18,36 +17,9 @@ RESERVED_FLAGS += ("--describe", "--mllog", "--profile")
 CONTROL = "control"
 
 
-class Mistake(ValueError):
-    """Something on the command line that cannot be; the message names what can."""
-
-
-def count(text):
-    return _number(text, int, 0, "a number from 0 up")
-
-
-def positive(text):
-    return _number(text, int, 1, "a number from 1 up")
-
-
-def amount(text):
-    return _number(text, float, 0, "a number above 0", above=True)
-
-
-def _number(text, kind, least, allowed, above=False):
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    # Written so that NaN, which compares as false, is refused too.
-    if value is None or not least <= value < float("inf") or (above and value == least):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-    return value
-
-
 def models() -> list[str]:
     """Top-level folders with a train.py."""
-    return sorted(path.parent.name for path in rounds.ROOT.glob("[!.]*/train.py"))
+    return sorted(path.parent.name for path in ROOT.glob("[!.]*/train.py"))
 
 
 def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
@@ -55,7 +27,7 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
 
     preset: the one that flags are added to: what one preset allows another may refuse.
     """
-    folder = rounds.ROOT.joinpath(*model.split("."))
+    folder = ROOT.joinpath(*model.split("."))
     if not (all(part.isidentifier() for part in model.split(".")) and (folder / "train.py").exists()):
         raise Mistake(f"unknown model {model!r}, --model takes one of {', '.join(models())}")
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
@@ -64,7 +36,7 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
     command = [sys.executable, "-m", f"{model}.train", "--describe", *(["--preset", preset] if preset else []), *flags]
     try:
         answer = subprocess.run(
-            command, cwd=rounds.ROOT, capture_output=True, text=True, check=False, timeout=DESCRIBE_LIMIT_S
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=DESCRIBE_LIMIT_S
         )
     except subprocess.TimeoutExpired:
         raise Mistake(f"{' '.join(command[1:])} gives no answer in {DESCRIBE_LIMIT_S} s") from None
@@ -80,7 +52,7 @@ def needs_gpu(description: dict, preset: str) -> bool:
     return bool(description.get("presets_need", {}).get(preset, {}).get("gpus"))
 
 
-def choose_preset(asked: str | None, description: dict, gpus: rounds.Gpus) -> str:
+def choose_preset(asked: str | None, description: dict, gpus: Gpus) -> str:
     """The preset to run. Raises Mistake for an unknown one, or one that needs a GPU where there is none."""
     presets = description["presets"]
     name = asked or ("bench" if gpus.names and "bench" in presets else "tiny")
@@ -94,8 +66,14 @@ def choose_preset(asked: str | None, description: dict, gpus: rounds.Gpus) -> st
 
 
 def kind_of(description: dict, variant: str) -> str:
-    """eager, graph or compile as the script declares it; control of the harness's own control."""
-    return CONTROL if variant == CONTROL else description.get("kinds", {}).get(variant) or frame.family(variant)
+    """eager, graph or compile as the script declares it; control of the harness's own control.
+
+    Raises Mistake where the script declares none.
+    """
+    kinds = description.get("kinds", {}) | {CONTROL: CONTROL}
+    if variant not in kinds:
+        raise Mistake(f"{description.get('model')} does not declare what kind variant {variant!r} is: ABOUT's kinds")
+    return kinds[variant]
 
 
 def traits_of(description: dict, variant: str) -> dict:
@@ -105,7 +83,8 @@ def traits_of(description: dict, variant: str) -> dict:
 
 def eagers_of(description: dict) -> list[str]:
     """The eager variants that the best base needs: all but those that do extra work in each step."""
-    names = [name for name in description.get("variants", {}) if kind_of(description, name) == "eager"]
+    kinds = description.get("kinds", {})
+    names = [name for name in description.get("variants", {}) if kinds.get(name) == "eager"]
     return [name for name in names if "extra_work" not in traits_of(description, name)]
 
 
@@ -120,9 +99,25 @@ def choose_variants(asked: str | None, known, references=None) -> list[str]:
 
     references: variant -> the one that its numbers are compared with, where that is not eager.
     """
-    names = [name.strip() for name in asked.split(",") if name.strip()] if asked is not None else list(known)
+    names = words_of(asked) if asked is not None else list(known)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise Mistake(f"unknown variant {', '.join(unknown)!r}, --variants takes some of {', '.join(known)}")
-    first = [(references or {}).get(name, name) for name in names if name in (references or {})]
+    first = [references[name] for name in names if name in references] if references else []
     return list(dict.fromkeys(["eager", *first, *names]))
+
+
+def from_root(flags: list[str], described: list[dict]) -> list[str]:
+    """`flags` with relative paths made absolute: a script runs in the repository's root, which is not always here."""
+    if Path.cwd() == ROOT:
+        return flags
+    paths = {flag["flag"]: flag.get("words", ()) for flag in described if flag["type"] == "path"}
+    out = []
+    for previous, text in zip(["", *flags], flags, strict=False):
+        name, equals, value = text.partition("=")
+        if previous in paths and text and text not in paths[previous]:
+            text = os.path.abspath(text)
+        elif name in paths and value and value not in paths[name]:
+            text = name + equals + os.path.abspath(value)
+        out.append(text)
+    return out

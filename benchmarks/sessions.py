@@ -28,14 +28,11 @@ from pathlib import Path
 
 from common import record as records
 
-ROOT = Path(__file__).resolve().parent.parent
 OPEN, PACKING = ".open", ".packing"
 RECORDS, META, SUMS = "records.jsonl.xz", "session.json", "sessions.sha256"
 META_SCHEMA = 1
 # The same request goes on with an open session for so long.
 CONTINUES = timedelta(hours=24)
-# Of a request, what does not make another session.
-FREE = ("rounds", "minutes", "limit_s")
 
 NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}-[0-9a-z]{4}")
 # A failed run that was made once more stands as .t1, .t2, ...
@@ -312,10 +309,10 @@ def _write_packed(path, target, why, data, files):
     lines, fault = read_lines(temporary / RECORDS)
     assert fault is None and "".join(f"{line}\n" for line in lines).encode() == data, fault
     for file in temporary.rglob("*"):
-        _sync(file)
-    _sync(temporary)
+        sync(file)
+    sync(temporary)
     temporary.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def compress(data: bytes) -> bytes:
@@ -323,7 +320,7 @@ def compress(data: bytes) -> bytes:
     return lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
 
 
-def _sync(path):
+def sync(path):
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -338,9 +335,7 @@ def _sync(path):
 def listed(root: Path) -> dict[str, str]:
     """Path below root -> SHA-256 of every published file, from sessions.sha256; empty where that is not there."""
     path = Path(root) / SUMS
-    if not path.is_file():
-        return {}
-    lines = path.read_text().splitlines()
+    lines = path.read_text().splitlines() if path.is_file() else []
     return {name: digest for digest, name in (line.split("  ", 1) for line in lines if line.strip())}
 
 
@@ -393,11 +388,8 @@ def verify(results: Path) -> list[str]:
     """A line for each published file that is missing or changed, and for each file of a session that is not listed."""
     results = Path(results)
     known = listed(results)
-    there: dict[str, str] = {}
-    for session in find(results):
-        there |= sums_of(session, results)
+    there = {name: digest for session in find(results) for name, digest in sums_of(session, results).items()}
     faults = [f"{name}: missing" for name in known if name not in there]
-    faults += [
-        f"{name}: changed since it was published" for name in known if there.get(name, known[name]) != known[name]
-    ]
+    changed = [name for name, digest in known.items() if there.get(name, digest) != digest]
+    faults += [f"{name}: changed since it was published" for name in changed]
     return faults + [f"{name}: not in {SUMS}" for name in there if name not in known]

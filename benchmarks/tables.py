@@ -1,11 +1,11 @@
 """Tables as text: the cells of rows, aligned for a screen or as Markdown.
 
-Knows the rows of `benchmarks.compare.summarise`; reads no record. Columns are (heading, cell of a row);
-a cell is text, or None where nothing is known.
+Knows the rows of `benchmarks.rows.summarise`; reads no record. Columns are (heading, cell of a row); a cell is text, or
+None where nothing is known.
 """
 
 NOTHING = "-"
-# Kernels of a variant whose busy time allows so much more than the base's are named before the table.
+# The headline names the variant whose kernels allow so much more than the base's own.
 CEILING_APART = 1.02
 
 # ------------------------------------------------------------------------------------------------
@@ -13,7 +13,7 @@ CEILING_APART = 1.02
 
 
 def cells(rows: list[dict], columns) -> list[list[str]]:
-    """Heading and rows as text, without the columns that nobody filled."""
+    """Heading and rows as text, without the columns that are empty in all rows."""
     lines = [[cell(row) for _, cell in columns] for row in rows]
     kept = [i for i in range(len(columns)) if any(line[i] is not None for line in lines)]
     heading = [columns[i][0] for i in kept]
@@ -22,7 +22,7 @@ def cells(rows: list[dict], columns) -> list[list[str]]:
 
 def aligned(lines: list[list[str]], num_left: int = 1) -> str:
     """ASCII, the first `num_left` columns to the left, numbers to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if i >= num_left else cell.ljust(width)
@@ -41,6 +41,10 @@ def piped(lines: list[list[str]], num_left: int = 1) -> str:
     )
 
 
+def written(lines: list[list[str]], markdown: bool, num_left: int = 1) -> str:
+    return (piped if markdown else aligned)(lines, num_left)
+
+
 # ------------------------------------------------------------------------------------------------
 # Cells
 
@@ -53,9 +57,9 @@ def number(digits, scale=1.0):
     return lambda value: f"{value * scale:,.{digits}f}"
 
 
-def ratio(key):
-    """1 for the base, else the speed-up with its 95 % interval where there is one."""
-    return lambda row: "1" if row["is_base"] else interval(key)(row)
+def times(value) -> str:
+    """1.25x"""
+    return f"{value:.2f}x"
 
 
 def interval(key):
@@ -64,11 +68,15 @@ def interval(key):
     def text(row):
         if row[key] is None:
             return None
-        if row[f"{key}_half_width"] is None:
-            return f"{row[key]:.3f}x"
-        return f"{row[key]:.3f}x [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]"
+        known = row[f"{key}_half_width"] is not None
+        return f"{row[key]:.3f}x" + (f" [{row[f'{key}_low']:.3f}, {row[f'{key}_high']:.3f}]" if known else "")
 
     return text
+
+
+def ratio(key):
+    """The same, and 1 for the base."""
+    return lambda row: "1" if row["is_base"] else interval(key)(row)
 
 
 def plain_ratio(key):
@@ -91,9 +99,7 @@ def verdict(row):
 
 
 def host_range(row):
-    if row["range_low"] is None:
-        return None
-    return f"{row['range_low']:.3f}x to {row['range_high']:.3f}x"
+    return None if row["range_low"] is None else f"{row['range_low']:.3f}x to {row['range_high']:.3f}x"
 
 
 def hosts_pairs(row):
@@ -101,9 +107,9 @@ def hosts_pairs(row):
     return f"{row['num_hosts']}, {row['num_pairs']}" if row["num_pairs"] else None
 
 
-def sum_text(*seconds):
-    known = [value for value in seconds if value is not None]
-    return f"{sum(known):.2f}" if known else None
+def counted(key):
+    """A number, or nothing for 0 and for empty text."""
+    return lambda row: str(row[key]) if row[key] else None
 
 
 def short(text: str, limit: int = 200) -> str:
@@ -114,6 +120,11 @@ def short(text: str, limit: int = 200) -> str:
 
 # ------------------------------------------------------------------------------------------------
 # The tables of one folder
+
+
+def _setup(row):
+    known = [row[key] for key in ("warmup_s", "capture_s") if row[key] is not None]
+    return f"{sum(known):.2f}" if known else None
 
 
 def _cold_warm(row):
@@ -133,11 +144,20 @@ def _over_all_layers(row):
     return "1" if row["across_base"] == row["variant"] else interval("across_speedup")(row)
 
 
+VARIANT = ("variant", field("variant"))
+STEP = ("step ms", field("step_ms", number(2)))
+PARITY = ("parity", field("parity"))
+STATUS = ("status", field("status"))
+GRAPHS = (("graphs", field("num_graphs")), ("replays", field("replays")))
+CEILING = ("ceiling", field("ceiling", times))
+OLDER_LACKS = (("older", counted("num_older")), ("lacks", counted("lacks")))
+MEMORY = (("reserved GiB", field("peak_reserved_gib", number(2))), ("pool GiB", field("pool_gib", number(2))))
+
 # Two for a GPU, because one would not fit on a screen.
 GAIN = (
-    ("variant", field("variant")),
+    VARIANT,
     ("rounds", field("num_rounds")),
-    ("step ms", field("step_ms", number(2))),
+    STEP,
     ("p95/p50", field("tail", number(3))),
     ("speed-up", plain_ratio("speedup")),
     ("95 %", bounds("speedup")),
@@ -149,41 +169,38 @@ GAIN = (
     ("over eager_sync", interval("sync_speedup")),
     ("layer", field("layer")),
     ("over all layers", _over_all_layers),
-    ("parity", field("parity")),
-    ("status", field("status")),
-    ("older", lambda row: str(row["num_older"]) if row["num_older"] else None),
-    ("lacks", lambda row: row["lacks"] or None),
+    PARITY,
+    STATUS,
+    *OLDER_LACKS,
 )
 COST = (
-    ("variant", field("variant")),
+    VARIANT,
     ("issue ms", field("issue_ms", number(2))),
     ("busy ms", field("busy_ms", number(2))),
-    ("ceiling", field("ceiling", lambda value: f"{value:.2f}x")),
-    ("max(1, issue/busy)", field("law", lambda value: f"{value:.2f}x")),
-    ("queue model", field("queue_model", lambda value: f"{value:.2f}x")),
+    CEILING,
+    ("max(1, issue/busy)", field("law", times)),
+    ("queue model", field("queue_model", times)),
     ("idle %", field("idle_fraction", number(1, 100))),
     ("profiled idle %", field("profiled_idle_fraction", number(1, 100))),
     ("in graphs %", field("graph_kernel_share", number(0, 100))),
     ("optimizer ms", field("optimizer_ms", number(2))),
-    ("reserved GiB", field("peak_reserved_gib", number(2))),
-    ("pool GiB", field("pool_gib", number(2))),
-    ("warm-up+capture s", lambda row: sum_text(row["warmup_s"], row["capture_s"])),
+    *MEMORY,
+    ("warm-up+capture s", _setup),
     ("compile s cold/warm", _cold_warm),
-    ("graphs", field("num_graphs")),
-    ("replays", field("replays")),
+    *GRAPHS,
     ("J/step", field("energy_j", number(1))),
     ("SM MHz", field("sm_mhz", number(0))),
 )
 CPU = (
-    ("variant", field("variant")),
+    VARIANT,
     ("rounds", field("num_rounds")),
-    ("parity", field("parity")),
+    PARITY,
     ("replays", field("replays")),
     ("graphs", field("num_graphs")),
     ("operators", field("num_operators")),
-    ("step ms", field("step_ms", number(2))),
-    ("warm-up+capture s", lambda row: sum_text(row["warmup_s"], row["capture_s"])),
-    ("status", field("status")),
+    STEP,
+    ("warm-up+capture s", _setup),
+    STATUS,
 )
 
 
@@ -191,19 +208,15 @@ def of_folder(rows: list[dict]) -> dict:
     """The columns of each table that rows of one folder have, by name: gain and cost, or on a CPU parity; report."""
     if not rows:
         return {}
-    tables = {"parity": CPU} if rows[0]["device"] == "cpu" else {"gain": GAIN, "cost": COST}
+    named = {"parity": CPU} if rows[0]["device"] == "cpu" else {"gain": GAIN, "cost": COST}
     own = of_report(rows)
-    return tables | ({"report": (CPU[0], *own)} if own else {})
+    return named | ({"report": (VARIANT, *own)} if own else {})
 
 
 def of_report(rows: list[dict]) -> tuple:
     """The columns of what the model itself reports of its runs, in its order; none where no row has a report."""
     names = dict.fromkeys(name for row in rows for name in row.get("report") or {})
-    return tuple((name, _reported(name)) for name in names)
-
-
-def _reported(name):
-    return lambda row: _plain((row.get("report") or {}).get(name))
+    return tuple((name, lambda row, name=name: _plain((row.get("report") or {}).get(name))) for name in names)
 
 
 def _plain(value):
@@ -213,25 +226,18 @@ def _plain(value):
     return f"{value:,.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f}"
 
 
-def console_table(rows: list[dict]) -> str:
-    """Aligned ASCII tables, the first column to the left, numbers to the right."""
-    return "\n\n".join([aligned(cells(rows, columns)) for columns in of_folder(rows).values()] + _messages(rows))
-
-
-def markdown_table(rows: list[dict]) -> str:
-    """The same as Markdown tables."""
-    return "\n\n".join([piped(cells(rows, columns)) for columns in of_folder(rows).values()] + _messages(rows, "- "))
-
-
-def _messages(rows, mark=""):
-    lines = [f"{mark}{row['variant']}: {row['status']}: {short(row['message'])}" for row in rows if row["message"]]
-    return ["\n".join(lines)] if lines else []
+def folder_text(rows: list[dict], markdown: bool = False) -> str:
+    """The tables of one folder, then a line with the message of each variant that has one."""
+    mark = "- " if markdown else ""
+    messages = [f"{mark}{row['variant']}: {row['status']}: {short(row['message'])}" for row in rows if row["message"]]
+    parts = [written(cells(rows, columns), markdown) for columns in of_folder(rows).values()]
+    return "\n\n".join([*parts, *(["\n".join(messages)] if messages else [])])
 
 
 def headline(rows: list[dict]) -> str:
-    """What could be gained at most, to be read before any gain; empty where busy time is not known.
+    """The most that could be gained, which a reader needs before any gain; empty where busy time is not known.
 
-    With the base's own kernels; and where another variant's take less time, by over CEILING_APART, with those.
+    It is given for the base's own kernels, and for another variant's where these allow over CEILING_APART more.
     """
     row = next((row for row in rows if row["is_base"]), None)
     if row is None or row["device"] != "cuda" or row["step_ms"] is None or row["busy_ms"] is None:
@@ -239,16 +245,16 @@ def headline(rows: list[dict]) -> str:
     text = f"{row['variant']}: step {row['step_ms']:.1f} ms, busy {row['busy_ms']:.1f} ms"
     if row["ceiling"] is None:
         return f"{text} (no ceiling: profiled at another clock)"
-    stretch = max((other["profile_stretch"] or 1.0 for other in rows), default=1.0)
-    text += f" -> at most {row['ceiling']:.2f}x to gain"
+    text += f" -> at most {times(row['ceiling'])} to gain"
     own = [other for other in rows if other["base"] == row["variant"] and other["ceiling"]]
     best = max(own, key=lambda other: other["ceiling"], default=row)
     if best["ceiling"] > CEILING_APART * row["ceiling"]:
-        text += f" with these kernels, {best['ceiling']:.2f}x with those of {best['variant']}"
+        text += f" with these kernels, {times(best['ceiling'])} with those of {best['variant']}"
+    stretch = max((other["profile_stretch"] or 1.0 for other in rows), default=1.0)
     # Said where it changes the second decimal.
     if round(row["ceiling"] * stretch, 2) <= round(row["ceiling"], 2):
         return text
     return (
-        f"{text}, {max(row['ceiling'], best['ceiling']) * stretch:.2f}x if busy reads "
+        f"{text}, {times(max(row['ceiling'], best['ceiling']) * stretch)} if busy reads "
         f"{100 * (stretch - 1):.1f} % long (replays take that much longer under the profiler)"
     )

@@ -19,11 +19,31 @@ import traceback
 from types import SimpleNamespace
 from unittest import mock
 
-from benchmarks import bench, rounds, run, script, sessions
+from benchmarks import ROOT, children, rounds, run, script, sessions
 from common import record as records
 
 MODEL = "tests.fake_model"
 ON_GPU = ("--pretend-gpu", "true")
+
+# Starts the command twice on this machine, as two nodes, and does what launch.py asks of a launcher.
+TWO_NODES = """#!/bin/bash
+trap 'kill -TERM "${pids[@]}"' TERM
+pids=()
+for rank in ${RANKS:-0 1}; do
+    PET_NODE_RANK=$rank "$@" &
+    pids+=($!)
+done
+status=0
+for pid in "${pids[@]}"; do
+    # One that fails ends the others.
+    if ! wait -n; then
+        status=1
+        kill -TERM "${pids[@]}" 2>/dev/null
+    fi
+done
+wait
+exit $status
+"""
 
 # ------------------------------------------------------------------------------------------------
 # Processes
@@ -65,12 +85,12 @@ def fake_nvidia_smi(folder, monkeypatch, listing):
 # ------------------------------------------------------------------------------------------------
 # Children in this process
 
-_run_child = rounds.run_child
+_run_child = children.run_child
 _describe = script.describe
 
 
 def run_here(command, *, log, limit_s, environment, is_remote=False, watch=None):
-    """rounds.run_child of a fake that neither hangs nor dies, in this process."""
+    """children.run_child of a fake that neither hangs nor dies, in this process."""
     start = command.index(f"{MODEL}.train") if f"{MODEL}.train" in command else 0
     if start != 2 or option(command, "--variant") in ("hang", "die"):
         return _run_child(command, log=log, limit_s=limit_s, environment=environment, is_remote=is_remote)
@@ -90,7 +110,7 @@ def run_here(command, *, log, limit_s, environment, is_remote=False, watch=None)
         except Exception:
             traceback.print_exc()
             status = 1
-    return rounds.Outcome(status, False, time.perf_counter() - began)
+    return children.Outcome(status, False, time.perf_counter() - began)
 
 
 @functools.cache
@@ -130,7 +150,7 @@ def which_run(command):
 
 def watched(monkeypatch, before=None, after=None):
     """Names of the runs to come, in order; before(name, command) and after(name, path of the record) see each."""
-    seen, original = [], rounds.run_child
+    seen, original = [], children.run_child
 
     def child(command, **more):
         _, _, name = which_run(command)
@@ -142,13 +162,13 @@ def watched(monkeypatch, before=None, after=None):
             after(name, option(command, "--record"))
         return outcome
 
-    monkeypatch.setattr(rounds, "run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
     return seen
 
 
 def stop_at(monkeypatch, name):
     """Ctrl-C when the run `name` would start; returns what lets it run again."""
-    seen, original = [], rounds.run_child
+    seen, original = [], children.run_child
 
     def child(command, **more):
         if which_run(command)[2] == name and not seen:
@@ -156,7 +176,7 @@ def stop_at(monkeypatch, name):
             raise KeyboardInterrupt
         return original(command, **more)
 
-    monkeypatch.setattr(rounds, "run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
 
 
 def edited(monkeypatch, edit):
@@ -185,16 +205,16 @@ def scale(record, factor):
 def quick_children(monkeypatch, seconds):
     """Every child takes seconds(round, variant) on the session's own clock, and no time at all of the test's."""
     clock = [0.0]
-    original = rounds.run_child
+    original = children.run_child
 
     def child(command, **more):
         variant, number, _ = which_run(command)
         outcome = original(command, **more)
         clock[0] += seconds(number, variant)
-        return rounds.Outcome(outcome.exit_status, outcome.timed_out, seconds(number, variant))
+        return children.Outcome(outcome.exit_status, outcome.timed_out, seconds(number, variant))
 
-    monkeypatch.setattr(rounds, "run_child", child)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(children, "run_child", child)
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -221,7 +241,7 @@ def command(*arguments, **more):
     """The command as a process."""
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.run", *map(str, arguments)],
-        cwd=rounds.ROOT,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

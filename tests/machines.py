@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import rounds, script
+from benchmarks import children, script
 from common import environment
 from tests.harness import describe_here, fake_nvidia_smi, run_here
 
@@ -47,7 +47,7 @@ def gpu(no_gpu, tmp_path_factory, monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Runs of the fake model, --describe and hashes without a process; the source is what it was at first."""
-    monkeypatch.setattr(rounds, "run_child", run_here)
+    monkeypatch.setattr(children, "run_child", run_here)
     monkeypatch.setattr(script, "describe", describe_here)
     monkeypatch.setattr(environment, "source_hash", _source_hash)
     monkeypatch.setattr(environment, "git_state", _git_state)

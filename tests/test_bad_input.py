@@ -40,7 +40,7 @@ def assert_one_line(answer, status, *told):
         (["gpt3.train", "--layers=--"], ["argument --layers: expected a value, '--' is none"]),
         (["gpt3.train", "--describe", "--data=--"], ["argument --data: expected a value"]),
         (["rnnt.train", "--record=--"], ["argument --record: expected a value"]),
-        (["rnnt.learn", "--steps=--"], ["argument --steps: expected a value"]),
+        (["rnnt.wer_curves", "--steps=--"], ["argument --steps: expected a value"]),
         (["stable_diffusion.train", "--steps=--"], ["argument --steps: expected a value"]),
         (["common.probe", "--seconds=--"], ["argument --seconds: expected a value"]),
         (["gpt3.train", "--data", "/"], ["--data /: this is the whole file system"]),

@@ -45,14 +45,14 @@ def test_verdicts_rest_on_99_percent_and_tables_on_95():
 
 
 def test_paired_is_the_textbook_interval():
-    result = intervals.paired([0.1, 0.2, 0.3])
+    result = intervals.interval([0.1, 0.2, 0.3])
     assert result.mean == pytest.approx(0.2)
     assert result.half_width == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
     assert result.ratio == pytest.approx(math.exp(0.2))
     assert result.low == pytest.approx(math.exp(0.2 - result.half_width))
     assert result.high == pytest.approx(math.exp(0.2 + result.half_width))
     with pytest.raises(ValueError, match="no round"):
-        intervals.paired([])
+        intervals.interval([])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_paired_is_the_textbook_interval():
     ],
 )
 def test_verdicts(mean, half_width, verdict):
-    assert intervals.Paired(mean, half_width, 5).verdict == verdict
+    assert intervals.Interval(mean, half_width, 5).verdict == verdict
 
 
 def test_a_bound_needs_a_half_width_of_half_the_gain():
@@ -357,11 +357,11 @@ def test_schema_1_is_older_as_soon_as_schema_2_has_a_pair():
 
 
 def test_auto_stops_on_width_and_never_on_sign():
-    narrow, wide = intervals.Paired(0.0, 0.009, 8), intervals.Paired(0.5, 0.011, 8)
+    narrow, wide = intervals.Interval(0.0, 0.009, 8), intervals.Interval(0.5, 0.011, 8)
     assert intervals.next_num_rounds([narrow], 8) == 8
     assert intervals.next_num_rounds([narrow, wide], 8) == 10
     assert intervals.next_num_rounds([narrow], 2) == 4
-    assert intervals.next_num_rounds([intervals.Paired(0.5, None, 1)], 14) == 15
+    assert intervals.next_num_rounds([intervals.Interval(0.5, None, 1)], 14) == 15
     assert intervals.next_num_rounds([wide], 15) == 15
 
 
@@ -380,7 +380,7 @@ def simulate(seed, *, walk, drift=0.0, noise, effect=0.0, num_rounds=5, num_step
 
 
 def share(sessions, verdicts):
-    return numpy.mean([intervals.paired(ratios).verdict in verdicts for ratios in sessions])
+    return numpy.mean([intervals.interval(ratios).verdict in verdicts for ratios in sessions])
 
 
 @pytest.mark.parametrize("weather", [{"walk": 0.005}, {"walk": 0.0, "drift": 0.01}, {"walk": 0.005, "drift": 0.01}])
@@ -405,7 +405,7 @@ def auto(ratios, minimum=None):
     """A session under ROUNDS=auto over prepared rounds; `minimum` in place of AUTO_MIN_ROUNDS."""
     num_rounds = 2
     while True:
-        result = intervals.paired(ratios[:num_rounds])
+        result = intervals.interval(ratios[:num_rounds])
         wanted = intervals.next_num_rounds([result], num_rounds)
         if wanted == num_rounds or (minimum and num_rounds >= minimum and result.half_width <= 0.01):
             return result

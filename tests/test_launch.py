@@ -12,31 +12,11 @@ import sys
 
 import pytest
 
-from benchmarks import launch, rounds, run, sessions
-from tests.harness import MODEL, go, only, processes_with, read, stop_at, until
+from benchmarks import ROOT, children, launch, run, sessions, supervisor
+from tests.harness import MODEL, TWO_NODES, go, only, processes_with, read, stop_at, until
 
 pytest_plugins = ["tests.machines"]
 pytestmark = pytest.mark.usefixtures("no_gpu")
-
-# Starts the command twice on this machine, as two nodes, and does what launch.py asks of a launcher.
-TWO_NODES = """#!/bin/bash
-trap 'kill -TERM "${pids[@]}"' TERM
-pids=()
-for rank in ${RANKS:-0 1}; do
-    PET_NODE_RANK=$rank "$@" &
-    pids+=($!)
-done
-status=0
-for pid in "${pids[@]}"; do
-    # One that fails ends the others.
-    if ! wait -n; then
-        status=1
-        kill -TERM "${pids[@]}" 2>/dev/null
-    fi
-done
-wait
-exit $status
-"""
 
 
 @pytest.fixture
@@ -59,26 +39,13 @@ def arguments(**values):
 # Commands
 
 
-def test_alone_a_script_is_started_as_it_is():
-    assert launch.parse(arguments()).command(["-m", "x"]) == [sys.executable, "-m", "x"]
-
-
-def test_several_gpus_of_one_machine():
-    command = launch.parse(arguments(ngpu=4)).command(["-m", "x"])
-    assert command[1:] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "x"]
-
-
 def test_several_nodes_go_through_the_launcher():
-    asked = arguments(nnodes=2, ngpu=4, launch="env 'A=two words'", rendezvous="n1:1234", out="x")
-    command = launch.parse(asked).command(["-m", "x"])
-    torchrun = ["--nnodes", "2", "--nproc-per-node", "4", "--master-addr", "n1", "--master-port", "1234"]
-    assert command == ["env", "A=two words", sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "x"]
-    assert launch.parse(asked).world_size == 8
-
-
-def test_a_launcher_of_one_node_needs_no_torchrun():
-    asked = arguments(launch="env A=1", out="x")
-    assert launch.parse(asked).command(["-m", "x"]) == ["env", "A=1", sys.executable, "-m", "x"]
+    launched = launch.parse(arguments(nnodes=2, ngpu=4, launch="env 'A=two words'", rendezvous="n1:1234", out="x"))
+    command = launched.command(["-m", "x"])
+    assert command[:3] == ["env", "A=two words", sys.executable] and command[-2:] == ["-m", "x"]
+    assert {"torch.distributed.run", "n1", "1234"} <= set(command) and launched.world_size == 8
+    # One rank needs no torchrun.
+    assert launch.parse(arguments()).command(["-m", "x"]) == [sys.executable, "-m", "x"]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +137,9 @@ def test_nodes_that_differ_are_named(tmp_path, monkeypatch, where, value, expect
         folder = more["log"].parent
         for rank, text in enumerate((first, second)):
             (folder / f"{rank}.json").write_text(json.dumps(text))
-        return rounds.Outcome(0, False, 0.1)
+        return children.Outcome(0, False, 0.1)
 
-    monkeypatch.setattr(rounds, "run_child", answer)
+    monkeypatch.setattr(children, "run_child", answer)
     launched = launch.Launch(nnodes=2, ngpu=2, prefix=("env",))
     environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     first["env"]["variables"].pop("CUBLAS_WORKSPACE_CONFIG", None)
@@ -256,9 +223,9 @@ time.sleep(600)
 RUN_CHILD = """
 import os, sys
 from pathlib import Path
-from benchmarks import rounds
+from benchmarks import children
 log, limit_s, *command = sys.argv[1:]
-out = rounds.run_child(
+out = children.run_child(
     command, log=Path(log), limit_s=float(limit_s), environment=dict(os.environ), is_remote=True
 )
 sys.exit(9 if out.timed_out else 8)
@@ -273,13 +240,14 @@ def test_a_launcher_is_asked_to_end_what_it_has_elsewhere(tmp_path, how, status)
     far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     command = [sys.executable, "-c", ENDS_FAR, str(far.pid), str(ready)]
     limit_s = "3" if how == "limit" else "600"
-    process = subprocess.Popen([sys.executable, "-c", RUN_CHILD, str(log), limit_s, *command], cwd=rounds.ROOT)
+    process = subprocess.Popen([sys.executable, "-c", RUN_CHILD, str(log), limit_s, *command], cwd=ROOT)
     try:
         assert until(ready.exists, 20) and far.poll() is None
         if how in ("terminate", "kill"):
             process.send_signal(-status)
         if how == "kill between":
-            (between,) = [pid for pid in processes_with("--child") if pid in rounds.descendants(process.pid)]
+            family = supervisor.descendants(process.pid)
+            (between,) = [pid for pid in processes_with("benchmarks.supervisor") if pid in family]
             os.kill(between, signal.SIGKILL)
         assert process.wait(30) == status
         assert until(lambda: far.poll() is not None), "the far process is left over"
@@ -293,8 +261,8 @@ def test_a_launcher_is_asked_to_end_what_it_has_elsewhere(tmp_path, how, status)
 
 def test_the_launching_part_needs_no_torch():
     code = "import sys; from benchmarks import launch, run; print('torch' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=True)
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout == "False\n"
     assert "--nnodes" in subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", "--help"], cwd=rounds.ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.run", "--help"], cwd=ROOT, capture_output=True, text=True
     ).stdout and callable(run.main)

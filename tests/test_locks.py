@@ -154,7 +154,7 @@ def test_a_session_that_was_removed_before_it_was_locked_is_listed_again(folder,
     monkeypatch.setattr(locks.fcntl, "flock", late)
     with gpu_locks((), "a"):
         (path,) = folder.glob("session-*")
-        assert [path] != seen[0] and path in locks._own
+        assert [path] != seen[0] and path in locks.own
 
 
 def test_files_are_open_to_all_users_whatever_the_umask(folder):

@@ -5,10 +5,8 @@ pytest tests/test_multinode.py
 
 import pytest
 
-from benchmarks import launch
-from tests.harness import go, names, only, read
+from tests.harness import TWO_NODES, go, names, only, read
 from tests.slurm_cluster import free_ports
-from tests.test_launch import TWO_NODES
 
 pytest_plugins = ["tests.machines"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gpu")]
@@ -80,4 +78,3 @@ def test_a_port_that_is_taken_is_named(tmp_path, two_nodes):
         two_nodes[-1] = f"127.0.0.1:{taken.getsockname()[1]}"
         assert go(tmp_path / "out", "eager", "--rounds", "1", "--limit-s", "30", *two_nodes) == 1
     assert "in use" in (only(tmp_path / "out") / "logs" / "eager.r0.log").read_text()
-    assert launch.PORT == 29500

@@ -104,7 +104,8 @@ def judged(tmp_path, variant="graph", base_status="pass", description=None, base
     record = record_of(variant)
     base = record_of("eager", base_status, **(base_extra or {}))
     paths = sidecar(tmp_path / "own.npz", **changes), sidecar(tmp_path / "base.npz")
-    parity.judge(record, base, *paths, description or {})
+    kinds = {"eager": "eager", "graph": "graph", "compile": "compile"}
+    parity.judge(record, base, *paths, {"kinds": kinds} | (description or {}))
     return record
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import progress, rounds
+from benchmarks import children, progress
 from common import announce
 from common import record as records
 from tests.harness import ON_GPU, go, watched
@@ -101,15 +101,15 @@ def test_announced_text_stands_while_the_block_runs(tmp_path, monkeypatch):
 
 
 def test_a_watch_sees_a_running_child(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "WATCH_S", 0.02)
+    monkeypatch.setattr(children, "WATCH_S", 0.02)
     seen = []
     command = [sys.executable, "-S", "-c", "import time; time.sleep(0.5)"]
-    outcome = rounds.run_child(
+    outcome = children.run_child(
         command, log=tmp_path / "log", limit_s=30, environment=dict(os.environ), watch=lambda: seen.append(1)
     )
     assert outcome.exit_status == 0 and not outcome.timed_out and len(seen) > 3
     command[-1] = "import time; time.sleep(60)"
-    outcome = rounds.run_child(
+    outcome = children.run_child(
         command, log=tmp_path / "log", limit_s=0.5, environment=dict(os.environ), watch=lambda: None
     )
     assert outcome.timed_out and 0.5 <= outcome.seconds < 10
@@ -140,7 +140,7 @@ def test_verbose_prints_phases_below_each_run(tmp_path, verbose, no_gpu, quick, 
 
 def test_a_session_says_what_its_run_waits_for(tmp_path, no_gpu, quick, monkeypatch, capsys):
     monkeypatch.setattr(progress, "WAIT_S", 0.0)
-    original = rounds.run_child
+    original = children.run_child
 
     def child(command, *, environment, watch, **more):
         with open(environment[announce.VARIABLE], "w") as file:
@@ -148,7 +148,7 @@ def test_a_session_says_what_its_run_waits_for(tmp_path, no_gpu, quick, monkeypa
         watch()
         return original(command, environment=environment, watch=watch, **more)
 
-    monkeypatch.setattr(rounds, "run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
     assert go(tmp_path, "graph", "--rounds", "1") == 0
     assert capsys.readouterr().out.count("eager compiles something") == 3
     assert not list(tmp_path.rglob("*.wait"))
@@ -174,7 +174,7 @@ def test_threads_of_a_run_on_a_gpu_wait_as_they_do(tmp_path, no_gpu, gpu, quick,
 
 def environments(tmp_path, monkeypatch, *flags):
     """How OpenMP waits in each run: what the record says of it, which is what the run had."""
-    seen, original = [], rounds.run_child
+    seen, original = [], children.run_child
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
     def child(command, *, environment, **more):
@@ -186,7 +186,7 @@ def environments(tmp_path, monkeypatch, *flags):
             seen.append(recorded)
         return outcome
 
-    monkeypatch.setattr(rounds, "run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
     assert go(tmp_path, "graph", "--rounds", "1", flags=flags) == 0
     return seen
 
@@ -194,7 +194,7 @@ def environments(tmp_path, monkeypatch, *flags):
 def test_the_variable_is_one_that_torchs_openmp_reads():
     """libgomp and LLVM's OpenMP show, when they are asked to, for how long threads spin."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
-    environment = rounds.waiting_passively(base | {"OMP_DISPLAY_ENV": "verbose"})
+    environment = children.waiting_passively(base | {"OMP_DISPLAY_ENV": "verbose"})
     command = [sys.executable, "-c", "import torch"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr

@@ -1,136 +1,158 @@
-"""Child processes that end with their parent, host load, order, and the GPUs there are."""
+"""The order of rounds. Where runs take long, the first timed round comes before the rest of round 0."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
-
+import numpy
 import pytest
 
-from benchmarks import rounds
-from tests.harness import fake_nvidia_smi, processes_with, until
+from benchmarks import compare, frame, rounds, sessions
+from common import record as records
+from tests.harness import ON_GPU, edited, go, main, names, of, only, quick_children, read, stop_at, watched
 
-# ------------------------------------------------------------------------------------------------
-# Processes
-
-# A child with a grandchild in a session of its own, as torchrun's workers are.
-FAMILY = """
-import os, sys, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.setsid()
-print("ready", sys.argv[1], flush=True)
-time.sleep(600)
-"""
+pytest_plugins = ["tests.machines"]
+pytestmark = pytest.mark.usefixtures("no_gpu", "gpu", "quick")
+BENCH = ("--preset", "bench", "--rounds", "2")
 
 
-def test_output_and_exit_status_of_a_child(tmp_path):
-    log = tmp_path / "logs" / "a.log"
-    command = [sys.executable, "-c", "import sys; print('one'); print('two', file=sys.stderr); sys.exit(7)"]
-    outcome = rounds.run_child(command, log=log, limit_s=20, environment=dict(os.environ))
-    assert (outcome.exit_status, outcome.timed_out) == (7, False)
-    assert "exit status 7" in outcome.describe()
-    assert set(rounds.last_lines(log).split(" | ")) == {"one", "two"}
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
 
 
-def test_a_signal_is_named(tmp_path):
-    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    outcome = rounds.run_child(command, log=tmp_path / "log", limit_s=20, environment=dict(os.environ))
-    assert "signal 9" in outcome.describe() and "host memory" in outcome.describe()
+def bench(out, variants, *arguments):
+    return go(out, variants, *BENCH, *arguments, flags=ON_GPU)
 
 
-def test_a_command_that_is_not_there_is_an_exit_status(tmp_path):
-    outcome = rounds.run_child(
-        [str(tmp_path / "nothing")], log=tmp_path / "log", limit_s=20, environment=dict(os.environ)
-    )
-    assert outcome.exit_status == 127
-    assert "cannot start" in rounds.last_lines(tmp_path / "log")
+def test_the_first_timed_round_is_whole_and_right_after_eagers_run_of_round_0(out, monkeypatch, capsys):
+    seen = watched(monkeypatch)
+    assert bench(out, "graph,compile") == 0
+    first, second = ["eager.r1", "graph.r1", "compile.r1"], ["compile.r2", "graph.r2", "eager.r2"]
+    assert seen == ["eager.r0", *first, "eager.r0.control", "graph.r0", "compile.r0", *second]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("parity ", "round "))]
+    assert "its second run comes after round 1" in lines[0]
+    assert all("its parity follows" in line for line in lines[1:4])
+    assert not any("follows" in line or "comes after" in line for line in lines[4:])
+    # What is said of a variant is the same as if its round 0 had come first.
+    found = read(only(out))
+    assert names(only(out)) == of(["eager", "graph", "compile"], 2)
+    for name in ("eager", "graph", "compile"):
+        numerics = [found[f"{name}.r{number}"]["numerics"] for number in (0, 1, 2)]
+        for key in ("parity", "reference", "max_rel_diff", "first_difference"):
+            assert numerics[0][key] == numerics[1][key] == numerics[2][key]
+        assert numerics[0]["parity"] is not None
 
 
-def test_a_child_is_killed_at_its_limit_with_all_it_started(tmp_path):
-    mark = f"mark-{tmp_path}"
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", FAMILY, mark]
-    outcome = rounds.run_child(command, log=log, limit_s=1.0, environment=dict(os.environ))
-    assert outcome.timed_out
-    # All three had started, so that there was something to kill.
-    assert log.read_text().count("ready") == 3
-    assert processes_with(mark) == []
-    assert outcome.seconds < 10
+def test_tiny_asks_for_parity_first(out, monkeypatch):
+    seen = watched(monkeypatch)
+    assert go(out, "graph", "--preset", "tiny", "--rounds", "1", flags=ON_GPU) == 0
+    assert seen == ["eager.r0", "eager.r0.control", "graph.r0", "eager.r1", "graph.r1"]
 
 
-def test_what_a_child_leaves_running_ends_with_it(tmp_path):
-    mark = f"mark-{tmp_path}"
-    code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
-    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", mark]
-    outcome = rounds.run_child(
-        [sys.executable, "-c", code, *sleeper], log=tmp_path / "log", limit_s=20, environment=dict(os.environ)
-    )
-    assert outcome.exit_status == 0
-    assert processes_with(mark) == []
+def test_what_fails_round_0_is_not_good_though_it_was_timed(out, capsys):
+    assert bench(out, "graph,differs") == 1
+    assert names(only(out)) == sorted([*of(["eager", "graph"], 2), "differs.r0", "differs.r1"])
+    found = read(only(out))
+    timed = found["differs.r1"]
+    assert timed["status"] == "numerics_failed" and timed["message"].startswith("round 0: not bitwise equal to eager")
+    assert timed["numerics"]["parity"] == "differs" and timed["steps"]["gpu_ms"]
+    (row,) = [row for row in compare.summarise(frame.read(only(out)).frame) if row["variant"] == "differs"]
+    assert row["status"] == "numerics_failed" and row["speedup"] is None and row["step_ms"] is None
+    assert "not sound: differs (numerics_failed)" in capsys.readouterr().out
 
 
-PARENT = """
-import os, sys
-from pathlib import Path
-from benchmarks import rounds
-command = [sys.executable, "-c", sys.argv[1], sys.argv[2]]
-with rounds.HostLoad(2):
-    rounds.run_child(command, log=Path(sys.argv[3]), limit_s=600, environment=dict(os.environ))
-"""
+def test_an_eager_that_does_not_repeat_itself_is_known_after_the_timed_round(out, monkeypatch):
+    def after(name, path):
+        if name == "eager.r0.control":
+            sidecar = path.removesuffix(".json") + ".parity.npz"
+            with numpy.load(sidecar) as file:
+                arrays = dict(file)
+            arrays["hashes"][3] += 1
+            numpy.savez(sidecar, **arrays)
+
+    watched(monkeypatch, after=after)
+    bench(out, "graph")
+    found = read(only(out))
+    assert found["eager.r0"]["status"] == "eager_two_runs_differ"
+    assert [found[f"eager.r{number}"]["numerics"]["parity"] for number in (0, 1, 2)] == ["differs"] * 3
+    assert [found[f"eager.r{number}"]["status"] for number in (1, 2)] == ["pass", "pass"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_survives_the_parent(tmp_path, number):
-    mark, log = f"mark-{tmp_path}", tmp_path / "log"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, FAMILY, mark, str(log)],
-        cwd=rounds.ROOT,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        assert until(lambda: log.exists() and log.read_text().count("ready") == 3)
-        family = rounds.descendants(parent.pid)
-        # Launcher, three of the family, two busy ones.
-        assert len(family) == 6
-    finally:
-        parent.send_signal(number)
-        parent.wait()
-    assert until(lambda: processes_with(mark) == [])
-    assert until(lambda: not any(is_running(pid) for pid in family))
+def test_what_could_not_be_timed_is_not_asked_for_parity(out, monkeypatch):
+    seen = watched(monkeypatch)
+    assert bench(out, "graph,unsupported,oom") == 0
+    assert [name for name in seen if name.startswith(("unsupported", "oom"))] == ["unsupported.r1", "oom.r1"]
+    rows = {row["variant"]: row["status"] for row in compare.summarise(frame.read(only(out)).frame)}
+    assert rows == {"eager": "pass", "graph": "pass", "unsupported": "unsupported", "oom": "oom"}
 
 
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+@pytest.mark.parametrize("where", ["graph.r1", "eager.r0.control", "graph.r0", "graph.r2"])
+def test_the_next_call_goes_on_where_it_was(out, where, monkeypatch):
+    seen = watched(monkeypatch)
+    stop_at(monkeypatch, where)
+    assert bench(out, "graph") == 130
+    assert bench(out, "graph") == 0
+    assert names(only(out)) == of(["eager", "graph"], 2) and len(seen) == len(set(seen)) == 7
+    assert {record["numerics"]["parity"] for record in read(only(out)).values()} == {"bitwise"}
 
 
-@pytest.mark.slow
-def test_torchrun_and_its_workers_end_at_the_limit(tmp_path):
-    mark = str(tmp_path / "record.json")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.fake_model.train", "--variant", "hang", "--record", mark]
-    log = tmp_path / "log"
-    outcome = rounds.run_child(command, log=log, limit_s=25, environment=dict(os.environ))
-    assert outcome.timed_out
-    assert log.read_text().count("fake hang") == 2
-    assert processes_with(mark) == []
+def test_without_its_sidecar_eagers_round_0_is_run_again_for_its_second_run(out, monkeypatch, capsys):
+    seen = watched(monkeypatch)
+    stop_at(monkeypatch, "eager.r0.control")
+    assert bench(out, "graph") == 130
+    (sidecar,) = only(out).rglob("eager.r0.parity.npz")
+    sidecar.unlink()
+    assert bench(out, "graph") == 0
+    assert seen.count("eager.r0") == 2 and "eager round 0 is run anew" in capsys.readouterr().out
+    assert read(only(out))["eager.r1"]["numerics"]["parity"] == "bitwise"
 
 
-def test_host_load_keeps_cores_busy_and_ends():
-    with rounds.HostLoad(1) as load:
-        pid = load.processes[0].pid
-        time.sleep(0.6)
-        with open(f"/proc/{pid}/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[11])
-        assert ticks / os.sysconf("SC_CLK_TCK") > 0.1
-    assert not is_running(pid)
+def test_a_session_closed_before_its_round_0_has_no_verdict(out, monkeypatch):
+    stop_at(monkeypatch, "eager.r0.control")
+    assert bench(out, "graph") == 130
+    assert main(["--close", "--session", sessions.session_name(only(out)), "--out", out]) == 0
+    (row,) = [row for row in compare.summarise(frame.read(only(out)).frame) if row["variant"] == "graph"]
+    assert row["parity"] in (None, "-") and row["verdict"] == "one round"
+
+
+def test_other_references_are_run_in_the_rest_of_round_0(out, monkeypatch):
+    seen = watched(monkeypatch)
+    assert bench(out, "on_shifted") == 0
+    rest = ["eager.r0.control", "shifted.r0", "shifted.r0.control", "on_shifted.r0"]
+    assert seen[:8] == ["eager.r0", "eager.r1", "shifted.r1", "on_shifted.r1", *rest]
+    assert read(only(out))["on_shifted.r1"]["numerics"]["reference"] == "shifted"
+
+
+def test_minutes_count_for_the_first_timed_round_too(out, monkeypatch, capsys):
+    quick_children(monkeypatch, lambda number, variant: 10.0)
+    # 10 s of eager's round 0, and 20 s of round 1 would end after half a minute.
+    assert bench(out, "graph", "--minutes", "0.4") == 1
+    assert names(only(out)) == ["eager.r0"]
+    assert "round 1 would take 20.0 s, not started" in capsys.readouterr().out
+    assert bench(out, "graph") == 0
+    assert names(only(out)) == of(["eager", "graph"], 2)
+
+
+def test_time_left_counts_the_rest_of_round_0(out, monkeypatch, capsys):
+    quick_children(monkeypatch, lambda number, variant: 30.0 if number else 4.0)
+    assert bench(out, "graph") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("round 1")]
+    # Three timed runs and two of round 0, then one less.
+    assert [line.rpartition("about ")[2] for line in lines] == ["98.0 s left", "68.0 s left"]
+
+
+def test_a_run_that_did_not_settle_in_the_first_round_is_repeated_before_the_rest_of_round_0(out, monkeypatch):
+    def edit(name, record):
+        if record["round"]:
+            record["conditions"]["settled"] = name != "graph.r1"
+
+    seen = edited(monkeypatch, edit)
+    bench(out, "graph")
+    assert seen[:5] == ["eager.r0", "eager.r1", "graph.r1", "eager.r1.a2", "graph.r1.a2"]
+    found = read(only(out))
+    assert found["graph.r1"]["numerics"]["parity"] == found["graph.r1.a2"]["numerics"]["parity"] == "bitwise"
+
+
+def test_records_of_the_first_round_are_sound_when_they_are_written_again(out):
+    assert bench(out, "graph") == 0
+    assert all(records.check(record) is None for record in read(only(out)).values())
 
 
 def test_rounds_are_abba():
@@ -139,28 +161,3 @@ def test_rounds_are_abba():
         ["c", "b", "a"],
         ["a", "b", "c"],
     ]
-
-
-# ------------------------------------------------------------------------------------------------
-# GPUs
-
-
-def test_gpus_are_found(tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    lines = r"GPU 0: NVIDIA H200 (UUID: GPU-0a)\nGPU 1: NVIDIA H200 (UUID: GPU-1b)\n"
-    fake_nvidia_smi(tmp_path / "bin", monkeypatch, lines)
-    gpus = rounds.find_gpus()
-    assert gpus == rounds.Gpus(("NVIDIA H200",) * 2, ("GPU-0a", "GPU-1b"), "580.1")
-    assert gpus.slug == "h200"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert rounds.find_gpus().uuids == ("GPU-1b",)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert rounds.find_gpus() == rounds.Gpus()
-
-
-def test_no_gpu_is_an_empty_answer(monkeypatch, tmp_path):
-    fake_nvidia_smi(tmp_path / "bin", monkeypatch, "No devices found.")
-    assert rounds.find_gpus().slug == "cpu"
-    assert rounds.Gpus(("NVIDIA A100-SXM4-80GB",)).slug == "a100-sxm4-80gb"
-    assert rounds.Gpus(("NVIDIA H100 80GB HBM3",)).slug == "h100"
-    assert rounds.Gpus(("NVIDIA GeForce RTX 4090",)).slug == "rtx-4090"

@@ -11,7 +11,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from benchmarks import bench, compare, frame, intervals, locks, rounds, run, script, sessions
+from benchmarks import ROOT, children, compare, frame, intervals, locks, run, script, sessions
+from benchmarks.request import Request
 from common import environment
 from common import record as records
 from tests import harness
@@ -127,11 +128,11 @@ def test_flags_are_checked_with_the_preset_that_they_are_added_to(tmp_path, gpu)
     assert script.describe("rnnt", persistent, "bench")["model"] == "rnnt"
     with pytest.raises(script.Mistake, match="--lstm persistent: takes --precision fp16"):
         script.describe("rnnt", persistent, "tiny")
-    session = bench.Session(run.parse(["--model", "rnnt", "--out", str(tmp_path), "--", *persistent]))
+    session = Request(run.parse(["--model", "rnnt", "--out", str(tmp_path), "--", *persistent]))
     assert session.preset == "bench" and session.flags == persistent
     assert session.group == tmp_path / "h200x1" / "rnnt-bench-lstm-persistent"
     with pytest.raises(script.Mistake, match="--lstm persistent: takes --precision fp16"):
-        bench.Session(run.parse(["--model", "rnnt", "--preset", "tiny", "--out", str(tmp_path), "--", *persistent]))
+        Request(run.parse(["--model", "rnnt", "--preset", "tiny", "--out", str(tmp_path), "--", *persistent]))
 
 
 def test_auto_stops_on_width(tmp_path, gpu, quick, monkeypatch):
@@ -193,14 +194,14 @@ def test_relative_paths_of_the_script_are_taken_from_where_the_command_runs(out,
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
     expected = ["--data", f"{here}/corpus", "--name", "x", f"--data={here}/a/b", *flags[5:]]
-    assert rounds.from_root(flags, described) == expected
-    assert rounds.from_root(["--data", "corpus", "--data=corpus", "--data=b"], words)[1:] == [
+    assert script.from_root(flags, described) == expected
+    assert script.from_root(["--data", "corpus", "--data=corpus", "--data=b"], words)[1:] == [
         "corpus",
         "--data=corpus",
         f"--data={here}/b",
     ]
-    monkeypatch.chdir(rounds.ROOT)
-    assert rounds.from_root(flags, described) == flags
+    monkeypatch.chdir(ROOT)
+    assert script.from_root(flags, described) == flags
     monkeypatch.chdir(tmp_path)
     assert go(out, "graph", "--rounds", "1", flags=["--data", "folder"]) == 0
     assert read(only(out))["graph.r1"]["config"]["data"] == f"{here}/folder"
@@ -212,12 +213,12 @@ def test_relative_paths_of_the_script_are_taken_from_where_the_command_runs(out,
 def test_host_load_is_recorded_and_beside_timed_runs_only(out, quick, monkeypatch):
     seen = []
 
-    class Spy(rounds.HostLoad):
+    class Spy(children.HostLoad):
         def __enter__(self):
             seen.append(self.num_processes)
             return super().__enter__()
 
-    monkeypatch.setattr(rounds, "HostLoad", Spy)
+    monkeypatch.setattr(children, "HostLoad", Spy)
     assert go(out, "graph", "--rounds", "1", "--host-load", "1") == 0
     assert seen == [0, 0, 0, 1, 1]
     assert [read(only(out))[name]["host_load"] for name in ("graph.r0", "graph.r1")] == [0, 1]
@@ -229,9 +230,9 @@ def test_round_0_is_deterministic_and_caches_are_the_roots(out, quick, monkeypat
 
     def spy(command, *, environment, **more):
         seen.append((command[command.index("--round") + 1], "--parity" in command, environment))
-        return rounds.Outcome(1, False, 0.1)
+        return children.Outcome(1, False, 0.1)
 
-    monkeypatch.setattr(rounds, "run_child", spy)
+    monkeypatch.setattr(children, "run_child", spy)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     assert go(out) == 1
     number, parity, environment = seen[0]
@@ -257,9 +258,8 @@ def test_timed_rounds_leave_an_mllog_beside_their_output(out, quick, monkeypatch
 
 def test_several_ranks_go_through_torchrun(out, quick, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        rounds, "run_child", lambda command, **more: seen.append(command) or rounds.Outcome(1, False, 0.1)
-    )
+    failed = children.Outcome(1, False, 0.1)
+    monkeypatch.setattr(children, "run_child", lambda command, **more: seen.append(command) or failed)
     go(out, "graph", "--ngpu", "2")
     expected = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", f"{MODEL}.train"]
     assert seen[0][1:8] == expected
@@ -269,12 +269,12 @@ def test_several_ranks_go_through_torchrun(out, quick, monkeypatch):
 def test_steps_of_parity_are_asked_for_and_all_make_those_that_eager_made(out, quick, monkeypatch):
     asked = {}
     watched(monkeypatch, lambda name, words: asked.update({name: harness.option(words, "--parity-steps")}), None)
-    real = rounds.run_child
+    real = children.run_child
 
     def child(command, **more):
         return real(command if "--parity" in command else [*command, "--parity-steps", "-"], **more)
 
-    monkeypatch.setattr(rounds, "run_child", child)
+    monkeypatch.setattr(children, "run_child", child)
     stop_at(monkeypatch, "eager.r1")
     assert go(out, "graph") == 130
     # The script chooses for eager; the others follow it.
@@ -338,6 +338,12 @@ def test_compiled_kernels_promise_a_tolerance_only(out, quick):
 def described(monkeypatch, **more):
     original = script.describe
     monkeypatch.setattr(script, "describe", lambda *arguments: original(*arguments) | more)
+
+
+def test_a_variant_whose_kind_is_not_declared_is_not_run(out, quick, monkeypatch, capsys):
+    described(monkeypatch, kinds={"eager": "eager"})
+    assert go(out, "graph") == 2 and not out.exists()
+    assert f"{MODEL} does not declare what kind variant 'graph' is" in capsys.readouterr().err
 
 
 def test_a_script_can_promise_and_tolerate_otherwise(tmp_path, quick, monkeypatch):
@@ -610,9 +616,7 @@ with gpu_locks((), "rnnt/tiny"):
 
 
 def test_on_the_cpu_others_are_named_and_nobody_is_refused(out, quick, capsys):
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLDER], cwd=rounds.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    other = subprocess.Popen([sys.executable, "-c", HOLDER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
         assert go(out, "graph", "--rounds", "1") == 0
@@ -950,7 +954,7 @@ def test_a_mistake_is_one_line_and_exit_2(out, quick, capsys, monkeypatch, argum
 
 @pytest.mark.parametrize("where", ["results", "results/h200x1", "results/../results/x", "runs/../results"])
 def test_results_are_no_output_root(quick, capsys, where):
-    assert go(rounds.ROOT / where) == 2
+    assert go(ROOT / where) == 2
     error = capsys.readouterr().err
     assert "results/ grows by make publish SESSION=... alone" in error and error.count("\n") == 1
 
@@ -961,26 +965,26 @@ def test_more_gpus_than_there_are_is_a_mistake(out, gpu, quick, capsys):
 
 
 def session_of(*arguments):
-    return bench.Session(run.parse(["--model", MODEL, *arguments]))
+    return Request(run.parse(["--model", MODEL, *arguments]))
 
 
 def test_defaults_without_a_gpu(quick):
     chosen = session_of()
     assert (chosen.preset, chosen.rounds, chosen.limit_s) == ("tiny", 2, 300)
-    assert chosen.group == rounds.ROOT / "runs" / "cpux1" / f"{MODEL}-tiny"
+    assert chosen.group == ROOT / "runs" / "cpux1" / f"{MODEL}-tiny"
     assert set(chosen.variants) == set(script.describe(MODEL, [])["variants"]) and chosen.variants[0] == "eager"
 
 
 def test_defaults_with_a_gpu(gpu, quick):
     chosen = session_of("--host-load", "16", "--variants", "graph,eager")
     assert (chosen.preset, chosen.rounds, chosen.limit_s) == ("bench", 5, 1800)
-    assert chosen.group == rounds.ROOT / "runs" / "h200x1" / f"{MODEL}-bench-load16"
+    assert chosen.group == ROOT / "runs" / "h200x1" / f"{MODEL}-bench-load16"
     assert chosen.variants == ["eager", "graph"]
     assert session_of("--label", "a.b", "--control", "--", "--batch", "2").group.name == f"{MODEL}-bench-a.b"
 
 
 def test_models_are_folders_with_a_train_script(tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
     for folder in ("gpt3", "rnnt", "common", ".hidden"):
         (tmp_path / folder).mkdir()
     for folder in ("gpt3", "rnnt", ".hidden"):
@@ -992,7 +996,7 @@ def test_models_are_folders_with_a_train_script(tmp_path, monkeypatch):
 def test_help_needs_no_torch(module):
     code = f"import sys\nimport benchmarks.{module} as m\ntry:\n    m.main(['--help'])\nexcept SystemExit as s:\n"
     code += "    assert s.code == 0\nassert 'torch' not in sys.modules"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=False)
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert "usage: python -m benchmarks" in answer.stdout
 
@@ -1002,7 +1006,7 @@ def test_pandas_is_imported_neither_to_describe_nor_to_measure(out):
     words = ["-X", "importtime", "-m", f"{MODEL}.train"]
     for more in (["--describe"], ["--record", str(out / "x.json"), "--round", "1"]):
         start = time.monotonic()
-        answer = subprocess.run([sys.executable, *words, *more], cwd=rounds.ROOT, capture_output=True, text=True)
+        answer = subprocess.run([sys.executable, *words, *more], cwd=ROOT, capture_output=True, text=True)
         assert answer.returncode == 0, answer.stderr[-300:]
         assert "common.config" in answer.stderr and "pandas" not in answer.stderr
         assert time.monotonic() - start < 5.0

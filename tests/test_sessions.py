@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import publish, sessions
+from benchmarks import ROOT, publish, sessions
 from common import record as records
 
 BOOT, GPU_UUID = "13f4-05aa", "GPU-C77b-1"
@@ -206,7 +206,7 @@ kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 if where == "compress":
     sessions.compress = kill
 elif where == "sync":
-    sessions._sync = kill
+    sessions.sync = kill
 elif where == "rename":
     Path.rename = kill
 elif where == "remove":
@@ -224,7 +224,7 @@ sessions.pack(Path(path), "complete")
 @pytest.mark.parametrize("where", ["compress", "sync", "rename", "remove", "half removed"])
 def test_packing_that_is_killed_leaves_a_whole_session_and_goes_on(session, where):
     before = contents(session)
-    process = subprocess.run([sys.executable, "-c", KILLED, where, session], cwd=sessions.ROOT, capture_output=True)
+    process = subprocess.run([sys.executable, "-c", KILLED, where, session], cwd=ROOT, capture_output=True)
     assert process.returncode == -9, process.stderr
     root, target = session.parent, session.with_name(sessions.session_name(session))
     (found,) = sessions.find(root)
@@ -432,7 +432,7 @@ def test_mistakes_are_one_line(arguments, status, capsys):
 
 
 def test_the_committed_results_are_as_they_were_published():
-    root = sessions.ROOT / "results"
+    root = ROOT / "results"
     if not (root / sessions.SUMS).exists():
         pytest.skip("no sessions are published here")
     assert sessions.verify(root) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from benchmarks import intervals, sessions, simulate
+from benchmarks import intervals, scatter, sessions, simulate, verdict_rates
 from common import record as records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +22,7 @@ NUM_RUNS = 3000
 
 @pytest.fixture(scope="module")
 def cells():
-    return simulate.plain_cells(NUM_RUNS, simulate.SEED)
+    return verdict_rates.plain_cells(NUM_RUNS, simulate.SEED)
 
 
 @pytest.mark.parametrize("num_eagers", [1, 2])
@@ -41,10 +41,10 @@ def test_a_choice_among_two_eagers_makes_faster_rarer(cells):
 
 def test_what_the_method_says_of_skewed_hosts_and_of_power(cells):
     found = {(c.kind, c.shape, c.host, c.scatter, c.num_eagers): c.rates for c in cells}
-    rates = {shape: found["independent", shape, 0.05, 0.003, 1] for shape, _ in simulate.HOSTS}
+    rates = {shape: found["independent", shape, 0.05, 0.003, 1] for shape, _ in verdict_rates.HOSTS}
     assert rates["lognormal 0.5"].false == pytest.approx(0.06, abs=0.015)
     assert rates["lognormal 1"].false == pytest.approx(0.17, abs=0.03)
-    power = rates["normal"].power[simulate.EFFECTS.index(0.05)]
+    power = rates["normal"].power[verdict_rates.EFFECTS.index(0.05)]
     assert power == pytest.approx([0.04, 0.18, 0.61], abs=0.03)
 
 
@@ -52,15 +52,15 @@ def test_a_look_at_every_number_of_units_would_be_false_more_often():
     values = numpy.random.default_rng(1).standard_normal((20_000, 12))
 
     def false(looks):
-        found = [simulate._interval(values[:, :look]) for look in looks]
-        return simulate._rates(found, ever=True).false
+        found = [verdict_rates.interval_of(values[:, :look]) for look in looks]
+        return verdict_rates.rates_of(found).false
 
     assert false(intervals.LOOKS) == pytest.approx(0.027, abs=0.004)
     assert false(range(3, 13)) == pytest.approx(0.049, abs=0.006)
 
 
 def test_on_this_host_is_false_in_one_percent_of_sessions_of_independent_runs():
-    found = list(simulate.host_rows(NUM_RUNS, simulate.SEED))
+    found = list(verdict_rates.host_rows(NUM_RUNS, simulate.SEED))
     assert [num_eagers for _, num_eagers, *_ in found] == [1, 1, 1, 2, 2, 2] * 2
     for kind, _, _, rates, num_rounds in found:
         worst = max(each.false for each in rates)
@@ -71,16 +71,16 @@ def test_on_this_host_is_false_in_one_percent_of_sessions_of_independent_runs():
 @pytest.mark.parametrize(("kind", "share"), [("independent", 0.039), ("AR(1) 0.3", 0.058)])
 def test_both_scopes_together(kind, share):
     for num_eagers in (1, 2):
-        rates = simulate.ever_rates(NUM_RUNS, simulate.SEED, kind, num_eagers)
+        rates = verdict_rates.ever_rates(NUM_RUNS, simulate.SEED, kind, num_eagers)
         assert rates.false == pytest.approx(share, abs=0.014)
         assert rates.faster < 0.65 * rates.false
 
 
 def test_a_base_that_changes_between_looks_stays_within_the_bound():
     rates = {
-        (kind, speed): simulate.between_rates(NUM_RUNS, simulate.SEED, kind, speed)
+        (kind, speed): verdict_rates.between_rates(NUM_RUNS, simulate.SEED, kind, speed)
         for kind in ("independent", "AR(1) 0.3")
-        for speed in (0.0, simulate.UNEQUAL)
+        for speed in (0.0, verdict_rates.UNEQUAL)
     }
     for (kind, speed), of_case in rates.items():
         assert of_case.holds, (kind, speed)
@@ -89,7 +89,7 @@ def test_a_base_that_changes_between_looks_stays_within_the_bound():
 
 
 def test_a_base_for_each_session_breaks_the_bound_and_one_for_the_row_does_not():
-    rules = simulate.rule_rates(NUM_RUNS, simulate.SEED)
+    rules = verdict_rates.rule_rates(NUM_RUNS, simulate.SEED)
     rates, shift, _ = rules["session"]
     assert 0.07 < rates.false < 0.11
     assert not rates.holds
@@ -105,7 +105,7 @@ def test_a_base_for_each_session_breaks_the_bound_and_one_for_the_row_does_not()
 
 def test_rates_have_wilsons_upper_end():
     # 5 of 100: 2.15 to 11.18 %.
-    assert simulate.Rates(100, 0.05, 0.0, numpy.zeros(1)).upper == pytest.approx(0.1118, abs=1e-4)
+    assert verdict_rates.Rates(100, 0.05, 0.0, numpy.zeros(1)).upper == pytest.approx(0.1118, abs=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -121,14 +121,14 @@ def session(number, log_ratios):
 
 
 def test_plain_verdicts_are_those_of_judge():
-    times = simulate.scatter(numpy.random.default_rng(5), "independent", 60 * 12, 2, 5).reshape(2, 2, 60, 12, 5)
+    times = scatter.draw(numpy.random.default_rng(5), "independent", 60 * 12, 2, 5).reshape(2, 2, 60, 12, 5)
     ratios = times[0, 0] - times[0, 1] + 1
     verdicts = [
         [intervals.judge([session(n, pairs) for n, pairs in enumerate(row[:look])]).verdict for look in (3, 6, 12)]
         for row in ratios
     ]
     faster, slower = ([[word == wanted for word in row] for row in verdicts] for wanted in ("faster", "slower"))
-    rates = simulate._rates(simulate.looks_of_rows(times, 1.0), ever=True)
+    rates = verdict_rates.rates_of(verdict_rates.looks_of_rows(times, 1.0))
     assert 0.2 < numpy.any(faster, axis=1).mean() == rates.faster
     assert numpy.any(numpy.logical_or(faster, slower), axis=1).mean() == rates.false
 
@@ -142,9 +142,9 @@ def base_of(log_ms):
 @pytest.mark.parametrize("effect", [0.0, 0.1, 3.0])
 def test_the_base_of_a_row_is_that_of_choose_base_over_all_sessions_at_each_look(effect):
     random = numpy.random.default_rng(5)
-    times = simulate.scatter(random, "independent", 40 * 12, 3, 5).reshape(2, 3, 40, 12, 5)
+    times = scatter.draw(random, "independent", 40 * 12, 3, 5).reshape(2, 3, 40, 12, 5)
     host = effect * random.standard_normal((40, 12))
-    looks = simulate.looks_of_rows(times, host)
+    looks = verdict_rates.looks_of_rows(times, host)
     seen = set()
     for row in range(40):
         eagers = times[0, :2, row] + host[row, :, None]
@@ -158,9 +158,9 @@ def test_the_base_of_a_row_is_that_of_choose_base_over_all_sessions_at_each_look
 
 
 def test_the_rules_of_a_row_and_of_a_session_are_one_with_one_session():
-    times = simulate.scatter(numpy.random.default_rng(5), "independent", 40, 3, 5)
-    ratios = simulate.chosen(times, "session")
-    assert (ratios == simulate.chosen(times[:, :, :, None])[:, 0]).all()
+    times = scatter.draw(numpy.random.default_rng(5), "independent", 40, 3, 5)
+    ratios = verdict_rates.chosen(times, "session")
+    assert (ratios == verdict_rates.chosen(times[:, :, :, None])[:, 0]).all()
     for number in range(40):
         log_ms = times[0][:, number]
         assert ratios[number] == pytest.approx(log_ms[base_of(log_ms)] - log_ms[2])
@@ -169,36 +169,36 @@ def test_the_rules_of_a_row_and_of_a_session_are_one_with_one_session():
 def test_the_choice_is_by_what_a_quiet_host_sees():
     compared = numpy.array([[[1.0, 1.0, 1.0]], [[2.0, 2.0, 2.0]], [[0.0, 0.0, 0.0]]])
     quiet = numpy.array([[[5.0, 5.0, 0.0]], [[4.0, 4.0, 9.0]], [[0.0, 0.0, 0.0]]])
-    assert simulate.chosen([compared, quiet]).tolist() == [[2.0, 2.0, 2.0]]
-    assert simulate.chosen([compared, quiet], "session").tolist() == [[2.0, 2.0, 2.0]]
-    assert simulate.chosen([compared, quiet], gap=2.0).tolist() == [[1.0, 1.0, 1.0]]
-    assert simulate.chosen([compared, quiet], "clear").tolist() == [[1.0, 1.0, 1.0]]
+    assert verdict_rates.chosen([compared, quiet]).tolist() == [[2.0, 2.0, 2.0]]
+    assert verdict_rates.chosen([compared, quiet], "session").tolist() == [[2.0, 2.0, 2.0]]
+    assert verdict_rates.chosen([compared, quiet], gap=2.0).tolist() == [[1.0, 1.0, 1.0]]
+    assert verdict_rates.chosen([compared, quiet], "clear").tolist() == [[1.0, 1.0, 1.0]]
     # Without its own round: of the last pair by (5, 5) and (4, 4), of the others by (5, 0) and (4, 9).
-    assert simulate.chosen([compared, quiet], "others").tolist() == [[1.0, 1.0, 2.0]]
+    assert verdict_rates.chosen([compared, quiet], "others").tolist() == [[1.0, 1.0, 2.0]]
 
 
 def test_the_choice_for_a_row_is_over_all_its_rounds():
     # Two sessions of three rounds; medians of all six: 4.5 and 4; means of sessions' medians: 4.5 and 5.
     quiet = numpy.array([[[5.0, 5.0, 5.0], [4.0, 4.0, 4.0]], [[3.0, 3.0, 4.0], [4.0, 7.0, 7.0]], [[0.0] * 3] * 2])
     compared = numpy.stack([numpy.full((2, 3), each) for each in (1.0, 2.0, 0.0)])
-    assert (simulate.chosen([compared, quiet], "row") == 2).all()
-    assert (simulate.chosen([compared, quiet], "mean") == 1).all()
-    assert simulate.chosen([compared, quiet], "session").tolist() == [[2.0] * 3, [1.0] * 3]
+    assert (verdict_rates.chosen([compared, quiet], "row") == 2).all()
+    assert (verdict_rates.chosen([compared, quiet], "mean") == 1).all()
+    assert verdict_rates.chosen([compared, quiet], "session").tolist() == [[2.0] * 3, [1.0] * 3]
     # A second host so slow that the median is the mean of the highest round of one and the lowest of the other.
     slow = numpy.array([[0.0], [90.0]])
-    assert (simulate.chosen([compared, quiet], "row", speed=slow) == 2).all()
+    assert (verdict_rates.chosen([compared, quiet], "row", speed=slow) == 2).all()
     quiet[1, 0, 2] = 6.5
-    assert (simulate.chosen([compared, quiet], "row", speed=slow) == 1).all()
+    assert (verdict_rates.chosen([compared, quiet], "row", speed=slow) == 1).all()
 
 
 def test_auto_is_next_num_rounds():
-    assert simulate.auto_schedule() == [8, 10, 12, 14, 15]
-    times = simulate.scatter(numpy.random.default_rng(5), "independent", 300, 2, 15)
-    rates, mean_rounds = simulate.on_this_host(times, 0.01)
+    assert verdict_rates.auto_schedule() == [8, 10, 12, 14, 15]
+    times = scatter.draw(numpy.random.default_rng(5), "independent", 300, 2, 15)
+    rates, mean_rounds = verdict_rates.on_this_host(times, 0.01)
     numbers, faster = [], []
-    for row in 0.01 * simulate.chosen(times, "session"):
+    for row in 0.01 * verdict_rates.chosen(times, "session"):
         number = 0
-        while (wanted := intervals.next_num_rounds([intervals.paired(row[: max(number, 1)])], number)) != number:
+        while (wanted := intervals.next_num_rounds([intervals.interval(row[: max(number, 1)])], number)) != number:
             number = wanted
         numbers.append(number)
         faster.append(intervals.verdict(row[:number] + math.log(1.02)) == "faster")
@@ -212,15 +212,15 @@ def test_auto_is_next_num_rounds():
 
 
 def test_host_effects_have_mean_zero_and_unit_deviation():
-    for shape in {shape for shape, _ in simulate.HOSTS}:
-        effect = simulate._host_effect(numpy.random.default_rng(1), shape, 1_000_000)
+    for shape in {shape for shape, _ in verdict_rates.HOSTS}:
+        effect = verdict_rates.host_effect(numpy.random.default_rng(1), shape, 1_000_000)
         assert effect.mean() == pytest.approx(0, abs=0.01)
         assert effect.std() == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize(("kind", "correlation"), [("independent", 0.0), ("AR(1) 0.3", 0.3)])
 def test_correlated_runs_keep_their_deviation(kind, correlation):
-    times, quiet = simulate.scatter(numpy.random.default_rng(1), kind, 100_000, 2, 15)
+    times, quiet = scatter.draw(numpy.random.default_rng(1), kind, 100_000, 2, 15)
     assert (times == quiet).all()
     assert times.std(axis=1) == pytest.approx(numpy.ones((2, 15)), abs=0.02)
     assert numpy.corrcoef(times[0, :, 13], times[0, :, 14])[0, 1] == pytest.approx(correlation, abs=0.02)
@@ -270,7 +270,7 @@ def test_a_measured_session_is_read_and_centred(tmp_path):
     path = packed(tmp_path / "one", found)
     expected = (log_ratios - log_ratios.mean()) * math.sqrt(5 / 4)
     for named in (path, path.parent):
-        measured = simulate.read_measured(named)
+        measured = scatter.read_measured(named)
         assert measured.log_ratios[:, 0] == pytest.approx(expected, abs=1e-7)
         # The 10th percentile of (q, q, u, u, u) is q.
         assert measured.log_ratios[:, 1] == pytest.approx(2 * expected, abs=1e-7)
@@ -285,7 +285,7 @@ def test_of_a_repeated_round_the_last_attempt_that_both_have_counts(tmp_path):
     tried = record("control", 2, [], status="failed", message="lost")
     tried["extra"]["superseded"] = True
     again += [tried, record("eager", 3, [1.0], 2, statistic_ms=5.0), record("control", 3, [10.5], 2)]
-    measured = simulate.read_measured(packed(tmp_path, [*eager_twice(log_ratios), *again]))
+    measured = scatter.read_measured(packed(tmp_path, [*eager_twice(log_ratios), *again]))
     log_ratios[4] = math.log(0.9)
     expected = (log_ratios - log_ratios.mean()) * math.sqrt(5 / 4)
     assert measured.log_ratios[:, 0] == pytest.approx(expected, abs=1e-7)
@@ -294,19 +294,19 @@ def test_of_a_repeated_round_the_last_attempt_that_both_have_counts(tmp_path):
 
 
 def test_a_session_of_three_pairs_is_enough(tmp_path):
-    assert len(simulate.read_measured(packed(tmp_path, eager_twice([0.1, 0.2, 0.4]))).log_ratios) == 3
+    assert len(scatter.read_measured(packed(tmp_path, eager_twice([0.1, 0.2, 0.4]))).log_ratios) == 3
 
 
 def test_long_steps_have_no_percentile(tmp_path):
     log_ratios = [-0.04, -0.01, -0.02, -0.06, -0.05]
-    found = simulate.read_measured(packed(tmp_path, eager_twice(log_ratios, 500.0))).log_ratios
+    found = scatter.read_measured(packed(tmp_path, eager_twice(log_ratios, 500.0))).log_ratios
     assert (found[:, 1] == found[:, 0]).all()
 
 
 def test_resampled_pairs_are_stretches_of_a_measured_session():
     measured = [numpy.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]), numpy.array([[100.0, 200.0]] * 7)]
     random = numpy.random.default_rng(1)
-    compared, quiet = simulate.scatter(random, "resampled", 20_000, 2, 4, measured)
+    compared, quiet = scatter.draw(random, "resampled", 20_000, 2, 4, measured)
     ratios = compared[0] - compared[1]
     # All rounds of a session are of one measured one, and of one sign.
     small = abs(ratios[:, 0]) < 50
@@ -325,7 +325,7 @@ def test_a_resampled_mean_scatters_as_one_of_independent_runs_does():
     # Stretches as long as the session would all have its mean, which is zero.
     ratios = numpy.random.default_rng(2).standard_normal((15, 1)).repeat(2, axis=1)
     ratios -= ratios.mean(axis=0)
-    times = simulate.scatter(numpy.random.default_rng(1), "resampled", 20_000, 2, 15, [ratios])[0]
+    times = scatter.draw(numpy.random.default_rng(1), "resampled", 20_000, 2, 15, [ratios])[0]
     means = (times[0] - times[1]).mean(axis=-1)
     assert 0.5 < means.std() / (ratios[:, 0].std() / math.sqrt(15)) < 1.5
 
@@ -333,7 +333,7 @@ def test_a_resampled_mean_scatters_as_one_of_independent_runs_does():
 def test_resampled_variants_differ_as_much_as_the_measured_two():
     ratios = numpy.random.default_rng(2).standard_t(3, (200, 1)).repeat(2, axis=1)
     ratios -= ratios.mean(axis=0)
-    times = simulate.scatter(numpy.random.default_rng(1), "resampled", 100_000, 3, 5, [ratios])[0]
+    times = scatter.draw(numpy.random.default_rng(1), "resampled", 100_000, 3, 5, [ratios])[0]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert (times[a] - times[b]).std() == pytest.approx(ratios[:, 0].std(), rel=0.02)
 
@@ -344,9 +344,9 @@ def test_resampled_cases_join_the_tables(tmp_path, capsys):
         packed(tmp_path / name, eager_twice(random.normal(0, size, 15)))
         for name, size in (("one", 0.003), ("two", 0.01))
     ]
-    measured = [simulate.read_measured(path).log_ratios for path in paths]
-    found = [cell for cell in simulate.plain_cells(NUM_RUNS, 1, measured) if cell.kind == "resampled"]
-    assert len(found) == 2 * len(simulate.HOSTS)
+    measured = [scatter.read_measured(path).log_ratios for path in paths]
+    found = [cell for cell in verdict_rates.plain_cells(NUM_RUNS, 1, measured) if cell.kind == "resampled"]
+    assert len(found) == 2 * len(verdict_rates.HOSTS)
     for cell in found:
         if cell.is_bound:
             assert cell.rates.holds, cell
@@ -357,7 +357,7 @@ def test_resampled_cases_join_the_tables(tmp_path, capsys):
     text = page.read_text()
     assert f"--runs 200 --seed 1 --resample {paths[0]} {paths[1]}`" in text
     assert text.count("| resampled | normal, 5 % | as measured |") == 1
-    assert text.count("| resampled |") == len(simulate.HOSTS) + 2 + 1 + 1
+    assert text.count("| resampled |") == len(verdict_rates.HOSTS) + 2 + 1 + 1
     # The sessions are named, with what they hold.
     sizes = [
         f"`{path}` (15 pairs, scatter of their log ratios {100 * of[:, 0].std():.2f} %)"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds, sessions
+from benchmarks import ROOT, sessions
 from tests.harness import names, only, processes_with, read, until
 from tests.slurm_cluster import Cluster, free_ports
 
@@ -45,7 +45,7 @@ def cluster(tmp_path_factory):
 
 def copy_of_repository(folder):
     for name in ("benchmarks", "common", "gpt3", "tests/fake_model"):
-        shutil.copytree(rounds.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests" / "__init__.py").touch()
     return folder
 

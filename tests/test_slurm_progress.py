@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import rounds, sessions
+from benchmarks import ROOT, sessions
 from benchmarks.slurm import progress
 from common import record as records
 
@@ -149,7 +149,7 @@ def start(tmp_path):
         }
         command = ["bash", Path("benchmarks", "slurm", "bench.sbatch"), "benchmarks.run", "a", "b", "--", "--x"]
         result = subprocess.run(
-            command, cwd=rounds.ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
         path = tmp_path / "scontrol"
         return result, path.read_text().splitlines() if path.exists() else []

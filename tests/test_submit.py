@@ -13,13 +13,13 @@ import sys
 
 import pytest
 
-from benchmarks import rounds, script, sessions, submit
-from benchmarks.slurm import collate
+from benchmarks import ROOT, script, sessions, submit
+from benchmarks.slurm import collate, queue
 from common import record as records
 from tests.harness import describe_here
 
 FAKE = "tests.fake_model"
-SCRIPTS = rounds.ROOT / "benchmarks" / "slurm"
+SCRIPTS = ROOT / "benchmarks" / "slurm"
 
 # Logs its name, words and settings; $LOG/<name>.fails holds a word of the calls that it refuses.
 SHIM = r"""#!/bin/bash
@@ -39,7 +39,7 @@ if [ -e "$LOG/$name.fails" ] && [[ " $* " == *"$(cat "$LOG/$name.fails")"* ]]; t
     exit 1
 fi
 case "$name $*" in
-sinfo*) echo "gpu"; echo "long" ;;
+squeue*) cat "$LOG/limit" 2>/dev/null ;;
 *--test-only*) ;;
 *collate.sbatch*) echo 43 ;;
 sbatch*) echo "42;cluster" ;;
@@ -53,7 +53,7 @@ def slurm(tmp_path, monkeypatch):
     for name in list(os.environ):
         if name.startswith(("SBATCH_", "SLURM_", "MASTER_", "NODE_PYTHON", "MAX_REQUEUES")):
             monkeypatch.delenv(name)
-    return shims(tmp_path / "slurm", monkeypatch, "sbatch", "sinfo", "scancel", "scontrol")
+    return shims(tmp_path / "slurm", monkeypatch, "sbatch", "squeue", "scancel", "scontrol")
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_one_model_is_one_job_and_one_for_the_tables(slurm, tmp_path, capsys):
     more = ["--partition", "gpu", "--account", "me", "--time", "2:00:00", "--rounds", "auto", "--minutes", "60"]
     more += ["--sbatch", "qos=high 'comment=two words'"]
     assert go("--nodes", 2, "--ngpu", 8, "--variants", "graph", "--out", out, *more, flags=["--seconds", "1"]) == 0
-    (test, _), (bench, settings), (tables, _) = slurm.calls("sbatch")
+    (test, _), _, (bench, settings), (tables, _) = slurm.calls("sbatch")
     assert "--test-only" in test
     split = bench.index("benchmarks/slurm/bench.sbatch")
     options = bench[1:split]
@@ -135,12 +135,12 @@ def test_one_model_is_one_job_and_one_for_the_tables(slurm, tmp_path, capsys):
 
 def test_several_models_are_an_array_with_a_folder_each(slurm, tmp_path):
     assert go("--model", f"gpt3,{FAKE}", "--preset", "tiny", "--out", tmp_path / "out", "--host-load", 4) == 0
-    bench, settings = slurm.calls("sbatch")[1]
+    bench, settings = slurm.calls("sbatch")[2]
     assert "--array=0-1" in bench and f"--output={tmp_path}/out/logs/slurm-%A_%a.out" in bench
     assert settings["RECORDS"] == f"{tmp_path}/out/{{}}-tiny-load4"
     assert bench[bench.index("--out") + 1] == settings["RECORDS"]
     assert not any("gpus" in word for word in bench)
-    folders = slurm.calls("sbatch")[2][0][-2:]
+    folders = slurm.calls("sbatch")[3][0][-2:]
     assert folders == [f"{tmp_path}/out/{model}-tiny-load4" for model in ("gpt3", FAKE)]
 
 
@@ -163,7 +163,7 @@ def test_a_preset_gets_gpus_where_its_script_says_so(slurm, capsys, model, prese
 def test_points_of_a_sweep_are_an_array(slurm, tmp_path):
     more = ["--values", "1,2,4", "--rounds", "3", "--out", tmp_path / "out"]
     assert go("--model", "gpt3", "--over", "batch", "--variant", "graph_te", *more) == 0
-    bench, settings = slurm.calls("sbatch")[1]
+    bench, settings = slurm.calls("sbatch")[2]
     program = bench[bench.index("benchmarks/slurm/bench.sbatch") + 1 :]
     assert program[:5] == ["benchmarks.sweep", "1", "2", "4", "--"]
     assert program[5:11] == ["--model", "gpt3", "--over", "batch", "--values", "{}"]
@@ -179,7 +179,7 @@ def test_the_default_folder_names_nodes_and_gpus(slurm, capsys):
 
 def test_an_image_reaches_the_job_and_a_stray_one_does_not(slurm, tmp_path, monkeypatch):
     assert go("--image", "nvcr.io#nvidia/pytorch:25.09-py3", "--mounts", "/data:/data", "--out", tmp_path / "a") == 0
-    settings = slurm.calls("sbatch")[1][1]
+    settings = slurm.calls("sbatch")[2][1]
     assert settings["IMAGE"] == "nvcr.io#nvidia/pytorch:25.09-py3"
     assert settings["MOUNTS"] == f"{tmp_path}/a:{tmp_path}/a,/data:/data"
     monkeypatch.setenv("IMAGE", "left over")
@@ -195,13 +195,13 @@ def test_points_that_are_given_twice_are_one(slurm, capsys):
 @pytest.mark.parametrize("own", ["gres=gpu:h200:2", "gpus=2", "gpus-per-node=h200:2", "gpus-per-task=2"])
 def test_gpus_are_asked_for_once(slurm, tmp_path, own):
     assert go("--ngpu", 2, "--sbatch", own, "--out", tmp_path) == 0
-    bench = slurm.calls("sbatch")[1][0]
+    bench = slurm.calls("sbatch")[2][0]
     assert [word for word in bench if word.startswith("--g")] == [f"--{own}"]
 
 
 def test_gres_that_is_no_gpu_leaves_the_gpus(slurm, tmp_path, monkeypatch):
     assert go("--ngpu", 2, "--sbatch", "gres=nvme:1", "--out", tmp_path) == 0
-    assert {"--gpus-per-node=2", "--gres=nvme:1"} <= set(slurm.calls("sbatch")[1][0])
+    assert {"--gpus-per-node=2", "--gres=nvme:1"} <= set(slurm.calls("sbatch")[2][0])
     monkeypatch.setenv("SBATCH_GRES", "gpu:2")
     assert go("--ngpu", 2, "--out", tmp_path) == 0
     assert "--gpus-per-node=2" not in slurm.calls("sbatch")[-2][0]
@@ -210,7 +210,7 @@ def test_gres_that_is_no_gpu_leaves_the_gpus(slurm, tmp_path, monkeypatch):
 def test_where_jobs_may_run_holds_for_both(slurm, tmp_path):
     more = "partition=long qos=high reservation=r account=me nice=10"
     assert go("--partition", "gpu", "--sbatch", more, "--out", tmp_path) == 0
-    tables = slurm.calls("sbatch")[2][0]
+    tables = slurm.calls("sbatch")[3][0]
     assert {"--partition=long", "--qos=high", "--reservation=r", "--account=me"} <= set(tables)
     assert "--nice=10" not in tables and "--partition=gpu" not in tables
 
@@ -231,7 +231,7 @@ def test_the_card_names_what_comes_from_the_environment(slurm, tmp_path, monkeyp
     assert sorted(environ) == [
         *["MASTER_PORT=1234", "MAX_REQUEUES=3", "NODE_PYTHON=/opt/python", "SBATCH_PARTITION=long", "SBATCH_QOS=low"]
     ]
-    settings = slurm.calls("sbatch")[1][1]
+    settings = slurm.calls("sbatch")[2][1]
     assert settings["SBATCH_QOS"] == "low" and "SBATCH_WAIT" not in settings
     assert go("--partition", "gpu", "--out", tmp_path, "--dry-run") == 0
     text = capsys.readouterr().out
@@ -240,14 +240,16 @@ def test_the_card_names_what_comes_from_the_environment(slurm, tmp_path, monkeyp
 
 def test_a_percent_sign_in_the_folder_is_not_slurms(slurm, tmp_path):
     assert go("--out", tmp_path / "50%j") == 0
-    bench, settings = slurm.calls("sbatch")[1]
+    bench, settings = slurm.calls("sbatch")[2]
     assert f"--output={tmp_path}/50%%j/logs/slurm-%j.out" in bench and settings["RECORDS"] == f"{tmp_path}/50%j"
-    assert f"--output={tmp_path}/50%%j/logs/collate-%j.out" in slurm.calls("sbatch")[2][0]
+    assert f"--output={tmp_path}/50%%j/logs/collate-%j.out" in slurm.calls("sbatch")[3][0]
 
 
 def test_a_dry_run_asks_and_leaves_nothing(slurm, tmp_path, capsys):
     assert go("--out", tmp_path / "out", "--dry-run") == 0
-    assert slurm.calls("sbatch") == [] and not (tmp_path / "out").exists()
+    calls = [call for call, _ in slurm.calls()]
+    assert ["--test-only" in call for call in calls] == [True, True] and not (tmp_path / "out").exists()
+    assert "collate.sbatch" in " ".join(calls[1]) and "afterany" not in " ".join(calls[1])
     text = capsys.readouterr().out
     assert "nothing submitted" in text and "sbatch --parsable" in text and "collate.sbatch JOB" in text
 
@@ -272,10 +274,8 @@ OWNED += ("requeue", "test-only", "wait", "wrap=true", "clusters=other", "no-req
         (["--ngpu", "-1"], "--ngpu"),
         (["--rounds", "none"], "--rounds"),
         (["--minutes", "-3"], "--minutes"),
-        (["--partition", "cpu"], "unknown partition 'cpu', Slurm knows gpu, long"),
-        (["--collate-partition", "cpu"], "unknown partition 'cpu'"),
         (["--over", "batch"], "--values"),
-        (["--over", "moon", "--values", "1"], "has no quantity 'moon'"),
+        (["--over", "moon", "--values", "1"], "unknown quantity 'moon'"),
         (["--variant", "graph"], "--over is missing"),
         (["--over", "batch", "--values", "1,x"], "'1,x' is not a list of whole numbers"),
         (["--over", "batch", "--values", ","], "--values"),
@@ -287,17 +287,10 @@ OWNED += ("requeue", "test-only", "wait", "wrap=true", "clusters=other", "no-req
         (["--sbatch", "qos=high wai"], "not wait, this command sets it"),
         (["--sbatch", "nodes=2"], "not nodes, --nodes of this command does it"),
         (["--sbatch", "time=60"], "not time, --time of this command does it"),
-        (["--sbatch=-W"], "'W' is no long option"),
-        (["--sbatch", "partition=cpu"], "unknown partition 'cpu'"),
         (["--over", "batch", "--values", "\u00b2"], "--values"),
         (["--over", "batch", "--values", "1,3"], "--batch 3: the fake takes every number but this"),
         (["--over", "width", "--values", "3"], "3 makes --inner no whole number"),
         (["--over", "batch", "--values", "1", "--variant", "eager"], "--variant eager"),
-        (["--time", "soon"], "--time soon: takes M, M:S"),
-        (["--time", "1:2:3:4"], "--time 1:2:3:4: takes M, M:S"),
-        (["--time", "3"], "--time 3: the job stops 120 s before its limit, ask for 4 minutes"),
-        (["--time", "0:3:59"], "ask for 4 minutes"),
-        (["--time", "4", "--sbatch", "signal=B:USR1@300"], "ask for 10 minutes"),
         (["--out", "/dev/null/x"], "/dev/null is no folder"),
         (["--out", "a{}b"], "--out"),
         (["--model=--"], "--model"),
@@ -319,26 +312,21 @@ def test_a_flag_that_a_sweep_sets_is_a_mistake(slurm, capsys):
     assert "--batch after -- is what --over batch sets" in capsys.readouterr().err and slurm.calls("sbatch") == []
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        *[("4", 240), ("3:61", 241), ("1:00:00", 3600), ("1-0", 86400), ("1-2:30", 95400), ("1-2:30:15", 95415)],
-        *[("0", None), ("UNLIMITED", None), ("infinite", None)],
-    ],
-)
-def test_time_limits_are_read_as_slurm_does(text, seconds):
-    assert submit.limit_s(text) == seconds
+@pytest.mark.parametrize(("limit", "status"), [("3:59", 2), ("4:00", 0), ("1-00:00:00", 0), ("UNLIMITED", 0), ("", 0)])
+def test_a_limit_that_leaves_no_time_to_measure_takes_both_jobs_back(slurm, tmp_path, limit, status, capsys):
+    """The limit is what Slurm made of --time, SBATCH_TIMELIMIT or the partition's default."""
+    (slurm.folder / "limit").write_text(limit)
+    assert go("--out", tmp_path) == status
+    cancelled = [call for call, _ in slurm.calls("scancel")]
+    assert cancelled == ([["scancel", "43"], ["scancel", "42"]] if status else [])
+    said = capsys.readouterr().err
+    assert ("a job stops 120 s before its limit of 3:59, ask for 4 minutes" in said) == bool(status)
+    # A job that is told later to stop needs less, and one that is told earlier more.
+    assert go("--out", tmp_path, "--sbatch", "signal=B:USR1@30") == 0
+    assert go("--out", tmp_path, "--sbatch", "signal=B:USR1@300") == (2 if limit in ("3:59", "4:00") else 0)
 
 
-def test_the_environments_time_and_partition_are_checked_like_the_commands(slurm, monkeypatch, capsys):
-    monkeypatch.setenv("SBATCH_TIMELIMIT", "2")
-    assert go() == 2 and "SBATCH_TIMELIMIT 2: the job stops" in capsys.readouterr().err
-    # What is said on the command line is stronger.
-    assert go("--time", "10", "--dry-run") == 0
-    monkeypatch.delenv("SBATCH_TIMELIMIT")
-    monkeypatch.setenv("SBATCH_PARTITION", "cpu")
-    assert go() == 2 and "unknown partition 'cpu'" in capsys.readouterr().err
-    assert go("--partition", "gpu", "--dry-run") == 0
+def test_other_clusters_are_refused(slurm, monkeypatch, capsys):
     monkeypatch.setenv("SBATCH_CLUSTERS", "other")
     assert go() == 2 and "SLURM_CLUSTERS" in capsys.readouterr().err
     assert slurm.calls("sbatch") == []
@@ -354,11 +342,12 @@ def test_a_refused_job_is_slurms_message_and_exit_status_1(slurm, tmp_path, word
     slurm.refuse("sbatch", word)
     assert go("--out", tmp_path / "out") == 1
     assert "nothing submitted: sbatch: error: this is refused" in capsys.readouterr().err
-    assert not any("collate" in " ".join(call) for call, _ in slurm.calls("sbatch"))
+    assert not any("afterany" in " ".join(call) for call, _ in slurm.calls("sbatch"))
+    assert go("--out", tmp_path / "out", "--dry-run") == (word == "--test-only")
 
 
 def test_a_refused_second_job_takes_the_first_back(slurm, tmp_path, capsys):
-    slurm.refuse("sbatch", "collate.sbatch")
+    slurm.refuse("sbatch", "--dependency")
     assert go("--out", tmp_path / "out") == 1
     assert [call for call, _ in slurm.calls("scancel")] == [["scancel", "42"]]
     assert "this is refused" in capsys.readouterr().err
@@ -371,9 +360,9 @@ def test_a_refused_second_job_takes_the_first_back(slurm, tmp_path, capsys):
 
 def test_the_first_job_is_held_until_the_second_is_there(slurm, tmp_path):
     assert go("--out", tmp_path) == 0
-    calls = [call for call, _ in slurm.calls() if call[0] != "sinfo"]
-    assert ["--hold" in call for call in calls] == [True, True, False, False]
-    assert calls[3] == ["scontrol", "release", "42"]
+    calls = [call for call, _ in slurm.calls() if call[0] != "squeue"]
+    assert ["--hold" in call for call in calls if "--test-only" not in call] == [True, False, False]
+    assert calls[-1] == ["scontrol", "release", "42"]
 
 
 def test_a_job_that_cannot_be_released_takes_both_back(slurm, tmp_path, capsys):
@@ -387,18 +376,17 @@ def test_a_job_that_cannot_be_released_takes_both_back(slurm, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("number", "name", "word", "cancelled"),
     [
-        (signal.SIGTERM, "sinfo", "", []),
         (signal.SIGTERM, "sbatch", "--test-only", []),
         (signal.SIGTERM, "sbatch", "--parsable --hold --chdir", ["42"]),
-        (signal.SIGHUP, "sbatch", "collate.sbatch", ["43", "42"]),
-        (signal.SIGINT, "sbatch", "collate.sbatch", ["43", "42"]),
+        (signal.SIGHUP, "sbatch", "--dependency", ["43", "42"]),
+        (signal.SIGINT, "sbatch", "--dependency", ["43", "42"]),
         (signal.SIGTERM, "scontrol", "release", ["43", "42"]),
     ],
 )
 def test_a_signal_leaves_nothing_in_the_queue(slurm, tmp_path, number, name, word, cancelled):
     slurm.do(name, word, f"kill -{number.value} $PPID; sleep 0.2")
     command = [sys.executable, "-m", "benchmarks.submit", "--model", FAKE, "--out", tmp_path / "out"]
-    answer = subprocess.run(command, cwd=rounds.ROOT, capture_output=True, text=True, timeout=60)
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 130
     assert answer.stderr == "python -m benchmarks.submit: stopped, nothing submitted\n"
     assert [call[1] for call, _ in slurm.calls("scancel")] == cancelled
@@ -414,13 +402,13 @@ def test_a_signal_leaves_nothing_in_the_queue(slurm, tmp_path, number, name, wor
     ],
 )
 def test_without_a_sure_answer_the_job_may_be_there(slurm, tmp_path, monkeypatch, script, said, capsys):
-    monkeypatch.setattr(submit, "SLURM_LIMIT_S", 0.5)
+    monkeypatch.setattr(queue, "SLURM_LIMIT_S", 0.5)
     slurm.do("sbatch", "--parsable --hold --chdir", script)
     assert go("--out", tmp_path) == 1
     error = capsys.readouterr().err
     assert said in error and f"squeue --me --name=bench-{FAKE}" in error and "nothing submitted" not in error
     # Of the second job the same, and the first one goes.
-    slurm.do("sbatch", "collate.sbatch", script)
+    slurm.do("sbatch", "--dependency", script)
     assert go("--out", tmp_path) == 1
     error = capsys.readouterr().err
     assert said in error and "squeue --me --name=collate" in error and "nothing submitted" not in error
@@ -432,7 +420,7 @@ def test_a_reader_that_goes_away_is_no_traceback(slurm, tmp_path):
     read, written = os.pipe()
     os.close(read)
     for more, status in ((["--dry-run"], 0), ([], 1)):
-        answer = subprocess.run([*command, *more], cwd=rounds.ROOT, stdout=written, stderr=subprocess.PIPE, text=True)
+        answer = subprocess.run([*command, *more], cwd=ROOT, stdout=written, stderr=subprocess.PIPE, text=True)
         assert answer.returncode == status
         assert answer.stderr == "python -m benchmarks.submit: nobody reads the output, nothing submitted\n"
     os.close(written)
@@ -442,7 +430,9 @@ def test_a_reader_that_goes_away_is_no_traceback(slurm, tmp_path):
 def test_without_slurm(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert go("--out", tmp_path / "out") == 1
-    assert "no sbatch on PATH" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    text = capsys.readouterr().out
+    assert "no sbatch on PATH, so that Slurm has not checked this" in text and "collate.sbatch JOB" in text
+    assert not (tmp_path / "out").exists()
     assert go("--out", tmp_path / "out", "--dry-run") == 0
     assert "no sbatch on PATH" in capsys.readouterr().out
 
@@ -451,7 +441,7 @@ def test_help_needs_no_torch():
     code = (
         "import sys; from benchmarks import submit; from benchmarks.slurm import collate; print('torch' in sys.modules)"
     )
-    answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=True)
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout == "False\n"
 
 
@@ -480,7 +470,7 @@ def batch(tmp_path, monkeypatch):
         }
         result = subprocess.run(
             ["bash", SCRIPTS / "bench.sbatch", *words],
-            cwd=rounds.ROOT,
+            cwd=ROOT,
             env=environment,
             capture_output=True,
             text=True,
@@ -520,7 +510,7 @@ def test_an_image_is_had_once_and_used_by_name(batch, tmp_path):
     assert "--container-image=some#image" in first and "--container-name=bench-7" in first and first[-1] == "true"
     launch = shlex.split(words[words.index("--launch") + 1])
     assert "--container-name=bench-7" in launch and not any("container-image" in word for word in launch)
-    assert f"--container-mounts={rounds.ROOT}:{rounds.ROOT},/data:/data:ro" in launch
+    assert f"--container-mounts={ROOT}:{ROOT},/data:/data:ro" in launch
     # Of one node too, and the container goes when the job does.
     assert words[2:4] == ["--nnodes", "1"] and "--rendezvous" not in words
     assert "enroot remove" in " ".join(last)
@@ -550,7 +540,7 @@ def test_node_sh_sets_the_rank_and_takes_another_interpreter(tmp_path):
     node = [SCRIPTS / "node.sh", sys.executable, "-c", "import os; print(os.environ['PET_NODE_RANK'], os.getcwd())"]
     environment = {"PATH": os.environ["PATH"], "SLURM_NODEID": "3"}
     answer = subprocess.run(node, env=environment, cwd="/", capture_output=True, text=True)
-    assert answer.stdout == f"3 {rounds.ROOT}\n"
+    assert answer.stdout == f"3 {ROOT}\n"
     answer = subprocess.run(node, env={**environment, "NODE_PYTHON": "echo"}, capture_output=True, text=True)
     assert answer.stdout.startswith("-c import os")
     answer = subprocess.run(node, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
@@ -559,7 +549,7 @@ def test_node_sh_sets_the_rank_and_takes_another_interpreter(tmp_path):
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck on PATH")
 def test_scripts_pass_shellcheck():
-    paths = [*SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("*.sh"), rounds.ROOT / ".ci" / "run", rounds.ROOT / "setup.sh"]
+    paths = [*SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("*.sh"), ROOT / ".ci" / "run", ROOT / "setup.sh"]
     answer = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stdout
 

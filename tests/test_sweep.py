@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bench, crossover, intervals, rounds, run, sessions, sweep
+from benchmarks import ROOT, crossover, intervals, run, sessions, sweep
+from benchmarks.open_session import opened
+from benchmarks.request import Request
 from common import record as records
 from tests.harness import MODEL, newest, only, processes_with, read, until
 
@@ -47,7 +49,7 @@ def law_points(law, noise, seed, num_rounds=5, oom_from=math.inf):
             return point
         eager, graph = law(value)
         both = range(num_rounds)
-        result = intervals.paired(
+        result = intervals.interval(
             [math.log(eager / graph) + noise * (source.gauss(0, 1) - source.gauss(0, 1)) for _ in both]
         )
         numbers = {"speedup": result.ratio, "low": result.low, "high": result.high, "verdict": result.verdict}
@@ -68,7 +70,7 @@ def searched(measure, first=1, largest=64, num_refining=0):
 
 
 def said(points, over="batch", variant="graph"):
-    return crossover.finding(points, over, variant, "NVIDIA H200")
+    return crossover.finding(points, over, variant, "NVIDIA H200", variant)
 
 
 @pytest.mark.parametrize("noise", [0.003, 0.01])
@@ -119,7 +121,7 @@ def test_where_graphs_do_not_pay_at_the_start_smaller_values_are_measured():
 def point(value, speedup=None, half_width=0.01, status="pass"):
     if speedup is None:
         return {"value": value, "status": status} | dict.fromkeys(("speedup", "low", "high", "verdict"))
-    result = intervals.Paired(math.log(speedup), half_width, 5)
+    result = intervals.Interval(math.log(speedup), half_width, 5)
     numbers = {"speedup": result.ratio, "low": result.low, "high": result.high, "verdict": result.verdict}
     return {"value": value, "status": status} | numbers
 
@@ -204,10 +206,8 @@ class Runner:
         value = int(args.flags[args.flags.index("--batch") + 1])
         self.calls.append(value)
         self.argv = argv
-        session = bench.Session(args)
-        session.open()
-        try:
-            for number in range(session.rounds + 1):
+        with opened(Request(args)) as session:
+            for number in range(session.request.rounds + 1):
                 for variant in ("eager", "graph"):
                     if number == 2 and value == self.stops_at:
                         self.stops_at = None
@@ -215,9 +215,7 @@ class Runner:
                     status = "failed" if value in self.fails_at else "oom" if value >= self.oom_from else "pass"
                     if (status == "pass" or number == 0) and (variant, number, 1) not in session.records:
                         self.write(session, value, variant, number, status)
-            session.close()
-        finally:
-            session.let_go()
+            session.pack()
         return 1 if value in self.fails_at else 0
 
     def write(self, session, value, variant, number, status):
@@ -226,9 +224,9 @@ class Runner:
         record = records.blank(
             model=MODEL, preset=self.preset(value), variant=variant, round=number, device="cuda", status=status
         )
-        env = session.env | {"gpu_name": self.gpu, "gpu_uuid": "GPU-0", "num_gpus": 1, "driver": "580.1"}
+        env = session.request.env | {"gpu_name": self.gpu, "gpu_uuid": "GPU-0", "num_gpus": 1, "driver": "580.1"}
         record.update(session=session.meta["session"], env=env)
-        record["extra"].update(request=session.request, kind=kind)
+        record["extra"].update(request=session.request.data, kind=kind)
         record["numerics"]["parity"] = "bitwise"
         if value in self.reports:
             record["extra"]["report"] = {"padding %": self.reports[value] if variant == "graph" else 0.0}
@@ -557,7 +555,7 @@ def test_a_folder_of_another_sweep_is_refused_and_a_half_written_file_is_not(tmp
 def test_help_needs_no_torch():
     code = "import sys\nimport benchmarks.sweep as m\ntry:\n    m.main(['--help'])\nexcept SystemExit as s:\n"
     code += "    assert s.code == 0\nassert 'torch' not in sys.modules"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=rounds.ROOT, capture_output=True, text=True, check=False)
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
 
 
@@ -595,7 +593,7 @@ def test_an_interrupted_sweep_leaves_no_process(tmp_path, no_gpu, number):
     command = ["--model", MODEL, "--over", "batch", "--variant", "hang", "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.sweep", *command],
-        cwd=rounds.ROOT,
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -620,7 +618,7 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
     for attempt in range(2):
         answer = subprocess.run(
             [sys.executable, "-m", "benchmarks.sweep", *command, "--out", str(out), "--", *flags],
-            cwd=rounds.ROOT,
+            cwd=ROOT,
             env=environment,
             capture_output=True,
             text=True,
@@ -640,6 +638,6 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
 
 
 def test_results_take_no_sweep(quick, gpu, capsys):
-    assert go(rounds.ROOT / "results" / "x", lambda argv: pytest.fail("nothing may run")) == 2
+    assert go(ROOT / "results" / "x", lambda argv: pytest.fail("nothing may run")) == 2
     error = capsys.readouterr().err
     assert "results/ grows by make publish" in error and error.count("\n") == 1

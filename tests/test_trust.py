@@ -150,7 +150,8 @@ def test_the_profilers_own_stretch_is_let_pass(device, busy):
         ("promised__replays_per_step", 2, "0 replays in 120 steps, 2 a step promised"),
         ("extra__kind", "graph", "0 graphs and 0 replays in a variant that promised some"),
         ("proof__graph_kernel_share", 0.2, "20.0 % of the kernels of an eager variant"),
-        ("ranks", [{"rank": 0, "statistic_ms": 11.0}], "rank 0 is slower (11.0 ms) than the slowest rank"),
+        ("ranks", [{"rank": 0, "statistic_ms": 11.0}], "the slowest rank takes 11.0 ms, statistic_ms is 10.0"),
+        ("ranks", [{"rank": 1, "statistic_ms": 10.0}], "ranks holds [1], the run had 1"),
         # Types.
         ("round", 1.5, "round is 1.5, not a whole number"),
         ("attempt", 0, "attempt is 0, less than 1"),
@@ -195,7 +196,9 @@ def test_events_of_a_gpu_are_held_to_half_a_percent_and_others_to_five():
     assert "wall_ms" in trust.contradiction(timed(**changed))
     assert trust.contradiction(timed(device="cpu", **changed)) is None
     assert trust.contradiction(as_schema_1(timed(**changed))) is None
-    assert trust.contradiction(timed(env__world_size=2, **changed)) is None
+    # Of two ranks schema 1 kept the slower one of each step, schema 2 the steps of the slower rank.
+    assert trust.contradiction(as_schema_1(timed(env__world_size=2, **changed))) is None
+    assert "wall_ms" in trust.contradiction(timed(env__world_size=2, **changed))
     changed = {"steps__wall_ms": wall * 1.05, "conditions__window_s": wall * 1.05 / 1e3}
     assert "wall_ms" in trust.contradiction(timed(device="cpu", **changed))
 

@@ -1,1 +1,4 @@
-"""The figures, by idea: speed (what is gained), steps (where time goes), cost (what it takes). Needs matplotlib."""
+"""The figures: front (README's three), speed (what is gained), steps (where time goes), cost (memory, scope).
+
+They are drawn from evidence, with words and one style. Needs matplotlib.
+"""

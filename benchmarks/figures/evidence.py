@@ -1,4 +1,4 @@
-"""What figures are drawn from: folders of records below a root, grouped by what is measured, and words for them.
+"""What figures are drawn from: folders of records below a root, grouped by what is measured.
 
 A block is one group of sessions and the same under host load beside it (`gpt3-bench`, `gpt3-bench-load16`).
 Nothing is paired across sessions. No matplotlib and no torch here.
@@ -6,27 +6,21 @@ Nothing is paired across sessions. No matplotlib and no torch here.
 
 import gzip
 import json
-import math
 import re
 import statistics
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import compare, crossover, frame, intervals
+from benchmarks import crossover, frame
 from benchmarks import rows as table_rows
+from benchmarks.figures import words
 from common import record as records
 from common import trace
 
-NAMES = {
-    "gpt3": "GPT-3",
-    "llama2_lora": "Llama 2 LoRA",
-    "llama31": "Llama 3.1",
-    "rnnt": "RNN-T",
-    "stable_diffusion": "Stable Diffusion",
-}
 QUIET_LOAD = 3.0  # a run itself makes 1 to 2 of the load average
-LARGE = 1.2  # from here on a ratio reads better than per cent
+# What a figure takes from a sweep's `env`.
+ENV_TEXTS, ENV_COUNTS = ("device", "gpu_name", "torch", "cuda", "driver", "git_sha"), ("world_size", "num_gpus")
 
 
 class Missing(ValueError):
@@ -36,7 +30,7 @@ class Missing(ValueError):
 @dataclass(frozen=True)
 class Evidence:
     """The runs of one group of sessions that its rows rest on, of one GPU type, model and host load, and the rows
-    (`compare.summarise`). Sessions that stand beside a row unpooled are in `whole` alone."""
+    (`rows.summarise`). Sessions that stand beside a row unpooled are in `whole` alone."""
 
     path: Path
     whole: object
@@ -46,7 +40,7 @@ class Evidence:
 
     @property
     def runs(self) -> list[dict]:
-        return compare.timed(self.found)
+        return frame.timed(self.found)
 
     @property
     def speaker(self) -> dict:
@@ -62,8 +56,7 @@ class Evidence:
         if self.load:
             return f"beside {self.load} busy processes"
         known = [(record["extra"].get("host") or {}).get("load_1m_start") for record in self.runs]
-        loads = [load for load in known if load is not None]
-        other = statistics.median(loads) if loads else 0.0
+        other = statistics.median([load for load in known if load is not None] or [0.0])
         return f"host with a load of {other:.1f}" if other > QUIET_LOAD else "quiet host"
 
     @property
@@ -90,6 +83,11 @@ class Evidence:
     def base(self) -> str:
         """Its name, where it was measured."""
         return self.eager["variant"] if self.eager else "eager"
+
+    @property
+    def main(self) -> dict | None:
+        """The row of the graphed variant that titles speak of."""
+        return self.row(main_variant(self.rows) or "")
 
     @property
     def num_rounds(self) -> int:
@@ -121,7 +119,7 @@ class Block:
     def name(self) -> str:
         """`GPT-3 bench`, or `GPT-3 bench (overlap)` for a folder gpt3-bench-overlap."""
         model, preset = self.what
-        name = f"{NAMES.get(model, model)} {preset}" + (f" ({self.suffix})" if self.suffix else "")
+        name = f"{words.of_model(model)} {preset}" + (f" ({self.suffix})" if self.suffix else "")
         return f"{name} {self.first.host}" if self.first.load else name
 
 
@@ -134,6 +132,12 @@ class Collection:
     refused: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     num_cpu_folders: int = 0
+
+
+def main_variant(rows: list[dict]) -> str | None:
+    """The graphed variant that titles speak of: `graph`, else the first by name. Never chosen by its result."""
+    names = sorted(row["variant"] for row in rows if row["kind"] == "graph")
+    return "graph" if "graph" in names else (names[0] if names else None)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -173,8 +177,8 @@ def collect(root: Path) -> Collection:
 
 def _evidence(result, path, part):
     try:
-        rows = compare.summarise(part)
-    except compare.Mixed as error:
+        rows = table_rows.summarise(part)
+    except table_rows.Mixed as error:
         result.refused.append(f"{path}: {error}")
         return None
     if set(part["device"]) != {"cuda"}:
@@ -197,37 +201,30 @@ def _add_sweep(result, path, root):
         lacking = [key for key in ("model", "preset", "over", "variant", "points") if key not in sweep]
         if lacking:
             raise ValueError(f"keys missing: {', '.join(lacking)}")
-        for key in ("model", "preset", "over", "variant"):
-            if not isinstance(sweep[key], str):
-                raise ValueError(f"{key} is {sweep[key]!r}, not text")
-        sweep |= {"points": crossover.checked(sweep["points"]), "env": _env_of_sweep(sweep)}
+        _expect("", sweep, ("model", "preset", "over", "variant"), str, "text")
+        env = {} if sweep.get("env") is None else sweep["env"]
+        if not isinstance(env, dict):
+            raise ValueError(f"env is {env!r}, not an object")
+        env = dict.fromkeys((*ENV_TEXTS, *ENV_COUNTS)) | env
+        _expect("env.", env, ENV_TEXTS, str | None, "text")
+        _expect("env.", env, ENV_COUNTS, int | None, "a count")
+        points = crossover.checked(sweep["points"])
     except (OSError, ValueError) as error:
         result.refused.append(" ".join(f"{path / 'sweep.json'}: {error}".split()))
         return
-    env = sweep["env"]
-    where, is_cpu = env.get("gpu_name") or "a GPU", env.get("device") == "cpu"
+    is_cpu = env["device"] == "cpu"
     # What the file says of its points is not believed.
-    sweep |= crossover.conclusion(sweep["points"], sweep["over"], sweep["variant"], where, is_cpu)
-    if is_cpu:
-        sweep["points"] = [point | {"speedup": None} for point in sweep["points"]]
+    kind = sweep.get("kind", "graph")
+    sweep |= crossover.conclusion(points, sweep["over"], sweep["variant"], env["gpu_name"] or "a GPU", is_cpu, kind)
+    sweep |= {"points": [point | {"speedup": None} for point in points] if is_cpu else points, "env": env}
     parts = path.relative_to(root).parts or (path.resolve().name,)
     result.sweeps.append(("-".join(parts), sweep))
 
 
-def _env_of_sweep(sweep):
-    """What a figure's footer takes from `env`. Raises ValueError for what is not text, or no count."""
-    env = sweep.get("env")
-    if env is None:
-        return {}
-    if not isinstance(env, dict):
-        raise ValueError(f"env is {env!r}, not an object")
-    for key in ("device", "gpu_name", "torch", "cuda", "driver", "git_sha"):
-        if not isinstance(env.get(key), str | None):
-            raise ValueError(f"env.{key} is {env[key]!r}, not text")
-    for key in ("world_size", "num_gpus"):
-        if not isinstance(env.get(key), int | None):
-            raise ValueError(f"env.{key} is {env[key]!r}, not a count")
-    return env
+def _expect(prefix, values, keys, kind, what):
+    for key in keys:
+        if not isinstance(values[key], kind):
+            raise ValueError(f"{prefix}{key} is {values[key]!r}, not {what}")
 
 
 def read_trace(path: Path) -> list[dict]:
@@ -258,107 +255,3 @@ def _traces(runs):
         if path.is_file():
             found.setdefault(row.variant, path)
     return found
-
-
-# ------------------------------------------------------------------------------------------------
-# Kinds of variant
-
-
-def main_variant(rows: list[dict]) -> str | None:
-    """The graphed variant that titles speak of: `graph`, else the first by name. Never chosen by its result."""
-    names = sorted(row["variant"] for row in rows if row["kind"] == "graph")
-    return "graph" if "graph" in names else (names[0] if names else None)
-
-
-# ------------------------------------------------------------------------------------------------
-# Words
-
-
-def percent(ratio: float) -> str:
-    """0.009 -> `0.9 %`: one digit behind the point below 10."""
-    value = 100 * ratio
-    return f"{value:.1f} %" if abs(value) < 9.95 else f"{value:.0f} %"
-
-
-def ms_text(ms: float) -> str:
-    """137.2, 9.88, 0.0041, 2,500,000."""
-    return f"{ms:,.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}" if ms >= 0.1 else f"{ms:.2g}"
-
-
-def verdict_words(row: dict | None) -> str:
-    """What a row's interval bears, as the end of a sentence about the variant: `gains 0.9 %`, `is unclear`."""
-    if row is None:
-        return "was not measured"
-    ratio, verdict = row["speedup"], row["verdict"]
-    where = f" {row['scope']}" if row["scope"] == "on this host" else ""
-    if ratio is None:
-        return f"has status {row['status']}" if row["status"] != "pass" else "has no eager run to compare with"
-    if verdict in ("faster", "slower"):
-        if ratio >= LARGE:
-            words = f"is {ratio:.2f}x as fast"
-        elif ratio > 1:
-            words = f"gains {percent(ratio - 1)}"
-        elif ratio > 1 / LARGE:
-            words = f"loses {percent(1 - ratio)}"
-        else:
-            words = f"takes {1 / ratio:.2f}x as long"
-        settled = intervals.bears(math.log(ratio), row["speedup_half_width"])
-        return f"{words}{where}" if settled else f"is {verdict}{where}, by how much is not settled"
-    if verdict == "same":
-        return f"is the same within 0.5 %{where}"
-    if verdict == "unclear":
-        return "is unclear"
-    return f"has no verdict ({no_verdict_words(row)})"
-
-
-def no_verdict_words(row: dict) -> str:
-    """Why a row has neither faster, slower, same nor unclear."""
-    return row["verdict"] or "fewer than 5 pairs on a host"
-
-
-def interval_text(value: float, low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return f"{value:.3f}x"
-    return f"{value:.3f}x [{low:.3f}, {high:.3f}]"
-
-
-def status_text(row: dict, limit: int = 64) -> str:
-    """`oom`, or `unsupported: reason`, cut at a word."""
-    # An escape character would make the SVG unreadable.
-    message = " ".join("".join(c if c.isprintable() else " " for c in row["message"]).split())
-    if not message:
-        return row["status"]
-    text = f"{row['status']}: {message}"
-    return text if len(text) <= limit else text[: limit - 3].rsplit(" ", 1)[0] + " ..."
-
-
-def provenance(members: list[Evidence]) -> str:
-    """What a figure stands on: GPU x count, versions, commit, rounds x steps; where folders differ, all of it."""
-    runs = [record for evidence in members for record in evidence.runs]
-    speakers = [record["env"] for record in runs or [evidence.speaker for evidence in members]]
-    counts: dict[str, list[str]] = {}
-    for evidence in sorted(members, key=lambda evidence: evidence.num_gpus):
-        counts.setdefault(evidence.gpu_name, []).append(f"x{evidence.num_gpus}")
-    parts = [" and ".join(f"{gpu} {', '.join(_distinct(several))}" for gpu, several in counts.items())]
-    for key, name in (("torch", "torch"), ("cuda", "CUDA"), ("driver", "driver")):
-        values = _distinct(env[key] for env in speakers)
-        if values:
-            parts.append(f"{name} {' and '.join(values)}")
-    shas = _distinct(
-        env["git_sha"] and env["git_sha"][:12] + (" (changed)" if env["git_dirty"] else "") for env in speakers
-    )
-    if shas:
-        parts.append(f"git {' and '.join(shas)}")
-    if runs:
-        rounds = [evidence.num_rounds for evidence in members if evidence.runs]
-        steps = [len(record["steps"]["gpu_ms"]) for record in runs]
-        parts.append(f"{_span(rounds)} round{'s' if max(rounds) > 1 else ''} x {_span(steps)} steps")
-    return ", ".join(parts)
-
-
-def _distinct(values):
-    return list(dict.fromkeys(value for value in values if value))
-
-
-def _span(counts):
-    return f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"

@@ -2,26 +2,15 @@
 
 import math
 
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator
 
-from benchmarks.figures.evidence import (
-    NAMES,
-    Block,
-    Missing,
-    interval_text,
-    main_variant,
-    provenance,
-    status_text,
-    verdict_words,
-)
-from benchmarks.figures.style import BAND, FAILURE, FAINT, INK, STYLE, Page, look, ratio_axis, width_of
+from benchmarks.figures import style, words
+from benchmarks.figures.evidence import Block, Missing, main_variant
+from benchmarks.figures.style import BAND, FAILURE, FAINT, INK, Page, log_axis, look, ratio_axis
 
 SIGNIFICANT = ("faster", "slower")
+VERDICTS = {"faster": "faster for", "slower": "slower for", "same": "the same for", "unclear": "unclear for"}
 SAME = 1.005
-
-
-# ------------------------------------------------------------------------------------------------
-# Speed-up of every variant
 
 
 def limits(rows: list[dict]) -> tuple[float, float]:
@@ -30,103 +19,121 @@ def limits(rows: list[dict]) -> tuple[float, float]:
     An interval of two noisy rounds may span a factor of ten; it is cut off where it would crush all others.
     """
     logs = [math.log(row["speedup"]) for row in rows]
-    ends = [
-        math.log(row[key])
-        for row in rows
-        # Two hosts have a verdict and no interval.
-        if row["verdict"] in (*SIGNIFICANT, "same") and row["speedup_low"]
-        for key in ("speedup_low", "speedup_high")
-    ]
-    low, high = min([*logs, *ends, -0.008]), max([*logs, *ends, 0.008])
-    margin = 0.06 * (high - low)
-    wide = [math.log(row[key]) for row in rows if row["speedup_low"] for key in ("speedup_low", "speedup_high")]
-    reach = 0.5 * (high - low)
-    low = max(min([low, *wide]), low - reach) - margin
-    high = min(max([high, *wide]), high + reach) + margin
+    # Two hosts have a verdict and no interval.
+    known = [row for row in rows if row["speedup_low"]]
+    wide, told = (
+        [math.log(row[key]) for row in some for key in ("speedup_low", "speedup_high")]
+        for some in (known, [row for row in known if row["verdict"] in (*SIGNIFICANT, "same")])
+    )
+    low, high = min([*logs, *told, -0.008]), max([*logs, *told, 0.008])
+    margin, reach = 0.06 * (high - low), 0.5 * (high - low)
+    low, high = max(min([low, *wide]), low - reach) - margin, min(max([high, *wide]), high + reach) + margin
     return math.exp(low), math.exp(high)
+
+
+def _mark(axes, x, y, row, colour, marker, size=7.0):
+    """A dot, hollow where the row's verdict is neither faster nor slower."""
+    is_filled = row["verdict"] in SIGNIFICANT
+    face, gid = (colour, "filled") if is_filled else ("white", "hollow")
+    shape = {"markerfacecolor": face, "markersize": size, "markeredgewidth": 1.4}
+    axes.plot([x], [y], linestyle="", marker=marker, color=colour, gid=f"{gid}-{row['variant']}", zorder=4, **shape)
+
+
+def _curve(axes, points, appearance):
+    """Speed-ups with their intervals over a quantity: points are (x, row)."""
+    colour, _, marker, dashes = appearance
+    axes.plot([x for x, _ in points], [row["speedup"] for _, row in points], color=colour, linestyle=dashes, zorder=3)
+    for x, row in points:
+        if row["speedup_low"]:
+            axes.plot([x, x], [row["speedup_low"], row["speedup_high"]], color=colour, linewidth=1.2, zorder=3)
+        _mark(axes, x, row["speedup"], row, colour, marker)
+
+
+def _over(axes, quantity, values, low, high):
+    """Axes of speed-ups, with 1 and what counts as the same, over values of a quantity."""
+    ratio_axis(axes, "y", low, high)
+    axes.axhspan(1 / SAME, SAME, color=BAND, zorder=0, linewidth=0)
+    axes.axhline(1, color=INK, linewidth=0.9, zorder=1)
+    axes.grid(axis="y")
+    axes.set_ylabel("speed-up over eager (log scale)")
+    _quantity(axes, quantity, values)
+
+
+def _quantity(axes, quantity, values):
+    log_axis(axes, "x", min(values) / 1.25, max(values) * 1.25, FixedLocator(_thinned(values)))
+    axes.set_xlabel(f"{quantity} (log scale)")
+
+
+# ------------------------------------------------------------------------------------------------
+# Speed-up of every variant
 
 
 def speedup(blocks: list[Block]) -> Page:
     """One dot a variant with its 95 % interval; the same under host load below it, as a diamond."""
     several = len({block.what[0] for block in blocks}) > 1
-    lines = [line for block in blocks for line in _lines(block, several)]
-    points = [row for kind, row, *_ in lines if kind == "point"]
-    if not points:
+    panels = [(block, _points(block, several), _failures(block)) for block in blocks]
+    panels = [panel for panel in panels if panel[1] or panel[2]]
+    rows = [row for _, points, _ in panels for _, row, _ in points]
+    if not rows:
         raise Missing("no variant has a timed round beside eager's")
-    members = [evidence for block in blocks for evidence in block.members]
-    heights = {"heading": 0.34, "point": 0.22, "status": 0.2}
-    body = sum(heights[kind] for kind, *_ in lines) + 0.1
-    page = Page(
+    page, every = style.rows_page(
         speedup_title(blocks),
         "Best eager's step time over the variant's, in the same rounds. Whisker: 95 % interval. Hollow: no "
         "verdict of faster or slower. Diamond: beside busy host processes. Grey band: within 0.5 %.",
-        provenance(members),
-        body + 0.42,
-    )
-    left = max(1.0, width_of([text for kind, _, text, *_ in lines if kind == "point"], 9) + 0.1)
-    right = width_of([_point_text(row) for row in points], 8.5)
-    axes = page.axes(left, 0, page.WIDTH - left - right - page.MARGIN, body)
-    low, high = limits(points)
-    axes.set_xscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(body, 0)
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    ratio_axis(axes.xaxis, low, high)
-    axes.set_xlabel("speed-up over eager (log scale)")
-    variants = [row["variant"] for row in points]
-    y = 0.05
-    for kind, row, text, evidence in lines:
-        y += heights[kind] / 2
-        if kind == "point":
-            # The grid is drawn row by row, so that headings stand free.
-            inside = (y - heights[kind] / 2, y + heights[kind] / 2)
-            axes.fill_betweenx(inside, 1 / SAME, SAME, color=BAND, zorder=0, linewidth=0)
-            axes.vlines(axes.get_xticks(), *inside, color=STYLE["grid.color"], linewidth=0.7, zorder=0)
-            axes.vlines([1], *inside, color=INK, linewidth=0.9, zorder=1)
-        if kind == "heading":
-            page.text(page.MARGIN, page.top + y + 0.03, text[0], va="center", fontsize=9, fontweight="bold", color=INK)
-            end = page.MARGIN + width_of([text[0]], 9, "bold")
-            page.text(end, page.top + y + 0.03, text[1], va="center", fontsize=8, color=FAINT)
-        elif kind == "status":
-            page.text(
-                page.MARGIN + 0.12,
-                page.top + y,
-                text,
-                va="center",
-                fontsize=8,
-                color=FAILURE,
+        words.provenance([evidence for block in blocks for evidence in block.members]),
+        [
+            (
+                block.name,
+                ", ".join(filter(None, (f"on {block.first.gpu}", _ceiling_text(block.first)))),
+                [name for name, _, _ in points] + [""] * len(failures),
             )
-        else:
-            page.text(left - 0.08, page.top + y, text, va="center", ha="right", fontsize=9, color=INK)
-            _point(axes, row, y, look(row["variant"], variants), bool(evidence.load), low, high)
-            _point_label(page, row, page.WIDTH - right - page.MARGIN + 0.12, page.top + y)
-        y += heights[kind] / 2
+            for block, points, failures in panels
+        ],
+        "speed-up over eager (log scale)",
+        [_point_text(row) for row in rows],
+        0.22,
+    )
+    low, high = limits(rows)
+    variants = [row["variant"] for row in rows]
+    for (_, points, failures), axes in zip(panels, every, strict=True):
+        ratio_axis(axes, "x", low, high)
+        # Not behind what came to nothing.
+        rows_of_points = (-0.55, len(points) - 0.45)
+        axes.fill_betweenx(rows_of_points, 1 / SAME, SAME, color=BAND, zorder=0, linewidth=0)
+        axes.vlines([1], *rows_of_points, color=INK, linewidth=0.9, zorder=1)
+        for y, (_, row, load) in enumerate(points):
+            _point(axes, row, y, look(row["variant"], variants), load, low, high)
+            style.beside(axes, y, _point_text(row), INK if row["verdict"] in SIGNIFICANT else FAINT)
+        for y, text in enumerate(failures, len(points)):
+            style.in_row(axes, y, text, low)
     return page
 
 
-def _lines(block, several):
-    """(kind, row, text, evidence) from top to bottom; variants with one status and message share a line.
-
-    several: the page shows several models. Rows whose sessions did not run all eagers are left out of it.
-    """
-    gpus = f"on {block.first.gpu}"
-    yield "heading", None, (block.name, ", ".join(filter(None, (gpus, _ceiling_text(block.first))))), block.first
+def _points(block, several):
+    """(name, row, host load) of each dot. several: the page shows several models; rows whose sessions did not run all
+    eagers are left out of it."""
+    points = []
     for row in block.first.rows:
         for evidence in block.members:
             same = evidence.row(row["variant"])
             if same and same["speedup"] is not None and not (several and same["missing_eagers"]):
-                load = f", {evidence.load} busy processes" if evidence.load else ""
                 lacks = ", not all eagers run" if same["missing_eagers"] else ""
-                yield "point", same, f"{row['variant']}{load}{lacks}", evidence
+                points.append((f"{row['variant']}{_load_text(evidence)}{lacks}", same, evidence.load))
+    return points
+
+
+def _failures(block):
+    """A line for all variants of one status and message."""
+    shared: dict[str, list[str]] = {}
     for evidence in block.members:
-        shared: dict[str, list[str]] = {}
         for row in evidence.rows:
             if row["status"] != "pass":
-                shared.setdefault(status_text(row, 100), []).append(row["variant"])
-        load = f", {evidence.load} busy processes" if evidence.load else ""
-        for text, variants in shared.items():
-            yield "status", None, f"{', '.join(variants)}{load}: {text}", evidence
+                shared.setdefault(f"{_load_text(evidence)}: {words.status_text(row, 72)}", []).append(row["variant"])
+    return [f"{', '.join(names)}{text}" for text, names in shared.items()]
+
+
+def _load_text(evidence):
+    return f", {evidence.load} busy processes" if evidence.load else ""
 
 
 def _ceiling_text(evidence):
@@ -138,95 +145,62 @@ def _ceiling_text(evidence):
     return f"removing gaps can gain at most {low}" + (f" to {high}" if high > low else "")
 
 
-def _point(axes, row, y, appearance, contended, low, high):
+def _point(axes, row, y, appearance, load, low, high):
     colour, _, marker, _ = appearance
     start, end = row["speedup_low"], row["speedup_high"]
     if start is not None:
-        axes.plot([max(start, low), min(end, high)], [y, y], color=colour, linewidth=1.6, zorder=2)
+        axes.plot([max(start, low), min(end, high)], [y, y], color=colour, zorder=2)
         for beyond, edge, arrow in ((start < low, low, "<"), (end > high, high, ">")):
             if beyond:
                 axes.plot([edge], [y], arrow, color=colour, markersize=5, clip_on=False, zorder=3)
-    axes.plot(
-        [row["speedup"]],
-        [y],
-        linestyle="",
-        marker="D" if contended else marker,
-        color=colour,
-        markerfacecolor=colour if row["verdict"] in SIGNIFICANT else "white",
-        markersize=5.5 if contended else 7,
-        markeredgewidth=1.4,
-        zorder=4,
-        gid=f"{'filled' if row['verdict'] in SIGNIFICANT else 'hollow'}-{row['variant']}",
-    )
-
-
-def _point_label(page, row, x, y):
-    significant = row["verdict"] in SIGNIFICANT
-    page.text(
-        x,
-        y,
-        _point_text(row),
-        va="center",
-        fontsize=8.5,
-        color=INK if significant else FAINT,
-    )
+    _mark(axes, row["speedup"], y, row, colour, *(("D", 5.5) if load else (marker,)))
 
 
 def _point_text(row):
     """The interval, and what it is not significant for, or for how much it stands."""
-    text = interval_text(row["speedup"], row["speedup_low"], row["speedup_high"])
+    text = f"{row['speedup']:.3f}x"
+    if row["speedup_low"] is not None:
+        text += f" [{row['speedup_low']:.3f}, {row['speedup_high']:.3f}]"
     word = "" if row["verdict"] in SIGNIFICANT else row["verdict"] or "no verdict"
     return " ".join(filter(None, (text, word, row["scope"] if row["scope"] == "on this host" else "")))
 
 
 def speedup_title(blocks: list[Block]) -> str:
     """What the intervals bear, of the variant `graph` (or the first graphed one) of each model."""
-    mains = []
-    seen = set()
+    mains = {}
     for block in blocks:
-        variant = main_variant(block.first.rows)
-        row = block.first.row(variant) if variant else None
-        if (block.what, block.first.gpu_name) not in seen and row and row["speedup"] is not None:
-            seen.add((block.what, block.first.gpu_name))
-            mains.append((block, row))
+        row = block.first.main
+        if row and row["speedup"] is not None:
+            mains.setdefault((block.what, block.first.gpu_name), (block, row))
     if not mains:
         return "No graphed variant has a speed-up yet"
     if len(mains) == 1:
-        return _title_of_one(*mains[0])
+        return _title_of_one(*next(iter(mains.values())))
+    groups: dict[str, list] = {}
+    for block, row in mains.values():
+        groups.setdefault(VERDICTS.get(row["verdict"], "without a verdict for"), []).append((row["speedup"], block))
     parts = []
-    for verdict, words in (
-        ("faster", "faster for"),
-        ("slower", "slower for"),
-        ("same", "the same for"),
-        ("unclear", "unclear for"),
-        (None, "without a verdict for"),
-    ):
-        known = ("faster", "slower", "same", "unclear")
-        group = [
-            (b, row) for b, row in mains if row["verdict"] == verdict or (not verdict and row["verdict"] not in known)
-        ]
-        if not group:
-            continue
-        text = f"{words} {len(group)} of {len(mains)}" if not parts else f"{words} {len(group)}"
-        if verdict in SIGNIFICANT:
-            end = max if verdict == "faster" else min
-            block, row = end(group, key=lambda item: item[1]["speedup"])
-            gpus = {other.first.gpu_name for other, _ in mains}
-            where = block.name if len(gpus) == 1 else f"{block.name} on {block.first.gpu}"
-            text += f" ({'most ' if len(group) > 1 else ''}{where}, {row['speedup']:.2f}x)"
-        parts.append(text)
-    local = sum(row["scope"] == "on this host" for _, row in mains)
+    for kind in (*VERDICTS.values(), "without a verdict for"):
+        group = groups.get(kind, [])
+        of = f" of {len(mains)}" if not parts else ""
+        most = ""
+        if group and kind in (VERDICTS["faster"], VERDICTS["slower"]):
+            ratio, block = (max if kind == VERDICTS["faster"] else min)(group, key=lambda item: item[0])
+            on = f" on {block.first.gpu}" if len({gpu for _, gpu in mains}) > 1 else ""
+            most = f" ({'most ' if len(group) > 1 else ''}{block.name}{on}, {ratio:.2f}x)"
+        parts += [f"{kind} {len(group)}{of}{most}"] if group else []
+    local = sum(row["scope"] == "on this host" for _, row in mains.values())
     where = f"; {'each' if local == len(mains) else f'{local} of them'} on one host alone" if local else ""
     return f"Graphs are {', '.join(parts)}{where}"
 
 
 def _title_of_one(block, row):
-    title = f"{block.name}: {row['variant']} {verdict_words(row)}"
+    title = f"{block.name}: {row['variant']} {words.verdict_words(row)}"
     for evidence in block.members[1:]:
         other = evidence.row(row["variant"])
         if other and other["speedup"] is not None:
-            unclear = other["verdict"] not in (*SIGNIFICANT, "same")
-            title += f"; {evidence.host} {'the gain' if unclear else 'it'} {verdict_words(other)}"
+            is_open = other["verdict"] not in (*SIGNIFICANT, "same")
+            title += f"; {evidence.host} {'the gain' if is_open else 'it'} {words.verdict_words(other)}"
     return title
 
 
@@ -239,90 +213,45 @@ def crossover(sweep: dict) -> Page:
 
     sweep: of `evidence.collect`, checked and by value. Raises Missing where no point has a speed-up.
     """
-    points = sweep["points"]
+    variant, over = sweep["variant"], sweep["over"]
+    points = [
+        point | {"variant": variant, "speedup_low": point.get("low"), "speedup_high": point.get("high")}
+        for point in sweep["points"]
+    ]
     drawn = [point for point in points if point.get("speedup")]
     if not drawn:
         raise Missing(sweep["finding"])
     page = Page(
-        f"{NAMES.get(sweep['model'], sweep['model'])} {sweep['preset']}: {sweep['finding']}",
-        f"Speed-up of {sweep['variant']} over eager at each {sweep['over']}; band: 95 % interval, grey: within 0.5 %. "
-        "Hollow: no significant difference.",
-        _sweep_footer(sweep, drawn),
+        f"{words.of_model(sweep['model'])} {sweep['preset']}: {sweep['finding']}",
+        f"Speed-up of {variant} over eager at each {over}; band: 95 % interval, grey: within 0.5 %. Hollow: no "
+        "significant difference.",
+        _sweep_footer(sweep["env"], drawn),
         3.45,
     )
     axes = page.axes(0.75, 0.45, page.WIDTH - 1.0, 2.5)
-    values = [point["value"] for point in drawn]
-    speeds = [point["speedup"] for point in drawn]
-    colour, _, marker, _ = look(sweep["variant"])
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.axhspan(1 / SAME, SAME, color=BAND, zorder=0, linewidth=0)
-    axes.axhline(1, color=INK, linewidth=0.9, zorder=1)
-    known = [point for point in drawn if point.get("low")]
-    rows = [
-        {
-            "speedup": point["speedup"],
-            "verdict": point["verdict"],
-            "speedup_low": point["low"] if point in known else None,
-            "speedup_high": point["high"] if point in known else None,
-        }
-        for point in drawn
-    ]
-    low, high = limits([row if row["speedup_low"] else {**row, "verdict": "one round"} for row in rows])
-    if len(known) > 1:
-        axes.fill_between(
-            [point["value"] for point in known],
-            [point["low"] for point in known],
-            [point["high"] for point in known],
-            color=colour,
-            alpha=0.18,
-            linewidth=0,
-        )
-    axes.plot(values, speeds, color=colour, zorder=3)
-    for point in drawn:
-        significant = point["verdict"] in SIGNIFICANT
-        if point in known:
-            axes.plot([point["value"]] * 2, [point["low"], point["high"]], color=colour, linewidth=1, zorder=3)
-        axes.plot(
-            [point["value"]],
-            [point["speedup"]],
-            linestyle="",
-            marker=marker,
-            color=colour,
-            markerfacecolor=colour if significant else "white",
-            markeredgewidth=1.4,
-            markersize=7,
-            zorder=4,
-        )
+    low, high = limits(drawn)
+    _over(axes, over, [point["value"] for point in points], low, high * (high / low) ** 0.08)
+    known = [(point["value"], point["low"], point["high"]) for point in drawn if point["speedup_low"]]
+    if known:
+        axes.fill_between(*zip(*known, strict=True), color=look(variant)[0], alpha=0.18, linewidth=0)
+    _curve(axes, [(point["value"], point) for point in drawn], look(variant))
     if sweep["crossover"]:
         _mark_crossover(axes, sweep["crossover"])
-    failed = [point for point in points if point not in drawn]
-    for point in failed:
-        axes.annotate(
-            "no speed-up" if point["status"] == "pass" else point["status"],
-            (point["value"], 0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 6),
-            textcoords="offset points",
-            rotation=90,
-            ha="center",
-            va="bottom",
-            color=FAILURE,
-            fontsize=8.5,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-            zorder=5,
-        )
-    ticks = [point["value"] for point in points]
-    axes.set_xlim(min(ticks) / 1.25, max(ticks) * 1.25)
-    axes.set_ylim(low, high * (high / low) ** 0.08)
-    axes.xaxis.set_major_locator(FixedLocator(_thinned(ticks)))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    ratio_axis(axes.yaxis, low, high)
-    axes.grid(axis="y")
-    axes.set_xlabel(f"{sweep['over']} (log2 scale)")
-    axes.set_ylabel("speed-up over eager (log scale)")
-    _host_ratio(axes, drawn)
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "center"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    for point in points:
+        if point not in drawn:
+            text = "no speed-up" if point["status"] == "pass" else point["status"]
+            at = point["value"], 0
+            axes.annotate(text, at, (0, 6), va="bottom", rotation=90, fontsize=8.5, color=FAILURE, bbox=box, **place)
+    # Above each point the host's share: graphs pay where issuing takes about as long as the work, or longer.
+    shares = {point["value"]: point for point in drawn if point.get("issue_ms") and point.get("busy_ms")}
+    for value in _thinned(list(shares)):
+        share = f"{shares[value]['issue_ms'] / shares[value]['busy_ms']:.2f}"
+        axes.annotate(share, (value, 1), (0, 4), fontsize=8, color=FAINT, **place)
+    if shares:
+        text = "eager: host time to issue a step over GPU busy time"
+        page.text(page.MARGIN, page.top + 0.22, text, va="bottom", fontsize=8, color=FAINT)
     return page
 
 
@@ -331,44 +260,8 @@ def _mark_crossover(axes, bracket):
     middle = math.sqrt(low * high)
     axes.axvspan(low, high, color=INK, alpha=0.05, linewidth=0, zorder=0)
     axes.axvline(middle, color=INK, linewidth=1, linestyle=(0, (3, 2)), zorder=2)
-    axes.annotate(
-        f"crossover between {low} and {high}",
-        (middle, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -3),
-        textcoords="offset points",
-        va="top",
-        fontsize=8.5,
-        color=INK,
-    )
-
-
-def _host_ratio(axes, points):
-    """Above each point the host's share: graphs pay where issuing takes about as long as the work, or longer."""
-    known = [point for point in points if point.get("issue_ms") and point.get("busy_ms")]
-    shown = _thinned([point["value"] for point in known])
-    for point in known:
-        if point["value"] in shown:
-            axes.annotate(
-                f"{point['issue_ms'] / point['busy_ms']:.2f}",
-                (point["value"], 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=FAINT,
-            )
-    if known:
-        axes.annotate(
-            "eager: host time to issue a step over GPU busy time",
-            (0, 1),
-            xycoords="axes fraction",
-            xytext=(-40, 17),
-            textcoords="offset points",
-            fontsize=8,
-            color=FAINT,
-        )
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "top"}
+    axes.annotate(f"crossover between {low} and {high}", (middle, 1), (4, -3), fontsize=8.5, **place)
 
 
 def _thinned(values, factor=1.25):
@@ -383,22 +276,11 @@ def _thinned(values, factor=1.25):
     return kept
 
 
-def _sweep_footer(sweep, points):
-    env = sweep["env"]
-    count = env.get("world_size") or env.get("num_gpus") or 1
-    parts = [f"{env['gpu_name']} x{count}"] if env.get("gpu_name") else []
-    parts += [
-        f"{name} {env[key]}"
-        for key, name in (("torch", "torch"), ("cuda", "CUDA"), ("driver", "driver"))
-        if env.get(key)
-    ]
-    if env.get("git_sha"):
-        parts.append(f"git {env['git_sha'][:12]}{' (changed)' if env.get('git_dirty') else ''}")
+def _sweep_footer(env, points):
+    parts = [f"{env['gpu_name']} x{env['world_size'] or env['num_gpus'] or 1}"] if env["gpu_name"] else []
+    parts += words.versions([env])
     rounds = [point["rounds"] for point in points if "rounds" in point]
-    if rounds:
-        span = f"{min(rounds)}" if min(rounds) == max(rounds) else f"{min(rounds)} to {max(rounds)}"
-        parts.append(f"{len(points)} points of {span} rounds")
-    return ", ".join(parts)
+    return ", ".join(parts + ([f"{len(points)} points of {words.span(rounds)} rounds"] if rounds else []))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -408,68 +290,56 @@ def _sweep_footer(sweep, points):
 def scaling(blocks: list[Block]) -> Page:
     """Speed-up and tail against the number of GPUs, for blocks of one model, preset and GPU type.
 
-    Raises Missing where only one number of GPUs was measured.
+    Raises Missing where no variant has a speed-up on two numbers of GPUs.
     """
     members = sorted((block.first for block in blocks), key=lambda evidence: evidence.num_gpus)
-    counts = [evidence.num_gpus for evidence in members]
-    if len(set(counts)) < 2:
+    counts = sorted({evidence.num_gpus for evidence in members})
+    if len(counts) < 2:
         raise Missing("measured on one number of GPUs only")
-    variants = list(dict.fromkeys(row["variant"] for evidence in members for row in evidence.rows if row["step_ms"]))
-    points = [row for evidence in members for row in evidence.rows if row["speedup"] is not None]
-    if not points:
-        raise Missing("no variant has a timed round beside eager's")
+    rows: dict[str, list] = {}
+    for evidence in members:
+        for row in evidence.rows:
+            if row["speedup"] is not None:
+                rows.setdefault(row["variant"], []).append((evidence.num_gpus, row))
+    rows = {variant: own for variant, own in rows.items() if len({count for count, _ in own}) > 1}
+    if not rows:
+        raise Missing("no variant has a speed-up on more than one number of GPUs")
+    tails = {name: _tails(members, name) for name in (*{evidence.base: 0 for evidence in members}, *rows)}
+    variants = [name for name, own in tails.items() if own]
     page = Page(
-        _scaling_title(blocks[0].name, members, variants),
+        _scaling_title(blocks[0].name, rows),
         "Left: speed-up over eager with 95 % interval; hollow: no significant difference. Right: p95 of a step over "
         "its batch's median. Points only where measured.",
-        provenance(members),
-        3.1,
+        words.provenance(members),
+        2.95,
     )
-    # The legend's marks, and the names beside them.
-    legend = 0.6 + width_of(variants, 8.5)
-    width = (page.WIDTH - 0.75 - 0.8 - legend - page.MARGIN) / 2
-    speed = page.axes(0.75, 0.1, width, 2.4)
-    tails = page.axes(0.75 + width + 0.8, 0.1, width, 2.4)
-    low, high = limits(points)
-    speed.set_yscale("log")
-    speed.set_ylim(low, high)
-    speed.axhspan(1 / SAME, SAME, color=BAND, zorder=0, linewidth=0)
-    speed.axhline(1, color=INK, linewidth=0.9, zorder=1)
-    ratio_axis(speed.yaxis, low, high)
+    width = (page.WIDTH - 0.75 - 0.8 - page.MARGIN) / 2
+    left, right = page.axes(0.75, 0.1, width, 2.4), page.axes(0.75 + width + 0.8, 0.1, width, 2.4)
+    _over(left, "GPUs", counts, *limits([row for own in rows.values() for _, row in own]))
+    _quantity(right, "GPUs", counts)
     for index, variant in enumerate(variants):
         colour, _, marker, dashes = look(variant, variants)
+        right.plot(*zip(*tails[variant], strict=True), color=colour, linestyle=dashes, marker=marker, label=variant)
         shift = 2 ** (0.06 * (index - (len(variants) - 1) / 2))
-        rows = [(evidence.num_gpus * shift, evidence.row(variant)) for evidence in members if evidence.row(variant)]
-        timed = [(x, row) for x, row in rows if row["speedup"] is not None]
-        speed.plot([x for x, _ in timed], [row["speedup"] for _, row in timed], color=colour, linestyle=dashes)
-        for x, row in timed:
-            if row["speedup_low"] is not None:
-                speed.plot([x, x], [row["speedup_low"], row["speedup_high"]], color=colour, linewidth=1.2)
-            face = colour if row["verdict"] in SIGNIFICANT else "white"
-            dot = {"linestyle": "", "marker": marker, "markeredgewidth": 1.4}
-            speed.plot([x], [row["speedup"]], color=colour, markerfacecolor=face, **dot)
-        steps = [(x, row["tail"]) for x, row in rows if row["tail"] is not None]
-        tails.plot(*zip(*steps, strict=True), color=colour, linestyle=dashes, marker=marker, label=variant)
-    for axes in (speed, tails):
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(min(counts) / 1.3, max(counts) * 1.3)
-        axes.xaxis.set_major_locator(FixedLocator(sorted(set(counts))))
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.grid(axis="y")
-        axes.set_xlabel("GPUs (log2 scale)")
-    speed.set_ylabel("speed-up over eager (log scale)")
-    tails.set_ylabel("p95 / p50 of step time")
-    most = max([row["tail"] for evidence in members for row in evidence.rows if row["tail"]], default=1.0)
-    tails.set_ylim(1.0, 1.0 + 1.15 * max(most - 1.0, 0.005))
-    tails.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+        _curve(left, [(count * shift, row) for count, row in rows.get(variant, ())], look(variant, variants))
+    right.grid(axis="y")
+    right.set_ylabel("p95 / p50 of step time")
+    most = max([tail for own in tails.values() for _, tail in own], default=1.0)
+    # The legend has the upper part to itself.
+    right.set_ylim(1.0, 1.0 + 1.15 * max(most - 1.0, 0.005) * (1 + 0.1 * len(variants)))
+    right.legend(loc="upper left")
     return page
 
 
-def _scaling_title(name, members, variants):
-    variant = main_variant(members[0].rows) or variants[-1]
+def _tails(members, variant):
+    rows = [(evidence.num_gpus, evidence.row(variant)) for evidence in members]
+    return [(count, row["tail"]) for count, row in rows if row and row["tail"] is not None]
+
+
+def _scaling_title(name, rows):
+    variant = main_variant([row for own in rows.values() for _, row in own]) or next(iter(rows))
     parts = [
-        f"on {evidence.num_gpus} GPU{'s' if evidence.num_gpus > 1 else ''} it {verdict_words(evidence.row(variant))}"
-        for evidence in (members[0], members[-1])
+        f"on {count} GPU{'s' if count > 1 else ''} it {words.verdict_words(row)}"
+        for count, row in (rows[variant][0], rows[variant][-1])
     ]
     return f"{name}, {variant}: {', '.join(parts)}"

@@ -1,58 +1,68 @@
-"""One style for all figures: colours, marks, pages measured in inches, and files that are equal run after run."""
+"""One style for all figures: colours for light and dark pages, marks, pages in inches, files equal run after run."""
 
 import contextlib
 import io
-import math
-import os
 import re
-import tempfile
 from functools import lru_cache
 from pathlib import Path
 
 import matplotlib
-import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
-from PIL import Image
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.frame import family
+from common import record as records
 
 DPI = 120
-INK, FAINT, BAND, FAILURE = "#222222", "#666666", "#ececec", "#b5402f"
+INK, FAINT, BAND, GRID, FAILURE = "#222222", "#666666", "#ececec", "#e4e4e4", "#b5402f"
+
+# Colour on a light page -> colour on a dark one. What is not here reads well on both.
+DARK = {
+    "#ffffff": "#0d1117",
+    INK: "#e6edf3",
+    FAINT: "#9da7b3",
+    BAND: "#262c36",
+    GRID: "#262c36",
+    FAILURE: "#f0806e",
+    "#1b6ca8": "#4a9fdc",
+    "#0072b2": "#4a9fdc",
+    "#009e73": "#2dbd95",
+    "#7b5fc0": "#a892e6",
+    "#0d3c61": "#b4d8f4",
+    "#12507f": "#7fbcec",
+    "#d2d2d2": "#5a5f66",
+}
 
 STYLE = {
     "font.family": "sans-serif",
     # The first is the one measured with; the others are no wider.
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 9,
-    "text.color": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     # A dollar in a message is no formula.
     "text.parse_math": False,
     # Hinted letters are up to 4 % wider than the unhinted ones that lines are broken with, and that SVG has.
     "text.hinting": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#666666",
+    "axes.edgecolor": FAINT,
     "axes.linewidth": 0.8,
     "axes.axisbelow": True,
     "axes.labelsize": 8.5,
-    "axes.labelcolor": "#333333",
     "axes.formatter.useoffset": False,
     "axes.unicode_minus": False,
-    "grid.color": "#e4e4e4",
+    "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "xtick.major.size": 0,
-    "xtick.minor.size": 0,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
+    **dict.fromkeys(("xtick.major.size", "xtick.minor.size", "ytick.major.size", "ytick.minor.size"), 0),
     "xtick.labelsize": 8.5,
     "ytick.labelsize": 9,
-    "xtick.color": "#333333",
-    "ytick.color": "#333333",
     "hatch.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.borderaxespad": 0,
     "lines.linewidth": 1.6,
     "svg.fonttype": "none",
     "svg.hashsalt": "figures",
@@ -104,15 +114,17 @@ def look(variant: str, variants=()) -> tuple:
 class Page:
     """A figure whose parts are placed in inches from its top left corner, under a title and above a footer.
 
-    title states the finding, note says how to read the figure; both are wrapped to the width.
+    title states the finding, note says how to read the figure; both are wrapped to the width, which is that of a
+    repository's page, 830 pixels.
     """
 
-    WIDTH = 8.0
+    WIDTH = 8.6
     MARGIN = 0.15
 
     def __init__(self, title: str, note: str, footer: str, body: float):
-        room = self.WIDTH - 2 * self.MARGIN
-        heads, notes, feet = balanced(title, room, 10.5, "bold"), wrap(note, room, 8), wrap(footer, room, 7)
+        # Another font may be a little wider.
+        room = 0.97 * (self.WIDTH - 2 * self.MARGIN)
+        heads, notes, feet = wrap(title, room, 10.5, "bold"), wrap(note, room, 8), wrap(footer, room, 7)
         self.top = 0.14 + 0.21 * len(heads) + 0.155 * len(notes)
         self.height = self.top + body + 0.13 * len(feet) + 0.22
         self.title = title
@@ -120,7 +132,7 @@ class Page:
         FigureCanvasAgg(self.figure)
         y = 0.1
         for lines, step, style in (
-            (heads, 0.21, {"fontsize": 10.5, "fontweight": "bold", "color": INK}),
+            (heads, 0.21, {"fontsize": 10.5, "fontweight": "bold"}),
             (notes, 0.155, {"fontsize": 8, "color": FAINT}),
         ):
             for line in lines:
@@ -139,9 +151,55 @@ class Page:
         bottom = self.height - self.top - top - height
         return self.figure.add_axes((left / self.WIDTH, bottom / self.height, width / self.WIDTH, height / self.height))
 
-    def heading(self, left: float, top: float, text: str):
-        """A line of small bold text above axes that begin at `top`."""
-        return self.text(left, self.top + top - 0.06, text, va="bottom", fontsize=8.5, fontweight="bold", color=INK)
+    def heading(self, left: float, top: float, text: str, fainter: str = ""):
+        """A line of small bold text above axes that begin at `top`, and fainter words after it."""
+        style = {"va": "bottom", "fontsize": 8.5}
+        self.text(left, self.top + top - 0.06, text, fontweight="bold", **style)
+        self.text(left + width_of([text], 8.5, "bold"), self.top + top - 0.06, fainter, color=FAINT, **style)
+
+
+def rows_page(title, note, footer, panels, label: str, right=(), row: float = 0.27, below: float = 0.0):
+    """(page, axes of each panel): panels of named rows below each other, the first row on top, with one axis below.
+
+    panels: (heading, fainter words after it, names of the rows) of each. right: the texts that stand right of the axes
+    (`beside`). row: inches. below: inches left free under the axis.
+    """
+    heights = [row * len(names) for *_, names in panels]
+    page = Page(title, note, footer, sum(heights) + 0.42 * len(panels) + 0.36 + below)
+    left = width_of([name for *_, names in panels for name in names]) + page.MARGIN
+    width = page.WIDTH - left - width_of(right, 8.5) - page.MARGIN
+    top, every = 0.34, []
+    for (heading, fainter, names), height in zip(panels, heights, strict=True):
+        axes = page.axes(left, top, width, height)
+        page.heading(left, top, heading, fainter)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.45, -0.55)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.tick_params(labelbottom=False)
+        axes.grid(axis="x")
+        every.append(axes)
+        top += height + 0.42
+    every[-1].spines["bottom"].set_visible(True)
+    every[-1].tick_params(labelbottom=True)
+    every[-1].set_xlabel(label)
+    return page, every
+
+
+def beside(axes, y: float, text: str, color: str = INK):
+    """Text right of the axes at a row."""
+    axes.annotate(
+        text, (1, y), (8, 0), axes.get_yaxis_transform(), "offset points", va="center", fontsize=8.5, color=color
+    )
+
+
+def in_row(axes, y: float, text: str, x: float = 0.0, size: float = 8.0, color: str = FAILURE):
+    """Text right of x, in data units, in a row: what came to nothing and why, or the number of a bar."""
+    axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=size, color=color)
+
+
+def bar(axes, y: float, value: float, appearance: tuple, height: float = 0.62):
+    colour, hatch, _, _ = appearance
+    axes.barh(y, value, height=height, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
 
 
 @lru_cache(maxsize=4096)
@@ -153,18 +211,6 @@ def _inches(text, size, weight):
 def width_of(texts, size: float = 9.0, weight: str = "normal") -> float:
     """Inches that the longest of these texts takes, with a little air."""
     return max((_inches(text, size, weight) for text in texts), default=0.0) + 0.12
-
-
-def balanced(text: str, room: float, size: float, weight: str = "normal") -> list[str]:
-    """As few lines of at most `room` inches as can be, of about one length: no last line of a single word."""
-    lines = wrap(text, room, size, weight)
-    while len(lines) > 1 and room > 3:
-        room -= 0.1
-        narrower = wrap(text, room, size, weight)
-        if len(narrower) > len(lines):
-            break
-        lines = narrower
-    return lines
 
 
 def wrap(text: str, room: float, size: float, weight: str = "normal") -> list[str]:
@@ -180,94 +226,60 @@ def wrap(text: str, room: float, size: float, weight: str = "normal") -> list[st
 
 
 # ------------------------------------------------------------------------------------------------
-# Ratio axes
+# Axes
 
 
-def ratio_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Round ratios between low and high, 1 among them where it is inside; steps of one size, or of factor 2."""
-    if high / low > 6:
-        power = 1 if high / low < 2**most else math.ceil(math.log2(high / low) / most)
-        first, last = math.ceil(math.log2(low) / power), math.floor(math.log2(high) / power)
-        return [2.0 ** (power * k) for k in range(first, last + 1)]
-    for step in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0):
-        first, last = math.ceil((low - 1) / step - 1e-9), math.floor((high - 1) / step + 1e-9)
-        if last - first < most:
-            return [round(1 + k * step, 6) for k in range(first, last + 1)]
-    return [1.0]
+def ratio_axis(axes, name: str, low: float, high: float, unit: str = "x"):
+    """Make the axis `name` ("x" or "y") a log axis of ratios from low to high: 0.98x, 1x, 1.02x, or 1x, 1.5x, 2x."""
+    # From a factor of 64 on, halves would crowd.
+    powers = LogLocator(2, subs=(1.0, 1.5) if high / low < 64 else (1.0,))
+    log_axis(axes, name, low, high, powers if high / low > 4 else MaxNLocator(6, steps=[1, 2, 5, 10]), unit)
 
 
-def ratio_axis(axis, low, high):
-    """A log axis of ratios: 1.00x, 1.02x, ..."""
-    ticks = ratio_ticks(low, high)
-    digits = max(1, *(len(f"{tick:g}".partition(".")[2]) for tick in ticks))
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(lambda value, _: f"{value:.{digits}f}x")
+def log_axis(axes, name: str, low: float, high: float, locator, unit: str = ""):
+    """Make the axis `name` ("x" or "y") a log axis from low to high with the locator's ticks alone."""
+    axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
     axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
 
 
 # ------------------------------------------------------------------------------------------------
 # Files
 
 
-def save(page: Page, folder: Path, name: str) -> list[Path]:
+def save(page: Page, folder: Path, name: str, has_png: bool = True) -> list[Path]:
     """Write NAME.svg and NAME.png without date or version: the same numbers give the same bytes.
 
     A reader, or another call at the same time, sees whole files only.
     """
-    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-    drawing, pixels = io.StringIO(), io.BytesIO()
-    page.figure.savefig(drawing, format="svg", metadata={"Date": None, "Creator": None})
-    _write(svg, _compact(drawing.getvalue()).encode())
-    page.figure.set_dpi(DPI)
-    page.figure.canvas.draw()
-    image = Image.fromarray(numpy.asarray(page.figure.canvas.buffer_rgba())[..., :3])
-    image.quantize(palette=_palette(), dither=Image.Dither.NONE).save(pixels, format="png", optimize=True)
-    _write(png, pixels.getvalue())
-    return [svg, png]
+    files = [folder / f"{name}.{suffix}" for suffix in (("svg", "png") if has_png else ("svg",))]
+    for path, metadata in zip(files, ({"Date": None, "Creator": None}, {"Software": None}), strict=False):
+        drawing = io.BytesIO()
+        page.figure.savefig(drawing, format=path.suffix[1:], dpi=DPI, metadata=metadata)
+        data = drawing.getvalue()
+        records.write_text(path, for_pages(data.decode()) if path.suffix == ".svg" else data)
+    return files
 
 
-def _write(path, data):
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-@lru_cache(maxsize=1)
-def _palette():
-    """The style's own colours with two tints of each: files half as large, and no colour is bent."""
-    greys = [(value,) * 3 for value in (255, 0x22, 0x44, 0x66, 0x8C, 0xB0, 0xC9, 0xD8, 0xE4, 0xEC)]
-    names = [appearance[0] for group in (LOOKS.values(), *MORE.values()) for appearance in group] + [FAILURE]
-    colours = [tuple(bytes.fromhex(name[1:])) for name in dict.fromkeys(names)]
-    tints = [tuple(round(v + (255 - v) * tint) for v in rgb) for rgb in colours for tint in (0, 0.45, 0.75)]
-    values = [value for rgb in dict.fromkeys([*greys, *tints]) for value in rgb]
-    image = Image.new("P", (1, 1))
-    image.putpalette(values + [255] * (768 - len(values)))
-    return image
-
-
-def _compact(text: str) -> str:
-    """The same drawing in fewer bytes: coordinates to 0.01 points, short rectangles, no indentation or empty turns."""
-
-    def rounded(attribute):
-        return re.sub(r"(\.\d\d)\d+", r"\1", attribute.group())
-
-    # One rule for the font instead of a list of families in each text.
-    family = re.search(r"font-family: ([^;]*);", text)
-    if family:
-        text = re.sub(r"font-family: [^;]*; ?", "", text)
-        text = text.replace("</style>", f"text{{font-family: {family[1]}}}</style>", 1)
-    text = re.sub(r' transform="rotate\(-?0 [^"]*\)"', "", text)
-    text = re.sub(r' (?:d|x|y|transform)="[^"]*"', rounded, text)
-    rectangle = r"M (\S+) (\S+)\s+L (\S+) \2\s+L \3 (\S+)\s+L \1 \4\s+z\s+"
-    text = re.sub(rectangle, r"M\1 \2H\3V\4H\1z", text)
-    return "\n".join(line.strip() for line in text.splitlines()) + "\n"
+def for_pages(svg: str) -> str:
+    """The same drawing, in the colours of a dark page where the reader has one, and in fewer bytes: coordinates to
+    0.01 points, one rule for the font, no indentation."""
+    font = re.search(r"font-family: ([^;]*);", svg)
+    rules = f"text{{font-family: {font[1]}}}" if font else ""
+    svg = re.sub(r"font-family: [^;]*; ?", "", svg)
+    svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match.group()), svg)
+    # What matplotlib writes into each element gives way to a rule with !important. Patterns of hatches have attributes.
+    dark = "".join(
+        f'[style*="{kind}: {light}"],[{kind}="{light}"]{{{kind}:{colour}!important}}'
+        for light, colour in DARK.items()
+        for kind in ("fill", "stroke")
+        if f"{kind}: {light}" in svg or f'{kind}="{light}"' in svg
+    )
+    rules += f"@media (prefers-color-scheme: dark){{{dark}}}"
+    svg = svg.replace("</style>", f"{rules}</style>", 1)
+    return "\n".join(line.strip() for line in svg.splitlines()) + "\n"
 
 
 @contextlib.contextmanager

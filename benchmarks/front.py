@@ -1,0 +1,316 @@
+"""The tables and sentences of the front page, each made from the records by a rule.
+
+    <!-- table: front results law -->        part: law, decide, bought, minutes, lacks or published
+
+A row enters with a ratio only if its sessions ran all eagers of the model. The ratio is that of the 10th percentiles,
+or of the medians where steps exceed 0.4 s. Where several groups of sessions could stand in one place, the one with
+the most hosts stands there, then the most pairs, then the newer records.
+"""
+
+import textwrap
+from dataclasses import dataclass
+from datetime import datetime
+
+from benchmarks import frame, law, tables
+from benchmarks.overview_rows import rows_of, strategies
+from benchmarks.overview_tables import linked
+from benchmarks.published import PUBLISHED, of_model
+from benchmarks.rows import is_short
+
+PARTS = ("law", "decide", "bought", "minutes", "lacks", "published")
+NOT_YET = "not measured yet"
+INCOMPLETE = "not measured yet against all eagers"
+NO_HOST = "no host with 3"
+NUM_BOUGHT = 7
+
+
+def text_of(part: str, root, runs, blocks, place) -> str:
+    """One part as Markdown. runs: `frame.read(root)`; blocks: of these runs. place: the folder that links are from."""
+    sentences = {"law": law_sentence, "minutes": minutes_sentence, "lacks": lacks_sentence}
+    if part in sentences:
+        text = sentences[part](runs)
+        return textwrap.fill(text, 120, subsequent_indent="  " if text.startswith("- ") else "")
+    # The quiet rows of one GPU; what has a `linked` name can be shown.
+    rows = [row for row in rows_of(blocks) if row["device"] == "cuda" and not row["host_load"] and row["num_gpus"] == 1]
+    rows = [row | {"linked": linked(root, row, place)} for row in rows]
+    found, columns = {"decide": (decide, DECIDE), "bought": (bought, BOUGHT), "published": (beside, BESIDE)}[part]
+    return tables.piped(tables.cells(found(rows), columns), len(columns))
+
+
+# ------------------------------------------------------------------------------------------------
+# Which row stands for what
+
+
+def evidence(row: dict) -> tuple:
+    """What orders rows by how much they rest on."""
+    return not row["missing_eagers"], row["num_hosts"], row["num_pairs"], "schema 1" not in row["lacks"]
+
+
+def first_of(variants, rows: list[dict], **wanted) -> dict | None:
+    """The row with the most evidence that has these values, of the first variant that came to a ratio."""
+    for variant in variants:
+        own = [row for row in rows if row["variant"] == variant and row["speedup"]]
+        found = [row for row in own if all(row[key] == value for key, value in wanted.items())]
+        if found:
+            return max(found, key=evidence)
+    return None
+
+
+def ratio(row: dict) -> str:
+    return tables.interval("speedup" if row["quiet_speedup"] is None else "quiet_speedup")(row)
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def rests_on(row: dict) -> str:
+    """Hosts and pairs. Hosts are those with 3 pairs; pairs of other hosts enter only where there is no such host."""
+    pairs = counted(row["num_pairs"], "pair")
+    return f"{counted(row['num_hosts'], 'host')}, {pairs}" if row["num_hosts"] else f"{pairs}, {NO_HOST}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Sentences
+
+
+def law_sentence(runs) -> str:
+    """How often max(1, issue / busy) holds, over one graph a session, on either side of 1, and how far it is off."""
+    main = [point for point in law.points(runs.frame) if point.is_main]
+    if not main:
+        return f"The law is {NOT_YET}."
+    hosts = {point.boot for point in main}
+    sides = (
+        ([point for point in main if point.x <= 1], "issue below busy", "no gain"),
+        ([point for point in main if point.x > 1], "issue above busy", "issue / busy"),
+    )
+    said = "; ".join(_spread(side, where, first) for side, where, first in sides if side)
+    sessions = f"{counted(len(main), 'session')} on {counted(len(hosts), 'host')}"
+    return f"In {sessions}, each against the best eager that it ran, {said}."
+
+
+def _spread(side, where, first):
+    """How many points of one side lie near the law, above and below it."""
+    above, below = ([sign * p.off for p in side if sign * p.off > law.NEAR] for sign in (1, -1))
+    near = len(side) - len(above) - len(below)
+    parts = [f"{near} of {len(side)} with {where} lie within {100 * law.NEAR:.0f} % of {first}"]
+    for own, word in ((above, "above"), (below, "below")):
+        if own:
+            parts.append(f"{len(own)} {word} (up to {100 * max(own):.0f} %)")
+    if all(point.off <= 0 for point in side):
+        parts.append("none above")
+    return ", ".join(parts)
+
+
+def minutes_sentence(runs) -> str:
+    """How long the session with the most timed runs on one GPU took."""
+    timed = runs.frame[(runs.frame["device"] == "cuda") & (runs.frame["world_size"] == 1)]
+    timed = timed[timed["is_timed"].astype(bool)]
+    spans = {}
+    for (group, session), part in timed.groupby(["group", "session"]):
+        meta = runs.metas.get((group, session), {})
+        if meta.get("begin_utc") and meta.get("end_utc") and part["schema"].min() > 1:
+            begin, end = (datetime.fromisoformat(meta[key]) for key in ("begin_utc", "end_utc"))
+            spans[len(part), session] = part, (end - begin).total_seconds() / 60
+    if not spans:
+        return f"How long a session takes is {NOT_YET}."
+    part, minutes = spans[max(spans)]
+    first, num_rounds, num_variants = part.iloc[0], part["round"].nunique(), part["variant"].nunique()
+    what = f"{first['model']}/{first['preset']} ({num_variants} variants, {num_rounds} rounds)"
+    return f"A session of {what} took {minutes:.0f} minutes on one {first['gpu_name'].removeprefix('NVIDIA ')}."
+
+
+def lacks_sentence(runs) -> str:
+    """What the records lack, counted over all timed runs on GPUs."""
+    timed = frame.timed(frame.records_of(runs.frame[runs.frame["device"] == "cuda"]))
+    old = sum(record["schema"] == 1 for record in timed)
+    short = sum(map(is_short, timed))
+    unsettled = sum(record["conditions"]["settled"] is False for record in timed)
+    return (
+        f"- Of {len(timed)} timed runs {old} are of schema 1, {short} have a window shorter than we ask for, "
+        f"{unsettled} had not settled."
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Should I graph my step?
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of step, what to expect of a graph, and which row shows it: the first of `variants` that was measured.
+
+    what: by variant, what it is, in words of the table.
+    """
+
+    step: str
+    expect: str
+    model: str
+    what: dict[str, str]
+    preset: str = "bench"
+    beside_load: bool = False
+
+
+CASES = (
+    Case(
+        step="many small kernels, issue above busy",
+        expect="at most about issue / busy (figure)",
+        model="stable_diffusion",
+        what={"graph": "the whole step"},
+    ),
+    Case(
+        step="large kernels, issue below busy",
+        expect="little; steadier steps on a noisy host",
+        model="gpt3",
+        what={"graph": "each layer"},
+        beside_load=True,
+    ),
+    Case(
+        step="lengths change",
+        expect="a graph a bucket; padding may cost the gain",
+        model="rnnt",
+        what={"full": "the whole step", "graph": "encoder and prediction"},
+        preset="bench_lengths",
+    ),
+    Case(
+        step="the host reads each loss",
+        expect="remove the reads",
+        model="rnnt",
+        what={"eager_sync": "eager, reading"},
+    ),
+    Case(
+        step="gradient accumulation, pipelines",
+        expect="a graph a layer and microbatch",
+        model="gpt3",
+        what={"graph": "accumulation"},
+    ),
+    Case(
+        step="torch.compile not tried",
+        expect='try it too; `mode="reduce-overhead"` captures graphs itself',
+        model="rnnt",
+        what={"reduce_overhead": "its own graphs", "compile": "no graphs"},
+    ),
+)
+
+
+def decide(rows: list[dict]) -> list[dict]:
+    found = []
+    for case in CASES:
+        found.append({"case": case, "row": first_of(case.what, rows, model=case.model, preset=case.preset)})
+    return found
+
+
+def _proof(line):
+    row, case = line["row"], line["case"]
+    if row is None:
+        return f"{of_model(case.model).title}: {NOT_YET}"
+    name = f"{row['linked']} {row['variant']} ({case.what[row['variant']]})"
+    if row["missing_eagers"]:
+        return f"{name}: {INCOMPLETE}"
+    text = f"{name}: {ratio(row)}, {rests_on(row)}"
+    if case.beside_load and row["contended_tail"] and row["contended_eager_tail"]:
+        text += (
+            f"; beside {row['contended_host_load']} busy processes p95/p50 "
+            f"{row['contended_eager_tail']:.3f} eager, {row['contended_tail']:.3f} graph"
+        )
+    return text
+
+
+DECIDE = (
+    ("your step", lambda line: line["case"].step),
+    ("what to expect", lambda line: line["case"].expect),
+    ("measured", _proof),
+)
+
+
+# ------------------------------------------------------------------------------------------------
+# What it bought here
+
+
+def bought(rows: list[dict]) -> list[dict]:
+    """One row for the preset bench of each of the five models, measured or not, then the other presets with the most
+    evidence, of equal evidence those with the longer step; of each the headline capture."""
+    places = {(row["model"], row["preset"]): None for row in rows} | {(each.model, "bench"): None for each in PUBLISHED}
+    for model, preset in places:
+        places[model, preset] = first_of(law.HEADLINE, rows, model=model, preset=preset)
+    first = [place for place in places if place[1] == "bench"]
+    rest = [place for place in places if place not in first and places[place]]
+    rest.sort(key=lambda place: (evidence(places[place]), places[place]["base_ms"]), reverse=True)
+    order = [*dict.fromkeys([each.model for each in PUBLISHED] + [model for model, _ in places])]
+    chosen = sorted((*first, *rest[: NUM_BOUGHT - len(first)]), key=lambda place: (order.index(place[0]), place[1]))
+    return [{"model": model, "preset": preset, "row": places[model, preset]} for model, preset in chosen]
+
+
+def _known(cell):
+    """A cell of rows that may stand with their ratio."""
+    return lambda line: cell(line["row"]) if line["row"] and not line["row"]["missing_eagers"] else None
+
+
+def _workload(line):
+    row = line["row"]
+    if row is None:
+        return f"{line['model']}/{line['preset']}"
+    return f"{row['linked']} {row['variant']}, {row['gpu'].removeprefix('NVIDIA ')}"
+
+
+def _hosts_pairs(row):
+    return f"{row['num_hosts'] or 'none'}, {row['num_pairs']}"
+
+
+def _caveat(line):
+    row = line["row"]
+    if row is None:
+        return NOT_YET
+    if row["missing_eagers"]:
+        return INCOMPLETE
+    few = "no verdict" if row["num_hosts"] else "no interval"
+    word = tables.verdict(row) if row["scope"] else few
+    return f"{word}; {row['lacks']}" if row["lacks"] else word
+
+
+BOUGHT = (
+    ("workload", _workload),
+    ("best eager ms", _known(tables.field("base_ms", tables.number(1)))),
+    ("graph ms", _known(tables.field("step_ms", tables.number(1)))),
+    ("ratio [95 %]", _known(ratio)),
+    ("hosts, pairs", _known(_hosts_pairs)),
+    ("caveat", _caveat),
+)
+
+
+# ------------------------------------------------------------------------------------------------
+# Beside NVIDIA
+
+
+def beside(rows: list[dict]) -> list[dict]:
+    """A row for each submission: NVIDIA's mechanism where it was measured here, else this suite's own capture of the
+    same scope, which every model calls `graph`. No other capture stands beside NVIDIA's gain."""
+    alike = [row for row in rows if row["variant"] in _of_scope(row["model"]) and row["speedup"]]
+    complete = strategies([row for row in alike if not row["missing_eagers"]])
+    partly = {row["model"] for row in alike if row["missing_eagers"]}
+    found = []
+    for each in PUBLISHED:
+        own = [row["here"] for row in complete if row["published"] is each and row["here"]]
+        found.append({"published": each, "row": own[0] if own else None, "is_partly": each.model in partly})
+    return found
+
+
+def _of_scope(model):
+    published = of_model(model)
+    return (published.variant, "graph") if published else ()
+
+
+def _here(line):
+    row = line["row"]
+    if row is None:
+        return INCOMPLETE if line["is_partly"] else NOT_YET
+    return f"{row['linked']} {row['variant']}: {ratio(row)}, {rests_on(row)}"
+
+
+BESIDE = (
+    ("workload", lambda line: line["published"].title),
+    ("NVIDIA's mechanism", lambda line: line["published"].mechanism),
+    ("NVIDIA's gain", lambda line: f"[{line['published'].gain_range}]({line['published'].source})"),
+    ("here, same scope", _here),
+    ("same configuration?", lambda line: line["published"].same),
+)

@@ -1,0 +1,52 @@
+"""A quantity that a sweep varies, as in --over batch: which flags of the training script a value of it sets."""
+
+from dataclasses import dataclass
+
+from benchmarks import script
+from benchmarks.command import Mistake, flag
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """over: its name. fields: of the config; the first takes the value, the others keep their ratio to it. preset: the
+    preset's own values of all fields."""
+
+    over: str
+    fields: list[str]
+    preset: dict
+
+    @property
+    def first(self) -> int:
+        """Where the preset starts; a field that is text may hold a word such as auto, then 1."""
+        first = self.preset[self.fields[0]]
+        return first if isinstance(first, int) else 1
+
+    def flags(self, value: int) -> list[str]:
+        """The script's flags for a value. Raises Mistake where a field that keeps its ratio gets no whole number."""
+        start, out = self.preset[self.fields[0]], []
+        if isinstance(start, str):
+            return [flag(self.fields[0]), str(value)]
+        for field in self.fields:
+            scaled, rest = divmod(self.preset[field] * value, start)
+            if rest:
+                raise Mistake(f"--over {self.over}: {value} makes {flag(field)} no whole number")
+            out += [flag(field), str(scaled)]
+        return out
+
+
+def find(description: dict, preset: str, over: str, flags: list[str]) -> Quantity:
+    """The quantity `over` of a script. Raises Mistake for an unknown one, or where `flags` sets one of its fields."""
+    sweeps = description.get("sweeps", {})
+    if over not in sweeps:
+        raise Mistake(f"unknown quantity {over!r}, --over takes one of {', '.join(sweeps) or 'none'}")
+    for field in sweeps[over]:
+        given = next((text for text in flags if text.split("=")[0] == flag(field)), None)
+        if given:
+            raise Mistake(f"{given} after -- is what --over {over} sets, leave it out")
+    return Quantity(over, sweeps[over], description["presets"][preset])
+
+
+def require(model: str, preset: str, quantity: Quantity, flags: list[str], values: list[int]) -> None:
+    """Raises Mistake for the first of the values that the script does not take, before one of them costs minutes."""
+    for value in values:
+        script.describe(model, [*flags, *quantity.flags(value)], preset)
