@@ -19,7 +19,7 @@ sweep_flags = $(bench_flags) $(strip $(call flag,OVER,--over) $(call flag,VALUES
     $(call flag,VARIANT,--variant))
 need = $(if $(strip $($1)),,$(error $1 is missing, as in make $@ $1=$2))
 
-.PHONY: help bench publish sweep compare plots readme submit test test-slow lint format te clean
+.PHONY: help bench publish sweep compare plots scale readme submit test test-slow lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -83,9 +83,16 @@ plots: ## figures of all results, or of the records in OUT, into its figures/
 	$(setup) core plots
 	$(python) -m benchmarks.plot "$(or $(strip $(OUT)),results)" $(ARGS)
 
-readme: ## write results/overview.* and the tables in the READMEs from the records
-	$(setup) core
+scale: ## what a gain on one GPU becomes on a cluster, simulated from the records of MODEL
+	$(call need,MODEL,gpt3)
+	$(setup) core plots
+	$(python) -m benchmarks.scale "$(or $(strip $(OUT)),results)" $(call flag,MODEL,--model) $(call flag,PRESET,--preset) \
+	    $(call flag,VARIANT,--variant) $(ARGS)
+
+readme: ## write results/overview.*, the tables in the READMEs and README's figures from the records
+	$(setup) core plots
 	$(python) -m benchmarks.overview results --write --readme $(ARGS)
+	$(python) -m benchmarks.plot results --readme
 
 submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then make the tables
 	$(call need,MODEL,$(firstword $(models)); models: $(models))

@@ -67,6 +67,18 @@ def session(speedups, noise=0.002, num_rounds=5, step_ms=10.0, **changes):
     return found
 
 
+def both(base_ms, graph_ms, issue_ms, busy_ms, rounds=(1,), model="gpt3", predicted=None, **changes):
+    """Rounds of eager and graph of one session; predicted: what the queue model says of each."""
+    said = [{"extra": {"queue_model": {"step_ms": ms}}} if ms else {} for ms in predicted or (None, None)]
+    found = []
+    for number in rounds:
+        found.append(
+            make("eager", number, base_ms, model=model, issue_ms=issue_ms, busy_ms=0.5 * busy_ms, **said[0], **changes)
+        )
+        found.append(make("graph", number, graph_ms, model=model, issue_ms=1.0, busy_ms=busy_ms, **said[1], **changes))
+    return found
+
+
 def failed(variant, status, message="", **changes):
     return make(variant, 0, status=status, message=message, **changes)
 

@@ -6,6 +6,7 @@ import lzma
 from benchmarks import sessions
 from common import record as records
 
+STRATEGY = {"strategy": "whole step", "num_graphs": 1, "warmup_s": 3.0, "capture_s": 0.5, "compile_s": 0.0}
 # Five pairs: a verdict on one host.
 STEPS = ((10.0, 8.0), (10.1, 8.1), (9.9, 8.0), (10.0, 8.05), (10.05, 8.0))
 
@@ -49,11 +50,24 @@ def session(steps=STEPS, **changes):
     return found
 
 
+def graphed(steps=STEPS, **changes):
+    """The same with one graph of the whole step, replayed in every one."""
+    found = session(steps, **changes)
+    for record in found:
+        if record["variant"] != "eager":
+            record["capture"].update(STRATEGY, num_replays=20, expected_replays=20)
+    return found
+
+
+def on_cpu(**changes):
+    return graphed(device="cpu", env={"gpu_name": None, "gpu_uuid": None, "cpu": "Xeon, 2 cores"}, **changes)
+
+
 def schema_1(found):
     """The same records as schema 1 had them."""
     old = []
     for record in found:
-        lacks = records._ONLY_2
+        lacks = records.ONLY_2
         record = {
             key: {name: each for name, each in value.items() if name not in lacks.get(key, ())}
             if isinstance(value, dict)

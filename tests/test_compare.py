@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import compare, rounds, sessions
+from benchmarks import ROOT, compare, frame, sessions, tables
+from benchmarks.rows import missing_base
 from common import source
 from tests.table_records import SPEEDUP, STEPS, make, mean_ratio, opened, packed, put, schema_1, session
 
@@ -23,8 +24,8 @@ def test_beside_an_eager_that_synchronises_stand_two_ratios():
     assert eager["sync_speedup"] == pytest.approx(mean_ratio([(12.0, own) for own, _ in STEPS]))
     assert row["speedup"] == row_of(session())["speedup"]
     assert row_of(found, "eager_sync")["sync_speedup"] is None
-    assert "over eager_sync" in compare.console_table(compare.summarise(found))
-    assert "over eager_sync" not in compare.console_table(compare.summarise(session()))
+    assert "over eager_sync" in tables.folder_text(compare.summarise(found))
+    assert "over eager_sync" not in tables.folder_text(compare.summarise(session()))
 
 
 def test_an_unsettled_size_is_noted():
@@ -64,9 +65,9 @@ def test_cpu_tables_have_no_speed_up():
     found = session(device="cpu", env={"gpu_name": None, "gpu_uuid": None}, numerics={"parity": "bitwise"})
     rows = compare.summarise(found)
     assert rows[1]["speedup"] is None and rows[1]["verdict"] is None
-    for text in (compare.console_table(rows), compare.markdown_table(rows), compare.headline(rows)):
+    for text in (tables.folder_text(rows), tables.folder_text(rows, markdown=True), tables.headline(rows)):
         assert "speed-up" not in text and "faster" not in text and "x" not in text.replace("x to", "")
-    assert "parity" in compare.console_table(rows) and "bitwise" in compare.console_table(rows)
+    assert "parity" in tables.folder_text(rows) and "bitwise" in tables.folder_text(rows)
 
 
 def test_the_ceiling_stands_first_and_needs_the_same_clock():
@@ -74,7 +75,7 @@ def test_the_ceiling_stands_first_and_needs_the_same_clock():
     assert text.startswith("eager: step 10.0 ms, busy 8.0 ms -> at most 1.25x to gain")
     found = session(extra={"profiled_clock_ratio": 1.02})
     assert row_of(found, "eager")["ceiling"] is None
-    assert "no ceiling" in compare.headline(compare.summarise(found))
+    assert "no ceiling" in tables.headline(compare.summarise(found))
     assert row_of(session(extra={"profiled_clock_ratio": 0.995}), "eager")["ceiling"] == pytest.approx(1.25)
     # Of another variant: the base's step over the busy time of that variant's own kernels.
     found = session()
@@ -82,12 +83,12 @@ def test_the_ceiling_stands_first_and_needs_the_same_clock():
         record.update(busy_ms=5.0)
     row = row_of(found)
     assert row["ceiling"] == pytest.approx(10.0 / 5.0) and row_of(found, "eager")["ceiling"] == pytest.approx(1.25)
-    head = compare.headline(compare.summarise(found))
+    head = tables.headline(compare.summarise(found))
     assert head.endswith("at most 1.25x to gain with these kernels, 2.00x with those of graph")
     for record in found[1::2]:
         record["extra"].update(profiled_clock_ratio=1.02)
     assert row_of(found)["ceiling"] is None
-    cost = compare.console_table(compare.summarise(session())).split("\n\n")[1].splitlines()
+    cost = tables.folder_text(compare.summarise(session())).split("\n\n")[1].splitlines()
     assert "busy ms  ceiling" in cost[0] and cost[2].split()[:3] == ["graph", "8.00", "1.25x"]
 
 
@@ -95,10 +96,10 @@ def test_rows_without_pass_keep_their_status_and_message():
     found = session()
     found.append(make("compile", 0, status="unsupported", message="needs\na compiler"))
     rows = compare.summarise(found)
-    table = compare.console_table(rows)
+    table = tables.folder_text(rows)
     assert "compile: unsupported: needs a compiler" in table
     assert row_of(found, "compile")["num_rounds"] == 0
-    assert "| compile | 0 |" in compare.markdown_table(rows)
+    assert "| compile | 0 |" in tables.folder_text(rows, markdown=True)
 
 
 def test_replays_parity_compile_and_memory_columns():
@@ -130,13 +131,14 @@ def test_what_is_left_out_is_named_below_the_table(tmp_path):
     found[1]["statistic_ms"] *= 0.998
     put(tmp_path, *found)
     (tmp_path / "half.r1.json").write_text('{"schema": 1, "mod')
-    kept, faults = compare.load(tmp_path)
+    runs = frame.read(tmp_path)
+    kept, faults = runs.frame, runs.faults
     assert len(kept) == 9 and len(faults) == 2
     text, _ = compare.report(kept, faults)
     assert "left out: graph.r1.json: statistic_ms 7.984 does not follow from its steps" in text
     assert "left out: half.r1.json: not a whole JSON document" in text and "2 records are left out" in text
     with pytest.raises(FileNotFoundError):
-        compare.load(tmp_path / "nothing")
+        frame.read(tmp_path / "nothing")
 
 
 def test_summary_files(tmp_path):
@@ -165,8 +167,6 @@ def test_summary_files(tmp_path):
 
 def notes_of(root):
     """Notes below the table of a folder."""
-    from benchmarks import frame
-
     runs = frame.read(root)
     table = compare.summarise(runs.frame)
     return compare.notes(runs.frame, table, runs.faults, runs.metas, runs.doubts)
@@ -227,7 +227,7 @@ def test_all_commits_are_printed_and_one_whose_source_is_another_is_noted(tmp_pa
     monkeypatch.setattr(source, "source_hash_1_of_commit", lambda model, sha: {"old": "abc"}.get(sha))
 
     def lines(*found, **env):
-        compare._hash_of_commit.cache_clear()
+        compare.hash_of_commit.cache_clear()
         found = found or session(env=env)
         return [note for note in compare.notes(found, compare.summarise(found), []) if "source" in note]
 
@@ -242,12 +242,12 @@ def test_all_commits_are_printed_and_one_whose_source_is_another_is_noted(tmp_pa
     assert lines(*schema_1(session(env={"git_sha": "old"}))) == ["git old, source abc"]
     packed(tmp_path, session(env={"git_sha": "good"}))
     packed(tmp_path, session(env={"git_sha": "later", "source_hash": "xyz"}), hour=5)
-    compare._hash_of_commit.cache_clear()
+    compare.hash_of_commit.cache_clear()
     assert [line for line in notes_of(tmp_path) if line.startswith("git ")] == [
         "git good, source abc",
         "git later, source xyz, a commit that is not in this history",
     ]
-    compare._hash_of_commit.cache_clear()
+    compare.hash_of_commit.cache_clear()
 
 
 def test_runs_that_had_not_settled_are_named():
@@ -270,22 +270,22 @@ def test_what_a_model_reports_is_a_table_of_its_own():
     found[1]["extra"]["report"]["padding %"] = 12.345
     found.append(make("compile", 1))
     rows = compare.summarise(found)
-    _, _, own = compare.console_table(rows).split("\n\n")
+    _, _, own = tables.folder_text(rows).split("\n\n")
     assert [line.split() for line in own.splitlines()[1:]] == [
         ["eager", "1,500", "yes", "-"],
         ["compile", "-", "-", "-"],
         ["graph", "6.12", "no", "12.3"],
     ]
     assert own.split("\n")[0].split("  ")[-3:] == ["heard/s", "labels equal", "padding %"]
-    assert "| variant | heard/s | labels equal | padding % |" in compare.markdown_table(rows)
+    assert "| variant | heard/s | labels equal | padding % |" in tables.folder_text(rows, markdown=True)
     # Records without it print as before.
-    assert compare.console_table(compare.summarise(session())).count("\n\n") == 1
+    assert tables.folder_text(compare.summarise(session())).count("\n\n") == 1
     cpu = [make(device="cpu", extra={"report": {"heard/s": 2.5}})]
-    assert compare.console_table(compare.summarise(cpu)).splitlines()[-1].split() == ["eager", "2.50"]
+    assert tables.folder_text(compare.summarise(cpu)).splitlines()[-1].split() == ["eager", "2.50"]
 
 
 def test_tables_are_aligned_and_ascii():
-    table = compare.console_table(compare.summarise(session())).split("\n\n")[0].splitlines()
+    table = tables.folder_text(compare.summarise(session())).split("\n\n")[0].splitlines()
     end = table[0].index("step ms") + len("step ms")
     assert all(line[end - 1].isdigit() and line[end] == " " for line in table[1:])
     assert "\n".join(table).isascii()
@@ -294,7 +294,7 @@ def test_tables_are_aligned_and_ascii():
 def command(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.compare", *arguments],
-        cwd=rounds.ROOT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -364,7 +364,7 @@ def test_idle_is_one_formula_and_a_long_profile_widens_the_ceiling():
     assert row["idle_fraction"] == pytest.approx(max(0.0, 1 - 8.0 / row["step_ms"]))
     assert row["profiled_idle_fraction"] == pytest.approx(0.07)
     assert row_of(found, "eager")["profiled_idle_fraction"] is None
-    head = compare.headline(compare.summarise(found))
+    head = tables.headline(compare.summarise(found))
     assert "at most 1.25x to gain, 1.38x if busy reads 10.0 % long" in head
 
 
@@ -379,7 +379,7 @@ def test_without_eager_of_the_same_round_there_is_no_ratio(lost):
     row = row_of(found)
     assert (row["speedup"], row["quiet_speedup"], row["model_speedup"], row["num_pairs"]) == (None, None, None, 0)
     assert row["verdict"] == "no eager of the same round"
-    assert "no eager of the same round" in compare.console_table(compare.summarise(found))
+    assert "no eager of the same round" in tables.folder_text(compare.summarise(found))
 
 
 def test_a_variant_without_timed_rounds_misses_no_base():
@@ -412,7 +412,8 @@ def test_a_variant_without_timed_rounds_misses_no_base():
 def test_a_value_of_the_wrong_type_is_named_and_not_a_traceback(tmp_path, change, what):
     put(tmp_path, *session())
     (tmp_path / "graph.r1.json").write_text(json.dumps(make("graph", 1, 8.0, **change)))
-    found, faults = compare.load(tmp_path)
+    runs = frame.read(tmp_path)
+    found, faults = runs.frame, runs.faults
     (fault,) = faults
     assert len(found) == 9 and fault.startswith(f"graph.r1.json: {what}")
 
@@ -422,7 +423,8 @@ def test_null_and_words_stand_where_a_run_may_leave_them(tmp_path):
     extra = {"profile": "the profiler saw no kernels", "profiled_clock_ratio": None, "host": None, "settle": None}
     found = session(busy_ms=None, extra=extra | {"notes": None, "request": {"limit_s": "none"}}, energy_j=None)
     put(tmp_path, *found)
-    kept, faults = compare.load(tmp_path)
+    runs = frame.read(tmp_path)
+    kept, faults = runs.frame, runs.faults
     assert len(kept) == 10 and not faults
     compare.report(kept, faults)
 
@@ -457,13 +459,13 @@ def test_a_folder_without_timed_eager_is_refused_by_name(tmp_path, capsys, kept)
 
 def test_eager_that_came_to_nothing_is_a_row_and_not_missing():
     found = [*session()[1::2], make("eager", 0, status="oom", message="asked 9 GiB")]
-    assert compare.missing_base(found) is None and compare.missing_base(found[:-1])
-    assert compare.missing_base([make("eager", 0), make("graph", 0)]) is None
+    assert missing_base(found) is None and missing_base(found[:-1])
+    assert missing_base([make("eager", 0), make("graph", 0)]) is None
 
 
 def test_the_committed_results_are_shown_in_every_form(capsys):
     """Their root holds overview.json and figures beside the sessions."""
-    root = rounds.ROOT / "results"
+    root = ROOT / "results"
     assert (root / "overview.json").is_file()
 
     def shown(*arguments):

@@ -327,7 +327,8 @@ def test_two_thousand_records_in_two_hundred_sessions_take_seconds(tmp_path):
     assert len(runs.frame) == 2000 and not runs.faults and not runs.doubts
     start = time.process_time()
     for model in models:
-        text, _ = compare.report(*compare.load(tmp_path / "h200x1" / f"{model}-bench"))
+        runs = frame.read(tmp_path / "h200x1" / f"{model}-bench")
+        text, _ = compare.report(runs.frame, runs.faults)
         assert "faster" in text
     blocks, faults, refused = overview_rows.blocks_of(frame.read(tmp_path), tmp_path)
     text = overview_tables.text_of(tmp_path, blocks, faults)

@@ -10,9 +10,8 @@ import sys
 import numpy
 import pytest
 
-from benchmarks import gate, rounds
-from tests.table_records import make, opened, packed, put, schema_1
-from tests.test_overview import graphed, on_cpu
+from benchmarks import ROOT, gate
+from tests.table_records import graphed, make, on_cpu, opened, packed, put, schema_1
 
 GIB = 2**30
 STEPS = ((10.0, 8.0), (10.02, 8.01), (9.98, 7.99))
@@ -451,5 +450,5 @@ def test_the_command_as_a_process(tmp_path):
     folder_of(tmp_path / "base")
     folder_of(tmp_path / "new", slower(STEPS, 1.05))
     command = [sys.executable, "-m", "benchmarks.gate", tmp_path / "new", "--against", tmp_path / "base"]
-    answer = subprocess.run(command, cwd=rounds.ROOT, capture_output=True, text=True, check=False)
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert answer.returncode == 1 and "2 changed" in answer.stdout and not answer.stderr

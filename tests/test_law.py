@@ -1,28 +1,14 @@
-"""benchmarks/law and its figure: points of sessions made by hand, and how often the law holds over them."""
+"""benchmarks/law: points of sessions made by hand, and how often the law holds over them."""
 
 import statistics
 
 import pytest
 
 from benchmarks import law
-from benchmarks.figures import evidence, style
-from benchmarks.figures import law as figure
-from tests.figure_records import make, put
+from tests.figure_records import both, make, put
 from tests.table_records import packed, schema_1
 
 MODELS = ("gpt3", "rnnt", "stable_diffusion")
-
-
-def both(base_ms, graph_ms, issue_ms, busy_ms, rounds=(1,), model="gpt3", predicted=None, **changes):
-    """Rounds of eager and graph of one session; predicted: what the queue model says of each."""
-    said = [{"extra": {"queue_model": {"step_ms": ms}}} if ms else {} for ms in predicted or (None, None)]
-    found = []
-    for number in rounds:
-        found.append(
-            make("eager", number, base_ms, model=model, issue_ms=issue_ms, busy_ms=0.5 * busy_ms, **said[0], **changes)
-        )
-        found.append(make("graph", number, graph_ms, model=model, issue_ms=1.0, busy_ms=busy_ms, **said[1], **changes))
-    return found
 
 
 def test_a_point_is_issue_of_the_base_over_busy_of_the_graph():
@@ -136,84 +122,6 @@ def test_the_command_reads_packed_sessions_and_old_folders(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         law.main([str(tmp_path / "nothing")])
     assert stopped.value.code == 2
-
-
-# --- the figure
-
-
-def page_of(root):
-    with style.applied():
-        return figure.law(evidence.collect(root).blocks)
-
-
-def marks(page):
-    """(gid, x, y) of every point."""
-    lines = page.figure.axes[0].lines
-    return [(line.get_gid(), *line.get_xydata()[0]) for line in lines if line.get_gid() and "-" in line.get_gid()]
-
-
-@pytest.fixture
-def root(tmp_path):
-    put(tmp_path / "gpt3-bench", *both(26.0, 10.4, 25.0, 10.0, rounds=(1, 2, 3, 4, 5), predicted=(25.2, 10.5)))
-    put(tmp_path / "gpt3-bench-load16", *both(30.0, 10.4, 25.0, 10.0, host_load=16))
-    put(tmp_path / "rnnt-full", *both(12.0, 10.0, 8.5, 10.0, model="rnnt", preset="full"))
-    put(tmp_path / "rnnt-bench", *both(10.1, 10.0, 4.0, 10.0, model="rnnt"))
-    return tmp_path
-
-
-def test_the_figure_has_a_point_a_session_at_x_and_gain(root):
-    page = page_of(root)
-    found = sorted(marks(page))
-    assert [gid for gid, _, _ in found] == [
-        "filled-gpt3-bench",
-        "hollow-gpt3-bench",
-        "hollow-rnnt-bench",
-        "hollow-rnnt-full",
-    ]
-    assert [x for _, x, _ in found] == pytest.approx([2.5, 2.5, 0.4, 0.85])
-    assert [y for _, _, y in found] == pytest.approx([2.5, 30 / 10.4, 1.01, 1.2], rel=0.01)
-    axes = page.figure.axes[0]
-    line = next(line for line in axes.lines if len(line.get_xdata()) == 3)
-    low, high = axes.get_xlim()
-    assert line.get_xydata().tolist() == [[low, 1.0], [1.0, 1.0], [high, high]]
-    assert axes.get_xscale() == axes.get_yscale() == "log"
-
-
-def test_the_figure_says_how_often_the_law_holds_and_names_what_is_off(root):
-    page = page_of(root)
-    assert page.title == (
-        "Issue time over busy time sets the gain: 2 of 4 sessions lie within 10 % of max(1, x), 2 within 10 % of it or "
-        "of the queue model"
-    )
-    words = [text.get_text() for text in page.figure.axes[0].texts]
-    assert {"GPT-3", "RNN-T", "full", "bench load16"} == set(words)
-    notes = " ".join(text.get_text() for text in page.figure.texts)
-    assert "Diamond: beside busy host processes" in notes and "Dash: what the queue model foretells" in notes
-
-
-def test_labels_of_many_sessions_overlap_neither_points_nor_each_other(tmp_path):
-    for number in range(14):
-        model = MODELS[number % 3]
-        x = 0.8 + 0.01 * number
-        records = both(13.0 + 0.02 * number, 10.0, 10 * x, 10.0, model=model, preset=f"preset{number}")
-        put(tmp_path / f"{model}-preset{number}", *records)
-    page = page_of(tmp_path)
-    page.figure.canvas.draw()
-    axes = page.figure.axes[0]
-    boxes = [text.get_window_extent() for text in axes.texts if text.get_text().startswith("preset")]
-    assert len(boxes) >= 4
-    for index, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:index])
-        for _, x, y in marks(page):
-            px, py = axes.transData.transform((x, y))
-            assert not (box.x0 < px < box.x1 and box.y0 < py < box.y1)
-        assert axes.bbox.x0 - 1 <= box.x0 and box.x1 <= axes.bbox.x1 + 1
-
-
-def test_nothing_to_draw_is_missing(tmp_path):
-    put(tmp_path / "gpt3-bench", make("eager", 1, 10.0))
-    with pytest.raises(evidence.Missing, match="no graph beside its base"):
-        page_of(tmp_path)
 
 
 def test_the_published_sessions_of_schema_1_have_points():

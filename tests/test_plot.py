@@ -1,6 +1,5 @@
 """Figures from records made by hand: labels, findings that follow the numbers, what is missing, equal bytes."""
 
-import fnmatch
 import gzip
 import math
 import os
@@ -14,11 +13,13 @@ from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
 
+import numpy
 import pytest
 from matplotlib.text import Text
 
-from benchmarks import frame, overview_rows, plot, sessions
-from benchmarks.figures import cost, evidence, speed, steps, style
+from benchmarks import frame, overview_rows, plot
+from benchmarks.figures import evidence, speed, steps, style
+from common import record as records
 from tests.figure_records import POINTS, everything, failed, gpt3, make, put, session, sweep_file, trace_file
 from tests.table_records import opened, packed, schema_1
 
@@ -28,8 +29,9 @@ ROOT = Path(__file__).parent.parent
 def pages(root):
     """name -> page of every figure that can be drawn, and name -> why not."""
     drawn, missing = {}, {}
+    collection = evidence.collect(root)
     with style.applied():
-        for name, make_page in plot.figures(evidence.collect(root)):
+        for name, make_page in (*plot.readme_figures(collection), *plot.more_figures(collection)):
             try:
                 drawn[name] = make_page()
             except evidence.Missing as error:
@@ -67,13 +69,14 @@ def full(full_root):
 def test_every_figure_of_a_full_root_is_drawn(full):
     drawn, missing = full
     assert {name.partition("-")[0] for name in drawn} == {
-        "speedup",
         "law",
+        "why",
+        "steady",
+        "speedup",
         "step_time",
         "jitter",
         "timeline",
         "memory",
-        "break_even",
         "scope",
         "crossover",
         "scaling",
@@ -126,8 +129,9 @@ def test_every_row_of_the_records_is_named(full):
     for heading in ("GPT-3 bench", "Llama 2 LoRA bench", "Llama 3.1 bench", "RNN-T full", "Stable Diffusion full"):
         assert heading in shown
     assert any(re.fullmatch(r"1\.0\d\dx \[[01]\.\d+, 1\.\d+\] unclear on this host", text) for text in shown)
-    for name in ("step_time-h200x1-llama2_lora-bench", "memory"):
-        assert {"eager", "compile", "graph", "reduce_overhead", "graph_overlap"} <= set(words(full[0][name]))
+    rows = {"compile", "graph", "reduce_overhead", "graph_overlap"}
+    assert {"eager", *rows} <= set(words(full[0]["step_time-h200x1-llama2_lora-bench"]))
+    assert rows <= set(words(full[0]["memory"]))
     assert {"eager", "compile", "graph", "partial"} <= set(words(full[0]["timeline-h200x1-rnnt-full"]))
 
 
@@ -181,47 +185,43 @@ def test_files_are_equal_byte_by_byte(tmp_path):
     (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.facecolor: black\n")
     environment = {**os.environ, "PYTHONHASHSEED": "1", "MATPLOTLIBRC": str(tmp_path / "matplotlibrc")}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, capture_output=True)
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert len(names) == 14
+    names = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*g"))
+    assert [str(name) for name in names[:3]] == [
+        "law.svg",
+        "more/jitter-h200x1-gpt3-bench.png",
+        "more/jitter-h200x1-gpt3-bench.svg",
+    ]
+    assert len(names) == 3 + 2 * 5
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-@pytest.mark.slow
-def test_committed_evidence_makes_small_files(tmp_path, capsys):
-    assert plot.main([str(ROOT / "results"), "--out", str(tmp_path)]) == 0
-    files = list(tmp_path.iterdir())
-    assert {path.suffix for path in files} == {".svg", ".png"}
-    # What is committed: a PNG is drawn beside each.
-    drawings = [path for path in files if path.suffix == ".svg"]
-    assert sum(path.stat().st_size for path in drawings if is_committed(path)) < 1_000_000
-    # Those of all groups together grow with their number.
-    num_groups = len({path.parent for path in sessions.find(ROOT / "results")})
-    for path in drawings:
-        together = path.stem in ("speedup", "law", "memory", "break_even")
-        assert path.stat().st_size < (7_000 * num_groups if together else 80_000), path.name
-    assert "<dc:date>" not in (tmp_path / "speedup.svg").read_text()
-    assert f"{len(files)} files" in capsys.readouterr().out
+def test_readme_shows_what_the_records_say(tmp_path, capsys):
+    assert plot.main([str(ROOT / "results"), "--readme", "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["law.svg", "steady.svg", "why.svg"]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 200_000
+    assert "<dc:date>" not in (tmp_path / "law.svg").read_text()
+    assert "3 files" in capsys.readouterr().out
     assert_same_drawings(ROOT / "results" / "figures", tmp_path)
 
 
-def assert_same_drawings(committed, fresh):
-    """By name and, in each SVG, by its words: bytes may differ where the fonts or the version of matplotlib do.
+@pytest.mark.slow
+def test_all_figures_of_the_published_records_are_drawn(tmp_path, capsys):
+    assert plot.main([str(ROOT / "results"), "--out", str(tmp_path)]) == 0
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert f"{len(files)} files" in capsys.readouterr().out
+    assert max(path.stat().st_size for path in files) < 500_000
 
-    Of those in git; what concerns one session alone is drawn from its records, see .gitignore.
-    """
-    names = [sorted(path.name for path in folder.glob("*.svg") if is_committed(path)) for folder in (committed, fresh)]
+
+def assert_same_drawings(committed, fresh):
+    """By name and, in each SVG, by its words: bytes may differ where the fonts or the version of matplotlib do."""
+    names = [sorted(path.name for path in folder.glob("*.svg")) for folder in (committed, fresh)]
     assert names[0] == names[1], STALE
     for name in names[0]:
         assert words_of_svg(committed / name) == words_of_svg(fresh / name), f"{name}: {STALE}"
 
 
-def is_committed(path):
-    return not any(fnmatch.fnmatch(f"results/figures/{path.name}", line) for line in IGNORED)
-
-
-STALE = "results/figures are not those of results, make plots"
-IGNORED = (ROOT / ".gitignore").read_text().splitlines()
+STALE = "results/figures are not those of results: make readme"
 
 
 def words_of_svg(path):
@@ -235,7 +235,7 @@ def test_drawings_of_other_numbers_are_stale(tmp_path):
         gpt3(tmp_path / name, graph)
         assert plot.main([str(tmp_path / name), "--out", str(tmp_path / f"{name}-figures")]) == 0
     assert_same_drawings(tmp_path / "old-figures", tmp_path / "old-figures")
-    with pytest.raises(AssertionError, match="make plots"):
+    with pytest.raises(AssertionError, match="make readme"):
         assert_same_drawings(tmp_path / "old-figures", tmp_path / "new-figures")
 
 
@@ -252,12 +252,12 @@ def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         seen.append((Path(source).read_bytes(), target))
         replace(source, target)
 
-    monkeypatch.setattr(style.os, "replace", watched)
+    monkeypatch.setattr(records.os, "replace", watched)
     with style.applied():
         assert style.save(page, tmp_path, "a") == files
     assert [target for _, target in seen] == files
     assert seen[0][0].endswith(b"</svg>\n") and seen[1][0].startswith(b"\x89PNG")
-    monkeypatch.setattr(style.os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(records.os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with style.applied(), pytest.raises(OSError):
         style.save(page, tmp_path, "a")
     assert sorted(tmp_path.iterdir()) == sorted(files), "no half-written file is left"
@@ -272,7 +272,7 @@ def test_a_reader_that_goes_away_and_ctrl_c_are_no_traceback(tmp_path, monkeypat
     with open(write_end, "wb") as closed:
         answer = subprocess.run(command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True)
     assert answer.stderr == "" and answer.returncode == -signal.SIGPIPE
-    assert list((tmp_path / "figures").glob("step_time*.svg"))
+    assert list((tmp_path / "figures" / "more").glob("step_time*.svg"))
     monkeypatch.setattr(plot, "draw_all", mock.Mock(side_effect=KeyboardInterrupt))
     assert plot.main([str(tmp_path)]) == 130
     assert capsys.readouterr().err == "\npython -m benchmarks.plot: stopped; figures that are there are whole\n"
@@ -388,6 +388,7 @@ def test_titles_name_the_base_where_that_is_not_eager(tmp_path):
     assert ": eager_sync 0.4 %, graph" in drawn["jitter-gpt3-bench"].title
     assert "idles 16 % of an eager_sync step and 1.9 % of graph's" in drawn["timeline-gpt3-bench"].title
     assert drawn["memory"].title.endswith("reserves 3.0 GiB more than eager_sync (+15 %)")
+    assert "eager_sync reserves 20.0 GiB" in words(drawn["memory"])
 
 
 def test_title_speaks_of_graph_and_not_of_the_best_variant(tmp_path):
@@ -462,36 +463,19 @@ def test_jitter_is_relative_to_the_median_of_its_kind_of_batch(tmp_path):
     assert values == [1.0] * 18 + [1.1, 1.2]
 
 
-def test_break_even(tmp_path):
-    root = tmp_path / "faster"
-    gpt3(root, 1.25, noise=0.001)
+def test_break_even_stands_in_the_overview(tmp_path):
+    gpt3(tmp_path, 1.25, noise=0.001)
     # 1 s of warm-up, as eager has, and 0.5 s of capture, 2 ms a step.
-    page = pages(root)[0]["break_even"]
-    assert page.title == "GPT-3 bench: graph has paid for its set-up after 250 steps"
-    assert [text.get_text() for text in page.figure.axes[0].legend_.texts] == ["graph: 250 steps pay for 0.50 s"]
-    [row] = overview_rows.rows_of(overview_rows.read(root)[0])
+    [row] = overview_rows.rows_of(overview_rows.read(tmp_path)[0])
     assert row["break_even_steps"] == pytest.approx(250, rel=1e-3)
-    gpt3(tmp_path / "slower", 0.9)
-    page = pages(tmp_path / "slower")[0]["break_even"]
-    assert page.title == "GPT-3 bench: graph loses 10 % on this host, so its set-up never pays off"
-    assert page.figure.axes[0].legend_.texts[0].get_text() == "graph: never (slower)"
-    gpt3(tmp_path / "unclear", 1.01, noise=0.02)
-    page = pages(tmp_path / "unclear")[0]["break_even"]
-    assert page.title.endswith("has no settled break-even")
-    assert page.figure.axes[0].legend_.texts[0].get_text() == "graph: not settled (unclear)"
-    gpt3(tmp_path / "few", 1.25, noise=0.001, num_rounds=4)
-    axes = pages(tmp_path / "few")[0]["break_even"].figure.axes[0]
-    assert axes.legend_.texts[0].get_text() == "graph: not settled (fewer than 5 pairs on a host)"
-    # No ring, but the axis reaches to where it may be.
-    assert axes.get_xlim()[1] == pytest.approx(1.6 * 250, rel=1e-2)
 
 
 def test_a_longer_step_never_pays_off():
     eager = {"step_ms": 10.0, "warmup_s": 3.0}
     setup = {"compile_cold_s": 1.0, "capture_s": 0.5, "warmup_s": 2.0}
-    assert cost.break_even_steps({"speedup": 1.25} | setup, eager) == pytest.approx(750)
-    assert cost.break_even_steps({"speedup": 1.0} | setup, eager) is None
-    assert cost.break_even_steps({"speedup": 0.9} | setup, eager) is None
+    assert overview_rows.break_even_steps({"speedup": 1.25} | setup, eager) == pytest.approx(750)
+    assert overview_rows.break_even_steps({"speedup": 1.0} | setup, eager) is None
+    assert overview_rows.break_even_steps({"speedup": 0.9} | setup, eager) is None
 
 
 @pytest.mark.parametrize(
@@ -506,23 +490,24 @@ def test_a_longer_step_never_pays_off():
 )
 def test_set_up_is_what_eager_does_not_have(compile_s, capture_s, warmup_s, eager_s, expected):
     row = {"compile_cold_s": compile_s, "capture_s": capture_s, "warmup_s": warmup_s}
-    assert cost.setup_s(row, {"warmup_s": eager_s}) == (None if expected is None else pytest.approx(expected))
+    assert overview_rows.setup_s(row, {"warmup_s": eager_s}) == (None if expected is None else pytest.approx(expected))
 
 
-def test_set_up_of_nothing_has_paid_at_once(tmp_path):
-    put(tmp_path, *session({"graph": 1.25}, noise=0.001, capture={"capture_s": 0.0}))
-    assert title_of(tmp_path, "break_even").endswith("graph has paid for its set-up after 0 steps")
-
-
-def test_memory_title_and_capacity(tmp_path):
+def test_memory_is_what_a_graph_adds_over_eager(tmp_path):
     gpt3(tmp_path)
     page = pages(tmp_path)[0]["memory"]
     assert page.title == "GPT-3 bench: graph reserves 3.0 GiB more than eager (+15 %)"
-    bars = [(round(bar.get_x(), 6), round(bar.get_width(), 6)) for bar in page.figure.axes[0].patches]
-    assert bars == [(0, 20), (0, 20), (20, 3)]
-    assert page.figure.axes[0].get_lines()[-1].get_xdata()[0] == pytest.approx(140.4, abs=0.01)
-    put(tmp_path / "other", *session({"graph": 1.1}, env={"gpu_name": "NVIDIA Unheard-of"}))
-    assert not pages(tmp_path / "other")[0]["memory"].figure.axes[0].get_lines()
+    [bar] = page.figure.axes[0].patches
+    assert (bar.get_x(), bar.get_width()) == (0, pytest.approx(3))
+    assert "+3.0 GiB, pools 3.00" in words(page)
+    found = session({"graph": 2.0})
+    for record in found:
+        record["memory"]["peak_reserved_bytes"] = 2**35 if record["variant"] == "eager" else 2**34
+    put(tmp_path / "less" / "gpt3-bench", *found)
+    page = pages(tmp_path / "less")[0]["memory"]
+    assert page.title == "GPT-3 bench: graph reserves 16.0 GiB less than eager (-50 %)"
+    low, high = page.figure.axes[0].get_xlim()
+    assert low < -16 and high > 0
 
 
 def test_scope_goes_from_nothing_to_most_in_a_replay(full):
@@ -541,7 +526,7 @@ def test_a_host_with_other_work_is_not_called_quiet(tmp_path):
 
 def test_bars_begin_at_zero(full):
     for name, page in full[0].items():
-        if name.startswith(("step_time", "memory", "scope")):
+        if name.startswith(("step_time", "why", "scope")):
             assert all(axes.get_xlim()[0] == 0 for axes in page.figure.axes)
 
 
@@ -555,14 +540,38 @@ def test_a_wide_interval_does_not_crush_the_others():
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.99, 1.02), (0.9, 1.3), (0.5, 2.1), (0.05, 40.0), (0.9999, 1.0001)])
-def test_ratio_ticks(low, high):
-    ticks = style.ratio_ticks(low, high)
-    assert 1 <= len(ticks) <= 10 and 1.0 in ticks
-    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+def test_an_axis_of_ratios_has_a_few_round_ticks_and_1_among_them(low, high):
+    page = style.Page("title", "note", "footer", 2.0)
+    axes = page.axes(1, 0, 6, 1.5)
+    style.ratio_axis(axes, "x", low, high)
+    page.figure.canvas.draw()
+    shown = [text.get_text() for text in axes.get_xticklabels()]
+    inside = [text for text in shown if low <= float(text.removesuffix("x")) <= high]
+    assert 1 <= len(inside) <= 12 and "1x" in inside
+    assert axes.get_xlim() == (low, high)
 
 
-def test_near_kernels_are_drawn_as_one():
-    assert steps.merged([(0.0, 1.0), (1.1, 1.0), (4.0, 1.0), (4.2, 0.1)], 0.5) == [(0.0, 2.1), (4.0, 1.0)]
+def test_idle_time_is_drawn_as_idle(tmp_path):
+    shares = steps.busy_shares([(0.0, 1.0), (0.5, 1.5), (3.0, 3.5)], 4.0, 4)
+    assert list(shares) == pytest.approx([1.0, 0.5, 0.0, 0.5])
+    # 100 us of work and 20 us without, far narrower than a pixel of the whole step.
+    folder = gpt3(tmp_path)
+    trace_file(folder, "graph", 0.0, num=20_000)
+    trace_file(folder, "eager", 20.0, num=20_000)
+    page = pages(tmp_path)[0]["timeline-h200x1-gpt3-bench"]
+    filled = []
+    for patch in page.figure.axes[0].patches:
+        values, _, base = patch.get_data()
+        filled.append(float(numpy.median(abs(values - base))) / 0.3)
+    assert filled == pytest.approx([100 / 120, 1.0], rel=0.01), "eager above graph"
+
+
+def test_many_streams_share_four_rows():
+    work = [{"stream": n, "start_us": 1e3 * n, "duration_us": 100.0 * (9 - n)} for n in range(9)]
+    lanes = steps.by_stream(work)
+    assert [len(lane) for lane in lanes] == [1, 1, 1, 6]
+    assert lanes[0] == [(0.0, 0.9)] and lanes[3][0] == pytest.approx((3.0, 3.6))
+    assert len(steps.by_stream(work[:4])) == 4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -590,6 +599,12 @@ def test_scaling_has_one_point_for_each_number_of_gpus(full):
     assert list(curve.get_ydata()) == pytest.approx([1.009, 1.02, 1.05, 1.09], rel=1e-3)
 
 
+def test_scaling_needs_a_variant_on_two_numbers_of_gpus(tmp_path):
+    put(tmp_path / "x1" / "gpt3-bench", *session({"graph": 1.1}))
+    put(tmp_path / "x2" / "gpt3-bench", *session({"partial": 1.1}, env={"world_size": 2, "num_gpus": 2}))
+    assert pages(tmp_path)[1]["scaling-gpt3-bench"] == "no variant has a speed-up on more than one number of GPUs"
+
+
 # ------------------------------------------------------------------------------------------------
 # What is missing or wrong
 
@@ -598,7 +613,9 @@ def test_without_eager_there_is_no_speed_up(tmp_path):
     put(tmp_path, *[record for record in session({"graph": 1.1}) if record["variant"] != "eager"])
     drawn, missing = pages(tmp_path)
     assert missing["speedup"] == "no variant has a timed round beside eager's"
-    assert "break_even" in missing
+    assert missing["memory"] == "no graphed variant with reserved memory beside eager's"
+    for name in ("law", "why", "steady"):
+        assert missing[name] == "no graph beside its base with issue and busy time"
     assert [name for name in drawn if name.startswith("step_time")]
 
 
@@ -609,7 +626,7 @@ def test_only_failures_and_rounds_of_parity(tmp_path):
         failed("graph", "capture_failed", "stream is capturing"),
     )
     drawn, missing = pages(tmp_path)
-    assert not drawn and len(missing) == 9
+    assert not drawn and len(missing) == 10
 
 
 def test_a_variant_that_fails_in_one_round_keeps_its_bar(tmp_path):
@@ -619,7 +636,7 @@ def test_a_variant_that_fails_in_one_round_keeps_its_bar(tmp_path):
     put(tmp_path, *found)
     drawn, _ = pages(tmp_path)
     [name] = [name for name in drawn if name.startswith("step_time")]
-    assert "  failed in a round" in words(drawn[name])
+    assert "failed in a round" in words(drawn[name])
     assert any(text.startswith("graph: failed: killed") for text in words(drawn["speedup"]))
 
 
@@ -627,7 +644,7 @@ def test_a_message_may_hold_anything(tmp_path):
     message = "\x1b[31mcost $5 and <b> & $\\frac{$\n\nunits: \u00b5s " + "long " * 60
     put(tmp_path, *session({"graph": 1.1}), failed("partial", "failed", message))
     assert plot.main([str(tmp_path)]) == 0
-    text = (tmp_path / "figures" / "speedup.svg").read_text()
+    text = (tmp_path / "figures" / "more" / "speedup.svg").read_text()
     ElementTree.fromstring(text)
     assert "cost $5 and &lt;b&gt; &amp; $\\frac{$ units" in text
 
@@ -666,7 +683,7 @@ def test_a_mixed_folder_is_refused_by_name_and_the_rest_is_drawn(tmp_path, capsy
     assert plot.main([str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert "mixed: a table cannot mix GPU types" in captured.err
-    assert (tmp_path / "figures" / "speedup.svg").is_file()
+    assert (tmp_path / "figures" / "more" / "speedup.svg").is_file()
 
 
 def test_cpu_records_are_never_drawn(tmp_path, capsys):
@@ -707,10 +724,10 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(tmp_path):
 def test_figures_of_an_earlier_call_are_named(tmp_path, capsys):
     folder = put(tmp_path / "gpt3-bench", make())
     (folder / "figures").mkdir()
-    (folder / "figures" / "timeline-gpt3-bench.svg").write_text("<svg/>")
+    (folder / "figures" / "speedup.svg").write_text("<svg/>")
     plot.main([str(folder)])
     out = capsys.readouterr().out
-    assert f"from an earlier call: {folder}/figures/timeline-gpt3-bench.svg" in out
+    assert f"from an earlier call: {folder}/figures/speedup.svg" in out
     assert out.count("from an earlier call") == 1
 
 

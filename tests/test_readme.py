@@ -2,13 +2,14 @@
 
 import csv
 import io
+import re
 
 import pytest
 
-from benchmarks import compare, overview, overview_rows, readme, sessions
+from benchmarks import ROOT, frame, overview, overview_rows, readme, sessions, tables
+from benchmarks.rows import summarise
 from tests.table_records import make, opened, packed, put, session
 
-ROOT = readme.ROOT
 AGAIN = "run make readme and look at the difference"
 
 
@@ -38,10 +39,10 @@ def test_no_table_in_a_readme_is_stale():
 def test_tables_of_results_in_the_readmes_are_all_made_from_records():
     """A table typed by hand would look the same; those of the console output are indented."""
     for path in readme.files():
-        outside = readme._BLOCK.sub("", path.read_text())
-        assert "| variant |" not in outside and "speed-up |" not in outside, path
+        outside = readme.BLOCK.sub("", path.read_text())
+        assert not re.search(r"\| (variant \| rounds|speed-up|ratio|graph ms)\b", outside), path
     assert {"README.md", "gpt3/README.md"} <= {
-        path.relative_to(ROOT).as_posix() for path in readme.files() if readme._BEGIN in path.read_text()
+        path.relative_to(ROOT).as_posix() for path in readme.files() if readme.BEGIN in path.read_text()
     }
 
 
@@ -57,13 +58,14 @@ GROUPS = sorted({path.parent for path in sessions.find(ROOT / "results")})
 
 @pytest.mark.parametrize("folder", GROUPS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_committed_tables_follow_from_their_records(folder):
-    found, faults = compare.load(folder)
-    assert not faults
+    runs = frame.read(folder)
+    found = runs.frame
+    assert not runs.faults
     if found.empty:
         # A session that only left files.
         assert not (folder / "table.md").exists() and not (folder / "summary.csv").exists()
         return
-    table = compare.markdown_table(compare.summarise(found))
+    table = tables.folder_text(summarise(found), markdown=True)
     written = (folder / "table.md").read_text().splitlines()
     assert [line for line in table.splitlines() if line.startswith("|")] == [
         line for line in written if line.startswith("|")
@@ -102,10 +104,11 @@ def test_a_changed_record_makes_its_block_stale(root):
 
 
 def test_blocks_of_a_models_readme_link_from_its_own_folder(root):
+    put(root / "results" / "one", *session(model="gpt3"))
     (root / "fake").mkdir()
     path = root / "fake" / "README.md"
-    path.write_text(block("overview results summary"))
-    assert "| [fake/bench](../results/one) | graph |" in readme.render(path, root)
+    path.write_text(block("front results bought"))
+    assert "| [gpt3/bench](../results/one) graph, H200 |" in readme.render(path, root)
     assert readme.files(root) == [path]
 
 
@@ -114,19 +117,18 @@ def test_blocks_are_made_of_sessions_packed_and_open(root):
     opened(root / "results" / "two", session(((9.0, 8.0),) * 2, model="other"), hour=5)
     text = rendered(root, "compare results/two gain")
     assert "faster on this host" in text and "| 1, 5 |" in text
-    assert "| [other/bench](results/two) | graph |" in rendered(root, "overview results summary")
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
         ("compare results/two gain", "no folder"),
-        ("overview other", "no folder"),
-        ("overview results/two", "no folder"),
+        ("front other", "no folder"),
+        ("front results/two", "no folder"),
         ("compare results gain", "holds several groups of sessions"),
         ("compare empty gain", "no records"),
         ("compare results/one gian", "no part 'gian', takes headline, gain, cost"),
-        ("overview results sumary", "no part 'sumary'"),
+        ("front results bougth", "no part 'bougth', takes law, decide, bought, minutes"),
         ("compare", "takes 'compare FOLDER"),
         ("comparison results/one", "takes 'compare FOLDER"),
     ],
@@ -143,7 +145,7 @@ def test_no_table_is_made_from_unsound_records(root):
     record = make("graph", 4, 8.0)
     record["statistic_ms"] *= 2
     put(root / "results" / "one", record)
-    for words in ("compare results/one", "overview results"):
+    for words in ("compare results/one", "front results"):
         with pytest.raises(readme.ReadmeError, match="does not follow from its steps"):
             rendered(root, words)
 
@@ -188,6 +190,6 @@ def test_nothing_is_written_before_all_is_known_to_be_sound(root, monkeypatch, c
 def test_no_table_is_made_without_eager(root):
     for path in (root / "results" / "one").glob("eager.*"):
         path.unlink()
-    for words in ("compare results/one", "overview results"):
+    for words in ("compare results/one", "front results"):
         with pytest.raises(readme.ReadmeError, match="none of 'eager'"):
             rendered(root, words)

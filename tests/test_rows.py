@@ -99,7 +99,7 @@ def test_few_pairs_have_no_interval_and_no_verdict(num, verdict, hosts):
     assert row["speedup"] == pytest.approx(mean_ratio(STEPS[:num]))
     assert (row["verdict"], row["num_hosts"], row["num_pairs"]) == (verdict, hosts, num)
     assert (row["speedup_low"] is None) == (num < 3) and row["range_low"] is None
-    text = compare.console_table(rows.summarise(session(STEPS[:num])))
+    text = tables.folder_text(rows.summarise(session(STEPS[:num])))
     assert f"{hosts}, {num}" in text and ("95 %" in text) == (num >= 3)
     assert verdict in text and ("on this host" in text) == (num == 5)
 
@@ -174,7 +174,7 @@ def test_two_hosts_have_a_range_and_no_interval(tmp_path):
     assert row["speedup"] == pytest.approx(SPEEDUP * 1.2**0.5) and row["speedup_low"] is None
     assert (row["range_low"], row["range_high"]) == (pytest.approx(SPEEDUP), pytest.approx(1.2 * SPEEDUP))
     assert (row["verdict"], row["scope"]) == ("faster", "on this host")
-    assert f"{SPEEDUP:.3f}x to {1.2 * SPEEDUP:.3f}x" in compare.console_table(list(table_of(tmp_path).values()))
+    assert f"{SPEEDUP:.3f}x to {1.2 * SPEEDUP:.3f}x" in tables.folder_text(list(table_of(tmp_path).values()))
 
 
 def test_hosts_that_disagree_are_unclear(tmp_path):
@@ -262,7 +262,7 @@ def test_sessions_of_other_programs_count_as_older(tmp_path, older):
     for variant in ("eager", "graph"):
         assert (table[variant]["num_sessions"], table[variant]["num_older"]) == (1, 1)
     assert (table["graph"]["num_hosts"], table["graph"]["num_pairs"]) == (1, 5)
-    assert "older" in compare.console_table(list(table.values()))
+    assert "older" in tables.folder_text(list(table.values()))
 
 
 def test_how_a_run_is_measured_and_where_its_data_lies_keep_sessions_together(tmp_path):
@@ -326,9 +326,9 @@ def test_steps_beyond_400_ms_have_no_10th_percentile_and_no_tail():
     row = row_of(long_session())
     assert row["speedup"] and row["quiet_speedup"] is None and row["p10_ms"] is None and row["tail"] is None
     assert row["verdict"] == "faster"
-    text = compare.console_table(rows.summarise(long_session()))
+    text = tables.folder_text(rows.summarise(long_session()))
     assert "p95/p50" not in text and "by p10" not in text
-    short = compare.console_table(rows.summarise(session()))
+    short = tables.folder_text(rows.summarise(session()))
     assert "p95/p50" in short and "by p10" in short
 
 
@@ -353,12 +353,12 @@ def test_a_window_is_short_by_its_seconds_or_its_steps(step_ms, num_steps, windo
 
 def test_what_runs_lack_stands_in_a_column():
     found = session()
-    assert rows.lacks(found) == "" and "lacks" not in compare.console_table(rows.summarise(found))
+    assert rows.lacks(found) == "" and "lacks" not in tables.folder_text(rows.summarise(found))
     found[1]["conditions"].update(settled=False)
     found[3]["conditions"].update(settled=True, others_on_gpu=["python 7"])
     found[5]["conditions"].update(window_s=found[5]["steps"]["wall_ms"] / 1e3, other_sessions=["another"])
     assert row_of(found)["lacks"] == "1 of 5 windows short, 1 of 5 not settled, 2 of 5 beside others"
-    text = compare.console_table(rows.summarise(found))
+    text = tables.folder_text(rows.summarise(found))
     assert "lacks" in text.splitlines()[0] and "2 of 5 beside others" in text
     cpu = [make("graph", 1, device="cpu", conditions={"settled": False})]
     assert row_of(cpu)["lacks"] == ""

@@ -4,6 +4,7 @@ import numpy
 import pytest
 
 from benchmarks import scale
+from benchmarks.figures import scale as figure
 from common import record as records
 
 STEADY = [numpy.full(50, 100.0)]
@@ -82,7 +83,8 @@ def a_record(variant, ms, load=0, **more):
 
 def test_the_table_names_what_there_is_and_what_is_not():
     found = [a_record("eager", 130.0), a_record("graph", 120.0)]
-    lines = scale.table(found, "gpt3", "graph", num_steps=1, num_boot=0)
+    rows = scale.rows(found, "gpt3", "graph", num_steps=1, num_boot=0)
+    lines = scale.table(rows)
     # The optimizer's 20 ms are not in it.
     assert any(line.startswith("| 1 | quiet | 1 + 1, 1 | 1.100x") for line in lines)
     assert any(line.startswith("| 11,616 | quiet |") and line.endswith("| 1.030x |") for line in lines)
@@ -102,3 +104,12 @@ def test_mistakes_are_one_line(argv, said, capsys):
         scale.main(argv)
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_the_figure_draws_each_row(tmp_path):
+    found = [a_record("eager", 130.0), a_record("graph", 120.0)]
+    rows = scale.rows(found, "gpt3", "graph", num_steps=1, num_boot=0)
+    path = figure.draw(rows, "gpt3", "graph", found, tmp_path)
+    drawn = path.read_text()
+    assert path.name == "scale-gpt3.svg" and "11,616 GPUs" in drawn and "256 GPUs" in drawn
+    assert "1.100x on one GPU of a quiet host would be 1.10x to 1.10x" in drawn

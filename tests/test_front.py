@@ -1,0 +1,283 @@
+"""The front page: which rows stand there, by which rule, what they say, and how long the page may be."""
+
+import re
+
+import pytest
+
+from benchmarks import ROOT, compare, frame, front, law, overview_rows, tables
+from benchmarks.published import PUBLISHED
+from tests.table_records import STEPS, graphed, make, opened, packed, put, schema_1
+
+README = (ROOT / "README.md").read_text()
+SECTIONS = ["Should I graph my step?", "What it bought here", "How to do it", "Run it", "How to read a row"]
+SECTIONS += ["How we measure", "What these numbers do not say", "Beside NVIDIA", "Layout"]
+
+
+def text_of(root, part):
+    runs = frame.read(root)
+    blocks, faults, refused = overview_rows.blocks_of(runs, root)
+    assert not faults and not refused
+    return front.text_of(part, root, runs, blocks, root)
+
+
+def lines_of(root, part):
+    return text_of(root, part).splitlines()[2:]
+
+
+def cells_of(root, part):
+    return {
+        line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ") for line in lines_of(root, part)
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# The page
+
+
+def test_the_page_is_short_and_in_order():
+    lines = README.splitlines()
+    assert len(lines) <= 150 and len(README.split()) <= 1500
+    assert all(len(line) <= 120 for line in lines if not line.startswith("|"))
+    assert re.findall(r"(?m)^## (.*)$", README) == SECTIONS
+    assert README.isascii()
+
+
+def test_its_figures_are_the_three_and_each_has_words():
+    figures = re.findall(r"!\[(.+?)\]\((.+?)\)", README, re.DOTALL)
+    assert [path for _, path in figures] == [f"results/figures/{name}.svg" for name in ("law", "why", "steady")]
+    assert all(len(words.split()) > 5 for words, _ in figures)
+
+
+def test_its_links_lead_somewhere():
+    headings = {
+        f"docs/glossary.md#{re.sub(r' ', '-', name)}"
+        for name in re.findall(r"(?m)^## (.*)$", (ROOT / "docs" / "glossary.md").read_text())
+    }
+    links = [link for link in re.findall(r"(?<!!)\[[^\]]*\]\((.+?)\)", README) if not link.startswith("https://")]
+    assert len(links) > 15
+    for link in links:
+        assert link in headings if "#" in link else (ROOT / link).exists(), link
+
+
+def test_the_glossary_has_the_words():
+    words = (
+        "step round pair session host parity reference base ceiling pool capture replay bucket stretch canary busy idle"
+    )
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    assert {*words.split(), "issue time", "preset", "schema 1", "window", "verdict"} == set(
+        re.findall(r"(?m)^## (.*)$", text)
+    )
+
+
+def test_every_number_outside_of_code_and_tables_is_a_rule_of_the_harness():
+    """What was measured is generated; the numbers that are typed by hand are those of docs/method.md."""
+    text = re.sub(r"<!-- table.*?<!-- end -->|```.*?```|`[^`]*`|\]\(.*?\)|(?m:^    .*$)", "", README, flags=re.DOTALL)
+    text = re.sub(r"(?m)^\d\. ", "", text)
+    text = re.sub(r"Llama\s[\d.]+", "", text)
+    numbers = re.findall(r"(?<![\w.-])\d[\d.]*(?: %| s|th)?", text)
+    rules = {"10th", "0.4 s", "95 %", "99 %", "0", "1", "3.11", "2.0"}
+    assert set(numbers) <= rules, set(numbers) - rules
+    method = (ROOT / "docs" / "method.md").read_text()
+    assert all(rule in method for rule in ("10th", "0.4 s", "95 %", "99 %")) and frame.LONG_STEP_MS == 400
+    assert '">=3.11"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_sample_of_a_cpu_table_is_what_the_harness_prints():
+    """Its times are of one machine; columns and words are those of today."""
+    (sample,) = re.findall(r"ends like this:\n\n((?:    .*\n)+)", README)
+    heading, *rows, note = [re.split(r"  +", line.strip()) for line in sample.splitlines()]
+    columns = [name for name, _ in tables.CPU]
+    assert heading == columns and all(len(row) == len(columns) for row in rows) and len(rows) == 3
+    found = [make(device="cpu", env={"gpu_name": None, "cpu": "Xeon"})]
+    assert compare.notes(found, compare.summarise(found), [])[-1] == " ".join(note)
+
+
+# ------------------------------------------------------------------------------------------------
+# What it bought
+
+
+def test_new_results_need_no_new_rows(tmp_path):
+    empty = {f"{each.model}/bench" for each in PUBLISHED}
+    put(tmp_path / "a", *graphed(model="gpt3"))
+    rows = cells_of(tmp_path, "bought")
+    assert len(rows) == 5 and empty - set(rows) == {"gpt3/bench"}
+    assert rows["[gpt3/bench](a) graph, H200"][1:5] == ["10.0", "8.0", "1.247x [1.238, 1.256]", "1, 5"]
+    assert rows["rnnt/bench"][-1] == "not measured yet"
+    for index, preset in enumerate(("full", "wide", "deep", "long", "tiny")):
+        put(tmp_path / preset, *graphed(STEPS[: index + 1], model="gpt3", preset=preset))
+    names = [name.partition("]")[0].removeprefix("[") for name in cells_of(tmp_path, "bought")]
+    # Seven in all: those with the most pairs, of one model by name.
+    assert [name for name in names if name.startswith("gpt3")] == ["gpt3/bench", "gpt3/long", "gpt3/tiny"]
+    assert len(names) == front.NUM_BOUGHT == 7
+
+
+def test_of_equal_evidence_the_longer_steps_stand_there(tmp_path):
+    for index, preset in enumerate(("wide", "full", "deep")):
+        steps = [(factor * (1 + index % 2), factor) for factor in (8.0, 8.1, 8.0)]
+        put(tmp_path / preset, *graphed(steps, model="gpt3", preset=preset))
+    names = cells_of(tmp_path, "bought")
+    assert any(name.startswith("[gpt3/full]") for name in names) and len(names) == 7
+
+
+def test_a_row_is_of_the_headline_capture_with_the_most_evidence(tmp_path):
+    whole = [record | {"variant": "full"} for record in graphed(((10.0, 9.0),) * 4) if record["variant"] == "graph"]
+    put(tmp_path / "few", *graphed(STEPS[:2], model="rnnt"))
+    put(tmp_path / "many", *graphed(STEPS[:4], model="rnnt"), *(record | {"model": "rnnt"} for record in whole))
+    put(tmp_path / "loaded", *graphed(model="rnnt", host_load=16, config={"other": 1}))
+    put(tmp_path / "two", *graphed(model="rnnt", env={"world_size": 2}))
+    (name,) = [name for name in cells_of(tmp_path, "bought") if "](" in name]
+    assert name == "[rnnt/bench many](many) full, H200"
+    assert law.HEADLINE == ("full", "graph")
+
+
+def test_schema_2_stands_before_schema_1_of_equal_evidence(tmp_path):
+    packed(tmp_path / "old", schema_1(graphed(STEPS[:3], model="gpt3")))
+    packed(tmp_path / "new", graphed(STEPS[:3], model="gpt3"), boot="aaaaaa", gpu="aaaa")
+    assert any("](new) graph" in name for name in cells_of(tmp_path, "bought"))
+
+
+@pytest.mark.parametrize(
+    ("num", "hosts_pairs", "caveat"),
+    [(2, "none, 2", "no interval"), (4, "1, 4", "no verdict"), (5, "1, 5", "faster on this host")],
+)
+def test_a_caveat_says_what_a_row_has(tmp_path, num, hosts_pairs, caveat):
+    put(tmp_path / "a", *graphed(STEPS[:num], model="gpt3"))
+    (row,) = [row for row in cells_of(tmp_path, "bought").values() if row[1] != "-"]
+    assert row[-2:] == [hosts_pairs, caveat]
+
+
+def test_beyond_04_s_the_ratio_is_that_of_medians(tmp_path):
+    put(tmp_path / "a", *graphed([(1000 * a, 1000 * b) for a, b in STEPS], model="gpt3"))
+    (row,) = [row for row in cells_of(tmp_path, "bought").values() if row[1] != "-"]
+    assert row[3].startswith("1.247x [")
+
+
+def fewer_eagers(model, **changes):
+    said = {"eagers": ["eager", "eager_torch"], "kind": "eager", "traits": {}}
+    found = graphed(model=model, **changes)
+    for record in found:
+        record["extra"].update(said, kind="eager" if record["variant"] == "eager" else "graph")
+    return found
+
+
+@pytest.mark.parametrize("part", ["decide", "bought", "published"])
+def test_a_ratio_against_some_of_the_eagers_is_not_shown(tmp_path, part):
+    put(tmp_path / "a", *fewer_eagers("stable_diffusion"))
+    text = text_of(tmp_path, part)
+    assert text.count("not measured yet against all eagers |") == 1 and "1.247x" not in text
+
+
+def test_a_row_with_all_eagers_stands_before_one_with_more_pairs(tmp_path):
+    put(tmp_path / "part", *fewer_eagers("stable_diffusion"))
+    put(tmp_path / "whole", *graphed(STEPS[:1], model="stable_diffusion", extra={"eagers": ["eager"]}))
+    names = cells_of(tmp_path, "bought")
+    assert "[stable_diffusion/bench whole](whole) graph, H200" in names
+
+
+# ------------------------------------------------------------------------------------------------
+# Should I graph my step, beside NVIDIA, and sentences
+
+
+def test_each_kind_of_step_has_one_proof_or_says_that_it_has_none(tmp_path):
+    put(tmp_path / "quiet", *graphed(model="gpt3", config={"layers": 1}))
+    put(tmp_path / "busy", *graphed(((14.0, 8.0), (14.2, 8.1)), model="gpt3", config={"layers": 1}, host_load=16))
+    lines = lines_of(tmp_path, "decide")
+    assert len(lines) == len(front.CASES) <= 6
+    assert sum("not measured yet |" in line for line in lines) == 4
+    large = next(line for line in lines if line.startswith("| large kernels"))
+    assert "[gpt3/bench](quiet) graph (each layer): 1.247x [1.238, 1.256], 1 host, 5 pairs; beside 16 busy" in large
+    # The busy processes stand in the row that speaks of a noisy host alone.
+    other = next(line for line in lines if line.startswith("| gradient accumulation"))
+    assert "graph (accumulation): 1.247x" in other and "busy processes" not in other
+
+
+def test_a_proof_says_which_variant_was_measured(tmp_path):
+    """compile has no graphs: it stands for torch.compile only where reduce-overhead was not measured."""
+    first, last = (
+        [record | {"variant": name} if record["variant"] == "graph" else record for record in graphed(model="rnnt")]
+        for name in ("compile", "reduce_overhead")
+    )
+    put(tmp_path / "a", *first)
+    assert "compile (no graphs): 1.247x" in lines_of(tmp_path, "decide")[-1]
+    put(tmp_path / "a", *last)
+    assert "reduce_overhead (its own graphs): 1.247x" in lines_of(tmp_path, "decide")[-1]
+
+
+def test_without_three_pairs_on_a_host_the_row_says_so(tmp_path):
+    put(tmp_path / "a", *graphed(STEPS[:1], model="gpt3"))
+    for part in ("decide", "published"):
+        assert "1.250x, 1 pair, no host with 3 |" in text_of(tmp_path, part)
+
+
+def test_reads_are_shown_by_the_eager_that_reads(tmp_path):
+    reads = [make("eager_sync", number, 12.0, model="rnnt") for number in range(1, 6)]
+    put(tmp_path / "a", *graphed(model="rnnt"), *reads)
+    line = next(line for line in lines_of(tmp_path, "decide") if "reads each loss" in line)
+    assert "eager_sync (eager, reading): 0.83" in line
+
+
+def test_beside_nvidia_stands_its_mechanism_where_it_was_measured(tmp_path):
+    put(tmp_path / "a", *graphed(model="gpt3"))
+    (ours,) = [line for line in lines_of(tmp_path, "published") if line.startswith("| GPT-3 175B")]
+    assert "(a) graph: 1.247x" in ours and "no: a GPU's share of 8 of 96 layers" in ours
+    theirs = [record | {"variant": "graph_te"} for record in graphed(model="gpt3") if record["variant"] == "graph"]
+    put(tmp_path / "a", *theirs)
+    (line,) = [line for line in lines_of(tmp_path, "published") if line.startswith("| GPT-3 175B")]
+    assert "(a) graph_te: " in line and len(lines_of(tmp_path, "published")) == 5
+
+
+def test_beside_nvidia_stands_no_capture_of_another_scope(tmp_path):
+    """Not even where it gained more, and the submission's own was not measured."""
+    faster = [
+        record | {"variant": "graph_overlap"}
+        for record in graphed([(eager, graph / 2) for eager, graph in STEPS], model="gpt3")
+        if record["variant"] == "graph"
+    ]
+    put(tmp_path / "a", *graphed(model="gpt3"), *faster)
+    (line,) = [line for line in lines_of(tmp_path, "published") if line.startswith("| GPT-3 175B")]
+    assert "(a) graph: 1.247x" in line
+    for path in (tmp_path / "a").glob("graph.*"):
+        path.unlink()
+    (line,) = [line for line in lines_of(tmp_path, "published") if line.startswith("| GPT-3 175B")]
+    assert "| not measured yet |" in line
+
+
+def issued(ms, steps=STEPS, **changes):
+    found = graphed(steps, **changes)
+    for record in found:
+        record.update(issue_ms=ms if record["variant"] == "eager" else 1.0)
+    return found
+
+
+def test_the_law_is_counted_on_either_side_of_one(tmp_path):
+    assert text_of_law(tmp_path / "none", graphed()) == "The law is not measured yet."
+    text = text_of_law(tmp_path / "one", issued(10.0))
+    # 10 ms over 8 ms of kernels is 1.25, and 1.247 was measured.
+    assert text.startswith(
+        "In 1 session on 1 host, each against the best eager that it ran, 1 of 1 with issue above busy"
+    )
+    assert text.endswith("lie within 10 % of issue / busy, none above.")
+    # Without a wait for the host 1.247 is 25 % more than no gain.
+    text = text_of_law(tmp_path / "two", issued(4.0))
+    assert text.endswith("0 of 1 with issue below busy lie within 10 % of no gain, 1 above (up to 25 %).")
+    text = text_of_law(tmp_path / "three", issued(20.0))
+    assert text.endswith(
+        "0 of 1 with issue above busy lie within 10 % of issue / busy, 1 below (up to 50 %), none above."
+    )
+
+
+def text_of_law(root, found):
+    put(root / "a", *found)
+    return text_of(root, "law").replace("\n", " ")
+
+
+def test_how_long_a_session_takes_and_what_records_lack(tmp_path):
+    assert "not measured yet" in text_of(put(tmp_path / "loose", *graphed()), "minutes")
+    root = tmp_path / "sessions"
+    packed(root / "g", graphed(), end_utc="2026-11-22T03:12:00Z")
+    opened(root / "g", graphed(STEPS[:2]), hour=5)
+    expected = "A session of fake/bench (2 variants, 5 rounds) took 12 minutes on one H200."
+    assert text_of(root, "minutes") == expected
+    packed(root / "g", schema_1(graphed(STEPS[:1])), hour=1)
+    text = text_of(root, "lacks").replace("\n  ", " ")
+    assert text.startswith("- Of 16 timed runs 2 are of schema 1") and "16 have" not in text.replace("0 have", "")
