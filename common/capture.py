@@ -22,7 +22,8 @@ import os
 
 import torch
 
-from common.host_graph import CaptureError, HostPool
+from common.capture_checks import CaptureError, check_static_inputs, signature
+from common.host_graph import HostPool
 
 __all__ = ["CaptureError", "Pool", "StaticInputs"]
 
@@ -132,7 +133,7 @@ class CudaGraph:
     def __init__(self, static_inputs):
         self.graph = None
         self.num_replays = 0
-        self._static = [(tensor, _signature(tensor)) for tensor in static_inputs]
+        self._static = [(tensor, signature(tensor)) for tensor in static_inputs]
 
     def capture(self, fn, pool_handle):
         assert torch.cuda.current_stream() != torch.cuda.default_stream(), "captures need a side stream"
@@ -164,9 +165,7 @@ class CudaGraph:
         return result
 
     def replay(self) -> None:
-        for index, (tensor, signature) in enumerate(self._static):
-            if _signature(tensor) != signature:
-                raise CaptureError(f"static input {index} changed: captured {signature}, now {_signature(tensor)}")
+        check_static_inputs(self._static)
         self.num_replays += 1
         self.graph.replay()
 
@@ -222,10 +221,6 @@ class StaticInputs:
                     f"input {name!r} is {tuple(source.shape)} {source.dtype}, "
                     f"captured as {tuple(buffer.shape)} {buffer.dtype}"
                 )
-
-
-def _signature(tensor):
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr()
 
 
 def _user_line(error) -> str:

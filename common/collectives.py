@@ -23,6 +23,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from common import host_messages
+
 # The name of the group that this rank alone makes up.
 ALONE = "alone"
 
@@ -175,6 +177,11 @@ def _resolve(group):
             f"no process group named {group!r}: pass the group_name of a group made by new_group"
         ) from None
     return found if found.size() > 1 else None
+
+
+def process_group(group=""):
+    """The torch ProcessGroup of that name, for libraries that communicate themselves; None where it has one rank."""
+    return _resolve(group)
 
 
 def _list(tensors):
@@ -400,10 +407,12 @@ def init(device, timeout_s=300) -> tuple[int, int, int]:
             # Given a device, NCCL connects now and not inside the first timed step or capture.
             device_id=torch.device("cuda", local_rank) if on_cuda else None,
         )
+        host_messages.start()
     return rank, local_rank, world_size
 
 
 def shutdown() -> None:
     """End the process group, if there is one. Release graphs that hold its collectives before."""
     if dist.is_initialized():
+        host_messages.stop()
         dist.destroy_process_group()

@@ -248,6 +248,22 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
     }
 
 
+def flag_of(name):
+    """The flag of a Config's field."""
+    return "--" + name.replace("_", "-")
+
+
+def require_fields(config, names, allowed, takes):
+    """ValueError that names the flag where a field's value is not allowed(value); takes: what is, in words.
+
+    allowed: written as what must hold, so that NaN, which compares as false, is refused: `0 <= value < 1`.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not allowed(value):
+            raise ValueError(f"{flag_of(name)} {value}: takes {takes}")
+
+
 def require_folder_of_its_own(flag, path):
     """ValueError where a folder of data is the root of the file system: nobody means all of it."""
     if path and os.path.normpath(path).strip("/") == "":

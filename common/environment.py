@@ -4,6 +4,7 @@ Hashes and git are in common/source.py; clocks, power, energy and other processe
 memory and cores of the host in common/host_state.py. What scripts and harness take from there stands here too.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -107,6 +108,7 @@ def _nvml_uuid(uuid):
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 
 
+@functools.cache
 def _version(distribution):
     try:
         return metadata.version(distribution)
@@ -114,6 +116,7 @@ def _version(distribution):
         return None
 
 
+@functools.cache
 def _dali_version():
     # The distribution's name carries the CUDA major version: nvidia-dali-cuda120, nvidia-dali-cuda130.
     names = (distribution.metadata["Name"] or "" for distribution in metadata.distributions())

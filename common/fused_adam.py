@@ -99,8 +99,10 @@ def _update(
     block: tl.constexpr,
     grad_dtype: tl.constexpr,
     dtype: tl.constexpr,
+    moment_dtype: tl.constexpr,
+    stores: tl.constexpr,
 ):
-    """One chunk of masters, moments and parameters."""
+    """One chunk of masters and moments, and of parameters where `stores`."""
     if tl.load(found_inf) > 0:
         return
     tensor = tl.load(tensors + tl.program_id(0))
@@ -110,8 +112,8 @@ def _update(
     grad = tl.multiple_of(tl.load(grads + tensor).to(tl.pointer_type(grad_dtype)), 16) + start
     param = tl.multiple_of(tl.load(table + tensor).to(tl.pointer_type(dtype)), 16) + start
     master = tl.multiple_of(tl.load(table + num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16) + start
-    exp_avg = tl.multiple_of(tl.load(table + 2 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16) + start
-    exp_avg_sq = tl.multiple_of(tl.load(table + 3 * num_tensors + tensor).to(tl.pointer_type(tl.float32)), 16) + start
+    exp_avg = tl.multiple_of(tl.load(table + 2 * num_tensors + tensor).to(tl.pointer_type(moment_dtype)), 16) + start
+    exp_avg_sq = tl.multiple_of(tl.load(table + 3 * num_tensors + tensor).to(tl.pointer_type(moment_dtype)), 16) + start
     factor, step_size = tl.load(scalars), tl.load(scalars + 1)
     decay, root_bias2 = tl.load(scalars + 2), tl.load(scalars + 3)
     if left >= chunk:
@@ -119,27 +121,29 @@ def _update(
             offset = step * block + tl.arange(0, block)
             g = tl.load(grad + offset, eviction_policy="evict_first")
             p = tl.load(master + offset, eviction_policy="evict_first")
-            m = tl.load(exp_avg + offset, eviction_policy="evict_first")
-            v = tl.load(exp_avg_sq + offset, eviction_policy="evict_first")
+            m = tl.load(exp_avg + offset, eviction_policy="evict_first").to(tl.float32)
+            v = tl.load(exp_avg_sq + offset, eviction_policy="evict_first").to(tl.float32)
             p, m, v = _adamw(g, p, m, v, factor, step_size, decay, root_bias2, beta1, beta2, eps)
             tl.store(master + offset, p, eviction_policy="evict_first")
-            tl.store(exp_avg + offset, m, eviction_policy="evict_first")
-            tl.store(exp_avg_sq + offset, v, eviction_policy="evict_first")
-            tl.store(param + offset, p.to(dtype), eviction_policy="evict_first")
+            tl.store(exp_avg + offset, m.to(moment_dtype), eviction_policy="evict_first")
+            tl.store(exp_avg_sq + offset, v.to(moment_dtype), eviction_policy="evict_first")
+            if stores:
+                tl.store(param + offset, p.to(dtype), eviction_policy="evict_first")
     else:
         for step in range(chunk // block):
             offset = step * block + tl.arange(0, block)
             inside = offset < left
             g, p = tl.load(grad + offset, mask=inside, other=0.0), tl.load(master + offset, mask=inside, other=0.0)
             m, v = (
-                tl.load(exp_avg + offset, mask=inside, other=0.0),
-                tl.load(exp_avg_sq + offset, mask=inside, other=0.0),
+                tl.load(exp_avg + offset, mask=inside, other=0.0).to(tl.float32),
+                tl.load(exp_avg_sq + offset, mask=inside, other=0.0).to(tl.float32),
             )
             p, m, v = _adamw(g, p, m, v, factor, step_size, decay, root_bias2, beta1, beta2, eps)
             tl.store(master + offset, p, mask=inside)
-            tl.store(exp_avg + offset, m, mask=inside)
-            tl.store(exp_avg_sq + offset, v, mask=inside)
-            tl.store(param + offset, p.to(dtype), mask=inside)
+            tl.store(exp_avg + offset, m.to(moment_dtype), mask=inside)
+            tl.store(exp_avg_sq + offset, v.to(moment_dtype), mask=inside)
+            if stores:
+                tl.store(param + offset, p.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -157,9 +161,11 @@ def _adamw(
 class FusedUpdate:
     """Norm and AdamW update of many tensors, one launch each.
 
-    params: dense parameters of one dtype. masters, exp_avg, exp_avg_sq: FP32 tensors of the same shapes and strides.
-    grads: FP32 buffers of the same shapes and strides, whose gradients every step applies; empty where steps bring
-    gradients of the parameters' dtype, at addresses that may be new each time. All other addresses must not change.
+    params: dense parameters of one dtype, or the masters themselves, where somebody else writes parameters.
+    masters, exp_avg, exp_avg_sq: tensors of the same shapes and strides, the first FP32, the others of one dtype, FP32
+    or bf16. grads: buffers of one dtype and the same shapes and strides, whose gradients every step applies; empty
+    where steps bring gradients of the parameters' dtype, at addresses that may be new each time. All other addresses
+    must not change.
     """
 
     def __init__(self, params, masters, exp_avg, exp_avg_sq, betas, eps, weight_decay, grads=()):
@@ -175,12 +181,12 @@ class FusedUpdate:
         self.chunks = tuple(torch.tensor(column, device=device) for column in columns)
         self.partial = torch.zeros(len(chunks), device=device)
         self.scalars = torch.zeros(4, device=device)
-        grad_dtype, dtype = (TRITON_DTYPES[tensor.dtype] for tensor in (first_grad, params[0]))
+        dtypes = [TRITON_DTYPES[tensor.dtype] for tensor in (first_grad, params[0], exp_avg[0])]
         norm, update = (tiles.chunk, tiles.norm_block), (tiles.chunk, tiles.update_block)
         logs = (math.log(beta) for beta in betas)
-        self._sum_of_squares = Launch(_sum_of_squares, *norm, grad_dtype, num_warps=tiles.norm_warps)
+        self._sum_of_squares = Launch(_sum_of_squares, *norm, dtypes[0], num_warps=tiles.norm_warps)
         self._prepare = Launch(_prepare, weight_decay, *logs, num_warps=1)
-        fixed = (len(params), *betas, eps, *update, grad_dtype, dtype)
+        fixed = (len(params), *betas, eps, *update, *dtypes, params[0] is not masters[0])
         self._update = Launch(_update, *fixed, num_warps=tiles.update_warps)
         # The strides that a gradient must have too: elements are paired by their place in memory.
         self.layouts = [(param.shape, param.stride()) for param in params]

@@ -83,13 +83,15 @@ class GpuSampler:
 
     def between(self, t0, t1) -> dict:
         """`clocks` of the record over t0 <= time.monotonic() <= t1: medians, highest temperature, reasons seen."""
-        rows = [row for row in self._samples(0) if t0 <= row[0] <= t1]
-        columns = [[row[column] for row in rows if row[column] is not None] for column in (1, 2, 3, 4)]
-        seen = functools.reduce(int.__or__, columns[3], 0)
+        rows = [row for row in self.samples(0) if t0 <= row[0] <= t1]
+        sm_mhz, power_w, temperature_c, reasons = (
+            [row[column] for row in rows if row[column] is not None] for column in (1, 2, 3, 4)
+        )
+        seen = functools.reduce(int.__or__, reasons, 0)
         return {
-            "sm_mhz": statistics.median(columns[0]) if columns[0] else None,
-            "power_w": statistics.median(columns[1]) if columns[1] else None,
-            "temperature_c": max(columns[2]) if columns[2] else None,
+            "sm_mhz": statistics.median(sm_mhz) if sm_mhz else None,
+            "power_w": statistics.median(power_w) if power_w else None,
+            "temperature_c": max(temperature_c, default=None),
             "throttle": [name for bit, name in THROTTLE_REASONS.items() if seen & bit],
         }
 
@@ -97,10 +99,10 @@ class GpuSampler:
         """SM clock of the newest sample, to see whether it has settled."""
         if self._file is None:
             return None
-        rows = self._samples(max(0, os.fstat(self._file.fileno()).st_size - 512))
+        rows = self.samples(max(0, os.fstat(self._file.fileno()).st_size - 512))
         return rows[-1][1] if rows else None
 
-    def _samples(self, start_bytes):
+    def samples(self, start_bytes):
         """(time_s, sm_mhz, power_w, temperature_c, reason bits) of each whole line after `start_bytes`."""
         if self._file is None:
             return []
@@ -108,21 +110,27 @@ class GpuSampler:
         text = os.pread(descriptor, os.fstat(descriptor).st_size - start_bytes, start_bytes).decode(errors="replace")
         lines = text.split("\n")[1 if start_bytes else 0 : -1]
         rows = [line.split(", ") for line in lines]
-        return [(float(row[0]), *map(_number, row[1:4]), _bits(row[4])) for row in rows if len(row) == 5]
+        return [(float(row[0]), *map(_number, row[1:4]), _number(row[4], _bits)) for row in rows if len(row) == 5]
 
 
-def _number(text):
+def _number(text, convert=float):
     try:
-        return float(text)
+        return convert(text)
     except ValueError:  # nvidia-smi's [N/A]
         return None
 
 
 def _bits(text):
+    return int(text, 16)
+
+
+def ask_nvidia_smi(query: str, *options: str) -> list[str]:
+    """The lines that nvidia-smi answers to a --query of it, fields separated by ", "; none where it cannot."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", *options]
     try:
-        return int(text, 16)
-    except ValueError:
-        return None
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def energy_joules(device_uuid) -> float | None:
@@ -130,7 +138,7 @@ def energy_joules(device_uuid) -> float | None:
 
     device_uuid: NVML's, as `env.gpu_uuid` holds it. Two readings bracket a window; NVML counts millijoules.
     """
-    nvml = _nvml()
+    nvml = nvml_or_none()
     if nvml is None or device_uuid is None:
         return None
     try:
@@ -141,7 +149,8 @@ def energy_joules(device_uuid) -> float | None:
 
 
 @functools.cache
-def _nvml():
+def nvml_or_none():
+    """nvidia-ml-py's module, initialised, or None."""
     try:
         import pynvml
     except ImportError:
@@ -155,15 +164,10 @@ def _nvml():
 
 def driver_version() -> str | None:
     """The NVIDIA driver's version, as in 580.65.06."""
-    nvml = _nvml()
+    nvml = nvml_or_none()
     if nvml:
         return nvml.nvmlSystemGetDriverVersion()
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return lines[0] if lines else None
+    return next(iter(ask_nvidia_smi("--query-gpu=driver_version")), None)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ def _process_text(who, num_bytes):
 
 def _processes(gpu_uuid):
     """([(process id, bytes or None)], bytes in use on the GPU or None), by NVML, else by nvidia-smi."""
-    nvml = _nvml()
+    nvml = nvml_or_none()
     if nvml is None:
         return _processes_by_command(gpu_uuid)
     try:
@@ -216,19 +220,11 @@ def _processes(gpu_uuid):
 
 
 def _processes_by_command(gpu_uuid):
-    listing = _ask_nvidia_smi(gpu_uuid, "--query-compute-apps=pid,used_memory")
-    used = _ask_nvidia_smi(gpu_uuid, "--query-gpu=memory.used")
+    listing = ask_nvidia_smi("--query-compute-apps=pid,used_memory", "-i", gpu_uuid)
+    used = ask_nvidia_smi("--query-gpu=memory.used", "-i", gpu_uuid)
     rows = [line.split(", ") for line in listing]
     listed = [(int(row[0]), _mebibytes(row[1])) for row in rows if len(row) == 2 and row[0].isdigit()]
     return listed, _mebibytes(used[0]) if used else None
-
-
-def _ask_nvidia_smi(gpu_uuid, query):
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-i", gpu_uuid]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
 
 
 def _mebibytes(text):

@@ -1,8 +1,10 @@
 """What the host does, and which of its cores belong to a GPU. It is observed, and nothing is ever set."""
 
 import os
-import subprocess
+import sys
 from pathlib import Path
+
+from common.gpu_state import ask_nvidia_smi
 
 
 def read_text(path) -> str | None:
@@ -74,29 +76,20 @@ def cores_of(gpu_uuids, sys_folder="/sys") -> tuple[list[int], int | None]:
     different nodes: the cores of all these nodes, and None as the node. Where a GPU has no node, the system has no list
     of its cores, or none of them may be used: all cores that may be used, and None.
     """
-    allowed = sorted(_allowed_cores())
+    # Only Linux tells which cores a process may use.
+    allowed = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
     nodes = _nodes_of(gpu_uuids, Path(sys_folder)) if gpu_uuids else set()
-    lists = [_core_numbers(read_text(Path(sys_folder) / f"devices/system/node/node{node}/cpulist")) for node in nodes]
+    lists = [core_numbers(read_text(Path(sys_folder) / f"devices/system/node/node{node}/cpulist")) for node in nodes]
     cores = [core for core in allowed if any(core in listed for listed in lists)]
     if not cores or not all(lists):
         return allowed, None
     return cores, nodes.pop() if len(nodes) == 1 else None
 
 
-def _allowed_cores():
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)
-
-
 def _nodes_of(gpu_uuids, sys_folder):
     """NUMA nodes of these GPUs; empty where one of them is unknown or has none."""
-    command = ["nvidia-smi", "--query-gpu=uuid,pci.bus_id", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return set()
-    buses = dict(line.split(", ") for line in listing.splitlines() if line.count(", ") == 1)
+    listing = ask_nvidia_smi("--query-gpu=uuid,pci.bus_id")
+    buses = dict(line.split(", ") for line in listing if line.count(", ") == 1)
     nodes = set()
     for uuid in gpu_uuids:
         # nvidia-smi writes the domain with eight digits, the kernel with four: 00000000:1B:00.0 is 0000:1b:00.0.
@@ -108,7 +101,7 @@ def _nodes_of(gpu_uuids, sys_folder):
     return nodes
 
 
-def _core_numbers(text):
+def core_numbers(text):
     """The kernel's list format: 0-3,8,10-11."""
     cores = set()
     for part in (text or "").split(","):

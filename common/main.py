@@ -4,6 +4,7 @@ if __name__ == "__main__":
     main("gpt3", args, workload)
 """
 
+import os
 import sys
 from typing import NoReturn
 
@@ -11,6 +12,7 @@ import torch
 
 from common import collectives, measure
 from common.config import mistakes_in_one_line
+from common.parallel import Parallel
 
 
 def train(args, workload) -> dict:
@@ -19,6 +21,9 @@ def train(args, workload) -> dict:
     args: `common.config.Arguments`. workload(args, device, rank, world_size): gives (args as they can run here,
     `common.variant.Workload`); a ValueError of it is a mistake of the user's.
     """
+    if isinstance(args.config, Parallel):
+        # Before any rank waits for the others.
+        args.config.ranks(int(os.environ.get("WORLD_SIZE", "1")))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     rank, local_rank, world_size = collectives.init(kind)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)

@@ -30,9 +30,10 @@ import torch
 from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
 from common.agreement import DEAD_S, GRACE_S, Agreement, RankFault
+from common.host_messages import of_all_ranks, of_first_rank
 from common.marks import mark, section
 from common.passes import statistic
-from common.state_hash import StateHasher
+from common.state_hash import StateHasher, write_sidecar
 from common.variant import Capture, CaptureError, Unsupported, Workload, synchronize
 
 __all__ = ["Capture", "Unsupported", "Workload", "mark", "process_settings", "run", "section", "statistic"]
@@ -257,15 +258,16 @@ def _parity_pass(record, state, variant, config, options):
         synchronize()
         step_ms = (time.perf_counter() - start) * 1e3
         hasher.update()
-        if index == 1 and not options.parity_steps and passes.of_first_rank(passes.is_long(step_ms, config)):
+        if index == 1 and not options.parity_steps and of_first_rank(passes.is_long(step_ms, config)):
             num_steps = LONG_PARITY_STEPS
         index += 1
     passes.fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
     _judge_promise(record, num_steps)
     losses, norms = state.read_losses(num_steps), state.read_grad_norms(num_steps)
     record["numerics"].update(loss=losses, grad_norm=norms, state_hash=hasher.digest())
+    ranks = of_all_ranks(hasher.seen())
     if options.record:
-        hasher.write(Path(options.record).with_suffix(".parity.npz"), losses, norms)
+        write_sidecar(Path(options.record).with_suffix(".parity.npz"), ranks, losses, norms)
     _require_finite(losses)
 
 
@@ -385,7 +387,7 @@ def _gather_ranks(record, workload, rank):
     own |= {name: record[name] for name in ("busy_ms", "idle_fraction", "memory", "clocks")}
     own |= {"statistic_ms": record["extra"].pop("own_statistic_ms", None)}
     own |= {"num_replays": record["capture"]["num_replays"], "state_hash": record["numerics"]["state_hash"]}
-    record["ranks"] = passes.of_all_ranks(own | {"status": record["status"], "message": record["message"]})
+    record["ranks"] = of_all_ranks(own | {"status": record["status"], "message": record["message"]})
     for other in record["ranks"]:
         status, message = other.pop("status"), other.pop("message")
         if status != "pass" and record["status"] == "pass":
@@ -400,7 +402,8 @@ def _evaluate(record, state, variant, log):
     start = time.monotonic()
     try:
         with getattr(variant, "as_eager", contextlib.nullcontext)():
-            record["extra"]["eval_loss"] = state.evaluate()
+            # A variant may have a graph for it.
+            record["extra"]["eval_loss"] = getattr(variant, "evaluate", state.evaluate)()
     except (Unsupported, torch.OutOfMemoryError) as error:
         record["extra"]["notes"].append(f"no evaluation: {str(error).splitlines()[0]}")
     else:

@@ -40,9 +40,9 @@ class Log:
         self.hyperparameters = hyperparameters
         self.samples_per_step = hyperparameters.get("global_batch_size", 0)
         # One clock for all lines, so that a wall clock that is set meanwhile cannot disorder them.
-        self._origin_s = time.time() - time.monotonic()
+        self.origin_s = time.time() - time.monotonic()
         self._end_s = None
-        self._file = _open(path)
+        self.file = _open(path)
 
     def begin(self, record: dict) -> None:
         """What runs and how it trains, before anything is built."""
@@ -106,26 +106,26 @@ class Log:
         if record["status"] != "pass":
             status = {"status": "aborted", "reason": f"{record['status']}: {record['message']}"}
         self._event(END, "run_stop", at_s=self._end_s, **status)
-        if self._file not in (None, sys.stdout):
-            self._file.close()
+        if self.file not in (None, sys.stdout):
+            self.file.close()
 
     def _samples(self, num_steps):
         return {"samples_count": num_steps * self.samples_per_step}
 
     def _event(self, event_type, key, value=None, at_s=None, **metadata):
-        if self._file is None:
+        if self.file is None:
             return
         caller = sys._getframe(1)
         file = Path(caller.f_code.co_filename).relative_to(ROOT).as_posix()
         line = {
             "namespace": "",
-            "time_ms": int((self._origin_s + (time.monotonic() if at_s is None else at_s)) * 1e3),
+            "time_ms": int((self.origin_s + (time.monotonic() if at_s is None else at_s)) * 1e3),
             "event_type": event_type,
             "key": key,
             "value": value,
             "metadata": {"file": file, "lineno": caller.f_lineno, **metadata},
         }
-        print(TOKEN, records.dumps(line), file=self._file, flush=True)
+        print(TOKEN, records.dumps(line), file=self.file, flush=True)
 
 
 def _open(path):

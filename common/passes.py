@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from common import environment, launches, marks, proof, queue_model, trace
+from common.host_messages import barrier, of_all_ranks, of_first_rank
 from common.variant import synchronize
 
 SETTLE_BLOCK_S = 1.0
@@ -191,7 +192,7 @@ def _window(record, state, variant, num_steps, device, sampler, sample):
     record["statistic_ms"], record["rank_skew_ms"] = statistic_ms, skew_ms([own[1] for own in every])
     if len(every) > 1:
         record["extra"]["own_statistic_ms"] = statistic(step_ms, batch)
-    record["conditions"]["window_s"] = wall
+    record["conditions"]["window_s"] = wall_ms / 1e3
     record["proof"]["state_step"] = sampled_step
     fill_capture(record, variant, variant.capture.num_replays - replays_before, num_steps)
     return window_start
@@ -396,33 +397,6 @@ def nodes(variant):
 def own_cores() -> list[int]:
     """The cores that this process may use, rising; empty where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-
-
-def is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def barrier():
-    if is_distributed():
-        torch.distributed.barrier()
-
-
-def of_first_rank(value):
-    """Rank 0's value on every rank: clocks differ, and ranks that take different numbers of steps wait for ever."""
-    if not is_distributed():
-        return value
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def of_all_ranks(value) -> list:
-    """Every rank's value, by rank."""
-    if not is_distributed():
-        return [value]
-    every = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, value)
-    return every
 
 
 def skew_ms(every: list[list[float]]) -> float | None:

@@ -9,6 +9,8 @@ A script uses one of `NoScaling`, `TransformerEngineScaling`, `EmulatedScaling`:
 
     with fp8.forward():                   the layers of one microbatch, called or replayed; scales updated on exit
     with fp8.backward(replayed=False):    their backward pass
+    with fp8.layers(first=True):          the layers of one chunk and microbatch of a pipeline; no update
+    fp8.update()                          all scales once, after a step's last pass, where layers() was used
     with fp8.capturing():                 around captures: no update is recorded
     with fp8.other_workspace():           captures that will be replayed beside others
     fp8.reset(), fp8.named_state()        in place; for hashing
@@ -23,6 +25,8 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
+from common import collectives
+
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
 
@@ -36,6 +40,13 @@ class NoScaling:
     @contextlib.contextmanager
     def backward(self, replayed: bool = False):
         yield
+
+    @contextlib.contextmanager
+    def layers(self, first: bool):
+        yield
+
+    def update(self):
+        """No scales."""
 
     @contextlib.contextmanager
     def capturing(self):
@@ -78,23 +89,32 @@ def transformer_engine():
 class TransformerEngineScaling:
     """DelayedScaling as NVIDIA's GPT-3 submission sets it: hybrid formats, history 1024, "max", margin 0.
 
-    layers: the te modules. Their scales are registered with TE by their first eager call.
+    layers: the te modules. Their scales are registered with TE by their first eager call. group: name of the ranks
+    over which amaxes are reduced, such as those that share each layer; None: TE's choice, all ranks.
     """
 
-    def __init__(self, layers, amax_history_len: int = 1024):
+    def __init__(self, layers, amax_history_len: int = 1024, group: str | None = None):
         from transformer_engine.common import recipe
 
-        self.layers = layers
+        self._modules = layers
         self._workspace = None
+        self.group = None if group is None else collectives.process_group(group)
         self.recipe = recipe.DelayedScaling(
-            margin=0, fp8_format=recipe.Format.HYBRID, amax_history_len=amax_history_len, amax_compute_algo="max"
+            margin=0,
+            fp8_format=recipe.Format.HYBRID,
+            amax_history_len=amax_history_len,
+            amax_compute_algo="max",
+            reduce_amax=group is None or self.group is not None,
         )
+
+    def _autocast(self, **flags):
+        options = {"enabled": True, "recipe": self.recipe, "amax_reduction_group": self.group}
+        return transformer_engine().autocast(**options, **flags)
 
     @contextlib.contextmanager
     def forward(self):
-        te = transformer_engine()
         # On exit TE updates the forward scales from the amaxes, whether layers were called or replayed.
-        with te.autocast(enabled=True, recipe=self.recipe):
+        with self._autocast():
             yield
 
     @contextlib.contextmanager
@@ -107,12 +127,39 @@ class TransformerEngineScaling:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
     @contextlib.contextmanager
+    def layers(self, first: bool):
+        """TE alone would update the scales of all chunks whenever one of them has run.
+
+        first: whether graphs that TE made cast the weights.
+        """
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        region = self._autocast()
+        region.__enter__()
+        try:
+            # Whose backward would update the scales; TE's graphs would set the flag of the cast there, too.
+            FP8GlobalStateManager.is_first_fp8_module()
+            if FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None:
+                FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(not first)
+            yield
+        finally:
+            # The exit updates where gradients are recorded.
+            with torch.no_grad():
+                region.__exit__(None, None, None)
+
+    def update(self):
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        for forward in (True, False):
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=forward)
+
+    @contextlib.contextmanager
     def capturing(self):
         from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
 
         set_capture_start()
         try:
-            with transformer_engine().autocast(enabled=True, recipe=self.recipe, _graph=True):
+            with self._autocast(_graph=True):
                 yield
         finally:
             set_capture_end()
@@ -145,7 +192,7 @@ class TransformerEngineScaling:
         yield from self._tensors("amax_history")
 
     def _tensors(self, what):
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._modules):
             for name, module in layer.named_modules():
                 meta = getattr(module, "fp8_meta", {})
                 for key in ("scaling_fwd", "scaling_bwd"):
@@ -161,10 +208,11 @@ class EmulatedScaling(NoScaling):
     """Delayed scaling without FP8 GEMMs: operands are rounded to FP8 values and multiplied in the layer's dtype.
 
     Modules are `EmulatedLinear`s found under `layers`. Same histories, scales and weight cache as the
-    real recipe, so that captures meet the same side effects on any machine.
+    real recipe, so that captures meet the same side effects on any machine. group: name of the ranks
+    over which amaxes are reduced.
     """
 
-    def __init__(self, layers, amax_history_len: int = 1024):
+    def __init__(self, layers, amax_history_len: int = 1024, group: str = collectives.ALONE):
         self.linears = [
             (f"layers.{index}.{name}", module)
             for index, layer in enumerate(layers)
@@ -173,8 +221,8 @@ class EmulatedScaling(NoScaling):
         ]
         device = self.linears[0][1].weight.device
         # Rows: input and weight of each linear, then gradient of each; one fused update a direction.
-        self._forward = _ScalingState(2 * len(self.linears), amax_history_len, E4M3_MAX, device)
-        self._backward = _ScalingState(len(self.linears), amax_history_len, E5M2_MAX, device)
+        self._forward = _ScalingState(2 * len(self.linears), amax_history_len, E4M3_MAX, device, group)
+        self._backward = _ScalingState(len(self.linears), amax_history_len, E5M2_MAX, device, group)
         for index, (_, linear) in enumerate(self.linears):
             linear.attach(self._forward, 2 * index, self._backward, index)
 
@@ -186,6 +234,10 @@ class EmulatedScaling(NoScaling):
     @contextlib.contextmanager
     def backward(self, replayed: bool = False):
         yield
+        self._backward.update()
+
+    def update(self):
+        self._forward.update()
         self._backward.update()
 
     def reset(self):
@@ -202,13 +254,15 @@ class EmulatedScaling(NoScaling):
 class _ScalingState:
     """amax_history [history, rows], scale [rows]: the layout of the real recipe, newest amax in history row 0."""
 
-    def __init__(self, rows, history, largest, device):
-        self.largest = largest
+    def __init__(self, rows, history, largest, device, group):
+        self.largest, self.group = largest, group
         self.amax_history = torch.zeros(history, rows, device=device)
         self.scale = torch.ones(rows, device=device)
 
     @torch.no_grad()
     def update(self):
+        if collectives.group_size(self.group) > 1:
+            collectives.all_reduce_max_(self.amax_history[0], self.group)
         amax = self.amax_history.amax(dim=0)
         usable = (amax > 0) & torch.isfinite(amax)
         self.scale.copy_(
@@ -248,8 +302,9 @@ class EmulatedLinear(torch.nn.Module):
         self.forward_state, self.forward_row = forward_state, forward_row
         self.backward_state, self.backward_row = backward_state, backward_row
 
-    def forward(self, x, is_first_microbatch: bool):
-        return _EmulatedLinear.apply(x, self.weight, self.bias, self, is_first_microbatch)
+    def forward(self, x, is_first_microbatch: bool, add_bias: bool = True):
+        """add_bias=False leaves the bias to the caller, who adds it to a sum over ranks."""
+        return _EmulatedLinear.apply(x, self.weight, self.bias if add_bias else None, self, is_first_microbatch)
 
 
 class _EmulatedLinear(torch.autograd.Function):
@@ -267,7 +322,7 @@ class _EmulatedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         module = ctx.module
-        grad_bias = grad.flatten(0, -2).sum(0)
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         grad = module.backward_state.quantize(grad, module.backward_row, torch.float8_e5m2)
         grad_x = grad @ module.weight_cache
         grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)

@@ -118,7 +118,8 @@ TEMPLATE = {
     "busy_ms": None,
     "optimizer_ms": None,
     "rank_skew_ms": None,
-    # Of several ranks: rank, gpu_uuid, statistic_ms, num_replays of each.
+    # Of several ranks, each: rank, stage, gpu_uuid, statistic_ms, busy_ms, idle_fraction, num_replays, state_hash,
+    # memory and clocks.
     "ranks": [],
     "num_kernels": None,
     "idle_fraction": None,
@@ -163,7 +164,7 @@ TEMPLATE = {
 
 # Schema 1 had these besides, and none of what it lacks here.
 _ONLY_1 = {"capture": ("num_fallbacks",)}
-_ONLY_2 = {
+ONLY_2 = {
     "": ("session", "attempt", "begin_utc", "end_utc", "conditions", "seconds", "promised", "ranks", "proof", "digest"),
     "env": ("git_tree", "run_hash"),
     "numerics": ("reference",),
@@ -174,7 +175,7 @@ def _template(schema):
     if schema == SCHEMA:
         return TEMPLATE
     template = copy.deepcopy(TEMPLATE)
-    for group, keys in _ONLY_2.items():
+    for group, keys in ONLY_2.items():
         for key in keys:
             del (template[group] if group else template)[key]
     for group, keys in _ONLY_1.items():
@@ -238,14 +239,14 @@ def write(path: str | os.PathLike, record: dict) -> None:
     write_text(path, dumps(record) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """The same for any text."""
+def write_text(path: Path, text: str | bytes) -> None:
+    """The same for any text, or for bytes."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

@@ -2,6 +2,7 @@
 
 Each is an autograd function of one collective forward and its transpose, another collective, for the gradient. group: a
 group's name as in common/collectives.py; with one rank they return x itself. Sequences lie along the first dimension.
+`look_up` and `cross_entropy`, of a vocabulary that is split over the ranks, are made of them.
 
     y = reduce_from_region(F.linear(gelu(F.linear(copy_to_region(x, tensor), column)), row), tensor)
 
@@ -11,6 +12,7 @@ reduce_scatter_to_sequence for the latter.
 """
 
 import torch
+from torch.nn import functional as F
 
 from common import collectives
 
@@ -105,3 +107,34 @@ def scatter_to_sequence(x, group=""):
 def all_to_all(x, group=""):
     """Part r of the result [n, ...] is this rank's part of rank r's x [n, ...]; a part has n / ranks rows."""
     return _region(x, group, _swapped, _swapped)
+
+
+def look_up(tokens, table, group="", find=F.embedding):
+    """[s / ranks, b, h]: this rank's tokens of the rows that `tokens` [s, b] names.
+
+    table: [rows, h], this rank's part of all rows, in the order of ranks. find: find(rows, table) of rows within it.
+    """
+    if collectives.group_size(group) == 1:
+        return find(tokens, table)
+    rows, inside = _own_part(tokens, table.shape[0], group)
+    return reduce_scatter_to_sequence(find(rows, table) * inside[..., None], group)
+
+
+def cross_entropy(logits, targets, group=""):
+    """Mean cross-entropy, alike on all ranks: logits [n, rows] of each rank's part of the words; targets [n]."""
+    if collectives.group_size(group) == 1:
+        return F.cross_entropy(logits, targets)
+    largest = logits.detach().amax(-1)
+    collectives.all_reduce_max_(largest, group)
+    logits = logits - largest[:, None]
+    log_sum = reduce_from_region(logits.exp().sum(-1), group).log()
+    rows, inside = _own_part(targets, logits.shape[1], group)
+    of_target = logits.gather(-1, rows[:, None])[:, 0] * inside
+    return (log_sum - reduce_from_region(of_target, group)).mean()
+
+
+def _own_part(rows, count, group):
+    """(rows counted from this rank's first one, 0 where another rank has them; whether this rank has them)."""
+    rows = rows - collectives.group_rank(group) * count
+    inside = (rows >= 0) & (rows < count)
+    return torch.where(inside, rows, 0), inside

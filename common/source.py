@@ -6,6 +6,7 @@ files does not travel with a copy, and packs and scratch folders lie beside the 
 and git does not know makes the tree dirty, so that the hash of a clean tree is always that of its commit.
 """
 
+import functools
 import hashlib
 import os
 import subprocess
@@ -23,7 +24,7 @@ FOLDERS_LEFT_OUT = ("runs", "build", "dist", "node_modules", "__pycache__")
 HIDDEN_FOLDER_OF_CODE = ".ci"
 
 # Files that this process had compiled, absolute; see `note_compiled`.
-_compiled = set()
+compiled = set()
 
 # ------------------------------------------------------------------------------------------------
 # What code is
@@ -66,7 +67,7 @@ def source_hash(root: Path = ROOT) -> str:
 
     Independent of git and of the order in which the file system lists. A link counts by where it points, as in git.
     """
-    return _hash_files({name: _content(root / name) for name in code_files(root)})
+    return hash_files({name: _content(root / name) for name in code_files(root)})
 
 
 def source_hash_of_commit(sha: str, root: Path = ROOT) -> str | None:
@@ -91,7 +92,7 @@ def source_hash_1_of_commit(model: str, sha: str, root: Path = ROOT) -> str | No
 
 def note_compiled(path: str | os.PathLike) -> None:
     """Tell `run_hash` of a file that this process compiles and does not import, as a .cu or .cpp."""
-    _compiled.add(os.path.realpath(path))
+    compiled.add(os.path.realpath(path))
 
 
 def run_hash(root: Path = ROOT) -> str:
@@ -104,10 +105,14 @@ def run_hash(root: Path = ROOT) -> str:
     root = Path(os.path.realpath(root))
     # A module's own dictionary: some of torch's and others' modules import on any other access.
     files = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
-    paths = {os.path.realpath(file) for file in files if isinstance(file, str)} | _compiled
+    paths = {_real_path(file) for file in files if isinstance(file, str)} | compiled
     names = {path[len(f"{root}/") :] for path in paths if path.startswith(f"{root}/")}
     names = {name for name in names | {"constraints.txt"} if _may_have_run(name, root)}
-    return _hash_files({name: _content(root / name) for name in names})
+    return hash_files({name: _content(root / name) for name in names})
+
+
+# Of two thousand modules: a process that makes several records, as tests do, looks them up once.
+_real_path = functools.cache(os.path.realpath)
 
 
 def _may_have_run(name, root):
@@ -121,7 +126,7 @@ def _content(path):
     return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
 
 
-def _hash_files(files):
+def hash_files(files):
     """files: path relative to the root -> content. Lengths are hashed too, so that no two trees run together."""
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -144,7 +149,7 @@ def _blobs_of_commit(sha, root, *folders):
 
 
 def _hash_blobs(blobs, root):
-    """`_hash_files` of what git holds; None without a blob, or where git lacks one."""
+    """`hash_files` of what git holds; None without a blob, or where git lacks one."""
     answer = blobs and _git(root, "cat-file", "--batch", stdin="".join(f"{blob}\n" for blob in blobs.values()).encode())
     if not answer:
         return None
@@ -157,7 +162,7 @@ def _hash_blobs(blobs, root):
         start = header_end + 1
         files[name] = answer[start : start + int(header[2])]
         start += int(header[2]) + 1
-    return _hash_files(files)
+    return hash_files(files)
 
 
 # ------------------------------------------------------------------------------------------------

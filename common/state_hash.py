@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 CHUNK = 1 << 24
+NUM_KEPT_WEIGHTS = 1 << 18
 NUM_SAMPLES = 256
 _ODD = 0x1E3779B97F4A7C15  # an odd multiplier spreads neighbouring positions over all 64 bits
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # narrower than the sum: .to() below copies
@@ -22,10 +23,22 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].to(torch.int64)
-        weight = torch.arange(start, start + part.numel(), device=tensor.device, dtype=torch.int64)
-        weight.mul_(_ODD).add_(_ODD).bitwise_or_(1)
-        total += (part.add_(1).mul_(weight)).sum()
+        if part.is_cpu and start + part.numel() <= NUM_KEPT_WEIGHTS:
+            weight = _FIRST_WEIGHTS[start : start + part.numel()]
+        else:
+            weight = _weights(start, part.numel(), tensor.device)
+        total += part.add_(1).mul_(weight).sum()
     return total
+
+
+def _weights(start, count, device):
+    """int64 [count]: the odd weights of positions start, start + 1, ..."""
+    weight = torch.arange(start, start + count, device=device, dtype=torch.int64)
+    return weight.mul_(_ODD).add_(_ODD).bitwise_or_(1)
+
+
+# A host spends more time on weights than on the sums of small tensors, of which a state has thousands.
+_FIRST_WEIGHTS = _weights(0, NUM_KEPT_WEIGHTS, "cpu")
 
 
 class StateHasher:
@@ -59,16 +72,25 @@ class StateHasher:
             row[: picked.numel()] = picked
         return rows.numpy()
 
-    def write(self, path: Path, losses, grad_norms) -> None:
-        """The sidecar that the harness compares: names, hashes, samples, loss, grad_norm (compressed .npz)."""
-        import numpy
+    def seen(self) -> dict:
+        """names [T], hashes uint64 [steps, T] and samples float32 [T, NUM_SAMPLES]."""
+        return {"names": list(self.names), "hashes": self.hashes(), "samples": self.samples()}
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        numpy.savez_compressed(
-            path,
-            names=numpy.array(self.names),
-            hashes=self.hashes(),
-            samples=self.samples(),
-            loss=numpy.array(losses, dtype=numpy.float64),
-            grad_norm=numpy.array(grad_norms, dtype=numpy.float64),
-        )
+
+def write_sidecar(path: Path, ranks: list[dict], losses, grad_norms) -> None:
+    """What the harness compares, compressed .npz: names, hashes, samples, loss, grad_norm.
+
+    ranks: what the hasher of each rank has seen. Tensors of the ranks from 1 on are named after their rank.
+    """
+    import numpy
+
+    names = [name if rank == 0 else f"rank {rank}: {name}" for rank, own in enumerate(ranks) for name in own["names"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numpy.savez_compressed(
+        path,
+        names=numpy.array(names),
+        hashes=numpy.concatenate([own["hashes"] for own in ranks], axis=1),
+        samples=numpy.concatenate([own["samples"] for own in ranks]),
+        loss=numpy.array(losses, dtype=numpy.float64),
+        grad_norm=numpy.array(grad_norms, dtype=numpy.float64),
+    )

@@ -247,7 +247,7 @@ def trace_steps(step, cuda: bool) -> dict:
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
     schedule = torch.profiler.schedule(wait=0, warmup=UNTRACED_STEPS, active=TRACED_STEPS, repeat=1)
     last = UNTRACED_STEPS + TRACED_STEPS - 1
-    with torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as profiler:
+    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
         for index in range(last + 1):
             step(index)
             if cuda and index in (UNTRACED_STEPS - 1, last):

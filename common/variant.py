@@ -116,6 +116,7 @@ class Variant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 
     A variant that changed the model, as torch.compile does, has `as_eager()` too: a context in which it is eager again.
+    One that captured the evaluation has an `evaluate()` of its own, which stands for the state's.
     """
 
     capture: Capture

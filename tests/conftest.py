@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -15,11 +16,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # Before any test imports torch: processes of one test share few cores, and idle threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+num_modules_frozen = 0
 
-def pytest_collection_finish():
+
+def pytest_runtest_setup():
     """What tests import stays: a run collects garbage around its window, half a second each time among all of it."""
-    gc.collect()
-    gc.freeze()
+    global num_modules_frozen
+    if len(sys.modules) > num_modules_frozen + 100:
+        gc.collect()
+        gc.freeze()
+        num_modules_frozen = len(sys.modules)
 
 
 def pytest_collection_modifyitems(items):

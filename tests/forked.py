@@ -53,7 +53,12 @@ def _main(module, arguments, environment, stdout, stderr):
     os.chdir(ROOT)
     # As python -m has it: the folder first, and no name of what forked it.
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    for name in ("__mp_main__", "tests", "tests.forked"):
+    imported_again = {"__mp_main__", "tests", "tests.forked"}
+    if environment.get("TRITON_INTERPRET") == "1":
+        # Triton, which torch imports, decides when it is imported. Its C++ cannot be loaded twice and does not ask.
+        triton = {name for name in sys.modules if name.split(".")[0] == "triton"}
+        imported_again |= {name for name in triton if not name.startswith("triton._C")}
+    for name in imported_again:
         sys.modules.pop(name, None)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

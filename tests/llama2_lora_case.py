@@ -1,5 +1,6 @@
 """A small Llama LoRA for tests: lean stacks of any plan, and the same model in functional PyTorch under autograd."""
 
+import json
 from dataclasses import replace
 
 import numpy
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from common import memory_plan
+from common.safetensors_file import write_file
 from common.state_hash import StateHasher
 from llama2_lora import plan as plans
 from llama2_lora import train
@@ -65,11 +67,11 @@ def make_stack(config, names=None, main=torch.bfloat16, inputs=None, operators=T
 
 def run_step(stack):
     """Losses and gradients of one step: (loss, flat gradients), copies."""
-    stack.begin()
+    stack.embed()
     stack.forward_all()
     stack.head()
     stack.backward_all()
-    stack.end()
+    stack.update_scales()
     return stack.loss.clone(), stack.adapters.grads.clone()
 
 
@@ -150,3 +152,63 @@ def assert_equal(ours, eager, state):
     differ = numpy.argwhere(ours[2] != eager[2])
     assert not len(differ), f"step {differ[0][0]}: {names[differ[0][1]]}"
     assert ours[:2] == eager[:2]
+
+
+# --- checkpoints
+
+
+def described(config, **others):
+    """config.json as transformers 4 wrote it for Llama 2."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab,
+        **others,
+    }
+
+
+def weights(config, dtype=torch.bfloat16):
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = {
+        "self_attn.q_proj": (q, config.hidden),
+        "self_attn.k_proj": (kv, config.hidden),
+        "self_attn.v_proj": (kv, config.hidden),
+        "self_attn.o_proj": (config.hidden, q),
+        "mlp.gate_proj": (config.ffn, config.hidden),
+        "mlp.up_proj": (config.ffn, config.hidden),
+        "mlp.down_proj": (config.hidden, config.ffn),
+        "input_layernorm": (config.hidden,),
+        "post_attention_layernorm": (config.hidden,),
+    }
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in layer.items()}
+    shapes["model.embed_tokens.weight"] = shapes["lm_head.weight"] = (config.vocab, config.hidden)
+    shapes["model.norm.weight"] = (config.hidden,)
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def write_checkpoint(folder, config, tensors=None, shards=2, **others):
+    """A folder as save_pretrained leaves it: one file, or shards with an index."""
+    folder.mkdir(exist_ok=True)
+    tensors = weights(config) if tensors is None else tensors
+    (folder / "config.json").write_text(json.dumps(described(config, **others)))
+    if shards == 1:
+        write_file(folder / "model.safetensors", tensors, {"format": "pt"})
+        return folder
+    names, weight_map = list(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[shard::shards]}
+        write_file(folder / file, part, {"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder

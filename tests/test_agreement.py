@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import trust
 from common import record as records
 from common.agreement import Agreement, RankFault
 from tests.rank_job import KINDS, PHASES
@@ -79,6 +80,7 @@ def test_every_rank_is_in_the_record(few):
         assert rank["num_replays"] == len(record["steps"]["gpu_ms"]) and rank["memory"]["peak_allocated_bytes"] > 0
     assert record["statistic_ms"] == max(rank["statistic_ms"] for rank in record["ranks"])
     assert record["rank_skew_ms"] >= 0
+    assert trust.contradiction(record) is None
 
 
 @pytest.mark.slow

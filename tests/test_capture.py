@@ -8,7 +8,6 @@ import types
 import pytest
 import torch
 
-from common import capture
 from common.capture import CaptureError, Pool, StaticInputs
 
 CPU = torch.device("cpu")
@@ -296,7 +295,7 @@ def test_a_replaced_static_input_is_an_error_on_cuda(cuda):
     graph.replay()
     for other in (torch.zeros(2), torch.zeros(3), y.data.view(torch.int32)):
         y.data = other
-        with pytest.raises(CaptureError, match="static input 1 changed"):
+        with pytest.raises(CaptureError, match="static input 1 is not as captured"):
             graph.replay()
     assert graph.num_replays == 1 and log.count("replay") == 1
 
@@ -369,9 +368,3 @@ def test_nodes_on_cuda_by_type_or_nothing_without_cuda_bindings(cuda, monkeypatc
     assert pool.nodes() == {"kernel": 4, "memcpy": 2}
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     assert pool.nodes() == {}
-
-
-def test_the_host_and_cuda_raise_one_error():
-    from common import host_graph
-
-    assert capture.CaptureError is host_graph.CaptureError

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,10 @@ echo "make $*" >>"$CALLS"
 case $1 in
 test) echo "==== 12 passed, 2 skipped, 9 deselected in 3.21s ====" ;;
 test-slow) echo "${SLOW_SUMMARY:-3 passed, 18 deselected in 61.00s (0:01:01)}" ;;
+bench)
+    echo "12 steps a second"
+    [ -z "${ENDLESS:-}" ] || exec sleep 60
+    ;;
 esac
 [ "$1" != "${FAILING:-}" ] || exit 2
 """
@@ -147,7 +152,7 @@ esac
 # What comes in packages, all there, so that nothing is installed.
 SLURM = ("sbatch", "slurmctld", "slurmd", "munged")
 PACKAGED = (*SLURM, "git", "shellcheck", "espeak-ng")
-TOOLS = ("awk", "bash", "cat", "chmod", "dirname", "env", "id", "mktemp", "rm", "tee")
+TOOLS = ("awk", "bash", "cat", "chmod", "dirname", "env", "id", "mktemp", "rm", "sleep", "tee")
 FAKE_SUDO = '#!/bin/bash\nshift\nexec "$@"\n'
 # Installs the names in INSTALLS beside itself.
 FAKE_APT = """#!/bin/bash
@@ -207,10 +212,13 @@ def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
     status, lines, calls = run_ci(tmp_path)
     assert status == 0
     assert calls[0] == "make lint" and calls[1].startswith("python -m pip ") and " triton==" in calls[1]
-    assert calls[2:4] == ["make test", "make test-slow"]
-    assert calls[4].startswith("make bench MODEL=gpt3 PRESET=tiny ROUNDS=2 OUT=")
-    folder = calls[4].partition("OUT=")[2]
+    assert calls[2] == "make test"
+    # The benchmark runs beside the slow tests.
+    bench, slow = sorted(calls[3:5])
+    assert bench.startswith("make bench MODEL=gpt3 PRESET=tiny ROUNDS=2 OUT=") and slow == "make test-slow"
+    folder = bench.partition("OUT=")[2]
     assert calls[5:] == [f"python .ci/check_records.py {folder} --model gpt3 --rounds 2"]
+    assert lines.index("12 steps a second") > lines.index("3 passed, 18 deselected in 61.00s (0:01:01)")
     assert lines[-1].startswith("15 passed, 2 skipped in ")
 
 
@@ -221,15 +229,22 @@ def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
         ("triton", 2, 1, 0),
         ("test", 3, 2, 12),
         ("test-slow", 4, 2, 15),
-        ("bench", 5, 2, 15),
-        ("records", 6, 1, 15),
+        ("bench", 4, 2, 15),
+        ("records", 5, 1, 15),
     ],
 )
 def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, passed):
     returned, lines, calls = run_ci(tmp_path, FAILING=failing)
-    assert (returned, len(calls)) == (status, num_calls)
+    assert (returned, len([call for call in calls if not call.startswith("make bench")])) == (status, num_calls)
     assert lines[-2] == f"step {failing} failed with exit status {status}"
     assert lines[-1].startswith(f"1 failed, {passed} passed, ")
+
+
+def test_ci_ends_the_benchmark_where_slow_tests_fail(tmp_path):
+    start = time.monotonic()
+    status, lines, _ = run_ci(tmp_path, FAILING="test-slow", ENDLESS="1")
+    assert status == 2 and lines[-2] == "step test-slow failed with exit status 2"
+    assert time.monotonic() - start < 30
 
 
 def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):

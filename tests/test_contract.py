@@ -1,16 +1,15 @@
 """What every model promises the harness: each folder with a train.py, each of its variants, on the CPU."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
 import pytest
-from mlperf_logging.compliance_checker import mlp_compliance
 
 from benchmarks import proven, trust
 from common import record as records
@@ -21,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = sorted(path.parent.name for path in ROOT.glob("*/train.py"))
 # As on a machine without a GPU, whatever this one has.
 CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+# Of eager, which has to show that it learns, and of what is compared with it, in its first steps.
+EAGER_STEPS, NUM_STEPS = 20, 6
 
 
 def train(model, *arguments, python=()):
@@ -42,47 +43,46 @@ def describe(model):
 
 DESCRIBED = {model: describe(model) for model in MODELS}
 EACH = [(model, variant) for model in MODELS for variant in DESCRIBED[model]["variants"]]
-# What looks inside a run is the same code for all variants: a plain one, a graphed one, one that cannot run here.
-LOOKED_AT = [pair for pair in EACH if pair[1] in ("eager", "graph", "compile")]
+# What looks inside a run is the same code for all variants and models, but for their sections: of each model a plain
+# variant and a graphed one, and one that cannot run here.
+LOOKED_AT = [pair for pair in EACH if pair[1] in ("eager", "graph") or pair == ("gpt3", "compile")]
 
 
 @pytest.fixture(scope="module")
-def parity_runs(tmp_path_factory):
-    """(model, variant, repetition) -> a future of (process, path of the record); two processes at a time."""
+def parity_run(tmp_path_factory):
+    """parity_run(model, variant, repetition=0): (process, path of the record), run when it is first asked for."""
     folder = tmp_path_factory.mktemp("contract")
 
+    @functools.cache
     def run(model, variant, repetition):
         path = folder / model / f"{variant}.{repetition}.json"
-        flags = ("--preset", "tiny", "--variant", variant, "--parity", "--steps", "20", "--record", str(path))
-        # One run of each model is the plain command; equal to a forked one, it vouches for those.
-        return (train if repetition else fork)(model, *flags), path
+        steps = EAGER_STEPS if (variant, repetition) == ("eager", 0) else NUM_STEPS
+        flags = ("--preset", "tiny", "--variant", variant, "--parity", "--parity-steps", str(steps))
+        # One run is the plain command; equal to a forked one, it vouches for those.
+        is_plain = (model, repetition) == ("gpt3", 1)
+        return (train if is_plain else fork)(model, *flags, "--record", str(path)), path
 
-    wanted = [(model, "eager", 1) for model in MODELS] + [(*pair, 0) for pair in EACH]
-    with ThreadPoolExecutor(2) as pool:
-        yield {key: pool.submit(run, *key) for key in wanted}
-        pool.shutdown(cancel_futures=True)
+    return lambda model, variant, repetition=0: run(model, variant, repetition)
 
 
 @pytest.fixture(scope="module")
-def looks_inside(tmp_path_factory):
-    """(model, variant, "--mllog" or "--profile") -> a future of (process, path of what the flag asks for)."""
+def look_inside(tmp_path_factory):
+    """look_inside(model, variant, "--mllog" or "--profile"): (process, path of what the flag asks for)."""
     folder = tmp_path_factory.mktemp("looks")
     # A warm-up and a window of a few steps, in the words that every Config has.
     short = ("--min-steps", "4", "--min-window-s", "0", "--warmup-min-s", "0", "--warmup-max-s", "0")
 
+    @functools.cache
     def run(model, variant, flag):
         path = folder / model / f"{variant}{flag}.json"
         return fork(model, "--preset", "tiny", "--variant", variant, *short, flag, str(path)), path
 
-    wanted = [(*pair, flag) for pair in LOOKED_AT for flag in ("--mllog", "--profile")]
-    with ThreadPoolExecutor(2) as pool:
-        yield {key: pool.submit(run, *key) for key in wanted}
-        pool.shutdown(cancel_futures=True)
+    return run
 
 
-def read(parity_runs, *key):
+def read(parity_run, *key):
     """Record and sidecar (None without one) of a run that ended well."""
-    process, path = parity_runs[key].result()
+    process, path = parity_run(*key)
     assert process.returncode == 0, process.stderr
     sidecar = path.with_suffix(".parity.npz")
     if not sidecar.exists():
@@ -131,12 +131,13 @@ def test_answers_at_once_and_without_torch(model, flag):
     names = {line.rpartition("|")[2].strip() for line in imported.splitlines() if line.startswith("import time:")}
     assert "argparse" in names
     assert not names & {"torch", "numpy"}
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        train(model, flag)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5
+    assert any(answers_within(0.5, model, flag) for _ in range(3))
+
+
+def answers_within(limit_s, model, flag):
+    start = time.perf_counter()
+    train(model, flag)
+    return time.perf_counter() - start < limit_s
 
 
 @pytest.mark.parametrize(
@@ -157,22 +158,22 @@ def test_mistake_is_one_line_and_exit_status_two(model, arguments, words):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_two_eager_runs_are_equal(parity_runs, model):
-    (first, arrays), (second, again) = (read(parity_runs, model, "eager", repetition) for repetition in (0, 1))
+def test_two_eager_runs_are_equal(parity_run, model):
+    (first, arrays), (second, again) = (read(parity_run, model, "eager", repetition) for repetition in (0, 1))
     assert first["status"] == second["status"] == "pass", first["message"]
-    assert first["numerics"]["state_hash"] == second["numerics"]["state_hash"]
-    assert (arrays["hashes"] == again["hashes"]).all()
+    assert len(again["hashes"]) == NUM_STEPS
+    assert (arrays["hashes"][:NUM_STEPS] == again["hashes"]).all()
     # A model that does not learn would pass every comparison: all that is hashed moves, and the loss falls.
     moved = (arrays["hashes"] != arrays["hashes"][:1]).any(0)
     assert moved.mean() > 0.9, arrays["names"][~moved]
     losses = first["numerics"]["loss"]
-    assert sum(losses[-5:]) < sum(losses[:5])
+    assert len(losses) == EAGER_STEPS and sum(losses[-5:]) < sum(losses[:5])
 
 
 @pytest.mark.parametrize("model, variant", EACH)
-def test_tiny_passes_or_says_why_not(parity_runs, model, variant):
-    process, _ = parity_runs[model, variant, 0].result()
-    record, arrays = read(parity_runs, model, variant, 0)
+def test_tiny_passes_or_says_why_not(parity_run, model, variant):
+    process, _ = parity_run(model, variant)
+    record, arrays = read(parity_run, model, variant)
     assert json.loads(process.stdout.splitlines()[-1]) == record
     assert (record["model"], record["preset"], record["variant"]) == (model, "tiny", variant)
     assert record["device"] == "cpu"
@@ -182,13 +183,14 @@ def test_tiny_passes_or_says_why_not(parity_runs, model, variant):
         return
     assert record["status"] == "pass", record["message"]
     assert record["message"] == ""
-    assert len(record["numerics"]["loss"]) == len(record["numerics"]["grad_norm"]) == len(arrays["hashes"]) == 20
+    num_steps = EAGER_STEPS if variant == "eager" else NUM_STEPS
+    assert len(record["numerics"]["loss"]) == len(record["numerics"]["grad_norm"]) == len(arrays["hashes"]) == num_steps
     assert record["flops_per_step"] > 0 and record["flops_convention"] and record["items_per_step"] > 0
 
 
 @pytest.mark.parametrize("model, variant", EACH)
-def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_runs, model, variant):
-    record, arrays = read(parity_runs, model, variant, 0)
+def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_run, model, variant):
+    record, arrays = read(parity_run, model, variant)
     capture = record["capture"]
     assert capture["num_replays"] == capture["expected_replays"]
     described = DESCRIBED[model]
@@ -203,24 +205,25 @@ def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_runs, mode
         return
     assert capture["num_replays"] > 0
     # Where shapes decide which numbers are drawn, what is padded is compared with what is padded.
-    eager, reference = read(parity_runs, model, DESCRIBED[model].get("reference", {}).get(variant, "eager"), 0)
+    eager, reference = read(parity_run, model, described.get("reference", {}).get(variant, "eager"))
     assert arrays["names"].tolist() == reference["names"].tolist()
-    differ = numpy.argwhere(arrays["hashes"] != reference["hashes"])
+    differ = numpy.argwhere(arrays["hashes"] != reference["hashes"][:NUM_STEPS])
     assert not len(differ), f"first at step {differ[0][0]}: {arrays['names'][differ[0][1]]}"
-    for name in ("loss", "grad_norm", "state_hash"):
-        assert record["numerics"][name] == eager["numerics"][name], name
+    for name in ("loss", "grad_norm"):
+        assert record["numerics"][name] == eager["numerics"][name][:NUM_STEPS], name
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_some_variant_graphs(parity_runs, model):
+def test_some_variant_graphs(parity_run, model):
     """On any machine, so that the capture is tested where there is no GPU."""
     variants = [variant for name, variant in EACH if name == model]
-    assert any(read(parity_runs, model, variant, 0)[0]["capture"]["num_graphs"] for variant in variants)
+    assert any(read(parity_run, model, variant)[0]["capture"]["num_graphs"] for variant in variants)
 
 
 @pytest.mark.parametrize("model, variant", LOOKED_AT)
-def test_log_passes_the_official_checker_by_our_rules(looks_inside, model, variant):
-    process, path = looks_inside[model, variant, "--mllog"].result()
+def test_log_passes_the_official_checker_by_our_rules(look_inside, model, variant):
+    mlp_compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
+    process, path = look_inside(model, variant, "--mllog")
     assert process.returncode == 0, process.stderr
     checker = mlp_compliance.make_checker("training", "5.1.0", quiet=False, werror=False)
     passes = mlp_compliance.main(str(path), str(ROOT / "common" / "mllog_rules.yaml"), checker)[0]
@@ -232,8 +235,8 @@ def test_log_passes_the_official_checker_by_our_rules(looks_inside, model, varia
 
 
 @pytest.mark.parametrize("model, variant", LOOKED_AT)
-def test_a_timed_run_proves_its_work(looks_inside, model, variant):
-    process, _ = looks_inside[model, variant, "--mllog"].result()
+def test_a_timed_run_proves_its_work(look_inside, model, variant):
+    process, _ = look_inside(model, variant, "--mllog")
     record = json.loads(process.stdout.splitlines()[-1])
     assert records.check(record) is None and trust.contradiction(record) is None
     if record["status"] == "unsupported":
@@ -245,14 +248,14 @@ def test_a_timed_run_proves_its_work(looks_inside, model, variant):
         given["state_sample"]
     )
     assert given["late_change"] is False and given["growth_bytes"] is not None
-    eager = json.loads(looks_inside[model, "eager", "--mllog"].result()[0].stdout.splitlines()[-1])
+    eager = json.loads(look_inside(model, "eager", "--mllog")[0].stdout.splitlines()[-1])
     if variant not in DESCRIBED[model].get("reference", {}):
         assert proven.wrong_numbers(record, [eager]) is None
 
 
 @pytest.mark.parametrize("model, variant", LOOKED_AT)
-def test_profile_has_the_sections_of_the_step(looks_inside, model, variant):
-    process, path = looks_inside[model, variant, "--profile"].result()
+def test_profile_has_the_sections_of_the_step(look_inside, model, variant):
+    process, path = look_inside(model, variant, "--profile")
     assert process.returncode == 0, process.stderr
     record = json.loads(process.stdout.splitlines()[-1])
     assert record["statistic_ms"] is None and not record["steps"]["gpu_ms"]

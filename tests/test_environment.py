@@ -150,7 +150,7 @@ def test_sampler_between_and_latest(nvidia_smi):
         "temperature_c": 44,
         "throttle": ["gpu_idle", "sw_power_cap", "sw_thermal_slowdown"],
     }
-    times = [row[0] for row in sampler._samples(0)]
+    times = [row[0] for row in sampler.samples(0)]
     assert t0 < times[0] < times[1] - 0.04 < times[2] - 0.08 < t1
     late = sampler.between(times[1], times[1])
     assert late == {"sm_mhz": 1500, "power_w": 300, "temperature_c": 44, "throttle": []}
@@ -180,7 +180,7 @@ def test_latest_reads_on_past_many_samples(nvidia_smi):
     newest = newest.rjust((512 - len(unfinished) - len(line[3:])) % len(line) + len(line), b"0")
     os.write(sampler._file.fileno(), line * 100 + newest + unfinished)
     assert sampler.latest_sm_mhz() == 1700
-    assert len(sampler._samples(0)) == 102
+    assert len(sampler.samples(0)) == 102
 
 
 def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
@@ -265,9 +265,9 @@ class FakeNvml:
 
 @pytest.fixture
 def no_cached_nvml():
-    gpu_state._nvml.cache_clear()
+    gpu_state.nvml_or_none.cache_clear()
     yield
-    gpu_state._nvml.cache_clear()
+    gpu_state.nvml_or_none.cache_clear()
 
 
 def test_energy_is_in_joules(monkeypatch, no_cached_nvml):
@@ -365,7 +365,7 @@ def two_nodes(monkeypatch, tmp_path):
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cores)
     script = """#!/bin/sh
-        [ "$*" = "--query-gpu=uuid,pci.bus_id --format=csv,noheader" ] || exit 6
+        [ "$*" = "--query-gpu=uuid,pci.bus_id --format=csv,noheader,nounits" ] || exit 6
         echo GPU-1, 00000000:1B:00.0
         echo GPU-2, 00000000:2C:00.0
         echo GPU-3, 00000001:1B:00.0
@@ -412,8 +412,8 @@ def test_cores_without_a_gpu_ask_no_nvidia_smi(monkeypatch, tmp_path):
 
 
 def test_core_lists_of_the_kernel():
-    assert host_state._core_numbers("0-2,5,7-8") == {0, 1, 2, 5, 7, 8}
-    assert host_state._core_numbers("") == host_state._core_numbers(None) == set()
+    assert host_state.core_numbers("0-2,5,7-8") == {0, 1, 2, 5, 7, 8}
+    assert host_state.core_numbers("") == host_state.core_numbers(None) == set()
 
 
 # --- HostActivity

@@ -12,21 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from common import collectives
 from common.host_graph import CaptureError, HostPool
+from tests.host_graph_cases import X, batches, number_through_a_mask, same
 
 F = nn.functional
 
 
-def batches(num_batches, *shapes, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randn(shape, generator=generator) for shape in shapes) for _ in range(num_batches)]
-
-
 def line_of(fn):
     return f"{__file__}:{fn.__code__.co_firstlineno}"
-
-
-def same(left, right):
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 # --- replays compute what eager computes
@@ -152,12 +144,6 @@ def none_outputs_and_lists(x, state):
     return y, rank, pieces, normed, gradients[0], torch.where(x > 0, x, 0.0)
 
 
-def number_through_a_mask(x, state):
-    y = x.clone()
-    y[y > 0] = 7.0
-    return y
-
-
 def random_numbers(x, state):
     return torch.rand(3), torch.randn_like(x), F.dropout(x, 0.5), torch.empty(4).uniform_()
 
@@ -256,7 +242,6 @@ def test_operators_of_libraries_are_recorded():
 
 # --- refused at capture
 
-X = torch.arange(1.0, 5.0)
 INTEGERS = torch.tensor([1, 2, 1, 2])
 SEQUENCES = torch.ones(3, 2, 1)
 LENGTHS = torch.tensor([3, 2])
@@ -335,7 +320,7 @@ def test_refused_at_capture(operator, fn):
     text = str(error.value)
     assert text.startswith(("", "torch.utils.dlpack.")[operator == "to_dlpack"] + operator + " at "), text
     assert f"at {line_of(fn)} cannot be captured" in text
-    assert pool.bytes() == 0 and pool._graphs == []
+    assert pool.bytes() == 0 and pool.graphs == []
     assert attributes == (torch.manual_seed, torch.random.get_rng_state, torch.frombuffer, torch.utils.dlpack.to_dlpack)
     # The same call goes through outside, and another capture is possible.
     assert torch.get_rng_state().numel() > 0

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from common import host_graph
+from common import host_graph_memory
 from common.host_graph import CaptureError, HostPool
-from tests.test_host_graph import X, batches, number_through_a_mask, same
+from tests.host_graph_cases import X, batches, number_through_a_mask, same
 
 F = nn.functional
 
@@ -204,7 +204,7 @@ def test_every_kind_of_number_is_spoilt():
 
 
 def test_without_use_counts_only_later_graphs_are_spoilt(monkeypatch):
-    monkeypatch.setattr(host_graph, "_use_count", None)
+    monkeypatch.setattr(host_graph_memory, "use_count", None)
     test_layers_and_slots_in_the_order_of_capture_are_eager()
     test_an_output_kept_over_the_next_steps_first_replay_is_lost()
 
@@ -231,7 +231,7 @@ def test_release_frees_memory_and_ends_replays():
     pool = HostPool()
     first, y = pool.capture(lambda: (X + 1) * 2)
     second, z = pool.capture(functools.partial(torch.add, y, 1))
-    references = [StorageWeakRef(storage._bytes.untyped_storage()) for storage in pool._owned.values()]
+    references = [StorageWeakRef(storage.bytes.untyped_storage()) for storage in pool.owned.values()]
     expected = z.clone()
     first.release()
     # What the second graph does not read is free at once.

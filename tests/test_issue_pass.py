@@ -8,7 +8,7 @@ import torch
 
 from common import marks, passes, trace
 from common import record as records
-from tests.test_launches import ORIGIN_NS, Trace
+from tests.made_trace import ORIGIN_NS, Trace
 
 GAP_US = 1.0
 

@@ -1,6 +1,5 @@
 """The full iteration captured under Lightning's own loop: equal to eager, resumed, refused by name."""
 
-import importlib
 import logging
 import signal
 import sys
@@ -22,8 +21,8 @@ from common import measure
 from common.capture import CaptureError, StaticInputs
 from common.lightning_graph import CUDAGraphCallback
 from common.state_hash import StateHasher
-from stable_diffusion import data as sd_data
-from stable_diffusion import lightning_variant
+from common.variant import Unsupported
+from stable_diffusion import synthetic, variants
 from stable_diffusion.config import PRESETS
 from stable_diffusion.state import State
 from stable_diffusion.train import eager_step
@@ -540,7 +539,7 @@ def test_a_fit_runs_on_a_side_stream_and_gives_the_old_one_back(given, monkeypat
 def config(tmp_path_factory):
     pytest.importorskip("greenlet", reason="an extra: ./setup.sh lightning")
     folder = tmp_path_factory.mktemp("shards")
-    sd_data.write(folder, 1, 16, 0, 8, 8, 64)
+    synthetic.write(folder, 1, 16, 0, 8, 8, 64)
     return replace(PRESETS["tiny"], latent_size=8, workers=0, data=str(folder))
 
 
@@ -582,38 +581,37 @@ def with_overflows(state, steps):
 
 def test_variant_equals_eager_bit_for_bit_with_draws_and_overflows(config, deterministic, monkeypatch):
     eager = State(config, torch.device("cpu"))
-    with_overflows(eager, (2, 4))
-    expected = steps_of(eager, lambda index: eager_step(eager, index), 6)
+    with_overflows(eager, (2, 3))
+    expected = steps_of(eager, lambda index: eager_step(eager, index), 5)
     eager.close()
     handler = signal.getsignal(signal.SIGTERM)
     state = State(config, torch.device("cpu"))
-    variant = lightning_variant.LightningGraph(state)
+    variant = variants.lightning_graph(state)
     assert signal.getsignal(signal.SIGTERM) is handler
     # Also what the harness asks before it times anything. After it: no pass leaves a trace in the next one.
     measure._canary(state, variant, eager_step, torch.device("cpu"))
-    with_overflows(state, (2, 4))
+    with_overflows(state, (2, 3))
     before = variant.capture.num_replays
     # As text: a loss that is not a number is then equal to itself.
-    assert repr(steps_of(state, variant.step, 6)) == repr(expected)
-    assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(6))) == 6
+    assert repr(steps_of(state, variant.step, 5)) == repr(expected)
+    assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(5))) == 5
     assert variant.capture.warmup_s > 0 and variant.capture.capture_s > 0 and variant.capture.pools
-    assert variant.trainer.global_step == lightning_variant.WARMUP_STEPS + 1 + 2 + 6, (
-        "it is Lightning's loop that steps"
-    )
+    # Three steps of warm-up, the capture's, two of the canary, five: it is Lightning's loop that steps.
+    assert variant.trainer.global_step == 3 + 1 + 2 + 5
     # As if the batch were not copied into the static inputs.
     monkeypatch.setattr(variant.callback, "_load", lambda batch: None)
     with pytest.raises(CaptureError, match="canary: step 0 replayed"):
         measure._canary(state, variant, eager_step, torch.device("cpu"))
     for _ in range(2):
         variant.close()
-        assert variant.loop.dead and variant.callback.pool is None and variant.callback.num_replays == 10
+        assert variant.loop.dead and variant.callback.pool is None and variant.callback.num_replays == 9
     state.close()
 
 
 @pytest.mark.slow
 def test_variant_passes_an_error_of_a_step_on_and_closes_after_it(config):
     state = State(config, torch.device("cpu"))
-    variant = lightning_variant.LightningGraph(state)
+    variant = variants.lightning_graph(state)
 
     def storm(index):
         raise FloatingPointError("overflow storm")
@@ -633,11 +631,10 @@ def test_variant_is_unsupported_without_lightning_and_over_several_ranks(config,
     for missing in ("lightning.pytorch", "greenlet"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, missing, None)
-            # Its module must be importable where lightning is not.
-            importlib.reload(lightning_variant)
-            with pytest.raises(measure.Unsupported, match=r"lightning_graph needs lightning .*: ./setup.sh lightning"):
-                lightning_variant.LightningGraph(state)
+            patch.delitem(sys.modules, "stable_diffusion.lightning_variant", raising=False)
+            with pytest.raises(Unsupported, match=r"lightning_graph needs lightning .*: ./setup.sh lightning"):
+                variants.lightning_graph(state)
     state.buckets = object()
-    with pytest.raises(measure.Unsupported, match="one GPU"):
-        lightning_variant.LightningGraph(state)
+    with pytest.raises(Unsupported, match="one GPU"):
+        variants.lightning_graph(state)
     state.close()

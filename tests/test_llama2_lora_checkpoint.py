@@ -9,74 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.safetensors_file import write_file
 from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import Config
+from tests.llama2_lora_case import described, weights, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Config(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=128, sequence=32, rank=4)
 
 
-def described(config, **others):
-    """config.json as transformers 4 wrote it for Llama 2."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads,
-        "rms_norm_eps": config.norm_eps,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "vocab_size": config.vocab,
-        **others,
-    }
-
-
-def weights(config, dtype=torch.bfloat16):
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = {
-        "self_attn.q_proj": (q, config.hidden),
-        "self_attn.k_proj": (kv, config.hidden),
-        "self_attn.v_proj": (kv, config.hidden),
-        "self_attn.o_proj": (config.hidden, q),
-        "mlp.gate_proj": (config.ffn, config.hidden),
-        "mlp.up_proj": (config.ffn, config.hidden),
-        "mlp.down_proj": (config.hidden, config.ffn),
-        "input_layernorm": (config.hidden,),
-        "post_attention_layernorm": (config.hidden,),
-    }
-    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(config.layers) for name, shape in layer.items()}
-    shapes["model.embed_tokens.weight"] = shapes["lm_head.weight"] = (config.vocab, config.hidden)
-    shapes["model.norm.weight"] = (config.hidden,)
-    generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-
-
-def write_checkpoint(folder, config=CONFIG, tensors=None, shards=2, **others):
-    """A folder as save_pretrained leaves it: one file, or shards with an index."""
-    folder.mkdir(exist_ok=True)
-    tensors = weights(config) if tensors is None else tensors
-    (folder / "config.json").write_text(json.dumps(described(config, **others)))
-    if shards == 1:
-        write_file(folder / "model.safetensors", tensors, {"format": "pt"})
-        return folder
-    names, weight_map = list(tensors), {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for name in names[shard::shards]}
-        write_file(folder / file, part, {"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path):
-    return write_checkpoint(tmp_path / "llama")
+    return write_checkpoint(tmp_path / "llama", CONFIG)
 
 
 def refused(folder, config=CONFIG):
@@ -177,7 +120,7 @@ def test_sizes_that_differ_are_named_with_the_flags_to_take(folder, config, flag
     ],
 )
 def test_a_model_that_is_not_built_here(tmp_path, field, value, named):
-    assert named in refused(write_checkpoint(tmp_path / "llama", **{field: value}))
+    assert named in refused(write_checkpoint(tmp_path / "llama", CONFIG, **{field: value}))
 
 
 def test_a_config_json_that_says_too_little(folder):
@@ -241,6 +184,7 @@ MEASURE = """
 import sys, torch
 from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import Config
+from tests.llama2_lora_case import described, weights, write_checkpoint
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024

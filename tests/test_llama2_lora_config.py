@@ -71,7 +71,6 @@ def test_presets():
         ({"memory_gib": -1.0}, ("--memory-gib -1.0",)),
         ({"lr": float("inf")}, ("--lr inf",)),
         ({"precision": "bf16", "fc1_store": "fp8"}, ("--fc1-store fp8", "--precision")),
-        ({"sequence": 1 << 20}, ("--sequence 1048576", "2^31")),
         ({"layers": 0}, ("--layers 0",)),
         ({"checkpoint": "/"}, ("--checkpoint /",)),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import text
+from common import token_files
 from common.capture import Pool, StaticInputs
 from llama2_lora.config import Config
 from llama2_lora.data import MAX_DOCUMENTS, open_windows
@@ -68,7 +68,7 @@ def refused(config, tmp_path, **options):
 def corpus(monkeypatch):
     """A small Python corpus of 20,000 bytes."""
     tokens = np.random.default_rng(5).integers(32, 127, 20_000).astype(np.uint8)
-    monkeypatch.setattr(text, "python_corpus", lambda cache: text.TokenFile(tokens, "python-small", 256))
+    monkeypatch.setattr(token_files, "python_corpus", lambda cache: token_files.TokenFile(tokens, "python-small", 256))
     return tokens
 
 
@@ -280,14 +280,14 @@ def test_a_folder_of_text_is_packed_by_its_files(tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "uint8"])
 def test_megatron_files_are_packed_by_their_sequences(tmp_path, dtype):
     documents = [np.arange(1, 21), np.arange(0, 8), np.arange(100, 132)]
-    text.write_megatron(tmp_path / "c4", documents, dtype)
+    token_files.write_megatron(tmp_path / "c4", documents, dtype)
     windows = open_windows(replace(CONFIG, data=str(tmp_path / "c4")), tmp_path, num_held_out=0)
     layouts = sorted(lengths_of(windows.batch(index)) for index in range(2))
     assert layouts == [[20, 8, 4], [32]] and windows.num_windows == 2
 
 
 def test_megatron_tokens_beyond_the_vocabulary_are_found_in_their_window(tmp_path):
-    text.write_megatron(tmp_path / "c4", [np.full(64, 300)], "uint16")
+    token_files.write_megatron(tmp_path / "c4", [np.full(64, 300)], "uint16")
     config = replace(CONFIG, data=str(tmp_path / "c4"))
     assert "c4 has the token 300, beyond --vocab 256: take --vocab 301 or more" in refused(config, tmp_path)
 

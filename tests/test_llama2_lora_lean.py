@@ -93,9 +93,9 @@ def test_a_layer_keeps_what_its_configuration_says():
     config = with_fields()
     stack = make_stack(config, ["nothing", "qkv residual", "qkv attention residual fc1:fp8 transpose"])
     assert [set(kept) for kept in stack.kept] == [set(), {"qkv", "residual"}, {"qkv", "residual", "fc1"}]
-    assert [held is not None for held in stack.transposes] == [False, False, True]
+    assert stack.holds_transposes == [False, False, True]
     assert stack.kept[2]["fc1"].dtype == torch.float8_e4m3fn
-    stack.begin()
+    stack.embed()
     for layer in range(3):
         stack.forward(layer)
     assert [each is not None for each in stack.attended] == [False, False, True]
@@ -105,13 +105,25 @@ def test_a_layer_keeps_what_its_configuration_says():
     assert stack.attended == [None] * 3
 
 
-def test_transposes_made_beside_have_memory_of_their_own():
-    config = with_fields()
-    inline, beside = make_stack(config, ["nothing"] * 3), make_stack(with_fields(transposes="beside"), ["nothing"] * 3)
-    assert len({buffer.data_ptr() for buffer in inline.buffers.values()}) == 1
-    spans = sorted((b.data_ptr(), b.data_ptr() + b.numel()) for b in beside.buffers.values())
-    assert len(spans) == 4 and all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-    assert all(map(torch.equal, run_step(inline), run_step(beside)))
+def test_wherever_transposes_are_made_the_bits_are_the_same():
+    """In one buffer, in one for each matrix, in one for each matrix of every layer, and held."""
+    expected, held = None, "qkv attention residual fc1:fp8 transpose"
+    for transposes, names, distinct in (
+        ("inline", ["nothing"] * 3, 1),
+        ("beside", ["nothing"] * 3, 4),
+        ("own", ["nothing"] * 3, 12),
+        ("inline", [held] * 3, 12),
+        ("beside", ["nothing", held, "nothing"], 8),
+    ):
+        stack = make_stack(with_fields(transposes=transposes), names)
+        places = [view for layer in stack.transposes for view in layer.values()]
+        spans = sorted({(view.data_ptr(), view.data_ptr() + view.numel()) for view in places})
+        assert len({start for start, _ in spans}) == distinct
+        assert distinct == 1 or all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        found = [tensor for _ in range(2) for tensor in run_step(stack)]
+        expected = expected or found
+        assert all(map(torch.equal, found, expected)), transposes
+    assert not any("transpose" in name for name in ways_of(with_fields(transposes="own")))
 
 
 def test_weights_use_the_range_of_their_format():
@@ -148,12 +160,12 @@ def test_delayed_scaling_uses_the_largest_amax_of_its_history():
     for factor in (1.0, 4.0, 1.0, 1.0):
         for norms in stack.weights.norms:
             norms[1].fill_(factor)
-        stack.begin()
+        stack.embed()
         stack.forward_all()
         seen.append(float(slot.amax))
         stack.head()
         stack.backward_all()
-        stack.end()
+        stack.update_scales()
         assert float(slot.scale) == pytest.approx(448 / max(seen[-2:]))
         assert float(slot.amax) == 0.0
     assert seen[1] > 3 * seen[0]
@@ -170,7 +182,7 @@ def test_evaluation_has_no_dropout_and_leaves_the_state():
     loss = float(stack.loss)
     after = [tensor for _, tensor in stack.scaling.named_tensors()] + [stack.adapters.grads]
     assert all(map(torch.equal, before, after)) and int(stack.operators.step) == 1
-    same.begin()
+    same.embed()
     same.forward_all()
     same.head()
     assert loss == float(same.loss)
@@ -212,16 +224,16 @@ def test_gpu_attention_is_the_plain_one(lengths):
 
 
 @pytest.mark.gpu
-def test_gpu_transposes_beside_are_those_inline():
+def test_gpu_transposes_are_the_same_wherever_they_are_made():
     from llama2_lora.kernels import TritonOperators
 
     torch.cuda.set_stream(torch.cuda.Stream())
     results = []
-    for transposes in ("inline", "beside"):
+    for transposes in ("inline", "beside", "own"):
         config = with_fields(transposes=transposes, hidden=2048, head_dim=128, ffn=8192, sequence=128)
         stack = make_stack(config, ["nothing"] * 3, device=torch.device("cuda"), operators=TritonOperators)
         results.append([tensor for _ in range(3) for tensor in run_step(stack)])
-    assert all(map(torch.equal, *results))
+    assert all(map(torch.equal, *results[:2])) and all(map(torch.equal, *results[1:]))
 
 
 @pytest.mark.gpu

@@ -1,7 +1,10 @@
 """llama2_lora/plan: the predicted bytes are those that are built, and the plans of the presets."""
 
 import gc
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from llama2_lora.config import PRESETS
 from llama2_lora.state import State
 from tests.llama2_lora_case import CPU, TINY
 
+ROOT = Path(__file__).resolve().parent.parent
 BENCH, FULL = PRESETS["bench"], PRESETS["full"]
 
 
@@ -34,10 +38,14 @@ def bytes_of_storages(*roots):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16", "nvfp4_emulated"])
-def test_predicted_bytes_are_the_built_ones(precision):
+@pytest.mark.parametrize(
+    "precision, transposes",
+    [("fp8", "inline"), ("fp8", "beside"), ("fp8", "own"), ("fp8_current", "inline"), ("bf16", "inline"),
+     ("nvfp4_emulated", "inline")],
+)  # fmt: skip
+def test_predicted_bytes_are_the_built_ones(precision, transposes):
     # Widths at which nothing small matters beside the tensors that are counted.
-    config = replace(TINY, precision=precision, hidden=256, ffn=512, sequence=256, batches=1)
+    config = replace(TINY, precision=precision, transposes=transposes, hidden=256, ffn=512, sequence=256, batches=1)
     state = State(config, CPU, "lean")
     # What only the plain operators have: the hash's positions, the mask's indices. Host batches are not counted.
     state.stack.operators._positions = state.stack.attention._index = None
@@ -91,6 +99,40 @@ def test_fit_takes_the_most_layers_that_fit():
             assert plans.fit(FULL, need - 1).layers == layers - 1
     with pytest.raises(ValueError, match="--sequence"):
         plans.fit(replace(FULL, sequence=32768), 2 * GIB)
+
+
+@pytest.mark.parametrize("value", [10**9, 2**40])
+@pytest.mark.parametrize("name", ["layers", "hidden", "heads", "ffn", "vocab", "sequence", "batches", "amax_history"])
+def test_a_shape_too_large_blames_its_flag(name, value):
+    flag, before = "--" + name.replace("_", "-"), getattr(TINY, name)
+    told = rf"^{flag} {value} is too large: .* GiB are needed, 24.0 GiB are free; {flag} {before}, as in preset tiny"
+    with pytest.raises(ValueError, match=told):
+        plans.require(replace(TINY, **{name: value}), 24 * GIB)
+
+
+def test_a_tensor_of_too_many_elements_for_a_kernel():
+    wide = replace(TINY, sequence=1 << 20, ffn=1024)
+    for ask in (plans.require, plans.fit):
+        with pytest.raises(ValueError, match=r"--sequence 1048576 with --ffn 1024: takes fewer, .* 2\^31 elements"):
+            ask(wide, 1 << 60)
+
+
+def test_the_documents_table_is_what_the_command_prints():
+    printed = subprocess.run(
+        [sys.executable, "-m", "llama2_lora.plan"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed == plans.table() + "\n"
+    assert printed in (ROOT / "docs/memory_plan.md").read_text()
+    assert [line.split(" | ")[2] for line in printed.splitlines()[2:]] == ["80", "80", "80", "75"]
+
+
+def test_transposes_in_memory_of_their_own_are_counted():
+    """The weights once more, and none are held: an H200 has room for that at 1024 tokens."""
+    own = replace(BENCH, transposes="own")
+    assert [item.name for item in plans.items(own)] == ["qkv", "attention", "residual", "fc1"]
+    more = plans.needed_bytes(own) - plans.needed_bytes(BENCH)
+    assert more / GIB == pytest.approx(63.75 - 0.44, abs=0.01)
+    assert plans.needed_bytes(own) < 137 * GIB
 
 
 def test_no_transposes_without_fp8():

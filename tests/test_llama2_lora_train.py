@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from common.config import Arguments, Run
-from common.measure import Unsupported
 from common.memory_plan import GIB
+from common.variant import Unsupported
+from llama2_lora import adapters, resolve, train
 from llama2_lora import plan as plans
-from llama2_lora import train
 from llama2_lora.checkpoint import open_checkpoint
-from llama2_lora.config import PRESETS, VARIANTS
+from llama2_lora.config import ABOUT, PRESETS, VARIANTS
 from llama2_lora.state import ADAM, State, hyperparameters
-from tests.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager
-from tests.test_llama2_lora_checkpoint import write_checkpoint
+from tests import forked
+from tests.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager, write_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,8 +54,8 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         before = variant.capture.num_replays
         assert_equal(follow(state, variant.step, 5), eager, state)
         promised = sum(variant.replays_of(index) for index in range(5))
-        assert variant.capture.num_replays - before == promised == 5 * train.ABOUT["promises"](config, name)[1]
-        assert len(variant.pool.graphs) == train.ABOUT["promises"](config, name)[0]
+        assert variant.capture.num_replays - before == promised == 5 * ABOUT["promises"](config, name)[1]
+        assert len(variant.pool.graphs) == ABOUT["promises"](config, name)[0]
         variant.close()
 
 
@@ -64,7 +64,7 @@ def test_eager_steps_beside_graphs_hold_no_second_set_of_activations():
     expected = follow_eager(state, 2)
 
     def held_after_forward():
-        state.stack.begin()
+        state.stack.embed()
         state.stack.forward_all()
         held = sum(each is not None for each in state.stack.attended)
         state.stack.attended = [None] * TINY.layers
@@ -119,18 +119,17 @@ def test_a_step_is_the_recipes():
     state.adapters.values.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(0))
     state.adam.reset()
     master = state.adam.masters[0].clone()
-    state.begin_step(1)
+    state.load_window(1)
     mask = state.batches[1]["loss_mask"]
     assert torch.equal(state.weights_of_tokens, mask / mask.sum()) and 0 < mask.sum() < 64
-    train.training_step(state)
-    state.reduce()
+    train.forward_and_backward(state)
     grad = state.adapters.grads.float()
-    assert torch.equal(state.adapters.main_grad, grad)
-    state.update()
+    train.update(state)
     norm = grad.norm()
     assert float(state.adam.grad_norm) == pytest.approx(float(norm), rel=1e-6)
     leaf = torch.nn.Parameter(master)
     leaf.grad = grad * min(1.0, ADAM["clip"] / (float(norm) + 1e-6))
+    torch.testing.assert_close(state.adapters.main_grad, leaf.grad, rtol=1e-5, atol=1e-9)
     torch.optim.AdamW([leaf], lr=TINY.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-4).step()
     torch.testing.assert_close(state.adam.masters[0], leaf.detach(), rtol=1e-5, atol=1e-7)
     assert torch.equal(state.adapters.values, state.adam.masters[0].bfloat16())
@@ -214,13 +213,13 @@ def arguments(**fields):
 
 
 def test_resolve_on_the_host():
-    resolved, notes = train.resolve(arguments(), CPU)
+    resolved, notes = resolve.resolve(arguments(), CPU)
     assert resolved.config == TINY and "emulated" in notes[0]
-    assert train.resolve(arguments(precision="bf16"), CPU)[1] == []
+    assert resolve.resolve(arguments(precision="bf16"), CPU)[1] == []
     with pytest.raises(ValueError, match="--layer te needs a GPU"):
-        train.resolve(arguments(layer="te"), CPU)
+        resolve.resolve(arguments(layer="te"), CPU)
     with pytest.raises(ValueError, match="--preset tiny"):
-        train.resolve(Arguments(config=PRESETS["full"], run=Run(preset="full", variant="eager")), CPU)
+        resolve.resolve(Arguments(config=PRESETS["full"], run=Run(preset="full", variant="eager")), CPU)
 
 
 @pytest.fixture
@@ -237,7 +236,7 @@ def fake_gpu(monkeypatch):
 
 def resolve_preset(name, device, **fields):
     run = Run(preset=name, variant="eager")
-    return train.resolve(Arguments(config=replace(PRESETS[name], **fields), run=run), device)
+    return resolve.resolve(Arguments(config=replace(PRESETS[name], **fields), run=run), device)
 
 
 def test_resolve_on_a_gpu(fake_gpu):
@@ -246,7 +245,7 @@ def test_resolve_on_a_gpu(fake_gpu):
         resolved, notes = resolve_preset(name, h200)
         assert (resolved.config.layers, resolved.config.memory_gib, resolved.run.preset) == (80, 137.0, name)
         assert notes == []
-        card = train._card(resolved.config, "lean", h200, 1e15)
+        card = resolve.card(resolved.config, "lean", h200)
         assert "Llama 2 70B" in card[0] and any(line.startswith("sum, of 137.00 GiB") for line in card)
     with pytest.raises(ValueError, match="--memory-gib 140.0: 139.2 GiB are free, take at most 137"):
         resolve_preset("full", h200, memory_gib=140.0)
@@ -263,11 +262,10 @@ def test_resolve_on_smaller_gpus(fake_gpu):
     assert (old.config.precision, old.config.layers) == ("bf16", 8) and "no FP8" in notes[0]
 
 
-def test_layers_of_transformer_engine_are_built_for_its_variants():
-    run = Run(preset="tiny", variant="graph_te")
-    for device, kind in ((torch.device("cuda"), "te"), (CPU, "lean")):
-        assert train.kind_of_layers(Arguments(config=TINY, run=run), device) == kind
-    assert train.kind_of_layers(arguments(layer="torch"), CPU) == "torch"
+def test_layers_are_those_that_a_variant_is_declared_to_have():
+    for variant, kind in (("graph_te", "te"), ("eager_te", "te"), ("graph", "torch"), ("compile", "torch")):
+        args = Arguments(config=replace(TINY, layer="torch"), run=Run(preset="tiny", variant=variant))
+        assert resolve.kind_of_layers(args) == kind
 
 
 def test_too_little_memory_is_said_before_weights_are_built():
@@ -289,12 +287,44 @@ def test_hyperparameters_are_those_of_the_step():
     assert (said["global_batch_size"], said["max_sequence_length"], said["opt_gradient_clip_norm"]) == (8, 8192, 0.3)
 
 
-def test_nvfp4_emulated_trains_beside_fp8():
+@pytest.mark.parametrize("num_steps", [32, pytest.param(200, marks=pytest.mark.slow)])
+def test_nvfp4_emulated_trains_beside_fp8(num_steps):
     """Losses over the same windows: FP4 rounds more, and stays near."""
     losses = {}
     for precision in ("fp8", "nvfp4_emulated"):
-        losses[precision] = follow_eager(State(replace(TINY, precision=precision), CPU, "lean"), 32)[0]
+        losses[precision] = follow_eager(State(replace(TINY, precision=precision), CPU, "lean"), num_steps)[0]
     first, last = ([numpy.mean(each[part]) for each in losses.values()] for part in (slice(0, 8), slice(-8, None)))
     assert last[0] < first[0] - 0.3 and last[1] < first[1] - 0.3
     assert losses["fp8"] != losses["nvfp4_emulated"]
     assert last[1] == pytest.approx(last[0], rel=0.05)
+
+
+def run_script(*arguments):
+    """The record of a short run of the tiny preset."""
+    flags = ["--preset", "tiny", "--steps", "3", "--min-steps", "3", "--min-window-s", "0", "--profile-steps", "0"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    warm_up = ["--warmup-min-s", "0", "--warmup-max-s", "0"]
+    answer = forked.run("llama2_lora.train", [*flags, *warm_up, *arguments], environment, timeout_s=200)
+    record = json.loads(answer.stdout.splitlines()[-1])
+    assert record["status"] == "pass", record["message"]
+    return record
+
+
+def test_a_user_trains_saves_and_goes_on(tmp_path):
+    """Packed rows as GovReport has them and a folder of text, on a checkpoint, with an adapter saved and resumed."""
+    generator = numpy.random.default_rng(0)
+    rows = [{"input_ids": generator.integers(0, 256, 64).tolist(), "labels": [-100] * 32 + [1] * 32} for _ in range(12)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in "abc":
+        (text / f"{name}.txt").write_text(f"{name} line of text that is read as bytes\n" * 40)
+    checkpoint, adapter = write_checkpoint(tmp_path / "llama", TINY), tmp_path / "adapter"
+    first = run_script("--data", str(tmp_path), "--checkpoint", str(checkpoint), "--save-adapter", str(adapter))
+    _, steps = adapters.load_state(adapter)
+    assert any(f"adapter after {steps} steps saved in {adapter}" in note for note in first["extra"]["notes"])
+    second = run_script(
+        "--data", str(text), "--variant", "graph", "--adapter", str(adapter), "--save-adapter", str(adapter)
+    )
+    assert any("steps saved" in note for note in second["extra"]["notes"]) and adapters.load_state(adapter)[1] > steps
+    assert all(numpy.isfinite(first["numerics"]["loss"])) and all(numpy.isfinite(second["numerics"]["loss"]))

@@ -5,13 +5,10 @@ import functools
 import gc
 import json
 import math
+import os
 import random
 import statistics
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -21,112 +18,14 @@ import torch
 from benchmarks.intervals import tail
 from common import measure, passes
 from common import record as records
-from common.capture import CaptureError, Pool
-from common.config import Arguments, Run
-
-ROOT = Path(__file__).resolve().parent.parent
-CPU = torch.device("cpu")
-DECAY = 0.9
+from common.capture import CaptureError
+from tests import forked
+from tests.measured import DECAY, Config, Graphed, Lasting, State, Variant, expected_losses, last, measuring, sleeping
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    min_steps: int = 12
-    min_window_s: float = 0.0
-    warmup_min_s: float = 0.0
-    warmup_max_s: float = 0.0
-
-
-class State:
-    """A vector of weights that shrinks in every step; the loss depends on weights and input."""
-
-    def __init__(self, classes=1):
-        self.classes = classes
-        generator = torch.Generator().manual_seed(0)
-        self.batches = torch.randn(4, 8, generator=generator)
-        self.weight, self.input, self.loss = torch.ones(8), torch.zeros(8), torch.zeros(())
-        self.moment = torch.zeros(3)
-        self.losses = {}
-
-    def reset(self):
-        self.weight.fill_(1.0)
-        self.moment.zero_()
-        self.losses.clear()
-
-    def named_state(self):
-        yield "weight", self.weight
-        yield "moment", self.moment
-
-    def read_losses(self, count):
-        return [self.losses[index] for index in range(count)]
-
-    def read_grad_norms(self, count):
-        return [2 * self.losses[index] for index in range(count)]
-
-    def batch_class(self, index):
-        return index % self.classes
-
-    def compute(self):
-        self.loss.copy_((self.weight * self.input).square().sum())
-        self.weight.mul_(DECAY)
-
-
-def eager_step(state, index, compute=None):
-    state.input.copy_(state.batches[index % 4])
-    (compute or state.compute)()
-    state.losses[index] = float(state.loss)
-
-
-def expected_losses(count):
-    batches = State().batches.double()
-    return [float((batches[index % 4] * DECAY**index).square().sum()) for index in range(count)]
-
-
-class Variant:
-    """An eager variant; `before(i)` runs first in every step."""
-
-    strategy, replays, pools = "none", 0, ()
-
-    def __init__(self, state, before=lambda index: None):
-        self.state, self.before, self.closed, self.indices = state, before, 0, []
-        self.capture = measure.Capture(strategy=self.strategy, pools=list(self.pools))
-        with self.capture.timed("warmup_s"):
-            for index in range(3):
-                eager_step(state, index)
-
-    def step(self, index):
-        self.indices.append(index)
-        self.before(index)
-        eager_step(self.state, index, self.compute)
-
-    def compute(self):
-        self.state.compute()
-
-    def replays_of(self, index):
-        return self.replays
-
-    def close(self):
-        self.closed += 1
-
-
-class Graphed(Variant):
-    strategy, replays = "one graph", 1
-
-    def __init__(self, state, promised=1):
-        self.pools, self.replays = [Pool(CPU)], promised
-        super().__init__(state)
-        with self.capture.timed("capture_s"):
-            self.graph, _ = self.pools[0].capture(self.captured(state))
-
-    def captured(self, state):
-        return state.compute
-
-    def compute(self):
-        self.graph.replay()
-
-    def close(self):
-        super().close()
-        self.pools[0].release()
+@pytest.fixture
+def run(tmp_path, capsys):
+    return measuring(tmp_path, capsys)
 
 
 class IgnoresInput(Graphed):
@@ -158,78 +57,6 @@ class FallsBack(Graphed):
 
     def compute(self):
         self.state.compute()
-
-
-class Measured:
-    """One `measure.run`: its record, what it printed, the variant and the state it made."""
-
-    def __init__(self, make, folder, read_output, config=None, state=None, reference=eager_step, promise=None, **run):
-        self.made, self.states = [], []
-        self.path = folder / "run.json"
-
-        def build(config, device):
-            self.states.append((state or State)())
-            return self.states[-1]
-
-        def make_variant(state):
-            self.made.append(make(state))
-            return self.made[-1]
-
-        workload = measure.Workload(
-            model="tests.fake_model",
-            build=build,
-            variants={"it": make_variant},
-            reference=reference,
-            card=["a card"],
-            notes=["a note"],
-            flops_per_step=1e9,
-            flops_convention="none",
-            items_per_step=10,
-            unit="samples",
-            kinds={"it": promise[0]} if promise else {},
-            promises=(lambda config, variant: promise[1:]) if promise else None,
-        )
-        options = Run(preset="tiny", variant="it", record=str(self.path), **run)
-        read_output()
-        try:
-            self.record = measure.run(workload, Arguments(config=config or Config(), run=options), CPU)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        self.lines = read_output().splitlines()
-        self.variant = self.made[0] if self.made else None
-
-
-@pytest.fixture
-def run(tmp_path, capsys):
-    def go(make=Variant, **more):
-        return Measured(make, tmp_path, lambda: capsys.readouterr().out, **more)
-
-    return go
-
-
-def last(seconds, start=None):
-    """Wait until `seconds` after the call, or after `start`, to some microseconds."""
-    end = (time.perf_counter() if start is None else start) + seconds
-    time.sleep(max(0.0, end - time.perf_counter() - 1e-3))
-    while time.perf_counter() < end:
-        pass
-
-
-class Lasting(Variant):
-    """Its steps take `seconds_of(index)`, however long this machine needs for what is computed in them."""
-
-    def __init__(self, state, seconds_of):
-        super().__init__(state)
-        self.seconds_of = seconds_of
-
-    def step(self, index):
-        start = time.perf_counter()
-        super().step(index)
-        last(self.seconds_of(index), start)
-
-
-def sleeping(seconds_of):
-    return lambda state: Lasting(state, seconds_of)
 
 
 def on_a_quiet_host(test):
@@ -327,29 +154,10 @@ def test_warm_up_that_never_settles_ends_at_its_ceiling(run):
     assert 0.3 <= settle["seconds"] < 0.6
 
 
-LEAK = """
-import json, sys, torch
-from pathlib import Path
-from types import SimpleNamespace
-from tests import test_measure as t
-
-kept = []
-def leak(index):
-    kept.append(torch.ones(2**18))
-
-def peak(before, steps):
-    make = lambda state: t.Variant(state, before=before)
-    result = t.Measured(make, Path(sys.argv[1]), str, config=t.Config(min_steps=steps))
-    return result.record["memory"]["peak_allocated_bytes"]
-
-plain = peak(lambda index: None, 400)
-print(json.dumps([peak(leak, 400) - plain, 2**20 * len(kept)]))
-"""
-
-
 def test_leak_shows_in_peak_memory_within_two_percent(tmp_path):
-    command = [sys.executable, "-c", LEAK, str(tmp_path)]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    # In a process of its own, whose peak is its own.
+    answer = forked.run("tests.fake_model.leaks", [str(tmp_path)], os.environ, timeout_s=60)
+    assert answer.returncode == 0, answer.stderr
     grown, leaked = json.loads(answer.stdout.splitlines()[-1])
     assert leaked >= 400 * 2**20
     assert grown == pytest.approx(leaked, rel=0.02)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlperf_logging.compliance_checker import mlp_compliance
 
 from common import measure, mllog
 from common import record as records
@@ -54,7 +53,8 @@ def step_lines(lines):
 
 
 def passes(path):
-    """What the official checker says, by our rules."""
+    """What the official checker says, by our rules; skips the test where it is not installed."""
+    mlp_compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
     logging.disable()
     try:
         checker = mlp_compliance.make_checker("training", "5.1.0", quiet=False, werror=False)
@@ -77,10 +77,10 @@ def gpt3_log(tmp_path_factory):
 
 def test_official_checker_passes_the_log_of_a_run(gpt3_log, tmp_path):
     path, _ = gpt3_log
+    assert passes(path)
     command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "5.1.0"]
     answer = subprocess.run([*command, "--config", RULES, path], cwd=tmp_path, capture_output=True, text=True)
     assert answer.returncode == 0 and "SUCCESS" in answer.stderr
-    assert passes(path)
 
 
 def test_log_of_a_run_says_what_its_record_says(gpt3_log):
@@ -229,9 +229,9 @@ def window(num_steps, losses=None, wall_ms=None, samples=4):
     record = records.blank()
     record["steps"].update(gpu_ms=step_ms, wall_ms=wall_ms or sum(step_ms))
     log = mllog.Log("", {"global_batch_size": samples})
-    log._origin_s, log._file = 1000.0, Lines()
+    log.origin_s, log.file = 1000.0, Lines()
     log.window(record, losses or [float(index) for index in range(num_steps)], 5.0)
-    return step_ms, parse("".join(log._file))
+    return step_ms, parse("".join(log.file))
 
 
 class Lines(list):

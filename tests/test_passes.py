@@ -1,6 +1,7 @@
 """common/passes and phases: how long windows are, clocks that must agree, and what a run says of its own course."""
 
 import errno
+import gc
 import json
 import os
 import pathlib
@@ -15,10 +16,14 @@ import torch
 
 from common import measure, passes, phases, proof
 from common import record as records
-from tests import test_measure
-from tests.test_measure import Config, Graphed, State, Variant, sleeping
+from tests.measured import Config, Graphed, Measured, State, Variant, expected_losses, measuring, sleeping
 
-run = test_measure.run
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    return measuring(tmp_path, capsys)
+
+
 GMT = {"strftime": time.strftime, "gmtime": time.gmtime, "clock_gettime": time.clock_gettime}
 GMT |= {"CLOCK_BOOTTIME": time.CLOCK_BOOTTIME}
 
@@ -45,7 +50,7 @@ class Clock:
         class Takes(base):
             def step(variant, index):
                 super().step(index)
-                self.now += seconds_of(index if not test_measure.gc.isenabled() else None)
+                self.now += seconds_of(index if not gc.isenabled() else None)
 
         return Takes
 
@@ -70,9 +75,7 @@ def test_a_window_has_its_seconds_also_where_steps_are_faster_in_it(run, clock):
     record = run(clock.steps_of(lambda index: 0.1 if index is None else 0.07), config=Config(**FULL)).record
     assert sum(record["steps"]["gpu_ms"]) >= 5000 and num_steps(record) == 79
     assert record["conditions"]["window_s"] == pytest.approx(79 * 0.07)
-    assert record["status"] == "pass" and record["numerics"]["loss"][:2] == pytest.approx(
-        test_measure.expected_losses(2), rel=1e-5
-    )
+    assert record["status"] == "pass" and record["numerics"]["loss"][:2] == pytest.approx(expected_losses(2), rel=1e-5)
 
 
 def test_a_window_of_the_settled_pace_is_made_once(run, clock):
@@ -231,10 +234,16 @@ def test_a_phase_within_another_counts_for_itself(monkeypatch):
     assert [record["seconds"][name] for name in ("window", "reset", "build")] == [3.0, 0.5, 8.0]
 
 
-@pytest.mark.parametrize("flags", [("--variant", "graph"), ("--variant", "eager", "--parity")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--variant", "graph", "--warmup-min-s", "0.2", "--min-window-s", "0.2", "--min-steps", "5"),
+        ("--variant", "eager", "--parity", "--parity-steps", "4"),
+    ],
+)
 def test_phases_sum_to_the_time_of_the_process(tmp_path, flags):
     """Up to its last line, which is the record: what Python and torch take to end is nobody's phase."""
-    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", "--warmup-min-s", "0.2", *flags]
+    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", *flags]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     root = pathlib.Path(__file__).resolve().parent.parent
     start = time.monotonic()
@@ -278,7 +287,7 @@ def said(tmp_path, capsys):
             errors.append(err)
             return out
 
-        made = test_measure.Measured(Graphed, tmp_path, read_output, **more)
+        made = Measured(Graphed, tmp_path, read_output, **more)
         return made, errors[-1]
 
     return go

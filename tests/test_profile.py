@@ -10,6 +10,7 @@ import torch
 
 from common import measure, passes, trace
 from tests import forked
+from tests.measured import Measured, Variant
 
 QUICK = ("--warmup-min-s", "0.1", "--warmup-max-s", "0.2")
 SECTIONS = ["data", "zero gradients", "embedding", "forward", "loss", "backward", "optimizer"]
@@ -128,55 +129,28 @@ def test_a_step_that_fails_under_the_profile_ends_the_ranges(tmp_path, monkeypat
             raise RuntimeError("lost")
 
     monkeypatch.setattr(trace, "trace_steps", fail)
-    with pytest.raises(RuntimeError, match="lost"):
-        traced_pass(Steps(), tmp_path / "x.json")
-    assert measure.section("a") is measure.section("b") and not list(tmp_path.iterdir())
+    made = traced(tmp_path)
+    assert (made.record["status"], made.record["message"]) == ("failed", "RuntimeError: lost")
+    assert measure.section("a") is measure.section("b")
+    assert [path.name for path in tmp_path.iterdir()] == [made.path.name]
 
 
-class Steps:
-    """State and variant in one."""
+def traced(folder, rank=0):
+    """A run with --profile of a variant with two sections in each step."""
 
-    def __init__(self):
-        self.indices, self.capture = [], measure.Capture(strategy="none")
-
-    def reset(self):
-        self.indices.clear()
-
-    def step(self, index):
+    def before(index):
         with measure.section("all"), measure.section("part"):
             torch.ones(8).sum()
-        self.indices.append(index)
 
-    def replays_of(self, index):
-        return 0
-
-    def read_losses(self, count):
-        assert count == len(self.indices)
-        return [1.0] * count
-
-    read_grad_norms = read_losses
-
-
-def traced_pass(steps, path, rank=0):
-    class Options:
-        profile = str(path)
-
-    class Config:
-        warmup_min_s = warmup_max_s = 0.0
-
-    record = measure.records.blank(extra={"kind": None})
-    measure._traced_pass(record, steps, steps, Config, Options, torch.device("cpu"), rank)
-    return record
+    profile = str(folder / f"profile{rank}.json")
+    return Measured(lambda state: Variant(state, before), folder, str, profile=profile, rank=rank)
 
 
 def test_only_rank_zero_writes_and_every_rank_makes_the_same_steps(tmp_path):
-    made = []
-    for rank in (0, 1):
-        steps = Steps()
-        traced_pass(steps, tmp_path / f"{rank}.json", rank)
-        made.append(steps.indices)
-    assert made[0] == made[1] == list(range(trace.UNTRACED_STEPS + trace.TRACED_STEPS))
-    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+    made = [traced(tmp_path, rank).variant.indices for rank in (0, 1)]
+    num_steps = trace.UNTRACED_STEPS + trace.TRACED_STEPS
+    assert made[0] == made[1] and made[0][-num_steps:] == list(range(num_steps))
+    assert [path.name for path in tmp_path.glob("profile*")] == ["profile0.json"]
 
 
 def test_sections_are_summed_over_a_step_in_order_of_appearance():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rnnt import features
-from rnnt.corpus import REPOSITORY
+from rnnt.speech_folder import REPOSITORY
 from tests.speech_files import encode, tone
 
 pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed: ./setup.sh dali")

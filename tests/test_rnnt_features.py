@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rnnt import features
-from rnnt.corpus import BadAudio, num_frames, resampled, spliced
+from rnnt.speech_folder import BadAudio, num_frames, resampled, spliced
 from tests.speech_files import tone
 
 

@@ -11,43 +11,10 @@ import torch
 
 from common import collectives
 from common.capture import Pool
-from common.optimizers import LossScaler
-from rnnt.lamb import BLOCK, Lamb
+from rnnt.lamb import Lamb
+from tests.lamb_cases import RULE, SCALE, SHAPES, equal, gradients, optimizer, parameters, state
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# More and fewer elements than a block, exactly one, and a parameter that starts at zero (the third).
-SHAPES = [(70, 60), (5000,), (3,), (BLOCK,), (4, 8)]
-RULE = {"lr": 0.02, "betas": (0.9, 0.98), "eps": 1e-9, "weight_decay": 1e-2, "max_grad_norm": 1.0, "ema_decay": 0.9}
-SCALE = 512.0
-
-
-def parameters(dtype=torch.bfloat16, device="cpu"):
-    generator = torch.Generator().manual_seed(1)
-    params = [torch.randn(shape, generator=generator).to(device, dtype) for shape in SHAPES]
-    params[2].zero_()
-    return params
-
-
-def optimizer(params, **options):
-    return Lamb(params, LossScaler(params[0].device, SCALE, 2000, 1), **RULE, **options)
-
-
-def gradients(step, size=1.0, dtype=torch.bfloat16):
-    """Of the scaled loss; the fifth tensor has none."""
-    generator = torch.Generator().manual_seed(100 + step)
-    grads = [(SCALE * size * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
-    grads[4].zero_()
-    return grads
-
-
-def state(lamb):
-    tensors = dict(lamb.named_state()) | {f"param.{i}": param for i, param in enumerate(lamb.params)}
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 class Reference:
@@ -201,7 +168,7 @@ def test_shares_of_the_ranks_are_the_whole(world_size):
     found = {}
     for rank in range(world_size):
         lamb = optimizer(parameters(), rank=rank, world_size=world_size)
-        assert len(lamb.block_owners) * BLOCK == lamb.master.numel()
+        assert len(lamb.block_owners) * Lamb.BLOCK == lamb.master.numel()
         for name, tensor in lamb.named_state():
             found.setdefault(name, []).append(tensor)
     for name, tensor in whole.named_state():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.test_rnnt_lamb import equal, gradients, optimizer, parameters, state
+from tests.lamb_cases import equal, gradients, optimizer, parameters, state
 from tests.triton_interpreter import DEVICE, on_device, run_interpreted
 
 
@@ -11,7 +11,7 @@ def with_kernels(dtype):
     from rnnt import lamb_kernels
 
     lamb = optimizer(parameters(dtype, DEVICE))
-    lamb._moments, lamb._update = lamb_kernels.moments, lamb_kernels.update
+    lamb.moments, lamb.update = lamb_kernels.moments, lamb_kernels.update
     return lamb
 
 

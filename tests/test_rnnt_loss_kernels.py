@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rnnt.loss import PlainTransducerLoss, transducer_loss
+from rnnt.loss import plain_transducer_loss, transducer_loss
 from tests.transducer_reference import batch, outside, reference
 from tests.triton_interpreter import DEVICE, on_device, run_interpreted
 
@@ -19,7 +19,7 @@ def kernels():
 
 def loss_and_grad(arguments, weights, function=None):
     logits = arguments[0].detach().clone().requires_grad_()
-    losses = (function or kernels()).apply(logits, *arguments[1:])
+    losses = (function or kernels().apply)(logits, *arguments[1:])
     (grad,) = torch.autograd.grad((losses * weights).sum(), logits)
     return losses.detach(), grad
 
@@ -127,7 +127,7 @@ def test_benchmark_size():
     arguments = batch(frames, labels, 1024, dtype=torch.float16, device="cuda")
     weights = weights_of(arguments)
     losses, grad = loss_and_grad(arguments, weights)
-    expected_losses, expected_grad = loss_and_grad(arguments, weights, PlainTransducerLoss)
+    expected_losses, expected_grad = loss_and_grad(arguments, weights, plain_transducer_loss)
     torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=1e-3)
     # Sums of logarithms reach 2600 here, where FP32 has steps of 2e-4, in both.
     torch.testing.assert_close(grad, expected_grad, rtol=3e-2, atol=1e-4)

@@ -236,8 +236,11 @@ STRETCHES = [((0, 0, 2),), ((0, 2, 5), (1, 0, 2)), ((1, 2, 5), (0, 5, 6)), ((1, 
 
 
 @needs_compiler
-@pytest.mark.parametrize("cluster", [4, 1])
-@pytest.mark.parametrize("longest", [None, 6, 5, 4, 2, 1, 0])
+@pytest.mark.parametrize(
+    "cluster, longest",
+    [(4, None), (4, 5), (4, 2), (4, 0), (1, 4), (1, 1)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 6), (4, 4), (4, 1), (1, None), (1, 6), (1, 2))],
+)
 def test_stretches_of_two_layers_side_by_side_change_no_bit(folder, cluster, longest):
     host = Host(folder, 256, 16, cluster)
     layers, inputs, grads = stack_of(2, 1, 256), random(2, 6, 8, 1024), random(2, 6, 8, 256, seed=1)
@@ -408,3 +411,19 @@ def test_the_kernels_on_a_gpu_and_in_a_graph(hidden, steps, padding, at_once):
     for one, other, wanted in zip(eager, recorded, expected, strict=True):
         assert torch.equal(one, other)
         close(one.cpu(), wanted.detach(), 2e-2)
+
+
+@pytest.mark.gpu
+def test_layers_side_by_side_drop_out_what_layers_one_by_one_do():
+    layers, x, grad = stack_of(3, 1024, 1024), random(205, 8, 1024), random(205, 8, 1024, seed=1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x, grad, lengths = x.cuda(), grad.cuda(), torch.full((8,), 55, dtype=torch.int32, device="cuda")
+        layers = [[weight.cuda() for weight in layer] for layer in layers]
+        found = []
+        for at_once in (1, 2, 2):
+            torch.manual_seed(1)
+            found.append(run_stack(x, layers, grad, lengths, 0, 0.1, at_once))
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, other) for one, other in zip(*found[1:], strict=True))
+    for one, other in zip(*found[:2], strict=True):
+        close(one.detach(), other.detach(), 5e-3)

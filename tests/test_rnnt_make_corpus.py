@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rnnt import corpus, make_corpus, text
+from rnnt import make_corpus, speech_folder, transcripts
 
 soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed: ./setup.sh speech")
 
@@ -46,7 +46,7 @@ def test_corpus_can_be_read_and_is_what_was_asked_for(fake_espeak, tmp_path, cap
     folder = tmp_path / "out"
     assert make(folder, "--utterances", "7", "--seconds", "1", "3", "--voices", "a", "bcd") == 0
     assert "7 utterances, 2 voices" in capsys.readouterr().out
-    found = corpus.Corpus(folder, text.Chars(), 641, 125, True)
+    found = speech_folder.Corpus(folder, transcripts.Chars(), 641, 125, True)
     assert len(found.utterances) == 7 and not found.dropped and not found.resampled
     assert [one.name for one in found.utterances][-1] == "102/1/102-1-0002"
     assert len({one.text for one in found.utterances}) == 7
@@ -62,7 +62,7 @@ def test_corpus_can_be_read_and_is_what_was_asked_for(fake_espeak, tmp_path, cap
 
 def test_no_sentence_comes_twice(fake_espeak, tmp_path):
     make(tmp_path / "out", "--utterances", "20", "--seconds", "0.9", "1.1", "--voices", "a")
-    found = corpus.Corpus(tmp_path / "out", text.Chars(), 641, 125, True)
+    found = speech_folder.Corpus(tmp_path / "out", transcripts.Chars(), 641, 125, True)
     assert len({one.text for one in found.utterances}) == 20
 
 
@@ -80,7 +80,7 @@ def test_sentences_are_simple_and_long_enough():
     grammar = make_corpus.Grammar(np.random.default_rng(0))
     known = {word for words in make_corpus.WORDS.values() for word in words}
     known |= {word for answer in make_corpus.ANSWERS for word in answer.split()} | {"the", "in"}
-    tokenizer = text.Chars()
+    tokenizer = transcripts.Chars()
     for wanted in range(2, 25):
         words = grammar.sentence(wanted).split()
         assert wanted <= len(words) <= wanted + 9
@@ -126,7 +126,7 @@ def test_only_voices_that_speak_are_counted(fake_espeak, tmp_path, capsys):
 def test_longer_recordings_may_say_more(fake_espeak, tmp_path, capsys):
     # 12 s are 200 characters of the stand-in.
     make(tmp_path / "out", "--utterances", "1", "--seconds", "10", "12", "--voices", "a")
-    (one,) = corpus.Corpus(tmp_path / "out", text.Chars(), 641, 250, True).utterances
+    (one,) = speech_folder.Corpus(tmp_path / "out", transcripts.Chars(), 641, 250, True).utterances
     assert len(one.text) > 160 and f"up to {len(one.text)} characters" in capsys.readouterr().out
     assert make_corpus.max_characters(8.0) == make_corpus.max_characters(2.0) == 120
 
@@ -152,12 +152,12 @@ def test_without_espeak_one_line_says_how_to_get_it(tmp_path):
 def test_espeak_says_the_repositorys_corpus(tmp_path):
     make(tmp_path, "--utterances", "6")
     for path in sorted(tmp_path.rglob("*.trans.txt")):
-        known = (corpus.REPOSITORY / path.relative_to(tmp_path)).read_text()
+        known = (speech_folder.REPOSITORY / path.relative_to(tmp_path)).read_text()
         assert known.startswith(path.read_text())
     # Other versions may speak a little differently.
     for path in tmp_path.rglob("*.flac"):
         ours, theirs = (
-            soundfile.info(str(place)).frames for place in (path, corpus.REPOSITORY / path.relative_to(tmp_path))
+            soundfile.info(str(place)).frames for place in (path, speech_folder.REPOSITORY / path.relative_to(tmp_path))
         )
         assert ours == pytest.approx(theirs, rel=0.1)
 

@@ -72,17 +72,6 @@ def test_stacking_puts_two_frames_side_by_side():
     assert stack_time(x)[0, 1].tolist() == [10.0, 10.5, 11.0, 11.5]
 
 
-def test_prediction_symbol_by_symbol_is_the_whole():
-    model = make().eval()
-    _, _, tokens, _ = batch(TINY, [4, 4, 4], [5, 5, 5])
-    whole = model.prediction(tokens, None)
-    state = tuple(torch.zeros(TINY.prediction_layers, 3, TINY.prediction_hidden) for _ in range(2))
-    labels = torch.cat((torch.full((3, 1), -1), tokens), 1)
-    for place in range(6):
-        g, state = model.prediction.step(labels[:, place], state)
-        torch.testing.assert_close(g, whole[:, place], rtol=1e-5, atol=1e-6)
-
-
 def test_dropout_is_off_in_evaluation_and_on_in_training():
     model = make()
     given = batch(TINY, [12, 10], [4, 3])

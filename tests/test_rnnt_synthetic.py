@@ -71,7 +71,7 @@ def test_synthetic_batches_have_one_shape():
         features, frames, tokens, counts = batches.next()
         assert features.shape[0] == 20 and tokens.shape[1] == 6
         assert frames.tolist() == [20] * TINY.batch and counts.tolist() == [6] * TINY.batch
-    assert batches.batch_maxima() == [(20, 6)] and batches.period == 1
+    assert batches.batch_shapes() == [(20, 6)] and batches.period == 1
 
 
 @pytest.mark.parametrize("data", ["lengths", "synthetic"])
@@ -105,7 +105,7 @@ def test_lengths_come_again_after_a_period():
 
 def test_buckets_are_chosen_by_many_more_batches_than_come():
     batches = source(PRESETS["bench_lengths"])
-    maxima = batches.batch_maxima()
+    maxima = batches.batch_shapes()
     assert len(maxima) > 10 * PERIOD
     for frames, tokens in maxima[:3]:
         batch = batches.next()

@@ -327,9 +327,11 @@ def test_compare_with_a_base_is_the_gate(machine):
     assert machine.log()[-1].endswith("-m benchmarks.gate results --against old")
 
 
-def test_readme_writes_tables(machine):
+def test_readme_writes_tables_and_figures(machine):
     machine.make("readme")
-    assert machine.log()[-1].endswith("-m benchmarks.overview results --write --readme")
+    overview, plot = machine.log()[-2:]
+    assert overview.endswith("-m benchmarks.overview results --write --readme")
+    assert plot.endswith("-m benchmarks.plot results --readme")
 
 
 def test_failure_of_a_program_is_not_hidden(machine):

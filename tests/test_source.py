@@ -142,10 +142,10 @@ def test_hash_sees_a_rename_and_moved_borders(repository):
     before = source.source_hash(repository)
     (repository / "gpt3/train.py").rename(repository / "gpt3/trail.py")
     assert source.source_hash(repository) != before
-    two_files = source._hash_files({"a": b"x", "b": b"y"})
-    assert source._hash_files({"a": b"xb\0y"}) != two_files
-    assert source._hash_files({"a": b"xb\0\0y"}) != two_files
-    assert source._hash_files({"a": b"xb\x001\0y"}) != two_files
+    two_files = source.hash_files({"a": b"x", "b": b"y"})
+    assert source.hash_files({"a": b"xb\0y"}) != two_files
+    assert source.hash_files({"a": b"xb\0\0y"}) != two_files
+    assert source.hash_files({"a": b"xb\x001\0y"}) != two_files
 
 
 def test_hash_of_links_is_gits(repository, tmp_path):
@@ -185,9 +185,9 @@ def test_hash_of_schema_1_is_that_of_common_and_the_model(repository):
         return source.source_hash_1_of_commit(model, "HEAD", repository)
 
     names = ("common/__init__.py", "common/a.py", "gpt3/deep/b.py", "gpt3/train.py")
-    assert of("gpt3") == source._hash_files({name: f"{name}\n".encode() for name in names})
+    assert of("gpt3") == source.hash_files({name: f"{name}\n".encode() for name in names})
     names = ("common/__init__.py", "common/a.py", "tests/fake_model/train.py")
-    assert of("tests.fake_model") == source._hash_files({name: f"{name}\n".encode() for name in names})
+    assert of("tests.fake_model") == source.hash_files({name: f"{name}\n".encode() for name in names})
     assert of("gpt9") is None
     assert source.source_hash_1_of_commit("gpt3", "0" * 40, repository) is None
 
@@ -244,10 +244,10 @@ def test_run_hash_is_of_what_the_process_used(importable):
     code = "; ".join(IMPORTS)
     expected = ("common/source.py", "used.py", "tests/fake_model/train.py", "constraints.txt")
     files = {name: (importable / name).read_bytes() for name in expected}
-    assert run_hash_of(importable, code) == source._hash_files(files)
+    assert run_hash_of(importable, code) == source.hash_files(files)
     compiled = f"{code}; from common.source import note_compiled; note_compiled('kernel.cu')"
     files["kernel.cu"] = b"kernel\n"
-    assert run_hash_of(importable, compiled) == source._hash_files(files)
+    assert run_hash_of(importable, compiled) == source.hash_files(files)
 
 
 def test_run_hash_follows_what_was_used_and_nothing_else(importable):
@@ -273,21 +273,21 @@ def test_run_hash_knows_the_script_that_runs(importable):
     answer = subprocess.run(command, cwd=importable, capture_output=True, text=True, check=True)
     names = ("common/source.py", "train.py", "constraints.txt")
     files = {name: (importable / name).read_bytes() for name in names}
-    assert answer.stdout.strip() == source._hash_files(files)
+    assert answer.stdout.strip() == source.hash_files(files)
 
 
 def test_the_kernels_source_is_noted(monkeypatch):
     pytest.importorskip("torch")
     from rnnt import lstm_kernel
 
-    monkeypatch.setattr(source, "_compiled", set())
+    monkeypatch.setattr(source, "compiled", set())
     before = source.run_hash()
     # Without a compiler it fails after the source has been read; what it says is tested elsewhere.
     monkeypatch.setitem(sys.modules, "cuda.bindings", type(sys)("cuda.bindings"))
     sys.modules["cuda.bindings"].nvrtc = object()
     with pytest.raises(AttributeError):
         lstm_kernel.compile_source(256, 16, 1, (9, 0))
-    assert source._compiled == {str(ROOT / "rnnt/lstm_kernel.cu")}
+    assert source.compiled == {str(ROOT / "rnnt/lstm_kernel.cu")}
     assert source.run_hash() != before
 
 

@@ -1,4 +1,4 @@
-"""stable_diffusion/data: the shards' format, what is dropped from it, the sequence of batches, generated samples."""
+"""stable_diffusion/shards, batches, synthetic, data: the format, what is dropped, the sequence, generated samples."""
 
 import io
 import json
@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from stable_diffusion import data
+from stable_diffusion import data, shards
+from stable_diffusion.batches import Batches
+from stable_diffusion.shards import BadSample, Samples, decode
+from stable_diffusion.synthetic import ensure_generated, write
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = (8, 4, 16)  # latent size, tokens, dim
@@ -69,7 +72,7 @@ def flat(batches):
 
 
 def take(folder, count, batch=4, **options):
-    batches = data.Batches(data.Samples(folder, *SIZES), batch, **options)
+    batches = Batches(Samples(folder, *SIZES), batch, **options)
     try:
         return [numbers(batches.next()) for _ in range(count)]
     finally:
@@ -80,7 +83,7 @@ def take(folder, count, batch=4, **options):
 
 
 def test_written_shards_are_what_tarfile_and_pickle_say(tmp_path):
-    data.write(tmp_path / "out", 2, 3, 0, *SIZES)
+    write(tmp_path / "out", 2, 3, 0, *SIZES)
     assert sorted(os.listdir(tmp_path / "out")) == ["00000.tar", "00001.tar"]
     with tarfile.open(tmp_path / "out" / "00001.tar") as tar:
         names = ["000010000", "000010001", "000010002"]
@@ -91,7 +94,7 @@ def test_written_shards_are_what_tarfile_and_pickle_say(tmp_path):
         "image_embed": ((1, 8, 8, 8), np.float32),
         "captions_embed": ((4, 16), np.float32),
     }
-    read = data.Samples(tmp_path / "out", *SIZES).read(4)
+    read = Samples(tmp_path / "out", *SIZES).read(4)
     assert np.array_equal(read["moments"], sample["image_embed"][0])
     assert np.array_equal(read["context"], sample["captions_embed"])
 
@@ -108,12 +111,12 @@ def test_shards_as_the_benchmark_writes_them(tmp_path):
     with tarfile.open(tmp_path / "data" / "00000.tar", "w") as tar:
         for file in sorted(files.iterdir()):
             tar.add(file, arcname=file.name)
-    samples = data.Samples(tmp_path / "data", *SIZES)
+    samples = Samples(tmp_path / "data", *SIZES)
     assert len(samples) == 3 and not samples.dropped
     assert samples.name(1) == ("00000.tar", "000000001")
-    sample = samples[1]
-    assert sample["moments"].shape == (8, 8, 8) and sample["moments"].dtype == torch.float32
-    assert sample["context"].shape == (4, 16) and sample["context"].unique().tolist() == [1.0]
+    sample = samples.read(1)
+    assert sample["moments"].shape == (8, 8, 8) and sample["moments"].dtype == np.float32
+    assert sample["context"].shape == (4, 16) and np.unique(sample["context"]).tolist() == [1.0]
 
 
 def test_pickles_of_numpy_1_and_of_protocol_5_are_read():
@@ -121,14 +124,14 @@ def test_pickles_of_numpy_1_and_of_protocol_5_are_read():
     old = pickle.dumps(arrays(3.0), protocol=3).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
     assert b"numpy.core.multiarray" in old
     for content in (old, pickle.dumps(arrays(3.0), protocol=5)):
-        assert data.decode(content, shapes)["moments"].max() == 3.0
+        assert decode(content, shapes)["moments"].max() == 3.0
 
 
 def test_moments_without_the_leading_one_and_in_half_precision_are_read(tmp_path):
     halves = {name: array.astype(np.float16) for name, array in arrays(2.5).items()}
     halves["image_embed"] = halves["image_embed"][0]
     write_shard(tmp_path / "a.tar", {"0": halves, "1": halves})
-    batches = data.Batches(data.Samples(tmp_path, *SIZES), 2)
+    batches = Batches(Samples(tmp_path, *SIZES), 2)
     assert batches.dtypes == {"moments": torch.float16, "context": torch.float16}
     batch = batches.next()
     assert batch["moments"].dtype == torch.float16 and batch["moments"].shape == (2, 8, 8, 8)
@@ -136,11 +139,11 @@ def test_moments_without_the_leading_one_and_in_half_precision_are_read(tmp_path
 
 
 def test_many_shards_are_scanned_as_few_are(tmp_path):
-    for shard in range(data.MANY_SHARDS + 3):
+    for shard in range(shards.MANY_SHARDS + 3):
         write_shard(tmp_path / f"{shard:05d}.tar", {f"{shard:09d}": arrays(shard)})
     (tmp_path / "00005.tar").write_bytes(b"not a tar")
-    samples = data.Samples(tmp_path, *SIZES)
-    assert [samples[index]["moments"].max().item() for index in (0, 4, 5, 33)] == [0, 4, 6, 34]
+    samples = Samples(tmp_path, *SIZES)
+    assert [samples.read(index)["moments"].max() for index in (0, 4, 5, 33)] == [0, 4, 6, 34]
     assert [one.shard for one in samples.dropped] == ["00005.tar"]
 
 
@@ -158,8 +161,8 @@ class Malicious:
 @pytest.mark.parametrize("key", ["image_embed", "captions_embed"])
 def test_a_malicious_pickle_does_not_run(tmp_path, key):
     content = pickle.dumps(arrays() | {key: Malicious(tmp_path / "harmed")})
-    with pytest.raises(data.BadSample, match=r"undecodable: the pickle names posix.mkdir, only numpy arrays are read"):
-        data.decode(content, {"moments": (8, 8, 8), "context": (4, 16)})
+    with pytest.raises(BadSample, match=r"undecodable: the pickle names posix.mkdir, only numpy arrays are read"):
+        decode(content, {"moments": (8, 8, 8), "context": (4, 16)})
     assert not (tmp_path / "harmed").exists()
     pickle.loads(content)
     assert (tmp_path / "harmed").exists()  # it would have
@@ -207,11 +210,11 @@ def test_a_bad_sample_is_named_counted_and_replaced(folder, capsys, reason):
     clean = take(folder, 4)
     assert capsys.readouterr().err == ""
     with_bad(folder, {9: BAD[reason]})
-    samples = data.Samples(folder, *SIZES)
-    batches = data.Batches(samples, 4)
+    samples = Samples(folder, *SIZES)
+    batches = Batches(samples, 4)
     # Four batches are the whole epoch; one has something else instead of 9, from later in the order.
     found = [numbers(batches.next()) for _ in range(4)]
-    assert batches.dropped == [("00001.tar", "000000009", reason)] and batches.num_dropped == 1
+    assert batches.dropped == [("00001.tar", "000000009", reason)] and len(batches.dropped) == 1
     assert capsys.readouterr().err == f"data: dropped 00001.tar 000000009: {reason}\n"
     different = [(new, old) for new, old in zip(found, clean, strict=True) if new != old]
     assert len(different) == 1 and all(len(set(batch)) == 4 for batch in found)
@@ -219,7 +222,7 @@ def test_a_bad_sample_is_named_counted_and_replaced(folder, capsys, reason):
     # Again in the next epochs: each is named once.
     for _ in range(8):
         assert 9 not in numbers(batches.next())
-    assert batches.num_dropped == 1 and capsys.readouterr().err == ""
+    assert len(batches.dropped) == 1 and capsys.readouterr().err == ""
 
 
 def test_the_replacement_is_the_next_of_the_order(folder):
@@ -229,9 +232,9 @@ def test_the_replacement_is_the_next_of_the_order(folder):
 
 
 def test_a_sample_that_cannot_be_read_any_more_is_dropped(folder):
-    samples = data.Samples(folder, *SIZES)
+    samples = Samples(folder, *SIZES)
     (folder / "00001.tar").unlink()
-    with pytest.raises(data.BadSample, match="cannot be read: No such file or directory"):
+    with pytest.raises(BadSample, match="cannot be read: No such file or directory"):
         samples.read(8)
     assert samples.read(7)["moments"].max() == 7
 
@@ -239,11 +242,11 @@ def test_a_sample_that_cannot_be_read_any_more_is_dropped(folder):
 def test_the_first_ten_are_named_the_rest_counted(tmp_path, capsys):
     many = {f"{number:03d}": arrays(number) if number % 2 else b"" for number in range(60)}
     write_shard(tmp_path / "a.tar", many)
-    batches = data.Batches(data.Samples(tmp_path, *SIZES), 10)
+    batches = Batches(Samples(tmp_path, *SIZES), 10)
     for _ in range(6):
         batches.next()
     batches.close()
-    assert batches.num_dropped == 30 and len(set(batches.dropped)) == 30
+    assert len(batches.dropped) == 30 and len(set(batches.dropped)) == 30
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 11
     assert lines[9].endswith("; further ones are counted only") and lines[10] == "data: 30 dropped in all"
@@ -314,10 +317,10 @@ def lost(num_bytes, member="000000011.pyd"):
 )
 def test_what_is_readable_of_a_damaged_shard_is_used(folder, capsys, damage, num_left, key, reason):
     damage(folder / "00001.tar")
-    samples = data.Samples(folder, *SIZES)
+    samples = Samples(folder, *SIZES)
     assert len(samples) == 8 + num_left
     assert samples.dropped == [("00001.tar", key, reason)]
-    batches = data.Batches(samples, 4)
+    batches = Batches(samples, 4)
     for _ in range(4):
         numbers(batches.next())
     assert batches.dropped == samples.dropped
@@ -327,22 +330,22 @@ def test_what_is_readable_of_a_damaged_shard_is_used(folder, capsys, damage, num
 
 def test_only_rank_0_names_what_the_scan_found(folder, capsys):
     (folder / "00001.tar").write_bytes(b"")
-    batches = data.Batches(data.Samples(folder, *SIZES), 1, rank=1, world_size=2)
-    assert batches.num_dropped == 1 and capsys.readouterr().err == ""
+    batches = Batches(Samples(folder, *SIZES), 1, rank=1, world_size=2)
+    assert len(batches.dropped) == 1 and capsys.readouterr().err == ""
 
 
 def test_other_files_beside_the_shards_are_left_alone(folder):
     (folder / "sha512sums.txt").write_text("sums")
     (folder / ".00002.tar.partial").write_text("half")
     (folder / ".00002.tar").write_text("hidden")
-    samples = data.Samples(folder, *SIZES)
+    samples = Samples(folder, *SIZES)
     assert len(samples) == 16 and not samples.dropped
 
 
 def test_names_with_folders_long_names_and_more_dots(tmp_path):
     names = {"part/00000001": 1.0, "k" * 150: 2.0, "caf\u00e9": 3.0}
     write_shard(tmp_path / "a.tar", {name: arrays(value) for name, value in names.items()} | {"x.other": arrays(9.0)})
-    samples = data.Samples(tmp_path, *SIZES)
+    samples = Samples(tmp_path, *SIZES)
     found = {samples.name(index)[1]: float(samples.read(index)["moments"].max()) for index in range(len(samples))}
     assert found == {"00000001": 1.0, "k" * 150: 2.0, "caf\u00e9": 3.0}
 
@@ -353,7 +356,7 @@ def test_names_with_folders_long_names_and_more_dots(tmp_path):
 def test_folders_without_samples_end_in_one_line_that_names_data(tmp_path):
     def refusal():
         with pytest.raises(ValueError) as error:
-            data.Samples(tmp_path / "d", *SIZES)
+            Samples(tmp_path / "d", *SIZES)
         assert "\n" not in str(error.value)
         return str(error.value).replace(str(tmp_path), "")
 
@@ -371,27 +374,27 @@ def test_folders_without_samples_end_in_one_line_that_names_data(tmp_path):
 
 def test_all_samples_of_other_sizes_are_refused_at_once(folder):
     with pytest.raises(ValueError, match=r"none of 16 samples is good: 00000.tar 000000000: moments of shape"):
-        data.Samples(folder, 64, 4, 16)
+        Samples(folder, 64, 4, 16)
 
 
 def test_too_few_samples_end_in_one_line_that_names_batch_and_data(folder):
-    samples = data.Samples(folder, *SIZES)
+    samples = Samples(folder, *SIZES)
     with pytest.raises(ValueError) as error:
-        data.Batches(samples, 6, rank=2, world_size=3)
+        Batches(samples, 6, rank=2, world_size=3)
     assert str(error.value) == (
         f"--data {folder}: 16 good samples of 16, --batch 6 on 3 ranks takes 18: give more shards or a smaller --batch"
     )
-    assert len(numbers(data.Batches(samples, 16).next())) == 16
+    assert len(numbers(Batches(samples, 16).next())) == 16
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_too_few_good_samples_are_noticed_when_they_are_met(folder, num_workers):
     order = flat(take(folder, 4))
     with_bad(folder, {int(number): b"" for number in order[5:9]})
-    batches = data.Batches(data.Samples(folder, *SIZES), 4, world_size=1, num_workers=num_workers)
+    batches = Batches(Samples(folder, *SIZES), 4, world_size=1, num_workers=num_workers)
     assert numbers(batches.next()) == order[:4]
     batches.close()
-    batches = data.Batches(data.Samples(folder, *SIZES), 13, num_workers=num_workers)
+    batches = Batches(Samples(folder, *SIZES), 13, num_workers=num_workers)
     with pytest.raises(ValueError, match=r"12 good samples of 16, --batch 13 takes 13: give more shards"):
         batches.next()
     batches.close()
@@ -437,7 +440,7 @@ def test_ranks_share_each_step_and_repeat_nothing(folder):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_reset_begins_again_and_keeps_the_workers(folder, num_workers):
     with_bad(folder, {number: b"" for number in (1, 8)})
-    batches = data.Batches(data.Samples(folder, *SIZES), 4, num_workers=num_workers)
+    batches = Batches(Samples(folder, *SIZES), 4, num_workers=num_workers)
     workers = {process.pid for process in multiprocessing.active_children()}
     assert len(workers) == num_workers
     first = [numbers(batches.next()) for _ in range(7)]
@@ -445,7 +448,7 @@ def test_reset_begins_again_and_keeps_the_workers(folder, num_workers):
         batches.reset()
         assert [numbers(batches.next()) for _ in range(count)] == first[:count]
     assert {process.pid for process in multiprocessing.active_children()} == workers
-    assert batches.num_dropped == 2
+    assert len(batches.dropped) == 2
     batches.close()
 
 
@@ -457,7 +460,7 @@ def test_batches_leave_the_default_generator_alone(folder):
 
 
 def test_a_batch_is_not_changed_by_the_next_one(folder):
-    batches = data.Batches(data.Samples(folder, *SIZES), 4)
+    batches = Batches(Samples(folder, *SIZES), 4)
     first = batches.next()
     kept = first["moments"].clone()
     first["context"].zero_()  # theirs to write to
@@ -466,7 +469,7 @@ def test_a_batch_is_not_changed_by_the_next_one(folder):
 
 
 def test_close_ends_the_workers_and_can_be_repeated(folder):
-    batches = data.Batches(data.Samples(folder, *SIZES), 4, num_workers=2)
+    batches = Batches(Samples(folder, *SIZES), 4, num_workers=2)
     batches.next()
     assert len(multiprocessing.active_children()) == 2
     batches.close()
@@ -477,8 +480,9 @@ def test_close_ends_the_workers_and_can_be_repeated(folder):
 @pytest.mark.parametrize("last_line", ["batches.close()", "", "raise SystemExit(3)"])
 def test_a_process_ends_quietly_with_and_without_close(folder, last_line):
     code = f"""
-from stable_diffusion import data
-batches = data.Batches(data.Samples({str(folder)!r}, *{SIZES}), 4, num_workers=2)
+from stable_diffusion.batches import Batches
+from stable_diffusion.shards import Samples
+batches = Batches(Samples({str(folder)!r}, *{SIZES}), 4, num_workers=2)
 batches.next()
 batches.reset()
 {last_line}
@@ -494,8 +498,8 @@ batches.reset()
 def generated(tmp_path_factory):
     """64 samples at the real size of the moments, with short encodings."""
     folder = tmp_path_factory.mktemp("generated")
-    data.write(folder, 2, 32, 0, 64, 77, 256)
-    samples = data.Samples(folder, 64, 77, 256)
+    write(folder, 2, 32, 0, 64, 77, 256)
+    samples = Samples(folder, 64, 77, 256)
     read = [samples.read(index) for index in range(64)]
     return {name: np.stack([sample[name] for sample in read]) for name in ("moments", "context")}
 
@@ -541,12 +545,12 @@ def test_encodings_have_the_structure_of_captions(generated):
 
 
 def test_generated_content_depends_on_seed_and_place_alone(tmp_path):
-    data.write(tmp_path / "a", 2, 3, 7, *SIZES)
-    data.write(tmp_path / "b", 2, 3, 7, *SIZES)
+    write(tmp_path / "a", 2, 3, 7, *SIZES)
+    write(tmp_path / "b", 2, 3, 7, *SIZES)
     assert (tmp_path / "a" / "00001.tar").read_bytes() == (tmp_path / "b" / "00001.tar").read_bytes()
-    data.write(tmp_path / "c", 1, 6, 7, *SIZES)
-    data.write(tmp_path / "d", 1, 6, 8, *SIZES)
-    two, one, other = (data.Samples(tmp_path / name, *SIZES) for name in "acd")
+    write(tmp_path / "c", 1, 6, 7, *SIZES)
+    write(tmp_path / "d", 1, 6, 8, *SIZES)
+    two, one, other = (Samples(tmp_path / name, *SIZES) for name in "acd")
     for index in range(6):
         for name in ("moments", "context"):
             assert np.array_equal(two.read(index)[name], one.read(index)[name])
@@ -556,35 +560,35 @@ def test_generated_content_depends_on_seed_and_place_alone(tmp_path):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8])
 def test_short_contexts_are_generated_too(tmp_path, tokens):
-    data.write(tmp_path, 1, 4, 0, 8, tokens, 16)
-    assert len(data.Samples(tmp_path, 8, tokens, 16)) == 4
+    write(tmp_path, 1, 4, 0, 8, tokens, 16)
+    assert len(Samples(tmp_path, 8, tokens, 16)) == 4
 
 
 def test_generated_shards_are_written_once(tmp_path):
-    folder = data.ensure_generated(tmp_path / "cache", *SIZES)
-    assert folder.parent == tmp_path / "cache" and len(data.Samples(folder, *SIZES)) == 64
+    folder = ensure_generated(tmp_path / "cache", *SIZES)
+    assert folder.parent == tmp_path / "cache" and len(Samples(folder, *SIZES)) == 64
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert data.ensure_generated(tmp_path / "cache", *SIZES) == folder
+    assert ensure_generated(tmp_path / "cache", *SIZES) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert data.ensure_generated(tmp_path / "cache", 8, 4, 32) != folder
+    assert ensure_generated(tmp_path / "cache", 8, 4, 32) != folder
 
 
 def test_what_a_killed_writer_left_is_replaced(tmp_path):
-    folder = data.ensure_generated(tmp_path, *SIZES)
+    folder = ensure_generated(tmp_path, *SIZES)
     partial = tmp_path / f".{folder.name}.partial"
     folder.rename(partial)
     (partial / "00000.tar").write_bytes(b"half")
-    assert len(data.Samples(data.ensure_generated(tmp_path, *SIZES), *SIZES)) == 64
+    assert len(Samples(ensure_generated(tmp_path, *SIZES), *SIZES)) == 64
     assert not partial.exists()
 
 
 def test_two_processes_generate_at_once(tmp_path):
     code = f"""
-from stable_diffusion import data
-writing = data.write
-data.write = lambda *args: (print("writes", flush=True), writing(*args))
-folder = data.ensure_generated({str(tmp_path)!r}, 16, 8, 64)
-print(len(data.Samples(folder, 16, 8, 64)))
+from stable_diffusion import shards, synthetic
+writing = synthetic.write
+synthetic.write = lambda *args: (print("writes", flush=True), writing(*args))
+folder = synthetic.ensure_generated({str(tmp_path)!r}, 16, 8, 64)
+print(len(shards.Samples(folder, 16, 8, 64)))
 """
     processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) for _ in range(3)]
     said = [process.communicate(timeout=60)[0].decode().split() for process in processes]

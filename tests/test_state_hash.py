@@ -4,6 +4,7 @@ import numpy
 import pytest
 import torch
 
+from benchmarks import parity
 from common import state_hash
 from common.state_hash import StateHasher, tensor_hash
 
@@ -105,6 +106,9 @@ def test_chunks_do_not_show(monkeypatch, dtype, chunk):
     whole = value(tensor.clone())
     monkeypatch.setattr(state_hash, "CHUNK", chunk)
     assert value(tensor.clone()) == whole
+    # Nor does it show which weights were kept.
+    monkeypatch.setattr(state_hash, "NUM_KEPT_WEIGHTS", 18)
+    assert value(tensor.clone()) == whole
 
 
 def test_the_shape_and_the_strides_do_not_count_but_the_order_does():
@@ -195,7 +199,7 @@ def test_samples_are_evenly_spaced_elements_padded_with_nan():
 def test_the_sidecar(tmp_path):
     path = tmp_path / "new" / "graph.r0.parity.npz"
     hasher = trajectory()
-    hasher.write(path, [3.5, 2.5, 1.5, 0.5, 1 / 3], [1.0] * 5)
+    state_hash.write_sidecar(path, [hasher.seen()], [3.5, 2.5, 1.5, 0.5, 1 / 3], [1.0] * 5)
     with numpy.load(path, allow_pickle=False) as found:
         assert set(found) == {"names", "hashes", "samples", "loss", "grad_norm"}
         assert found["names"].tolist() == ["weight", "moment"]
@@ -204,3 +208,15 @@ def test_the_sidecar(tmp_path):
         assert numpy.array_equal(found["samples"], hasher.samples(), equal_nan=True)
         assert found["loss"].dtype == numpy.float64 and found["loss"].tolist() == [3.5, 2.5, 1.5, 0.5, 1 / 3]
         assert found["grad_norm"].tolist() == [1.0] * 5
+
+
+def test_the_sidecar_of_two_ranks_tells_in_which_one_a_tensor_differs(tmp_path):
+    ours, base = trajectory().seen(), trajectory().seen()
+    other = ours | {"hashes": ours["hashes"].copy()}
+    other["hashes"][3, 1] += numpy.uint64(1)
+    for name, ranks in (("base", [base, base]), ("ours", [ours, other])):
+        state_hash.write_sidecar(tmp_path / f"{name}.npz", ranks, [1.0] * 5, [1.0] * 5)
+    with numpy.load(tmp_path / "ours.npz") as found:
+        assert found["names"].tolist() == ["weight", "moment", "rank 1: weight", "rank 1: moment"]
+    differs = parity.compare_parity(tmp_path / "ours.npz", tmp_path / "base.npz")
+    assert differs.first_difference == {"step": 3, "tensor": "rank 1: moment"}

@@ -12,8 +12,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 
 from common import triton_launch  # noqa: E402
 from tests import triton_driver  # noqa: E402
-from tests.test_rnnt_decoder import encoded, model  # noqa: E402
-from tests.test_rnnt_lamb import optimizer, parameters  # noqa: E402
+from tests.decoder_cases import encoded, model  # noqa: E402
+from tests.lamb_cases import optimizer, parameters  # noqa: E402
 from tests.triton_interpreter import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -62,13 +62,13 @@ def lamb(dtype, options):
 
 @torch.no_grad()
 def decode(dtype, batch, frames):
-    from rnnt import decoder_kernels
-    from rnnt.decoder import Search
+    from rnnt import greedy_decoder_kernels as kernels
+    from rnnt.greedy_decoder import Search
 
     search = Search(model(2.0, dtype=dtype), batch, 2, 11)
-    decoder_kernels.join(search, encoded(batch, frames).to(dtype))
-    decoder_kernels.advance(search)
-    decoder_kernels.rise(search, 1)
+    kernels.join(search, encoded(batch, frames).to(dtype))
+    kernels.advance(search)
+    kernels.rise(search, 1)
 
 
 # Calls of one function one after the other, each of which Triton compiles anew at least in part; and the number of

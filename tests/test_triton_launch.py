@@ -28,7 +28,7 @@ def _scale(x, y, n, factor, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
 
 @pytest.fixture
 def make_driver(monkeypatch):
-    def make(form=triton_driver.installed):
+    def make(form=triton_driver.Installed):
         fake = triton_driver.Driver(form)
         monkeypatch.setattr(triton.runtime.driver, "_active", fake)
         monkeypatch.setattr(triton_launch, "_current_device", fake.get_current_device)
@@ -67,7 +67,7 @@ def tensors(dtype=torch.float16, offset=0):
 
 
 @compiled
-@pytest.mark.parametrize("form", [triton_driver.installed, triton_driver.Spliced, triton_driver.InTuple])
+@pytest.mark.parametrize("form", [triton_driver.Installed, triton_driver.Spliced, triton_driver.InTuple])
 def test_c_gets_what_triton_gives_it(make_driver, through_triton, form):
     driver = make_driver(form)
     scale = Launch(_scale, 2.5, WIDTH=BLOCK, OFFSET=3, num_warps=2)
@@ -167,7 +167,7 @@ def test_each_pointer_counts(make_driver, aligned):
 
 
 @compiled
-@pytest.mark.parametrize("form", [triton_driver.Reversed, triton_driver.with_scratch])
+@pytest.mark.parametrize("form", [triton_driver.Reversed, triton_driver.WithScratch])
 def test_another_way_to_launch_is_left_to_triton(make_driver, through_triton, no_allocator, form):
     allocated, driver = [], make_driver(form)
     triton.set_allocator(lambda *size: allocated.append(size))
@@ -180,7 +180,7 @@ def test_another_way_to_launch_is_left_to_triton(make_driver, through_triton, no
             assert not scale.direct
     assert len(through_triton) == len(driver.launches) == 6
     assert [str(each.message) for each in said] == [triton_launch.UNKNOWN]
-    assert len(allocated) == (6 if form is triton_driver.with_scratch else 0)
+    assert len(allocated) == (6 if form is triton_driver.WithScratch else 0)
 
 
 @compiled

@@ -41,24 +41,26 @@ class Reversed(Launcher):
         self.launch(x, y, z, stream, function, metadata, *arguments[::-1])
 
 
-def installed(metadata, launch, scratch=0):
-    """The installed version's own, as its constructor leaves it."""
-    launcher = object.__new__(CudaLauncher)
-    names = ("profile_scratch_size", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl")
-    launcher.__dict__.update({name: getattr(metadata, name) for name in names})
-    launcher.__dict__.update(num_ctas=1, global_scratch_size=scratch, global_scratch_align=1)
-    launcher.__dict__.update(arg_annotations="annotations", kernel_signature=b"types", launch=launch)
-    return launcher
+class Installed(CudaLauncher):
+    """The installed version's own, as its constructor leaves it, which would compile."""
+
+    scratch = 0
+
+    def __init__(self, metadata, launch):
+        for name in ("profile_scratch_size", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl"):
+            setattr(self, name, getattr(metadata, name))
+        self.num_ctas, self.global_scratch_size, self.global_scratch_align = 1, self.scratch, 1
+        self.arg_annotations, self.kernel_signature, self.launch = "annotations", b"types", launch
 
 
-def with_scratch(metadata, launch):
-    return installed(metadata, launch, scratch=16)
+class WithScratch(Installed):
+    scratch = 16
 
 
 class Driver:
     """form: one of the above. launches: the arguments that C would have got, in order."""
 
-    def __init__(self, form=installed):
+    def __init__(self, form=Installed):
         # Numbers that no real device has: kernels keep what they know by device.
         self.device, self.stream = 64, 7
         self.launches, self.num_loaded = [], 0

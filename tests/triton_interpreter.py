@@ -8,12 +8,11 @@ A file of kernel tests marks its tests with `on_device`, puts its tensors on DEV
 
 import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from tests import forked
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -32,11 +31,5 @@ def run_interpreted(path: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed: pip install triton==3.7.1")
     # Triton decides when it is imported, so another process.
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rN", path],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-    )
+    result = forked.run("pytest", ["-q", "-rN", path], os.environ | {"TRITON_INTERPRET": "1"}, timeout_s=600)
     assert result.returncode == 0, result.stdout[-6000:]

@@ -1,14 +1,14 @@
-"""common/late: numbers read late, on the CPU, and the order of events with fakes of CUDA's."""
+"""common/step_report: numbers read late, on the CPU, and the order of events with fakes of CUDA's."""
 
 import pytest
 import torch
 
-from common.late import LateReader, ScaledReport
 from common.optimizers import LossScaler
+from common.step_report import DelayedReader, ScaledReport
 
 
 def test_the_step_before_is_read():
-    reader = LateReader(torch.device("cpu"), 2)
+    reader = DelayedReader(torch.device("cpu"), 2)
     assert reader.latest() is None
     reader.push(0, torch.tensor([1.0, 2.0]))
     assert reader.latest() is None
@@ -20,7 +20,7 @@ def test_the_step_before_is_read():
 
 
 def test_what_was_pushed_is_a_copy():
-    reader, values = LateReader(torch.device("cpu"), 1), torch.tensor([1.0])
+    reader, values = DelayedReader(torch.device("cpu"), 1), torch.tensor([1.0])
     reader.push(0, values)
     values.fill_(7.0)
     reader.push(1, values)
@@ -28,7 +28,7 @@ def test_what_was_pushed_is_a_copy():
 
 
 def test_reset_forgets():
-    reader = LateReader(torch.device("cpu"), 1)
+    reader = DelayedReader(torch.device("cpu"), 1)
     for index in range(5):
         reader.push(index, torch.zeros(1))
     reader.reset()
@@ -64,7 +64,7 @@ def on_cuda(monkeypatch):
     pageable = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False: pageable(*shape))
     FakeEvent.finished = FakeEvent.num_waits = FakeEvent.recorded = 0
-    return LateReader(torch.device("cuda"), 1, depth=3)
+    return DelayedReader(torch.device("cuda"), 1, depth=3)
 
 
 def test_only_finished_copies_are_read(on_cuda):
@@ -87,7 +87,7 @@ def test_the_host_runs_ahead_by_depth_and_no_further(on_cuda):
 
 
 def test_exact_reads_the_same_step_whatever_has_arrived(on_cuda):
-    reader = LateReader(torch.device("cuda"), 1, depth=3, exact=True)
+    reader = DelayedReader(torch.device("cuda"), 1, depth=3, exact=True)
     found = []
     for index in range(5):
         reader.push(index, torch.tensor([float(index)]))

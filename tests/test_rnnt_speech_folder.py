@@ -1,18 +1,18 @@
-"""rnnt/corpus: which utterances of a folder can be trained on, and why the others cannot."""
+"""rnnt/speech_folder: which utterances of a folder can be trained on, and why the others cannot."""
 
 import math
 
 import numpy as np
 import pytest
 
-from rnnt import corpus, text
+from rnnt import speech_folder, transcripts
 from tests.speech_files import encode, tone, write_speech
 
 soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed: ./setup.sh speech")
 
 
 def scan(folder, max_frames=641, max_tokens=125, perturbed=True):
-    return corpus.Corpus(folder, text.Chars(), max_frames, max_tokens, perturbed)
+    return speech_folder.Corpus(folder, transcripts.Chars(), max_frames, max_tokens, perturbed)
 
 
 def reasons(found):
@@ -20,14 +20,14 @@ def reasons(found):
 
 
 def test_repository_corpus_is_good_and_small():
-    found = scan(corpus.REPOSITORY)
+    found = scan(speech_folder.REPOSITORY)
     assert len(found.utterances) == 60 and not found.dropped and not found.resampled
     seconds = [one.num_samples / one.sample_rate for one in found.utterances]
     assert min(seconds) >= 1 and max(seconds) <= 8
     assert len({one.text for one in found.utterances}) == 60
     assert len({word for one in found.utterances for word in one.text.split()}) <= 120
     assert len({one.name.split("/")[0] for one in found.utterances}) >= 4
-    assert sum(path.stat().st_size for path in corpus.REPOSITORY.rglob("*")) <= 3e6
+    assert sum(path.stat().st_size for path in speech_folder.REPOSITORY.rglob("*")) <= 3e6
 
 
 def test_utterances_have_their_own_transcripts(tmp_path):
@@ -39,7 +39,7 @@ def test_utterances_have_their_own_transcripts(tmp_path):
         ("1/7/1-7-0001", 24000, "second one"),
         ("2/7/2-7-0000", 32000, "other speaker"),
     ]
-    assert text.Chars().decode(found.utterances[0].tokens) == "first one"
+    assert transcripts.Chars().decode(found.utterances[0].tokens) == "first one"
 
 
 def test_links_are_followed_and_no_folder_read_twice(tmp_path):
@@ -71,7 +71,7 @@ def test_headers_tell_what_libsndfile_does(tmp_path, kind, channels, rate, num_s
     path = tmp_path / "x"
     path.write_bytes(encode(np.random.default_rng(0).uniform(-0.5, 0.5, (num_samples, channels)), rate, kind))
     known = soundfile.info(str(path))
-    assert corpus.read_header(path) == (known.frames, known.samplerate) == (num_samples, rate)
+    assert speech_folder.read_header(path) == (known.frames, known.samplerate) == (num_samples, rate)
 
 
 def wav_with_a_chunk_before_its_data():
@@ -83,7 +83,7 @@ def wav_with_a_chunk_before_its_data():
 def test_wav_chunks_before_the_data_are_passed_over(tmp_path):
     path = tmp_path / "x.wav"
     path.write_bytes(wav_with_a_chunk_before_its_data())
-    assert corpus.read_header(path) == (16000, 16000)
+    assert speech_folder.read_header(path) == (16000, 16000)
 
 
 def test_each_fault_is_named_and_the_rest_trained_on(tmp_path):
@@ -163,7 +163,7 @@ def test_longest_utterance_is_that_of_the_benchmark(tmp_path):
 @pytest.mark.parametrize("scale", [1.0, 0.85, 1.15, 1.1234, 16000 / 44100])
 def test_resampled_length_is_rounded_up(scale):
     for num_samples in (1, 999, 16000, 267200):
-        assert corpus.resampled(num_samples, scale) == math.ceil(num_samples * float(np.float32(scale)))
+        assert speech_folder.resampled(num_samples, scale) == math.ceil(num_samples * float(np.float32(scale)))
 
 
 def test_folders_without_speech_name_the_flag(tmp_path):

@@ -1,4 +1,4 @@
-"""rnnt/decoder: labels of the eager and the graph decoder against a search of one utterance after the other."""
+"""rnnt/greedy_decoder: labels of the eager and the graph decoder against a search of one utterance after the other."""
 
 import dataclasses
 
@@ -6,39 +6,8 @@ import pytest
 import torch
 
 from rnnt.config import PRESETS
-from rnnt.decoder import EagerDecoder, GraphDecoder
-from rnnt.model import RNNT, initialise
-
-CONFIG = dataclasses.replace(
-    PRESETS["tiny"], prediction_hidden=24, prediction_layers=2, joint_hidden=20, vocab=30, joint_dropout=0.5
-)
-BLANK = CONFIG.vocab - 1
-
-
-def model(blank_bias, config=CONFIG, dtype=torch.float32, device="cpu"):
-    """In training mode, with dropout. Random weights, in which the likeliest class follows frame and label alike.
-
-    PyTorch's own ranges do not: a search falls into one label that it repeats, or finds none.
-    """
-    net = RNNT(config)
-    initialise(net, config, 3)
-    generator = torch.Generator().manual_seed(5)
-    hidden = config.prediction_hidden
-    weights = {net.joint.linear.weight: 20 / config.joint_hidden, net.prediction.linear.weight: 64 / hidden}
-    for layer in net.prediction.layers:
-        weights |= {layer.weight_ih_l0: 24 / hidden, layer.weight_hh_l0: 24 / hidden}
-    with torch.no_grad():
-        for weight, variance in weights.items():
-            weight.normal_(generator=generator).mul_(variance**0.5)
-        for layer in net.prediction.layers:
-            layer.bias_ih_l0[hidden : 2 * hidden] = -2
-        net.joint.linear.bias.zero_()
-        net.joint.linear.bias[-1] = blank_bias
-    return net.to(device, dtype).train()
-
-
-def encoded(batch, frames, seed=0, config=CONFIG):
-    return torch.randn(batch, frames, config.joint_hidden, generator=torch.Generator().manual_seed(seed))
+from rnnt.greedy_decoder import EagerDecoder, GraphDecoder
+from tests.decoder_cases import BLANK, CONFIG, encoded, model
 
 
 @torch.no_grad()
@@ -48,19 +17,15 @@ def one_by_one(net, f, lengths, per_frame=30, total=300):
     net.eval()
     found = []
     for encoder_output, length in zip(f, lengths.tolist(), strict=True):
-        labels, label = [], torch.tensor([-1])
-        layers = net.prediction.layers
-        state = tuple(torch.zeros(len(layers), 1, layers[0].hidden_size) for _ in range(2))
+        labels = []
         for frame in encoder_output[:length]:
-            for _ in range(per_frame):
-                if len(labels) == total:
-                    break
-                g, next_state = net.prediction.step(label, state)
-                best = net.joint(frame.view(1, 1, -1), g.unsqueeze(1)).argmax().item()
+            for _ in range(min(per_frame, total - len(labels))):
+                # The answer to all labels so far.
+                g = net.prediction(torch.tensor([labels], dtype=torch.int64), None)[:, -1:]
+                best = net.joint(frame.view(1, 1, -1), g).argmax().item()
                 if best == BLANK:
                     break
                 labels.append(best)
-                label, state = torch.tensor([best]), next_state
         found.append(labels)
     net.train(training)
     return found

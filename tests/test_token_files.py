@@ -1,4 +1,4 @@
-"""common/text: corpora, caches, Megatron files, batches."""
+"""common/token_files: corpora, caches, Megatron files, batches."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import text
+from common import token_files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +30,7 @@ def small_stdlib(tmp_path, monkeypatch):
         (root / name).write_text(content)
     (root / "site-packages").mkdir()
     (root / "site-packages" / "p.py").write_text("p\n")
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(token_files.sysconfig, "get_path", lambda name: str(root))
     return root
 
 
@@ -38,44 +38,46 @@ def small_stdlib(tmp_path, monkeypatch):
 
 
 def test_python_corpus_is_source_text_in_order(small_stdlib, tmp_path):
-    corpus = text.python_corpus(tmp_path / "cache")
+    corpus = token_files.python_corpus(tmp_path / "cache")
     assert bytes(corpus.tokens) == b"c = 2\n\0b = 1\n\0"
     assert isinstance(corpus.tokens, np.memmap) and corpus.vocab_size == 256
     assert corpus.name.startswith("python-3.")
 
 
 def test_python_corpus_of_this_machine(tmp_path):
-    corpus = text.python_corpus(tmp_path)
+    corpus = token_files.python_corpus(tmp_path)
     assert corpus.num_tokens > 5_000_000
     assert os.listdir(tmp_path) == [f"{corpus.name}.bin"]
     assert b"class TestCase(object):" in bytes(corpus.tokens)
 
 
 def test_python_corpus_name_follows_content(small_stdlib, tmp_path):
-    before = text.python_corpus(tmp_path / "cache").name
+    before = token_files.python_corpus(tmp_path / "cache").name
     (small_stdlib / "b.py").write_text("b = 3\n")
-    after = text.python_corpus(tmp_path / "cache")
+    after = token_files.python_corpus(tmp_path / "cache")
     assert after.name != before and b"b = 3" in bytes(after.tokens)
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"x" + data[1:], lambda data: b""])
 def test_damaged_python_cache_is_made_again(small_stdlib, tmp_path, damage):
-    corpus = text.python_corpus(tmp_path / "cache")
+    corpus = token_files.python_corpus(tmp_path / "cache")
     path = tmp_path / "cache" / f"{corpus.name}.bin"
     good = path.read_bytes()
     path.write_bytes(damage(good))
-    assert bytes(text.python_corpus(tmp_path / "cache").tokens) == good == path.read_bytes()
+    assert bytes(token_files.python_corpus(tmp_path / "cache").tokens) == good == path.read_bytes()
 
 
 def test_whole_python_cache_is_not_written_again(small_stdlib, tmp_path):
-    path = tmp_path / "cache" / f"{text.python_corpus(tmp_path / 'cache').name}.bin"
+    path = tmp_path / "cache" / f"{token_files.python_corpus(tmp_path / 'cache').name}.bin"
     before = path.stat().st_ino
-    text.python_corpus(tmp_path / "cache")
+    token_files.python_corpus(tmp_path / "cache")
     assert path.stat().st_ino == before
 
 
 def test_processes_that_fill_one_cache_at_once_all_read_whole_files(tmp_path):
-    script = "import sys, zlib; from common import text; print(zlib.crc32(text.python_corpus(sys.argv[1]).tokens))"
+    script = (
+        "import sys, zlib; from common.token_files import python_corpus as c; print(zlib.crc32(c(sys.argv[1]).tokens))"
+    )
     command = [sys.executable, "-c", script, str(tmp_path / "cache")]
     children = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     answers = [child.communicate(timeout=30)[0] for child in children]
@@ -90,7 +92,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        text._write_atomically(tmp_path / "tokens.bin", write)
+        token_files.write_atomically(tmp_path / "tokens.bin", write)
     assert os.listdir(tmp_path) == []
 
 
@@ -115,7 +117,7 @@ def make_folder(root):
 def test_folder_joins_text_and_names_what_it_skips(tmp_path):
     folder = make_folder(tmp_path / "books")
     with pytest.warns(UserWarning, match="2 files are not UTF-8, skipped: image.bin, late.txt"):
-        tokens = text.text_folder(folder, tmp_path / "cache")
+        tokens = token_files.text_folder(folder, tmp_path / "cache")
     assert bytes(tokens.tokens) == "gr\u00fc\u00dfe\n\0# b\n\0".encode()
     assert tokens.skipped == ("image.bin", "late.txt")
     assert tokens.name.startswith("books-") and tokens.vocab_size == 256
@@ -124,35 +126,35 @@ def test_folder_joins_text_and_names_what_it_skips(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*not UTF-8")
 def test_folder_cache_is_used_and_still_names_what_was_skipped(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "books")
-    first = text.text_folder(folder, tmp_path / "cache")
-    monkeypatch.setattr(text, "_concatenate", None)
-    again = text.text_folder(folder, tmp_path / "cache")
+    first = token_files.text_folder(folder, tmp_path / "cache")
+    monkeypatch.setattr(token_files, "concatenate", None)
+    again = token_files.text_folder(folder, tmp_path / "cache")
     assert bytes(again.tokens) == bytes(first.tokens) and again.skipped == first.skipped
 
 
 @pytest.mark.filterwarnings("ignore:.*not UTF-8")
 def test_folder_cache_follows_the_folder(tmp_path):
     folder = make_folder(tmp_path / "books")
-    text.text_folder(folder, tmp_path / "cache")
+    token_files.text_folder(folder, tmp_path / "cache")
     (folder / "b.md").write_bytes(b"# c\n")
     os.utime(folder / "b.md", ns=(1, 1))
-    assert b"# c" in bytes(text.text_folder(folder, tmp_path / "cache").tokens)
+    assert b"# c" in bytes(token_files.text_folder(folder, tmp_path / "cache").tokens)
 
 
 @pytest.mark.filterwarnings("ignore:.*not UTF-8")
 @pytest.mark.parametrize("suffix, content", [("bin", b"gr"), ("json", b'{"num_tokens": 3'), ("json", b"[]")])
 def test_damaged_folder_cache_is_made_again(tmp_path, suffix, content):
     folder = make_folder(tmp_path / "books")
-    tokens = text.text_folder(folder, tmp_path / "cache")
+    tokens = token_files.text_folder(folder, tmp_path / "cache")
     good = bytes(tokens.tokens)
     (tmp_path / "cache" / f"{tokens.name}.{suffix}").write_bytes(content)
-    assert bytes(text.text_folder(folder, tmp_path / "cache").tokens) == good
+    assert bytes(token_files.text_folder(folder, tmp_path / "cache").tokens) == good
 
 
 def test_folder_without_text(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--data .*no UTF-8 text"):
-        text.text_folder(tmp_path / "empty", tmp_path / "cache")
+        token_files.text_folder(tmp_path / "empty", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("limit, value", [("MAX_FILES", 4), ("MAX_TEXT_BYTES", 11)])
@@ -161,12 +163,12 @@ def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, l
     for name in ("a/1.txt", "a/2.txt", "3.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
-    monkeypatch.setattr(text, limit, value + 1)
-    assert text.text_folder(root, cache).num_tokens == 3 * 5
-    monkeypatch.setattr(text, limit, value - 1)
-    monkeypatch.setattr(text, "_concatenate", None)
+    monkeypatch.setattr(token_files, limit, value + 1)
+    assert token_files.text_folder(root, cache).num_tokens == 3 * 5
+    monkeypatch.setattr(token_files, limit, value - 1)
+    monkeypatch.setattr(token_files, "concatenate", None)
     with pytest.raises(ValueError, match=rf"^--data {root}: .* files.*: take one of its folders, or make Megatron"):
-        text.text_folder(root, cache / "other")
+        token_files.text_folder(root, cache / "other")
     assert not (cache / "other").exists()
 
 
@@ -176,29 +178,31 @@ def test_huge_folder_is_not_walked_to_its_end(tmp_path, monkeypatch):
             assert index < 10, "walked on"
             yield str(root), [], [f"{name}.txt" for name in range(100)]
 
-    monkeypatch.setattr(text.os, "walk", endless)
-    monkeypatch.setattr(text, "MAX_FILES", 500)
+    monkeypatch.setattr(token_files.os, "walk", endless)
+    monkeypatch.setattr(token_files, "MAX_FILES", 500)
     with pytest.raises(ValueError, match="more than 500 files"):
-        text.text_folder(tmp_path, tmp_path / "cache")
+        token_files.text_folder(tmp_path, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("path", ["/", "/..", "linked"])
 def test_the_whole_file_system_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     Path("linked").symlink_to("/")
-    monkeypatch.setattr(text.os, "walk", None)
+    monkeypatch.setattr(token_files.os, "walk", None)
     with pytest.raises(ValueError, match="--data /: this is the whole file system"):
-        text.text_folder(path, tmp_path / "cache")
+        token_files.text_folder(path, tmp_path / "cache")
 
 
 def test_file_without_a_size_is_not_read(tmp_path):
     """Those of /proc have none, and /proc/kmsg never ends."""
     (tmp_path / "1.txt").write_text("text")
     (tmp_path / "2.txt").write_text("")
-    paths, seen = [], text._concatenate
+    paths, seen = [], token_files.concatenate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_concatenate", lambda root, found, *rest: (paths.extend(found), seen(root, found, *rest)))
-        assert text.text_folder(tmp_path, tmp_path / ".cache").num_tokens == 5
+        patch.setattr(
+            token_files, "concatenate", lambda root, found, *rest: (paths.extend(found), seen(root, found, *rest))
+        )
+        assert token_files.text_folder(tmp_path, tmp_path / ".cache").num_tokens == 5
     assert paths == [tmp_path / "1.txt"]
 
 
@@ -208,9 +212,9 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def refuse(path, mode):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setitem(vars(text), "open", refuse)
+    monkeypatch.setitem(vars(token_files), "open", refuse)
     with pytest.raises(ValueError, match=rf"--data {tmp_path}: cannot read {tmp_path}/1.txt \(Permission denied\)"):
-        text._concatenate(tmp_path, [tmp_path / "1.txt"], io.BytesIO(), [])
+        token_files.concatenate(tmp_path, [tmp_path / "1.txt"], io.BytesIO(), [])
 
 
 # --- Megatron files
@@ -218,8 +222,8 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
 def test_megatron_round_trip(tmp_path, documents, dtype):
-    text.write_megatron(tmp_path / "c4", documents, dtype)
-    tokens = text.megatron(tmp_path / "c4")
+    token_files.write_megatron(tmp_path / "c4", documents, dtype)
+    tokens = token_files.megatron(tmp_path / "c4")
     assert isinstance(tokens.tokens, np.memmap) and tokens.tokens.dtype == dtype
     np.testing.assert_array_equal(tokens.tokens, np.concatenate(documents))
     assert tokens.vocab_size == max(map(np.max, documents)) + 1
@@ -227,7 +231,7 @@ def test_megatron_round_trip(tmp_path, documents, dtype):
 
 
 def test_megatron_bytes_are_those_of_megatron_lm(tmp_path):
-    text.write_megatron(tmp_path / "c4", [[1, 2, 3], [65535]])
+    token_files.write_megatron(tmp_path / "c4", [[1, 2, 3], [65535]])
     assert (tmp_path / "c4.bin").read_bytes() == struct.pack("<4H", 1, 2, 3, 65535)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
     index += struct.pack("<2i", 3, 1) + struct.pack("<2q", 0, 6) + struct.pack("<3q", 0, 1, 2)
@@ -235,16 +239,16 @@ def test_megatron_bytes_are_those_of_megatron_lm(tmp_path):
 
 
 def test_vocab_size_is_found_over_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "_CHUNK_TOKENS", 4)
-    text.write_megatron(tmp_path / "c4", [[1, 2, 3, 4, 5, 900, 7, 8, 9]])
-    assert text.megatron(tmp_path / "c4").vocab_size == 901
+    monkeypatch.setattr(token_files, "_CHUNK_TOKENS", 4)
+    token_files.write_megatron(tmp_path / "c4", [[1, 2, 3, 4, 5, 900, 7, 8, 9]])
+    assert token_files.megatron(tmp_path / "c4").vocab_size == 901
 
 
 def test_multimodal_index_is_read(tmp_path, documents):
-    text.write_megatron(tmp_path / "c4", documents)
+    token_files.write_megatron(tmp_path / "c4", documents)
     with open(tmp_path / "c4.idx", "ab") as file:
         file.write(bytes(len(documents)))
-    assert text.megatron(tmp_path / "c4").num_tokens == 67
+    assert token_files.megatron(tmp_path / "c4").num_tokens == 67
 
 
 def edit(offset, content):
@@ -269,20 +273,20 @@ def edit(offset, content):
     ],
 )
 def test_faulty_megatron_files_are_named(tmp_path, documents, suffix, damage, message):
-    text.write_megatron(tmp_path / "c4", documents)
+    token_files.write_megatron(tmp_path / "c4", documents)
     path = tmp_path / f"c4.{suffix}"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message):
-        text.megatron(tmp_path / "c4")
+        token_files.megatron(tmp_path / "c4")
 
 
 def test_write_megatron_refuses_what_it_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match="document 1 has ids outside uint16"):
-        text.write_megatron(tmp_path / "c4", [[1], [65536]])
+        token_files.write_megatron(tmp_path / "c4", [[1], [65536]])
     with pytest.raises(ValueError, match="float32"):
-        text.write_megatron(tmp_path / "c4", [[1]], dtype="float32")
+        token_files.write_megatron(tmp_path / "c4", [[1]], dtype="float32")
     with pytest.raises(ValueError, match="no documents"):
-        text.write_megatron(tmp_path / "c4", [])
+        token_files.write_megatron(tmp_path / "c4", [])
     assert os.listdir(tmp_path) == []
 
 
@@ -291,26 +295,26 @@ def test_write_megatron_refuses_what_it_cannot_hold(tmp_path):
 
 def test_open_tokens_chooses(small_stdlib, tmp_path, documents):
     cache = tmp_path / "cache"
-    text.write_megatron(tmp_path / "c4.v1", documents)
-    assert text.open_tokens("", cache).name.startswith("python-")
-    assert text.open_tokens(str(small_stdlib), cache).name.startswith("stdlib-")
+    token_files.write_megatron(tmp_path / "c4.v1", documents)
+    assert token_files.open_tokens("", cache).name.startswith("python-")
+    assert token_files.open_tokens(str(small_stdlib), cache).name.startswith("stdlib-")
     for data in ("c4.v1", "c4.v1.bin", "c4.v1.idx"):
-        assert text.open_tokens(str(tmp_path / data), cache).num_tokens == 67
+        assert token_files.open_tokens(str(tmp_path / data), cache).num_tokens == 67
 
 
 def test_open_tokens_names_the_flag(tmp_path):
     with pytest.raises(ValueError, match="--data .*nowhere: neither a folder"):
-        text.open_tokens(str(tmp_path / "nowhere"), tmp_path)
+        token_files.open_tokens(str(tmp_path / "nowhere"), tmp_path)
     (tmp_path / "half.idx").write_bytes(b"")
     with pytest.raises(ValueError, match="half.bin is missing"):
-        text.open_tokens(str(tmp_path / "half"), tmp_path)
+        token_files.open_tokens(str(tmp_path / "half"), tmp_path)
 
 
 # --- batches
 
 
 def counting(num_tokens):
-    return text.TokenFile(np.arange(num_tokens, dtype=np.uint16), "counting")
+    return token_files.TokenFile(np.arange(num_tokens, dtype=np.uint16), "counting")
 
 
 def test_batch_is_windows_of_the_file():
@@ -345,7 +349,7 @@ def test_short_file_says_what_is_needed():
 
 
 def test_works_without_torch():
-    code = "import sys; sys.modules['torch'] = None; import common.text, common.flops, common.environment"
+    code = "import sys; sys.modules['torch'] = None; import common.token_files, common.flops, common.environment"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -354,7 +358,7 @@ def test_works_without_torch():
 
 @pytest.mark.parametrize("num_tokens, length", [(20_000, 64), (500, 2)])
 def test_held_out_windows_share_no_place_with_training_windows(num_tokens, length):
-    tokens = text.TokenFile(np.arange(num_tokens), "places")
+    tokens = token_files.TokenFile(np.arange(num_tokens), "places")
     seen = {place for index in range(6) for row in tokens.batch(index, 5, length) for place in row}
     rows = tokens.held_out(40, length, num_batches=6, batch_sequences=5)
     assert rows.shape == (40, length + 1) and rows.dtype == np.int64
@@ -367,4 +371,4 @@ def test_held_out_windows_share_no_place_with_training_windows(num_tokens, lengt
 
 def test_held_out_is_refused_where_training_leaves_too_little():
     with pytest.raises(LookupError, match="places"):
-        text.TokenFile(np.arange(300), "places").held_out(4, 64, num_batches=6, batch_sequences=5)
+        token_files.TokenFile(np.arange(300), "places").held_out(4, 64, num_batches=6, batch_sequences=5)

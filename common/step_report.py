@@ -8,7 +8,7 @@ waits then for a step that lies `depth` back, never for the queue to drain.
 import torch
 
 
-class LateReader:
+class DelayedReader:
     """Copies of a few device numbers, step by step.
 
     num_values: how many FP32 numbers a step has. exact: always read the step `depth - 1` back, waiting for it, so that
@@ -66,7 +66,7 @@ class ScaledReport:
     """What training with a loss scale tells the host of each step, late: losses, gradient norms, an overflow storm.
 
     fill is a part of the step and can be captured; end_step is not. The first num_losses - 1 steps are kept, which is
-    what runs are compared by; later ones overwrite the last place. exact: as for LateReader.
+    what runs are compared by; later ones overwrite the last place. exact: as for DelayedReader.
     """
 
     FIELDS = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
@@ -76,7 +76,7 @@ class ScaledReport:
     def __init__(self, device: torch.device, scaler, max_floor_overflows: int, exact: bool = False):
         self.scaler, self.max_floor_overflows = scaler, max_floor_overflows
         self.values = torch.zeros(len(self.FIELDS), device=device)
-        self.late = LateReader(device, len(self.FIELDS), exact=exact)
+        self.late = DelayedReader(device, len(self.FIELDS), exact=exact)
         self.losses = torch.zeros(self.NUM_LOSSES, device=device)
         self.grad_norms = torch.zeros(self.NUM_LOSSES, device=device)
 

@@ -1,13 +1,12 @@
-"""rnnt/inputs: batches of any length in static buffers, padded or not."""
+"""rnnt/batches: batches of any length in static buffers, padded or not."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rnnt.batch import Batch
+from rnnt.batches import Batch, Inputs
 from rnnt.config import PRESETS
-from rnnt.inputs import Inputs
 from rnnt.synthetic import Synthetic
 
 CPU = torch.device("cpu")
@@ -27,19 +26,19 @@ def fixed(frames, tokens):
 def test_a_batch_is_taken_as_it_is():
     inputs, _ = make()
     for _ in range(5):
-        views, batch, shape = inputs.load()
+        views, batch = inputs.load()
         assert all(torch.equal(a, b) for a, b in zip(views, batch, strict=True))
-        assert shape == (len(batch.features), batch.tokens.shape[1])
+        assert views.shape == (len(batch.features), batch.tokens.shape[1])
         assert views.features.is_contiguous() and views.tokens.is_contiguous()
 
 
 def test_padding_is_zero_whatever_was_there_before():
     inputs, _ = make()
     for _ in range(6):
-        inputs.fill(24, 8).tokens.fill_(5)
-        views, batch, shape = inputs.load(fixed(24, 8))
+        inputs.dummy_batch(24, 8).tokens.fill_(5)
+        views, batch = inputs.load(fixed(24, 8))
         frames, tokens = len(batch.features), batch.tokens.shape[1]
-        assert shape == (24, 8) and views.features.shape[0] == 24 and views.tokens.shape[1] == 8
+        assert views.features.shape[0] == 24 and views.tokens.shape[1] == 8
         assert torch.equal(views.features[:frames], batch.features) and (views.features[frames:] == 0).all()
         assert torch.equal(views.tokens[:, :tokens], batch.tokens) and (views.tokens[:, tokens:] == 0).all()
         assert torch.equal(views.feature_lengths, batch.feature_lengths)
@@ -47,9 +46,9 @@ def test_padding_is_zero_whatever_was_there_before():
 
 def test_views_of_a_shape_stay_where_they_are():
     inputs, _ = make()
-    captured = inputs.views(24, 8)
+    captured = inputs.of_shape(24, 8)
     for _ in range(3):
-        views, _, _ = inputs.load(fixed(24, 8))
+        views, _ = inputs.load(fixed(24, 8))
         assert [a.data_ptr() for a in views] == [a.data_ptr() for a in captured]
         assert [a.stride() for a in views] == [a.stride() for a in captured]
 
@@ -81,11 +80,11 @@ def test_batches_read_ahead_on_a_gpu_are_those_of_the_host():
     expected, _ = make(config)
     for index in range(20):
         fit = fixed(24, 8) if index % 2 else None
-        views, _, _ = inputs.load(fit)
+        views, _ = inputs.load(fit)
         # The step's own work, after which the buffers may be overwritten.
         copies = [tensor.clone() for tensor in views]
         torch.cuda._sleep(10**6)
-        ours, _, _ = expected.load(fit)
+        ours, _ = expected.load(fit)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(copies, ours, strict=True)), index
     inputs.reset()
     expected.reset()

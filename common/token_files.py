@@ -137,7 +137,7 @@ def python_corpus(cache_dir) -> TokenFile:
     path = Path(cache_dir) / f"{name}.bin"
     expected = np.frombuffer(text, dtype=np.uint8)
     if not (path.is_file() and np.array_equal(_map_bytes(path), expected)):
-        _write_atomically(path, lambda file: file.write(text))
+        write_atomically(path, lambda file: file.write(text))
     return TokenFile(_map_bytes(path), name, vocab_size=256)
 
 
@@ -152,24 +152,28 @@ def text_folder(path, cache_dir) -> TokenFile:
     root = Path(path)
     require_folder_of_its_own("--data", str(root.resolve()))
     paths = _files(root, set())
-    listing = [(file.relative_to(root).as_posix(), *_size_and_time(file)) for file in paths]
-    num_bytes = sum(size for _, size, _ in listing)
+    stats = [file.stat() for file in paths]
+    listing = [
+        (file.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+        for file, stat in zip(paths, stats, strict=True)
+    ]
+    num_bytes = sum(stat.st_size for stat in stats)
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(
             f"--data {path}: {num_bytes / 2**30:,.0f} GiB in {len(paths):,} files, a folder of text may have "
             f"{MAX_TEXT_BYTES / 2**30:.0f}: {_ELSE}"
         )
     # What has no size is not read: files of /proc have none either, and some of them never end.
-    paths = [file for file, (_, size, _) in zip(paths, listing, strict=True) if size]
+    paths = [file for file, stat in zip(paths, stats, strict=True) if stat.st_size]
     key = hashlib.sha256(json.dumps([str(root.resolve()), listing]).encode()).hexdigest()[:16]
     name = f"{root.resolve().name}-{key}"
     tokens_path, note_path = Path(cache_dir) / f"{name}.bin", Path(cache_dir) / f"{name}.json"
     note = _read_note(note_path)
     if note is None or not tokens_path.is_file() or tokens_path.stat().st_size != note["num_tokens"]:
         skipped = []
-        num_tokens = _write_atomically(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
+        num_tokens = write_atomically(tokens_path, lambda file: concatenate(root, paths, file, skipped))
         note = {"num_tokens": num_tokens, "skipped": skipped}
-        _write_atomically(note_path, lambda file: file.write(json.dumps(note).encode()))
+        write_atomically(note_path, lambda file: file.write(json.dumps(note).encode()))
     skipped = note["skipped"]
     if skipped:
         more = ", ..." if len(skipped) > 10 else ""
@@ -203,12 +207,7 @@ def _is_file(path):
         return False
 
 
-def _size_and_time(path):
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _concatenate(root, paths, out, skipped):
+def concatenate(root, paths, out, skipped):
     """Append each UTF-8 file to `out`, others' names to `skipped`; empty files are neither."""
     for path in paths:
         start = out.tell()
@@ -248,7 +247,7 @@ def _map_bytes(path):
     return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
 
 
-def _write_atomically(path, write):
+def write_atomically(path, write):
     """Let `write(file)` fill a new file, then move it into place; returns its size in bytes.
 
     Processes that write the same file at once each move a whole one.
@@ -331,8 +330,8 @@ def write_megatron(prefix, documents, dtype="uint16") -> None:
     no documents at all.
     """
     bin_path, idx_path = _megatron_paths(prefix)
-    code = next((code for code, name in _DTYPES.items() if name == dtype and not name.startswith("float")), None)
-    if code is None:
+    code = next((code for code, name in _DTYPES.items() if name == dtype), None)
+    if code is None or dtype.startswith("float"):
         raise ValueError(f"dtype {dtype!r} cannot hold token ids in a Megatron file")
     limits, lengths = np.iinfo(dtype), []
 
@@ -353,12 +352,11 @@ def write_megatron(prefix, documents, dtype="uint16") -> None:
         file.write(np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes())
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
-    _write_atomically(bin_path, write_tokens)
-    _write_atomically(idx_path, write_index)
+    write_atomically(bin_path, write_tokens)
+    write_atomically(idx_path, write_index)
 
 
 def _megatron_paths(prefix):
     text = str(prefix)
-    if text.endswith((".bin", ".idx")):
-        text = text[:-4]
+    text = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(text + ".bin"), Path(text + ".idx")

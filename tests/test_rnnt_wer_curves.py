@@ -1,4 +1,4 @@
-"""rnnt/learn: words are learned, eager and graphed; decoding in between changes nothing; the command line."""
+"""rnnt/wer_curves: words are learned, eager and graphed; decoding in between changes nothing; the command line."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rnnt import features, learn, learn_arguments
+from rnnt import features, wer_arguments, wer_curves
 from rnnt.config import PRESETS
-from rnnt.corpus import REPOSITORY
 from rnnt.model import log_prior
+from rnnt.speech_folder import REPOSITORY
 from rnnt.state import State
 from rnnt.train import MAKE_VARIANT
 from tests import forked
@@ -63,7 +63,7 @@ def features_once(monkeypatch):
 
 def curve_of(config, name, num_steps, every):
     state = State(config, CPU)
-    points = list(learn.learn(state, name, num_steps, every))
+    points = list(wer_curves.train_and_decode(state, name, num_steps, every))
     hashed = {key: tensor.detach().clone() for key, tensor in state.named_state()}
     state.close()
     return points, hashed
@@ -84,6 +84,7 @@ def test_words_are_learned_eager_and_graphed_in_the_same_steps(config):
 
 @pytest.mark.parametrize("name", ["eager", "full"])
 def test_decoding_in_between_changes_nothing(config, name):
+    config = replace(config, buckets="1")
     (often, with_many), (once, with_one) = (curve_of(config, name, 6, every) for every in (2, 6))
     assert [point["step"] for point in often] == [2, 4, 6] and len(once) == 1
     assert with_many.keys() == with_one.keys()
@@ -125,9 +126,9 @@ def test_a_variant_that_is_refused_leaves_the_curves_before_it(config, monkeypat
             raise ValueError("--buckets 50: too many pairs")
         yield {"step": 1, "loss": 1.0, "wer": 0.5, "labels_equal": True, "num_skipped_steps": 0}
 
-    monkeypatch.setattr(learn, "learn", points)
+    monkeypatch.setattr(wer_curves, "train_and_decode", points)
     values = {"variants": ["eager", "full"], "steps": 1, "every": 1}
-    curves = learn._learn_each(values, config, torch.device("cpu"), 0, 1)
+    curves = wer_curves.curves_of(values, config, torch.device("cpu"), 0, 1)
     assert (curves["eager"]["status"], len(curves["eager"]["points"])) == ("pass", 1)
     assert curves["full"] == {"status": "failed", "message": "--buckets 50: too many pairs", "points": []}
 
@@ -137,11 +138,11 @@ def test_a_curve_reaches_its_target_whole_and_with_both_decoders_alike():
         points = [{"step": 1, "wer": 1.0, "labels_equal": True}, {"step": 2, "wer": wer, "labels_equal": labels_equal}]
         return {"status": status, "message": "", "points": points}
 
-    assert learn.reached(curve(0.1), 0.1)
-    assert not learn.reached(curve(0.11), 0.1)
-    assert not learn.reached(curve(0.0, labels_equal=False), 0.1)
-    assert not learn.reached(curve(0.0, status="numerics_failed"), 0.1)
-    assert not learn.reached({"status": "unsupported", "message": "", "points": []}, 0.1)
+    assert wer_curves.reached(curve(0.1), 0.1)
+    assert not wer_curves.reached(curve(0.11), 0.1)
+    assert not wer_curves.reached(curve(0.0, labels_equal=False), 0.1)
+    assert not wer_curves.reached(curve(0.0, status="numerics_failed"), 0.1)
+    assert not wer_curves.reached({"status": "unsupported", "message": "", "points": []}, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -160,17 +161,17 @@ def test_a_curve_reaches_its_target_whole_and_with_both_decoders_alike():
 )
 def test_mistakes_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        learn_arguments.parse(arguments)
+        wer_arguments.parse(arguments)
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("python -m rnnt.learn: ") and message in lines[0]
+    assert len(lines) == 1 and lines[0].startswith("python -m rnnt.wer_curves: ") and message in lines[0]
 
 
 def test_the_command_writes_its_curves_and_says_what_was_missed(folder, tmp_path):
     path = tmp_path / "new" / "wer.json"
     flags = ["--preset", "corpus_tiny", "--data", str(folder), "--variants", "eager,compile", "--steps", "4"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = forked.run("rnnt.learn", [*flags, "--every", "2", "--out", str(path)], environment, timeout_s=120)
+    ran = forked.run("rnnt.wer_curves", [*flags, "--every", "2", "--out", str(path)], environment, timeout_s=120)
     assert ran.returncode == 1, ran.stderr
     assert "no timing" in ran.stdout and "eager: 10 % wrong or less never, MISSED" in ran.stdout
     written = json.loads(path.read_text())

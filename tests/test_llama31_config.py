@@ -1,0 +1,127 @@
+"""llama31/config: sizes, FLOP, memory, presets, promises, and flags that do not fit together."""
+
+from dataclasses import replace
+
+import pytest
+
+from llama31.config import (
+    GRAPHS,
+    PRESETS,
+    VARIANTS,
+    Config,
+    activation_bytes,
+    fit,
+    flops_per_step,
+    layers_of_stages,
+    num_parameters,
+    num_validations,
+    predicted_bytes,
+    promises,
+    state_bytes,
+)
+
+TINY, BENCH, FULL, MLPERF = (PRESETS[name] for name in ("tiny", "bench", "full", "mlperf"))
+WHOLE = replace(BENCH, layers=126, share_tp=1, share_cp=1)
+GIB = 2**30
+
+
+def test_parameters_are_those_of_metas_models():
+    assert num_parameters(WHOLE) == 405_853_388_800
+    assert num_parameters(FULL) == 8_030_261_248
+
+
+def test_flop_of_the_whole_model_are_megatrons_and_mlperfs():
+    """Per sample of 8192 tokens: 20,676 TFLOP with the causal half of attention, 21,508 in full."""
+    one = replace(WHOLE, microbatches=1)
+    assert flops_per_step(one) / 1e12 == pytest.approx(20_676, abs=0.5)
+    assert flops_per_step(one, causal_half=False) / 1e12 == pytest.approx(21_508, abs=1)
+
+
+def test_a_share_is_what_one_gpu_of_the_ranks_does():
+    share = replace(BENCH, share_cp=1)
+    ranks = replace(share, share_tp=1, tp=8)
+    assert num_parameters(share) == num_parameters(ranks)
+    assert flops_per_step(share) == pytest.approx(flops_per_step(ranks))
+    assert (BENCH.local_heads, BENCH.local_kv_heads, BENCH.local_ffn, BENCH.local_sequence) == (16, 1, 6656, 4096)
+    assert flops_per_step(replace(TINY, ramp="1,2,3")) == pytest.approx(flops_per_step(TINY) * 2 / 3)
+
+
+def test_layers_of_stages():
+    assert layers_of_stages(4, 2) == [range(2), range(2, 4)]
+    # 126 layers with embedding and loss are 128 slots, as NVIDIA splits them.
+    sizes = [len(stage) for stage in layers_of_stages(126, 8)]
+    assert sizes == [15, 16, 16, 16, 16, 16, 16, 15]
+    assert [layer for stage in layers_of_stages(126, 8) for layer in stage] == list(range(126))
+    with pytest.raises(ValueError, match="--layers 5: takes a multiple of --pp 2"):
+        layers_of_stages(5, 2)
+
+
+def test_eight_billion_parameters_take_twelve_bytes_each():
+    assert sum(state_bytes(FULL).values()) == 12
+    assert sum(state_bytes(replace(FULL, moments="fp32")).values()) == 16
+    assert sum(state_bytes(replace(BENCH, precision="bf16")).values()) == 2 + 2 + 4 + 8
+    assert 130 * GIB < predicted_bytes(FULL) < 145 * GIB
+
+
+def test_fit_recomputes_before_it_leaves_layers_out():
+    roomy = fit(FULL, 200 * GIB)
+    assert (roomy.recompute, roomy.layers) == (0, 32)
+    tight = fit(FULL, 137 * GIB)
+    assert tight.layers == 32 and 0 < tight.recompute < 32
+    assert predicted_bytes(tight) <= 137 * GIB < predicted_bytes(replace(tight, recompute=tight.recompute - 1))
+    small = fit(FULL, 60 * GIB)
+    assert 0 < small.layers < 32
+    assert predicted_bytes(small) <= 60 * GIB < predicted_bytes(replace(small, layers=small.layers + 1))
+    assert fit(replace(FULL, recompute=2), 140 * GIB).recompute == 2
+    with pytest.raises(ValueError, match="GiB are free"):
+        fit(FULL, 4 * GIB)
+    with pytest.raises(ValueError, match="--layers 1000000000"):
+        fit(replace(BENCH, layers=10**9, recompute=10**9, hidden=2**20), 60 * GIB)
+
+
+def test_recomputing_saves_what_a_layer_keeps():
+    saved = predicted_bytes(FULL, 0) - predicted_bytes(FULL, 2)
+    assert 0 < saved < 2.2 * activation_bytes(FULL)
+
+
+def test_promises():
+    assert promises(TINY, "graph") == promises(TINY, "full_step") == (2, 1)
+    assert promises(TINY, "chunk") == (4, 3)
+    assert promises(TINY, "layer") == (13, 12)
+    assert promises(replace(TINY, ramp="1,2,3"), "chunk") == (4, None)
+    assert promises(replace(TINY, validate_every=2), "graph") == (2, None)
+    assert promises(TINY, "reduce_overhead") == (None, None)
+    assert all(promises(TINY, name) == (0, 0) for name in set(VARIANTS) - set(GRAPHS) - {"reduce_overhead"})
+    assert [num_validations(replace(TINY, validate_every=2), index) for index in range(4)] == [0, 1, 0, 1]
+
+
+def test_the_submission_runs_on_a_multiple_of_its_ranks():
+    assert (MLPERF.tp, MLPERF.pp, MLPERF.cp, MLPERF.microbatches) == (4, 8, 2, 144)
+    assert MLPERF.ranks(512).dp == 8
+    with pytest.raises(ValueError, match="a multiple of 64 ranks"):
+        MLPERF.ranks(8)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"layers": 0}, "--layers 0: takes a number from 1 up"),
+        ({"heads": 5}, "--heads 5: takes a multiple of --kv-heads 2"),
+        ({"tp": 4}, "--kv-heads 2 is not divisible by --share-tp 1 x --tp 4 = 4"),
+        ({"share_tp": 2, "tp": 2}, "--kv-heads 2 is not divisible by --share-tp 2 x --tp 2 = 4"),
+        ({"cp": 3}, "--sequence 64 is not divisible by"),
+        ({"sequence": 72, "precision": "fp8"}, "divisible by 16"),
+        ({"precision": "bf16", "weights": "fp8"}, "--weights fp8 needs --precision fp8"),
+        ({"zero": True}, "--zero true takes --main-grad fp32"),
+        ({"ramp": "4,6"}, "--ramp 4,6: takes numbers up to --microbatches 3"),
+        ({"ramp": "1,x"}, "--ramp 1,x: takes numbers from 1 up"),
+        ({"recompute": 3}, "--recompute 3: takes -1, or 0 to --layers"),
+        ({"pp": 3}, "--layers 2: takes a multiple of --pp 3"),
+        ({"lr": float("nan")}, "--lr nan: takes a finite number"),
+        ({"data": "/"}, "whole file system"),
+    ],
+)
+def test_flags_that_do_not_fit(changes, told):
+    with pytest.raises(ValueError) as caught:
+        Config(**{**vars(TINY), **changes})
+    assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,224 @@
+"""llama31/train on the host graph: graphed steps and validations against eager ones, bit for bit; what they refuse."""
+
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.variant import CaptureError, Unsupported
+from llama31 import train, variants
+from llama31.config import GRAPHS, PRESETS, VARIANTS, promises
+from llama31.workload import KNOWN, card
+from tests import forked
+from tests.llama2_lora_case import write_checkpoint
+from tests.llama31_case import CPU, LLAMA3, TINY, difference, follow, follow_eager, make
+
+
+def test_variants_are_those_of_the_config():
+    assert list(train.MAKE_VARIANT) == list(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"precision": "bf16", "main_grad": "fp32"}, marks=pytest.mark.slow),
+        {"weights": "fp8", "moments": "bf16", "validate_every": 2},
+        pytest.param(
+            {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
+        ),
+        {"recompute": 1, "precision": "bf16", "zero": True, "main_grad": "fp32"},
+    ],
+    ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",
+)
+def test_graphs_equal_eager_bit_for_bit(changes):
+    state = make(**changes)
+    eager = follow_eager(state, 5)
+    assert difference(follow_eager(state, 5), eager, state) == ""
+    for name in (*GRAPHS, "eager_nan_checks"):
+        variant = train.MAKE_VARIANT[name](state)
+        before = variant.capture.num_replays
+        assert difference(follow(state, variant.step, 5), eager, state) == "", name
+        replays = variant.capture.num_replays - before
+        assert replays == sum(variant.replays_of(index) for index in range(5))
+        graphs, each = promises(state.config, name)
+        assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs
+        assert each is None or replays == 5 * each
+        variant.close()
+    assert not state.nan_checks
+
+
+def test_train_validate_train_gives_eagers_losses():
+    """The validation shares the training's pool, whose memory the host graph fills with NaN where it is free."""
+    state = make()
+
+    def run(step, evaluate):
+        state.reset()
+        losses = []
+        for index in range(6):
+            step(index)
+            if index % 2:
+                losses.append(evaluate())
+        return state.read_losses(6), losses, [t.clone() for _, t in state.named_state()]
+
+    eager = run(lambda index: train.eager_step(state, index), state.evaluate)
+    assert eager[1][0] > eager[1][-1]
+    for name in GRAPHS:
+        variant = train.MAKE_VARIANT[name](state)
+        before = variant.capture.num_replays
+        ours = run(variant.step, variant.evaluate)
+        assert ours[:2] == eager[:2], name
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours[2], eager[2], strict=True)), name
+        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(6))) + 3
+        variant.close()
+    # A validation leaves no trace in what is trained.
+    assert state.read_losses(6) == follow_eager(state, 6)[0]
+
+
+def test_a_held_out_batch_is_no_training_batch():
+    state = make()
+    held = {tuple(row) for row in state.held_out["tokens"].transpose(1, 2).flatten(0, 1).tolist()}
+    for batch in state.batches:
+        assert not held & {tuple(row) for row in batch["tokens"].transpose(1, 2).flatten(0, 1).tolist()}
+
+
+def test_text_too_short_to_hold_out_says_so(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 12)
+    state = make(data=str(tmp_path))
+    with pytest.raises(Unsupported, match="too short to hold a batch out"):
+        state.evaluate()
+    variant = train.Graphed(state)
+    variant.step(0)
+    with pytest.raises(Unsupported, match="too short"):
+        variant.evaluate()
+    variant.close()
+    with pytest.raises(Unsupported, match="too short"):
+        make(data=str(tmp_path), validate_every=2)
+
+
+# --- changing numbers of microbatches
+
+
+@pytest.mark.parametrize("name", ["layer", "chunk"])
+def test_a_ramp_replays_as_many_graphs_as_asked(name):
+    state = make(microbatches=8, ramp="4,6,8", precision="bf16", layers=1)
+    eager = follow_eager(state, 6)
+    variant = train.MAKE_VARIANT[name](state)
+    num_graphs = len(variant.pool.graphs)
+    assert difference(follow(state, variant.step, 6), eager, state) == ""
+    assert len(variant.pool.graphs) == num_graphs
+    per_microbatch = 2 if name == "layer" else 1
+    assert [variant.replays_of(index) for index in range(4)] == [n * per_microbatch for n in (4, 6, 8, 4)]
+    assert [state.batch_class(index) for index in range(4)] == [8, 12, 16, 8]
+    variant.close()
+
+
+def test_a_ramp_of_fewer_microbatches_trains_on_those_alone():
+    state = make(microbatches=4, ramp="2", precision="bf16")
+    assert follow_eager(state, 3)[0] == follow_eager(make(microbatches=4, ramp="2", precision="bf16"), 3)[0]
+    state.inputs["tokens"][2:].fill_(1)
+    train.eager_step(state, 0)
+    assert state.microbatch_losses[2:].tolist() == [0, 0] and state.microbatch_losses[:2].min() > 0
+
+
+@pytest.mark.parametrize("name", ["graph", "full_step"])
+def test_a_graph_of_the_whole_schedule_says_what_another_number_costs(name):
+    state = make(precision="bf16", layers=1)
+    variant = train.MAKE_VARIANT[name](state)
+    state.config = replace(state.config, ramp="2")
+    with pytest.raises(ValueError) as caught:
+        variant.step(0)
+    told = r"a step of 2 microbatches, the graph holds 3: .* took [\d.]+ s and [\d.]+ GiB; take --microbatches 2, or"
+    assert re.match(told, str(caught.value)) and "\n" not in str(caught.value)
+    variant.close()
+
+
+def test_a_batch_of_another_shape_names_the_flags():
+    state = make(precision="bf16", layers=1)
+    variant = train.Graphed(state)
+    state.batches[0] = {name: tensor[:, :32] for name, tensor in state.batches[0].items()}
+    with pytest.raises(ValueError, match="tokens of .*captured as .*--sequence"):
+        variant.step(0)
+    variant.close()
+
+
+# --- NaN
+
+
+def test_checked_eager_stops_at_nan_and_a_graph_goes_on():
+    state = make(precision="bf16", layers=1)
+    graphed = train.Graphed(state)
+    with torch.no_grad():
+        state.head.weight[0, 0] = float("nan")
+    graphed.step(0)
+    assert state.losses[0].isnan()
+    graphed.close()
+    state.nan_checks = True
+    with pytest.raises(FloatingPointError, match="loss is nan"):
+        train.eager_step(state, 1)
+
+
+def test_a_nan_check_in_a_capture_is_what_the_table_says():
+    state = make(precision="bf16", layers=1)
+    state.nan_checks = True
+    with pytest.raises(CaptureError, match="reads a value on the host"):
+        train.Graphed(state)
+
+
+def test_clipping_on_the_host_is_close_to_clipping_on_the_device():
+    host, device = (follow_eager(make(clip=clip, lr=1e-2, precision="bf16"), 4) for clip in ("host", "device"))
+    assert max(host[1]) > 1.0
+    assert host[0] == pytest.approx(device[0], rel=1e-2)
+
+
+def test_compiled_variants_say_what_they_need():
+    state = make(precision="bf16", layers=1)
+    for name in ("compile", "reduce_overhead"):
+        with pytest.raises(Unsupported):
+            train.MAKE_VARIANT[name](state)
+
+
+# --- the script
+
+
+def said(*arguments):
+    """The one line on stderr; nothing on stdout: no card, no record."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=100)
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
+    return answer.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
+        (["--variant", "graph", "--nan-checks", "true"], "--variant eager_nan_checks"),
+        (["--variant", "full_step", "--clip", "host"], "--clip device"),
+        (["--layer", "te"], "--layer te needs a GPU"),
+        (["--layers", "1000000000"], "--layers 1000000000 is too large"),
+        (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
+        (["--checkpoint", "/nowhere/llama", "--share-tp", "2"], "--share-tp 1"),
+    ],
+)
+def test_flags(arguments, told):
+    assert told in said(*arguments)
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path):
+    folder = write_checkpoint(tmp_path / "wide", replace(TINY, ffn=512, layers=1), **LLAMA3)
+    line = said("--checkpoint", str(folder))
+    assert "does not fit ffn 256, layers 2: take --ffn 512 --layers 1" in line
+    # Llama 2's positions are not stretched.
+    folder = write_checkpoint(tmp_path / "llama2", TINY, rope_theta=500000.0)
+    assert "has rope_type default, only llama3 is built" in said("--checkpoint", str(folder))
+
+
+def test_cards_name_models_shares_and_both_counts():
+    text = "\n".join(card(replace(PRESETS["bench"], layer="te", recompute=0), CPU))
+    assert "4 of 126 layers of Llama 3.1 405B, a GPU's share at TP8 CP2" in text and "MLPerf's count" in text
+    text = "\n".join(card(replace(PRESETS["full"], layer="te", recompute=1), CPU))
+    assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
+    assert len(KNOWN) == 2 and variants.__doc__
