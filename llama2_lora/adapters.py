@@ -3,6 +3,7 @@
     save(folder, masters, config, state, step)       adapter_config.json, adapter_model.safetensors, training state
     masters = load(folder, config)
     state, step = load_state(folder)
+    require(config)                                  both folders, before anything is built
 
 masters: FP32 by name, layers.<i>.qkv.a [rank, hidden], layers.<i>.qkv.b [(heads + 2 kv_heads) head_dim, rank],
 layers.<i>.proj.a [rank, heads head_dim], layers.<i>.proj.b [hidden, rank].
@@ -16,11 +17,12 @@ input for each of the three and move their A apart.
 import json
 import math
 import secrets
+import tempfile
 from pathlib import Path
 
 import torch
 
-from common.safetensors_file import File, open_file, write_atomically, write_file
+from common.safetensors_file import open_file, write_atomically, write_file
 from llama2_lora.config import Config
 
 FLAG, SAVE_FLAG = "--adapter", "--save-adapter"
@@ -52,16 +54,14 @@ def save(folder, masters: dict[str, torch.Tensor], config: Config, state: dict[s
     one move, together with its training state: adapter_model.safetensors names the file that belongs to it, which is
     written before. ValueError that names --save-adapter where the folder holds an adapter of another kind.
     """
-    folder = Path(folder)
-    described = _describe(config)
+    folder = _folder_to_save(folder, config)
+    tensors = {name: masters[ours][rows].detach().float() for name, ours, rows in _matrices(config)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _require_same_kind(folder, described)
         state_file = f"training_state-{secrets.token_hex(4)}.safetensors"
         write_file(folder / state_file, state, {"step": str(step)})
-        write_atomically(folder / CONFIG_FILE, lambda file: file.write(json.dumps(described, indent=2).encode()))
-        metadata = {"format": "pt", "training_state": state_file}
-        write_file(folder / MODEL_FILE, _to_peft(masters, config), metadata)
+        described = json.dumps(_describe(config), indent=2).encode()
+        write_atomically(folder / CONFIG_FILE, lambda file: file.write(described))
+        write_file(folder / MODEL_FILE, tensors, {"format": "pt", "training_state": state_file})
         for path in folder.glob("training_state-*.safetensors"):
             if path.name != state_file:
                 path.unlink()
@@ -75,39 +75,37 @@ def load(folder, config: Config) -> dict[str, torch.Tensor]:
     ValueError in one line that names --adapter: no adapter, another rank, alpha or target modules, a kind of LoRA that
     is not built, other layers or shapes, and A matrices of q, k and v that differ.
     """
-    folder = Path(folder)
-    _require_fit(folder, _read_config(folder, FLAG), config)
-    file = open_file(folder / MODEL_FILE, FLAG)
-    shapes = {name: shape for index in range(config.layers) for name, shape in _peft_shapes(config, index).items()}
-    for name in [*shapes, *file.entries]:
-        if name not in file.entries:
-            raise ValueError(f"{FLAG} {folder}: holds no {name}, --layers {config.layers} takes it")
-        if name not in shapes:
-            raise ValueError(f"{FLAG} {folder}: holds {name}, which has no place in --layers {config.layers}")
-        if file.entries[name].shape != shapes[name] or file.entries[name].dtype not in ("F32", "F16", "BF16"):
-            entry = file.entries[name]
+    file, masters, filled = _open(folder, config), _empty_masters(config), set()
+    for name, ours, rows in _matrices(config):
+        matrix = file.read(name).float()
+        place = ours, rows.start
+        if place in filled and not torch.equal(masters[ours][rows], matrix):
             raise ValueError(
-                f"{FLAG} {folder}: {name} is {entry.dtype} of the shape {entry.shape}, the flags say {shapes[name]}"
+                f"{FLAG} {folder}: {name} differs from q_proj's; here q, k and v are one projection with one A, which "
+                f"cannot hold that: take an adapter with one A for the three"
             )
-    masters = {}
-    for index in range(config.layers):
-        masters.update(_from_peft(file, config, index))
+        filled.add(place)
+        masters[ours][rows] = matrix
     return masters
 
 
 def load_state(folder) -> tuple[dict[str, torch.Tensor], int]:
-    """(tensors of the optimizer by name, steps done) as `save` wrote them. ValueError that names --adapter."""
+    """(tensors of the optimizer by name, steps done) as `save` wrote them; ({}, 0) beside an adapter that it did not
+    write. ValueError that names --adapter."""
     folder = Path(folder)
     name = open_file(folder / MODEL_FILE, FLAG).metadata.get("training_state")
     if name is None:
-        raise ValueError(f"{FLAG} {folder}: has no training state to resume from, it was not saved by this program")
+        return {}, 0
     file = open_file(folder / Path(name).name, FLAG)
     return {tensor: file.read(tensor) for tensor in file.entries}, int(file.metadata["step"])
 
 
-def has_state(folder) -> bool:
-    """Whether `load_state` finds a training state; ValueError where there is no adapter."""
-    return "training_state" in open_file(Path(folder) / MODEL_FILE, FLAG).metadata
+def require(config: Config) -> None:
+    """ValueError where --adapter does not fit, as `load` says it, or nothing can be saved in --save-adapter."""
+    if config.adapter:
+        _open(config.adapter, config)
+    if config.save_adapter:
+        _folder_to_save(config.save_adapter, config)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -145,17 +143,23 @@ def _read_config(folder, flag):
     return described
 
 
-def _require_same_kind(folder, described):
-    """A cut between the two files of one save must not leave the config of one adapter beside another's weights."""
-    if not (folder / MODEL_FILE).exists():
-        return
-    before = _read_config(folder, SAVE_FLAG)
+def _folder_to_save(folder, config):
+    """Made. A save that is cut between its files must not leave the config of one adapter beside another's weights."""
+    folder, described = Path(folder), _describe(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{SAVE_FLAG} {folder}: cannot write ({error.strerror})") from None
+    before = _read_config(folder, SAVE_FLAG) if (folder / MODEL_FILE).exists() else described
     for name in ("r", "lora_alpha", "peft_type"):
         if before.get(name) != described[name]:
             raise ValueError(
                 f"{SAVE_FLAG} {folder}: holds an adapter of {name} {before.get(name)}, this one has {described[name]}: "
                 f"take another folder"
             )
+    return folder
 
 
 def _require_fit(folder, described, config):
@@ -180,49 +184,39 @@ def _require_fit(folder, described, config):
 # adapter_model.safetensors
 
 
-def _peft_name(index, target, matrix):
-    return f"base_model.model.model.layers.{index}.self_attn.{target}.lora_{matrix}.weight"
-
-
-def _rows(config):
-    """The rows of the fused projection that are q's, k's and v's."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return {"q_proj": slice(0, q), "k_proj": slice(q, q + kv), "v_proj": slice(q + kv, q + 2 * kv)}
-
-
-def _peft_shapes(config, index):
-    shapes = {}
-    for target, rows in _rows(config).items():
-        shapes[_peft_name(index, target, "A")] = (config.rank, config.hidden)
-        shapes[_peft_name(index, target, "B")] = (rows.stop - rows.start, config.rank)
-    shapes[_peft_name(index, "o_proj", "A")] = (config.rank, config.heads * config.head_dim)
-    shapes[_peft_name(index, "o_proj", "B")] = (config.hidden, config.rank)
-    return shapes
-
-
-def _to_peft(masters, config):
-    tensors = {}
-    for index in range(config.layers):
-        for target, rows in _rows(config).items():
-            tensors[_peft_name(index, target, "A")] = masters[f"layers.{index}.qkv.a"]
-            tensors[_peft_name(index, target, "B")] = masters[f"layers.{index}.qkv.b"][rows]
-        tensors[_peft_name(index, "o_proj", "A")] = masters[f"layers.{index}.proj.a"]
-        tensors[_peft_name(index, "o_proj", "B")] = masters[f"layers.{index}.proj.b"]
-    return {name: tensor.detach().float() for name, tensor in tensors.items()}
-
-
-def _from_peft(file: File, config, index):
-    tensors = {name: file.read(name).float() for name in _peft_shapes(config, index)}
-    a = {target: tensors[_peft_name(index, target, "A")] for target in _rows(config)}
-    for target in ("k_proj", "v_proj"):
-        if not torch.equal(a["q_proj"], a[target]):
-            raise ValueError(
-                f"{FLAG} {file.path.parent}: the A of q_proj and {target} in layer {index} differ; here q, k and v are "
-                f"one projection with one A, which cannot hold that: take an adapter with one A for the three"
-            )
+def _empty_masters(config, device="cpu"):
     return {
-        f"layers.{index}.qkv.a": a["q_proj"],
-        f"layers.{index}.qkv.b": torch.cat([tensors[_peft_name(index, target, "B")] for target in _rows(config)]),
-        f"layers.{index}.proj.a": tensors[_peft_name(index, "o_proj", "A")],
-        f"layers.{index}.proj.b": tensors[_peft_name(index, "o_proj", "B")],
+        f"layers.{index}.{name}": torch.empty(shape, device=device)
+        for index in range(config.layers)
+        for name, shape in config.adapters.items()
     }
+
+
+def _matrices(config):
+    """(PEFT's name, name here, rows of it) of every matrix. The fused projection has q's rows, then k's, then v's."""
+    q, kv, every = config.q_width, config.kv_heads * config.head_dim, slice(None)
+    parts = (("qkv", slice(0, q)), ("qkv", slice(q, q + kv)), ("qkv", slice(q + kv, q + 2 * kv)), ("proj", every))
+    for index in range(config.layers):
+        for target, (ours, rows) in zip(TARGETS, parts, strict=True):
+            name = f"base_model.model.model.layers.{index}.self_attn.{target}.lora_"
+            yield f"{name}A.weight", f"layers.{index}.{ours}.a", every
+            yield f"{name}B.weight", f"layers.{index}.{ours}.b", rows
+
+
+def _open(folder, config):
+    """The file of an adapter that fits by its config, names and shapes."""
+    folder = Path(folder)
+    _require_fit(folder, _read_config(folder, FLAG), config)
+    file, masters = open_file(folder / MODEL_FILE, FLAG), _empty_masters(config, "meta")
+    shapes = {name: tuple(masters[ours][rows].shape) for name, ours, rows in _matrices(config)}
+    for name in [*shapes, *file.entries]:
+        if name not in file.entries:
+            raise ValueError(f"{FLAG} {folder}: holds no {name}, --layers {config.layers} takes it")
+        if name not in shapes:
+            raise ValueError(f"{FLAG} {folder}: holds {name}, which has no place in --layers {config.layers}")
+        entry = file.entries[name]
+        if entry.shape != shapes[name] or entry.dtype not in ("F32", "F16", "BF16"):
+            raise ValueError(
+                f"{FLAG} {folder}: {name} is {entry.dtype} of the shape {entry.shape}, the flags say {shapes[name]}"
+            )
+    return file

@@ -19,15 +19,6 @@ from llama2_lora.config import Config
 
 FLAG = "--checkpoint"
 _READABLE = ("BF16", "F16", "F32")
-# Ours -> the parts that are stacked by rows, in this order.
-_MATRICES = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "proj": ("self_attn.o_proj",),
-    "fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "fc2": ("mlp.down_proj",),
-    "norm1": ("input_layernorm",),
-    "norm2": ("post_attention_layernorm",),
-}
 
 
 class Checkpoint:
@@ -47,15 +38,12 @@ class Checkpoint:
         qkv [(heads + 2 kv_heads) head_dim, hidden], rows of q, then k, then v; proj [hidden, heads head_dim];
         fc1 [2 ffn, hidden], rows of gate, then up; fc2 [hidden, ffn]; norm1, norm2 [hidden].
         """
-        parts = _layer_shapes(self._config, index)
         weights = {}
-        for name, modules in _MATRICES.items():
-            shapes = {_weight(index, module): parts[_weight(index, module)] for module in modules}
-            rows = sum(shape[0] for shape in shapes.values())
-            weights[name] = weight = torch.empty(rows, *next(iter(shapes.values()))[1:], dtype=torch.bfloat16)
-            for part, shape in shapes.items():
-                self._files[part].read_into(part, weight[: shape[0]])
-                weight = weight[shape[0] :]
+        for ours, shapes in _layer_shapes(self._config, index).items():
+            rows = [shape[0] for shape in shapes.values()]
+            weights[ours] = torch.empty(sum(rows), *next(iter(shapes.values()))[1:], dtype=torch.bfloat16)
+            for name, part in zip(shapes, weights[ours].split(rows), strict=True):
+                self._files[name].read_into(name, part)
         return weights
 
     def embedding(self) -> torch.Tensor:
@@ -78,17 +66,17 @@ class Checkpoint:
         return out
 
 
-def open_checkpoint(folder, config: Config) -> Checkpoint:
+def open_checkpoint(folder, config: Config, rope_scaling: dict | None = None) -> Checkpoint:
     """Check a checkpoint against the config: config.json, names and shapes of all tensors, byte ranges of all files.
 
-    A checkpoint of more layers than the config takes is read up to the config's. ValueError in one line that names
-    --checkpoint, what does not fit, and the flags that would.
+    A checkpoint of more layers than the config takes is read up to the config's. rope_scaling: Llama 3.1's, where the
+    model has it. ValueError in one line that names --checkpoint, what does not fit, and the flags that would.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{FLAG} {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     described = _read_json(folder / "config.json")
-    _require_llama(folder, described)
+    _require_llama(folder, described, rope_scaling)
     _require_sizes(folder, described, config)
     entries = _all_entries(folder)
     shapes = {"model.embed_tokens.weight": (config.vocab, config.hidden), "model.norm.weight": (config.hidden,)}
@@ -97,29 +85,27 @@ def open_checkpoint(folder, config: Config) -> Checkpoint:
     if not tied:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     for index in range(config.layers):
-        shapes.update(_layer_shapes(config, index))
+        for parts in _layer_shapes(config, index).values():
+            shapes.update(parts)
     _require_tensors(folder, entries, shapes)
     return Checkpoint(config, {name: entries[name] for name in shapes}, described["num_hidden_layers"], tied)
 
 
-def _weight(index, module):
-    return f"model.layers.{index}.{module}.weight"
-
-
 def _layer_shapes(config, index):
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {
-        "self_attn.q_proj": (q, config.hidden),
-        "self_attn.k_proj": (kv, config.hidden),
-        "self_attn.v_proj": (kv, config.hidden),
-        "self_attn.o_proj": (config.hidden, q),
-        "mlp.gate_proj": (config.ffn, config.hidden),
-        "mlp.up_proj": (config.ffn, config.hidden),
-        "mlp.down_proj": (config.hidden, config.ffn),
-        "input_layernorm": (config.hidden,),
-        "post_attention_layernorm": (config.hidden,),
+    """Ours -> {Llama's name: shape} of the parts that are stacked by rows, in this order."""
+    q, kv, hidden, ffn = config.q_width, config.kv_heads * config.head_dim, config.hidden, config.ffn
+    modules = {
+        "qkv": {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)},
+        "proj": {"self_attn.o_proj": (hidden, q)},
+        "fc1": {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden)},
+        "fc2": {"mlp.down_proj": (hidden, ffn)},
+        "norm1": {"input_layernorm": (hidden,)},
+        "norm2": {"post_attention_layernorm": (hidden,)},
     }
-    return {_weight(index, module): shape for module, shape in shapes.items()}
+    return {
+        ours: {f"model.layers.{index}.{module}.weight": shape for module, shape in parts.items()}
+        for ours, parts in modules.items()
+    }
 
 
 def _read_json(path):
@@ -134,7 +120,7 @@ def _read_json(path):
     return content
 
 
-def _require_llama(folder, described):
+def _require_llama(folder, described, rope_scaling):
     """What a Llama may have by its config.json and the model here has not."""
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -144,8 +130,10 @@ def _require_llama(folder, described):
         "attention_bias": (described.get("attention_bias", False), (False,)),
         "mlp_bias": (described.get("mlp_bias", False), (False,)),
         "quantization_config": (described.get("quantization_config"), (None,)),
-        "rope_type": (kind, ("default",)),
+        "rope_type": (kind, ("llama3",) if rope_scaling else ("default",)),
     }
+    for name, value in (rope_scaling or {}).items():
+        found[name] = (rope.get(name), (value,))
     for name, (value, allowed) in found.items():
         if value not in allowed:
             value = value.get("quant_method", value) if isinstance(value, dict) else value
@@ -165,9 +153,7 @@ def _require_sizes(folder, described, config):
             "ffn": described["intermediate_size"],
             "vocab": described["vocab_size"],
             # In rope_parameters since transformers 5.
-            "rope_theta": {"rope_theta": 10000.0, **described, **(described.get("rope_parameters") or {})}[
-                "rope_theta"
-            ],
+            "rope_theta": (described | (described.get("rope_parameters") or {})).get("rope_theta", 10000.0),
             "norm_eps": described.get("rms_norm_eps", 1e-6),
         }
         num_layers = described["num_hidden_layers"]

@@ -1,16 +1,23 @@
 """Llama 2 70B LoRA: what can be set, the presets, and arithmetic on them (no torch here)."""
 
+import math
 from dataclasses import dataclass
 
-from common.config import option, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, option, require_folder_of_its_own
+from common.fitting import flag
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4", "nvfp4_emulated")
 # Operands of the frozen GEMMs are stored in FP8, whose dgrad needs the transposed weight (see llama2_lora/lean.py).
 FP8 = ("fp8", "fp8_current")
+# What a layer quantises (see llama2_lora/scaling.py).
+FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
+BACKWARD_SCALES = ("qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
+_COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank", "batches")
+_COUNTS += ("min_steps", "amax_history")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Timing):
     """Llama 2 70B with LoRA adapters on the q k v and output projections of attention; one sequence a step."""
 
     layers: int = option(80, "transformer layers")
@@ -44,9 +51,10 @@ class Config:
     )
     transposes: str = option(
         "inline",
-        "where lean layers transpose the FP8 weights that they do not hold. inline: before each dgrad GEMM; "
-        "beside: on a second stream, beside what comes before that GEMM",
-        ("inline", "beside"),
+        "where lean layers transpose the FP8 weights that they do not hold. inline: before each dgrad GEMM, all in one "
+        "buffer; beside: on a second stream, beside what comes before that GEMM, each matrix in a buffer of its own; "
+        "own: before each dgrad GEMM, each layer in memory of its own, and none are held",
+        ("inline", "beside", "own"),
     )
     fast_dgrad: bool = option(False, "lean: sum the products of dgrad GEMMs in the tensor cores' own precision")
     memory_gib: float = option(0.0, "bytes to reserve at most, for the plan of what layers keep (0: all that is free)")
@@ -64,47 +72,33 @@ class Config:
     adapter: str = option("", "folder of an adapter to go on from (empty: a new one)", is_path=True)
     save_adapter: str = option("", "folder for the trained adapter, in PEFT's format (empty: none)", is_path=True)
     batches: int = option(8, "different windows that rotate")
-    min_steps: int = option(50, "timed steps at least")
-    min_window_s: float = option(5.0, "timed seconds at least")
-    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
-    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
 
     def __post_init__(self):
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a number from 1 up")
-        if self.batches < 1 or self.min_steps < 1 or self.amax_history < 1:
-            raise ValueError("--batches, --min-steps and --amax-history take a number from 1 up")
-        # Written so that NaN, which compares as false, is refused too.
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout {self.dropout}: takes a number from 0 up, below 1")
-        for name in ("lr", "memory_gib"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a finite number from 0 up")
-        for name in ("alpha", "rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a finite number above 0")
+        # Compared so that NaN, which compares as false, is refused too.
+        ranges = {
+            "takes a number from 1 up": (lambda value: value >= 1, _COUNTS),
+            "takes a number from 0 up, below 1": (lambda value: 0 <= value < 1, ("dropout",)),
+            "takes a finite number from 0 up": (lambda value: 0 <= value < math.inf, ("lr", "memory_gib")),
+            "takes a finite number above 0": (lambda value: 0 < value < math.inf, ("alpha", "rope_theta", "norm_eps")),
+        }
+        for told, (fits, names) in ranges.items():
+            for name in names:
+                if not fits(getattr(self, name)):
+                    raise ValueError(f"{flag(name)} {getattr(self, name)}: {told}")
         for name in ("data", "checkpoint", "adapter", "save_adapter"):
-            require_folder_of_its_own("--" + name.replace("_", "-"), getattr(self, name))
-        self._require_widths()
-
+            require_folder_of_its_own(flag(name), getattr(self, name))
         if self.fc1_store == "fp8" and self.precision not in FP8:
             raise ValueError(f"--fc1-store fp8 needs --precision fp8 or fp8_current, not {self.precision}")
-
-    def _require_widths(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"--heads {self.heads}: takes a multiple of --kv-heads {self.kv_heads}")
         if self.sequence % 16:
             raise ValueError(f"--sequence {self.sequence}: takes a multiple of 16")
         if self.head_dim & (self.head_dim - 1) or self.head_dim < 2:
             raise ValueError(f"--head-dim {self.head_dim}: takes a power of two, 64 or 128 in models of this kind")
-        if self.rank > min(self.hidden, self.q_width):
-            raise ValueError(f"--rank {self.rank}: takes at most {min(self.hidden, self.q_width)}, the width adapted")
+        if self.rank > (most := min(self.hidden, self.q_width)):
+            raise ValueError(f"--rank {self.rank}: takes a number from 1 to {most}, the narrowest width it is between")
         if any(width % 16 for width in (self.hidden, self.ffn, self.q_width, self.qkv_width)):
             raise ValueError("--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim take multiples of 16")
-        # Kernels count the elements of a tensor in 32 bits.
-        if self.sequence * max(2 * self.ffn, self.vocab, self.qkv_width, self.hidden) >= 2**31:
-            raise ValueError(f"--sequence {self.sequence}: takes fewer, a tensor of a layer has 2^31 elements at most")
 
     @property
     def q_width(self) -> int:
@@ -157,9 +151,7 @@ PRESETS = {
         alpha=16.0,
         lr=1e-2,
         batches=4,
-        min_window_s=1.5,
-        warmup_min_s=0.3,
-        warmup_max_s=1.5,
+        **TINY_TIMING,
     ),
     "bench": Config(sequence=1024),
     "full": Config(min_steps=8, min_window_s=20.0, batches=4),
@@ -176,16 +168,6 @@ VARIANTS = {
     "compile": "torch.compile of plain PyTorch layers (default mode, no graphs)",
     "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
 }
-KINDS = {
-    "eager": "eager",
-    "graph": "graph",
-    "one_graph": "graph",
-    "eager_te": "eager",
-    "graph_te": "graph",
-    "compile": "compile",
-    "reduce_overhead": "compile",
-}
-SWEEPS = {"sequence": ["sequence"], "layers": ["layers"]}
 
 
 def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
@@ -199,8 +181,12 @@ ABOUT = {
     "bitwise": ["eager", "graph", "one_graph", "eager_te", "graph_te"],
     "reference": {"eager_te": "eager_te", "graph_te": "eager_te"},
     "traits": {"eager_te": {"layer": "te"}, "graph_te": {"layer": "te"}},
-    "sweeps": SWEEPS,
-    "kinds": KINDS,
+    "sweeps": {"sequence": ["sequence"], "layers": ["layers"]},
+    "kinds": {
+        **dict.fromkeys(("eager", "eager_te"), "eager"),
+        **dict.fromkeys(("graph", "one_graph", "graph_te"), "graph"),
+        **dict.fromkeys(("compile", "reduce_overhead"), "compile"),
+    },
     "promises": promises,
     "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
 }

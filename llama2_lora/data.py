@@ -7,7 +7,7 @@ What --data names:
     train.npy, .parquet, .jsonl      rows with input_ids and labels or loss_mask, or a folder with such files; rows of a
                                      validation file are held out
     a .jsonl of text                 prompt and completion, or input and output (prompts are masked out), or text
-    a folder of text, .bin and .idx  documents as common/text.py reads them
+    a folder of text, .bin and .idx  documents as common/token_files.py reads them
     nothing                          the Python standard library, cut so that 2 to 8 excerpts fill a window
 
 GovReport in MLPerf's packed form (Hugging Face, regisss/scrolls_gov_report_preprocessed_mlperf_2): 3,901 rows of 8192
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import text
+from common import token_files
 from llama2_lora.config import Config
 
 MAX_DOCUMENTS = 16  # of a window, padding counted as one
@@ -164,16 +164,16 @@ def open_windows(
 ) -> Windows:
     """Windows of config.sequence tokens of what config.data names, by config.documents.
 
-    cache_dir: where common/text.py keeps token files made from text. ValueError in one line that names the flag: --data
-    that is missing, damaged or too short, tokens outside --vocab, documents too short for --sequence.
+    cache_dir: where token files made from text are kept. ValueError in one line that names the flag: --data that is
+    missing, damaged or too short, tokens outside --vocab, documents too short for --sequence.
     """
     files = {split: _row_files(config.data, split) for split in ("train", "validation")}
     if files["train"]:
         training = _rows(files["train"], config)
     elif not config.data:
-        training = _excerpts(text.python_corpus(cache_dir), config.sequence, seed)
+        training = _excerpts(token_files.python_corpus(cache_dir), config.sequence, seed)
     else:
-        training = _documents(text.open_tokens(config.data, cache_dir))
+        training = _documents(token_files.open_tokens(config.data, cache_dir))
     validation = Packing(_rows(files["validation"], config), config) if files["validation"] else None
     return Windows(Packing(training, config), validation, rank, world_size, num_held_out, seed)
 
@@ -214,7 +214,7 @@ def _excerpts(corpus, sequence, seed):
 
 
 def _documents(tokens):
-    """Of a common.text.TokenFile: what its index says, or else what a zero byte ends."""
+    """Of a common.token_files.TokenFile: what its index says, or else what a zero byte ends."""
     if tokens.tokens.dtype == np.uint8 and not _index_of(tokens).is_file():
         ends = [
             np.flatnonzero(tokens.tokens[start : start + _CHUNK_TOKENS] == 0) + start + 1
@@ -222,7 +222,7 @@ def _documents(tokens):
         ]
         starts = np.concatenate([[0], *ends])
     else:
-        # The header of Megatron's index, which common/text.py has checked: the number of sequences, 8 bytes at 18.
+        # The header of Megatron's index, checked when it was opened: the number of sequences, 8 bytes at 18.
         count = int(np.fromfile(_index_of(tokens), "<u8", 1, offset=18)[0])
         starts = np.append(0, np.cumsum(np.fromfile(_index_of(tokens), "<i4", count, offset=34), dtype=np.int64))
     return Source(tokens.name, tokens.tokens, starts)
@@ -356,26 +356,17 @@ def _npy_rows(path):
 
 
 def _parquet_rows(path):
+    import pandas  # half a second
+
     try:
-        import pyarrow.parquet
+        frame = pandas.read_parquet(path)
     except ImportError:
         raise ValueError(
             f"--data: {path} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
         ) from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        columns = [name for name in file.schema_arrow.names if name not in ("attention_mask", "position_ids")]
-        table = file.read(columns)
-    except pyarrow.ArrowException as error:
+    except ValueError as error:
         raise ValueError(f"--data: {path} is damaged: {str(error).splitlines()[0]}") from None
-    for batch in table.to_batches(max_chunksize=64):
-        for index in range(batch.num_rows):
-            yield {name: _numpy(batch.column(name)[index]) for name in columns}
-
-
-def _numpy(value):
-    """A list of Arrow as a numpy array, anything else as Python's own."""
-    return value.values.to_numpy(zero_copy_only=False) if hasattr(value, "values") and value.is_valid else value.as_py()
+    return frame.drop(columns=["attention_mask", "position_ids"], errors="ignore").to_dict("records")
 
 
 def _jsonl_rows(path):

@@ -304,10 +304,6 @@ class TritonOperators(Operators):
         # Heads of a program of RoPE: a power of two that divides both.
         self._heads = config.kv_heads & -config.kv_heads
 
-    @property
-    def _dropout(self):
-        return {"THRESHOLD": self.threshold, "KEEP_SCALE": self.keep_scale}
-
     def _launch(self, kernel, grid, tensors, numbers=(), **options):
         key = (id(kernel), *options.values())
         launch = self._launches.get(key)
@@ -315,71 +311,44 @@ class TritonOperators(Operators):
             launch = self._launches[key] = Launch(kernel, **options)
         launch((*grid, 1, 1)[:3], tensors, numbers)
 
-    def _recording(self, written):
-        """Constants of what writes an operand; scale and amax of none are any tensor."""
-        largest = written[3] if written else 0.0
-        return {"RECORD": bool(written) and written[2] is not self.unused, "LARGEST": largest}
+    def _operand(self, written, otherwise):
+        """(tensor, scale, amax), constants of what writes an operand; of none they are any tensors."""
+        tensor, scale, amax, largest = written or (otherwise, self.one, self.unused, 0.0)
+        return (tensor, scale, amax), {"RECORD": written is not None and amax is not self.unused, "LARGEST": largest}
 
-    def _row(self, width, wide):
-        return {"num_warps": wide if width > 4096 else 4}
+    @property
+    def _dropout(self):
+        return {"THRESHOLD": self.threshold, "KEEP_SCALE": self.keep_scale}
+
+    def _rows(self, x):
+        """Constants of a program a row."""
+        width = x.shape[1]
+        block, warps = triton.next_power_of_2(width), 16 if width > 4096 else 4
+        return {"WIDTH": width, "BLOCK": block, "EPS": self.config.norm_eps, "num_warps": warps}
 
     def _norm(self, x, gain, add, total, written, dropped, key, plain):
-        rows, width = x.shape
-        tensor, scale, amax, _ = written or (x, self.one, self.unused, 0.0)
-        targets = [x if each is None else each for each in (total, tensor, dropped, plain)]
-        self._launch(
-            _norm,
-            (rows,),
-            (x, x if add is None else add, gain, *targets, scale, amax, self.step),
-            (key,),
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            EPS=self.config.norm_eps,
-            ADD=add is not None,
-            OPERAND=written is not None,
-            DROPPED=dropped is not None,
-            PLAIN=plain is not None,
-            **self._recording(written),
-            **self._dropout,
-            **self._row(width, 16),
-        )
+        (tensor, scale, amax), recording = self._operand(written, x)
+        total_or_any, dropped_or_any, plain_or_any = (x if each is None else each for each in (total, dropped, plain))
+        tensors = (x, x if add is None else add, gain, total_or_any, tensor, dropped_or_any, plain_or_any, scale, amax)
+        uses = {"ADD": add is not None, "OPERAND": bool(written), "DROPPED": dropped is not None}
+        uses["PLAIN"] = plain is not None
+        constants = {**self._rows(x), **uses, **recording, **self._dropout}
+        self._launch(_norm, (x.shape[0],), (*tensors, self.step), (key,), **constants)
 
     def _norm_backward(self, grad, x, gain, out, through_dropout, key, residual, written):
-        rows, width = x.shape
-        tensor, scale, amax, _ = written or (x, self.one, self.unused, 0.0)
+        (tensor, scale, amax), recording = self._operand(written, x)
         through, residual_or_any = (x if each is None else each for each in (through_dropout, residual))
-        self._launch(
-            _norm_backward,
-            (rows,),
-            (grad, through, x, gain, residual_or_any, out, tensor, scale, amax, self.step),
-            (key,),
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            EPS=self.config.norm_eps,
-            THROUGH=through_dropout is not None,
-            RESIDUAL=residual is not None,
-            OPERAND=written is not None,
-            **self._recording(written),
-            **self._dropout,
-            **self._row(width, 16),
-        )
+        tensors = (grad, through, x, gain, residual_or_any, out, tensor, scale, amax, self.step)
+        uses = {"THROUGH": through_dropout is not None, "RESIDUAL": residual is not None, "OPERAND": bool(written)}
+        constants = {**self._rows(x), **uses, **recording, **self._dropout}
+        self._launch(_norm_backward, (x.shape[0],), tensors, (key,), **constants)
 
     def _quantize(self, x, written, dropped, key):
-        rows, width = x.shape
-        tensor, scale, amax, _ = written or (x, self.one, self.unused, 0.0)
-        self._launch(
-            _quantize,
-            (rows, triton.cdiv(width, BLOCK)),
-            (x, tensor, x if dropped is None else dropped, scale, amax, self.step),
-            (key,),
-            WIDTH=width,
-            BLOCK=BLOCK,
-            OPERAND=written is not None,
-            DROPPED=dropped is not None,
-            **self._recording(written),
-            **self._dropout,
-            num_warps=8,
-        )
+        (tensor, scale, amax), recording = self._operand(written, x)
+        tensors = (x, tensor, x if dropped is None else dropped, scale, amax, self.step)
+        uses = {"WIDTH": x.shape[1], "BLOCK": BLOCK, "OPERAND": bool(written), "DROPPED": dropped is not None}
+        grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK))
+        self._launch(_quantize, grid, tensors, (key,), **uses, **recording, **self._dropout, num_warps=8)
 
     def _cast(self, unscaled, written):
         self._quantize(unscaled.view(-1, unscaled.shape[-1]), written, None, 0)
@@ -392,67 +361,41 @@ class TritonOperators(Operators):
 
     def rope(self, qkv, positions):
         c = self.config
-        self._launch(
-            _rope,
-            (c.sequence, (c.heads + c.kv_heads) // self._heads),
-            (qkv, self.cos, self.sin, positions),
-            WIDTH=c.qkv_width,
-            HEADS=self._heads,
-            HALF=c.head_dim // 2,
-            num_warps=4,
-        )
+        grid = (c.sequence, (c.heads + c.kv_heads) // self._heads)
+        constants = {"WIDTH": c.qkv_width, "HEADS": self._heads, "HALF": c.head_dim // 2, "num_warps": 4}
+        self._launch(_rope, grid, (qkv, self.cos, self.sin, positions), **constants)
 
     def _rope_backward(self, grad_q, grad_k, grad_v, positions, out, written):
-        c = self.config
-        tensor, scale, amax, _ = written
-        assert grad_q.stride(2) == grad_k.stride(2) == grad_v.stride(2) == 1
-        strides = [grad.stride(dim) for grad in (grad_q, grad_k, grad_v) for dim in (0, 1)]
-        self._launch(
-            _rope_backward,
-            (c.sequence, (c.heads + 2 * c.kv_heads) // self._heads),
-            (grad_q, grad_k, grad_v, self.cos, self.sin, positions, out, tensor, scale, amax),
-            strides,
-            WIDTH=c.qkv_width,
-            NUM_Q=c.heads // self._heads,
-            HEADS=self._heads,
-            HALF=c.head_dim // 2,
-            **self._recording(written),
-            num_warps=4,
-        )
+        c, grads = self.config, (grad_q, grad_k, grad_v)
+        operand, recording = self._operand(written, out)
+        assert all(grad.stride(2) == 1 for grad in grads)
+        strides = [grad.stride(dim) for grad in grads for dim in (0, 1)]
+        grid = (c.sequence, (c.heads + 2 * c.kv_heads) // self._heads)
+        tensors = (*grads, self.cos, self.sin, positions, out, *operand)
+        constants = {"NUM_Q": c.heads // self._heads, "HEADS": self._heads, "HALF": c.head_dim // 2, **recording}
+        self._launch(_rope_backward, grid, tensors, strides, WIDTH=c.qkv_width, **constants, num_warps=4)
 
     def _swiglu(self, fc1, written, kept):
         rows, ffn = fc1.shape[0], fc1.shape[1] // 2
-        tensor, scale, amax, _ = written
+        (tensor, scale, amax), recording = self._operand(written, fc1)
         stored, stored_scale, stored_amax, stored_largest = kept or (None, self.one, self.unused, 0.0)
-        self._launch(
-            _swiglu,
-            (rows, triton.cdiv(ffn, BLOCK)),
-            (fc1, tensor, fc1 if stored is None else stored, scale, amax, stored_scale, stored_amax),
-            FFN=ffn,
-            BLOCK=BLOCK,
-            **self._recording(written),
-            MEASURE=kept is not None,
-            STORE=stored is not None,
-            STORED_LARGEST=stored_largest,
-            num_warps=8,
-        )
+        tensors = (fc1, tensor, fc1 if stored is None else stored, scale, amax, stored_scale, stored_amax)
+        uses = {"MEASURE": kept is not None, "STORE": stored is not None, "STORED_LARGEST": stored_largest}
+        constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses}
+        self._launch(_swiglu, (rows, triton.cdiv(ffn, BLOCK)), tensors, **constants, num_warps=8)
 
     def _swiglu_backward(self, fc1, grad, written, stored_slot):
         rows, ffn = grad.shape
-        tensor, scale, amax, _ = written
+        operand, recording = self._operand(written, fc1)
         stored_scale, inverse = (stored_slot.scale, stored_slot.inverse) if stored_slot else (self.one, self.one)
-        self._launch(
-            _swiglu_backward,
-            (rows, triton.cdiv(ffn, BLOCK)),
-            (fc1, grad, tensor, scale, amax, stored_scale, inverse),
-            FFN=ffn,
-            BLOCK=BLOCK,
-            **self._recording(written),
-            ROUND=stored_slot is not None and fc1.dtype != torch.float8_e4m3fn,
-            DEQUANTIZE=stored_slot is not None,
-            STORED_LARGEST=stored_slot.largest if stored_slot else 0.0,
-            num_warps=8,
-        )
+        uses = {
+            "ROUND": stored_slot is not None and fc1.dtype != torch.float8_e4m3fn,
+            "DEQUANTIZE": stored_slot is not None,
+            "STORED_LARGEST": stored_slot.largest if stored_slot else 0.0,
+        }
+        constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses}
+        tensors = (fc1, grad, *operand, stored_scale, inverse)
+        self._launch(_swiglu_backward, (rows, triton.cdiv(ffn, BLOCK)), tensors, **constants, num_warps=8)
 
     def cross_entropy(self, logits, targets, weights, losses):
         rows, vocab = logits.shape

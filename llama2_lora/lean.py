@@ -15,10 +15,10 @@ import torch
 
 from common.marks import mark
 from llama2_lora.attention import split_qkv
-from llama2_lora.config import FP8, Config
+from llama2_lora.config import FP8, Config, layer_weights
 from llama2_lora.operators import dropout_key
 from llama2_lora.plan import workspace
-from llama2_lora.scaling import Formats, Scaling
+from llama2_lora.scaling import Formats, Scaling, restored
 from llama2_lora.trainable import Adapters
 from llama2_lora.weights import FrozenWeights
 
@@ -29,8 +29,9 @@ MARK_EVERY = 16
 
 
 class LeanStack:
-    """All layers with embedding and head. A step: begin, forward(0), forward(1), ..., head, backward(last), ..., end.
+    """All layers with embedding and head.
 
+    A step: embed, forward(0), forward(1), ..., head, backward(last), ..., backward(0), update_scales.
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
     loss. plan: `common.memory_plan.Plan`. operators, attention: classes for this device. loss: FP32, 0-d, of the last
     step. Gradients go to adapters.grads.
@@ -46,6 +47,8 @@ class LeanStack:
         self.operators = operators(config, formats, self.scaling, self.device)
         self.attention = attention(config, inputs["positions"], inputs["cu_seqlens"])
         self.ratio = config.alpha / config.rank
+        # How W^T is made for a GEMM; without_transposes.py puts here what makes none.
+        self.transpose = self.operators.transpose
         self.keeps = [frozenset(KEPT_BY_PLAN) - set(plan.of(layer).recomputes) for layer in range(config.layers)]
         types = {"fp32": torch.float32, "main": formats.main, "operand": formats.operand, "gradient": formats.gradient}
         self.work = {
@@ -53,15 +56,10 @@ class LeanStack:
             for name, (shape, kind) in workspace(config).items()
         }
         self.kept = [self._kept(keeps) for keeps in self.keeps]
-        self.transposes = [
-            {name: self._transposed(matrix) for name, matrix in weights.layers[layer].items()}
-            if "transpose" in plan.of(layer).keeps
-            else None
-            for layer in range(config.layers)
-        ]
-        self.buffers = self._transpose_buffers()
+        self.holds_transposes = ["transpose" in plan.of(layer).keeps for layer in range(config.layers)]
+        self.transposes = [self._transposes(layer) for layer in range(config.layers)]
         self.side = None
-        if config.transposes == "beside" and self.device.type == "cuda":
+        if config.transposes == "beside" and config.precision in FP8 and self.device.type == "cuda":
             self.side = torch.cuda.Stream(self.device)
             self.ready = {name: torch.cuda.Event() for name in config.matrices}
         self.attended = [None] * config.layers
@@ -81,18 +79,21 @@ class LeanStack:
             if name in keeps
         }
 
-    def _transposed(self, matrix):
-        out = torch.empty_like(matrix.value.t(), memory_format=torch.contiguous_format)
-        self.operators.transpose(matrix.value, out)
-        return out
-
-    def _transpose_buffers(self):
-        """name -> [inputs, outputs], where weights that are not held are transposed to; inline they share memory."""
-        buffers, place = {}, 0
+    def _transposes(self, layer):
+        """name -> W^T [inputs, outputs]: made here, once, where the layer holds them; else the place where they are
+        made for each dgrad GEMM: one that all matrices share, or the layer's own, or the matrix's own."""
+        found, place = {}, 0
+        if self.config.transposes == "own":
+            place = layer * layer_weights(self.config)
         for name, (rows, columns) in self.config.matrices.items() if self.config.precision in FP8 else ():
-            buffers[name] = self.work["transpose"][place : place + rows * columns].view(columns, rows)
-            place += rows * columns if self.config.transposes == "beside" else 0
-        return buffers
+            value = self.weights.layers[layer][name].value
+            if self.holds_transposes[layer]:
+                found[name] = value.new_empty(columns, rows)
+                self.operators.transpose(value, found[name])
+            else:
+                found[name] = self.work["transpose"][place : place + rows * columns].view(columns, rows)
+                place += 0 if self.config.transposes == "inline" else rows * columns
+        return found
 
     def _view(self, name, width):
         """The first `width` columns' worth of a flat workspace: [s, width]."""
@@ -106,32 +107,33 @@ class LeanStack:
         self.operators.gemm(operand, matrix.value, slot.inverse, matrix.inverse, out, fast=True)
 
     def _multiply_back(self, layer, name, operand, out):
-        """out = operand W: a dgrad GEMM. FP8 ones read W^T, held or made now in the shared buffer."""
+        """out = operand W: a dgrad GEMM. FP8 ones read W^T, which is held, or made now, or on the second stream."""
         matrix = self.weights.layers[layer][name]
         if self.config.precision not in FP8:
             torch.mm(operand, matrix.backward, out=out)
             return
-        if self.transposes[layer] is not None:
-            transposed = self.transposes[layer][name]
-        else:
-            transposed = self.buffers[name]
+        transposed = self.transposes[layer][name]
+        if not self.holds_transposes[layer]:
             if self.side:
                 torch.cuda.current_stream().wait_event(self.ready[name])
             else:
-                self.operators.transpose(matrix.value, transposed)
+                self.transpose(matrix.value, transposed)
         slot = self.scaling.slot(layer, f"{name}_grad")
         self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=self.config.fast_dgrad)
 
     def _transpose_ahead(self, layer):
-        """Start a layer's transposes on the second stream, in the order in which its backward waits for them."""
-        if not self.side or self.transposes[layer] is not None or not self.buffers:
+        """Start a layer's transposes on the second stream, in the order in which its backward waits for them.
+
+        In a capture this makes a branch of the graph, which ends where the last of them is waited for.
+        """
+        if not self.side or self.holds_transposes[layer]:
             return
         # The buffers may still be read by the layer above.
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             # The first layer's backward ends before q k v's dgrad.
             for name in ("fc2", "fc1", "proj", "qkv")[: 4 if layer else 3]:
-                self.operators.transpose(self.weights.layers[layer][name].value, self.buffers[name])
+                self.transpose(self.weights.layers[layer][name].value, self.transposes[layer][name])
                 self.ready[name].record(self.side)
 
     # -- parts that both directions compute ----------------------------------------------------------
@@ -167,9 +169,12 @@ class LeanStack:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def embed(self) -> None:
         """Counts the step, whose number is in the masks of dropout, and looks up the embedding."""
         self.operators.step.add_(1)
+        self._look_up()
+
+    def _look_up(self):
         torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
 
     def forward(self, layer: int) -> None:
@@ -216,11 +221,8 @@ class LeanStack:
     def head(self) -> None:
         """Final norm, logits, loss, and the gradient of the last layer's output."""
         c, work, last = self.config, self.work, self.config.layers - 1
-        normed, grad, logits = (
-            self._view("dropped", c.hidden),
-            self._view("wide_grad", c.hidden),
-            self._view("fc1", c.vocab),
-        )
+        normed, grad = self._view("dropped", c.hidden), self._view("wide_grad", c.hidden)
+        logits = self._view("fc1", c.vocab)
         gain = self.weights.final_norm
         self.operators.norm(self._residual(last), gain, add=work["fc2"], total=work["final"], plain=normed)
         torch.mm(normed, self.weights.head.t(), out=logits)
@@ -320,11 +322,8 @@ class LeanStack:
 
     def _adapter_backward(self, layer, name, grad, a, dropped, through):
         """Gradients of both matrices, and of the dropped-out input to `through` unless that is None."""
-        adapter, grads, rank_grad = (
-            self.adapters.layers[layer],
-            self.adapters.layer_grads[layer],
-            self.work["rank_grad"],
-        )
+        adapter, grads = self.adapters.layers[layer], self.adapters.layer_grads[layer]
+        rank_grad = self.work["rank_grad"]
         torch.addmm(rank_grad, grad, adapter[f"{name}.b"], beta=0, alpha=self.ratio, out=rank_grad)
         torch.mm(grad.t(), a, out=grads[f"{name}.b"])
         torch.mm(rank_grad.t(), dropped, out=grads[f"{name}.a"])
@@ -353,24 +352,18 @@ class LeanStack:
 
     replaying_forward = replaying_backward = capturing
 
-    def end(self) -> None:
+    def update_scales(self) -> None:
         """After the backward: the scales of the next step."""
         self.scaling.update()
 
     def evaluate(self) -> None:
         """`loss` of the inputs without dropout, eager; scales, gradients and the count of steps stay as they are."""
-        state = [tensor for _, tensor in self.scaling.named_tensors()]
-        saved = [tensor.clone() for tensor in state]
         kept, self.keeps_attention = self.keeps_attention, False
-        try:
-            with self.operators.no_dropout():
-                torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
-                self.forward_all()
-                self.head()
-        finally:
-            self.keeps_attention = kept
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
+        with self.operators.no_dropout(), restored(tensor for _, tensor in self.scaling.named_tensors()):
+            self._look_up()
+            self.forward_all()
+            self.head()
+        self.keeps_attention = kept
 
     def reset(self, first_step: int = 0) -> None:
         """first_step: of the count that is in the masks of dropout, another one on each rank."""

@@ -8,31 +8,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.measure import Unsupported, mark
+from common import nvfp4
+from common.marks import mark
 from common.precision import NoScaling, TransformerEngineScaling, transformer_engine
+from common.variant import Unsupported
 from llama2_lora.config import FP8, Config
-from llama2_lora.operators import Operators, TorchOperators
-from llama2_lora.scaling import Scaling
+from llama2_lora.operators import Operators, TorchOperators, rope_angles
+from llama2_lora.scaling import Scaling, restored
 
 MARK_EVERY = 8
 
 
 class Adapter(nn.Module):
-    """alpha / rank * dropout(x) a^T b^T; a and b are parameters in the adapters' flat buffer, grads in theirs."""
+    """alpha / rank * dropout(x) a^T b^T; a and b are parameters in the adapters' flat buffer, grads in theirs.
 
-    def __init__(self, config: Config, views, grads):
+    name: "qkv" or "proj".
+    """
+
+    def __init__(self, config: Config, adapters, layer: int, name: str):
         super().__init__()
         self.dropout, self.ratio = config.dropout, config.alpha / config.rank
-        self.a, self.b = nn.Parameter(views["a"]), nn.Parameter(views["b"])
-        self.a.grad, self.b.grad = grads["a"], grads["b"]
+        values, grads = adapters.layers[layer], adapters.layer_grads[layer]
+        self.a, self.b = nn.Parameter(values[f"{name}.a"]), nn.Parameter(values[f"{name}.b"])
+        self.a.grad, self.b.grad = grads[f"{name}.a"], grads[f"{name}.b"]
 
     def forward(self, x):
         return F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.a), self.b) * self.ratio
-
-
-def _adapter(config, adapters, layer, name):
-    values, grads = adapters.layers[layer], adapters.layer_grads[layer]
-    return Adapter(config, *({matrix: of[f"{name}.{matrix}"] for matrix in ("a", "b")} for of in (values, grads)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -76,14 +77,12 @@ class FrozenLinear(nn.Module):
         if self.precision in FP8:
             return _FrozenFP8.apply(x, self)
         if self.precision == "nvfp4_emulated":
-            from common.nvfp4 import linear
-
-            return linear(x, self.matrix.value, self.matrix.backward)
+            return nvfp4.linear(x, self.matrix.value, self.matrix.backward)
         return F.linear(x, self.matrix.value)
 
 
 class PlainLayer(nn.Module):
-    """[s, hidden] -> [s, hidden]. positions: int64 [s]; visible: bool [s, s], or None for one causal sequence."""
+    """[s, hidden] -> [s, hidden]. inputs: name -> static tensor, of which it reads positions, int64 [s]."""
 
     def __init__(self, config: Config, layer: int, weights, adapters, operators: Operators, inputs):
         super().__init__()
@@ -92,7 +91,7 @@ class PlainLayer(nn.Module):
         for name, matrix in weights.layers[layer].items():
             slots = [operators.scaling.slot(layer, f"{name}_{kind}") for kind in ("in", "grad")]
             setattr(self, name, FrozenLinear(config, matrix, operators, *slots))
-        self.qkv_adapter, self.proj_adapter = (_adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
+        self.qkv_adapter, self.proj_adapter = (Adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
 
     def forward(self, x):
         c = self.config
@@ -131,7 +130,8 @@ class TransformerEngineLayer(nn.Module):
 
     FP8 weights are the bytes and scales that lean layers read. On Hopper TE makes W^T for a dgrad GEMM and keeps it,
     63.75 GiB in all, unless a module is wrapped by FSDP2, whose flag frees it after the GEMM (module/base.py,
-    `is_fsdp2`; module/linear.py, `clear_columnwise_cache`): the flag is set here.
+    `is_fsdp2`; module/linear.py, `clear_columnwise_cache`): the flag is set here. TE has no public name for it, nor
+    for the memory of a weight.
     """
 
     def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies):
@@ -153,13 +153,12 @@ class TransformerEngineLayer(nn.Module):
         with torch.no_grad():
             self.qkv.layer_norm_weight.copy_(norms[0])
             self.mlp.layer_norm_weight.copy_(norms[1])
-            _take(self.qkv.weight, matrices["qkv"])
-            _take(self.proj.weight, matrices["proj"])
-            _take(self.mlp.fc1_weight, matrices["fc1"])
-            _take(self.mlp.fc2_weight, matrices["fc2"])
+            parameters = (self.qkv.weight, self.proj.weight, self.mlp.fc1_weight, self.mlp.fc2_weight)
+            for parameter, name in zip(parameters, ("qkv", "proj", "fc1", "fc2"), strict=True):
+                _take(parameter, matrices[name], fp8=recipe is not None)
         for module in (self.qkv, self.proj, self.mlp):
             module._is_fsdp2 = True
-        self.qkv_adapter, self.proj_adapter = (_adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
+        self.qkv_adapter, self.proj_adapter = (Adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
 
     def forward(self, x):
         from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
@@ -178,46 +177,55 @@ class TransformerEngineLayer(nn.Module):
         return (x + self.mlp(x))[:, 0]
 
 
-def _take(parameter, matrix):
+def _take(parameter, matrix, fp8: bool):
     """A weight as lean layers have it: in FP8 the same memory, in bf16 the same values."""
-    if hasattr(parameter, "_data"):
-        assert parameter._data.shape == matrix.value.shape
-        parameter._data = matrix.value.view(torch.uint8)
-        parameter._scale_inv = matrix.inverse.view(parameter._scale_inv.shape)
-        parameter._transpose, parameter._transpose_invalid = None, True
-    else:
+    if not fp8:
         parameter.copy_(matrix.value)
+        return
+    assert parameter._data.shape == matrix.value.shape
+    parameter._data = matrix.value.view(torch.uint8)
+    parameter._scale_inv = matrix.inverse.view(parameter._scale_inv.shape)
+    parameter._transpose, parameter._transpose_invalid = None, True
 
 
-def _frequencies(config, device):
-    """Angles of RoPE as TE takes them, FP32 [s, 1, 1, dim]: both halves alike."""
-    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-    angles = torch.arange(config.sequence, dtype=torch.float64)[:, None] * frequency
-    return torch.cat((angles, angles), 1).float().to(device)[:, None, None]
-
-
-def _te_parts(config, device):
-    """(recipe or None). Raises Unsupported where Transformer Engine or what it needs is missing."""
-    if device.type != "cuda":
-        raise Unsupported("Transformer Engine's layers need a GPU")
-    try:
-        te = transformer_engine()
-    except (ImportError, OSError) as error:
-        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None
-    if config.precision not in ("fp8", "bf16"):
-        raise Unsupported(f"Transformer Engine's layers take --precision fp8 or bf16 here, not {config.precision}")
-    if config.documents != "whole":
-        raise Unsupported("Transformer Engine's layers take --documents whole here")
+def _recipe(config):
     if config.precision == "bf16":
         return None
-    available, reason = te.is_fp8_available(return_reason=True)
-    if not available:
-        raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
     from transformer_engine.common import recipe
 
     return recipe.DelayedScaling(
         fp8_format=recipe.Format.HYBRID, amax_history_len=config.amax_history, amax_compute_algo="max"
     )
+
+
+def require_kind(kind: str, config: Config, device) -> None:
+    """Raises Unsupported where this device does not compute the config with this kind of layer, in Transformer
+    Engine's words where it has some."""
+    if config.precision == "nvfp4":
+        reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
+        if device.type == "cuda":
+            available, said = _transformer_engine().is_nvfp4_available(return_reason=True)
+            reason = "lean layers have no NVFP4 GEMM" if available else said
+        raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+    if kind != "te":
+        return
+    if device.type != "cuda":
+        raise Unsupported("Transformer Engine's layers need a GPU")
+    te = _transformer_engine()
+    if config.precision not in ("fp8", "bf16"):
+        raise Unsupported(f"Transformer Engine's layers take --precision fp8 or bf16 here, not {config.precision}")
+    if config.documents != "whole":
+        raise Unsupported("Transformer Engine's layers take --documents whole here")
+    available, reason = te.is_fp8_available(return_reason=True)
+    if config.precision == "fp8" and not available:
+        raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
+
+
+def _transformer_engine():
+    try:
+        return transformer_engine()
+    except (ImportError, OSError) as error:
+        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -234,19 +242,21 @@ class ModuleStack:
 
     def __init__(self, kind: str, config: Config, weights, adapters, inputs, operators: Operators | None):
         self.config, self.weights, self.adapters, self.inputs = config, weights, adapters, inputs
-        self.operators = operators
-        device = weights.device
+        device, recipe = weights.device, _recipe(config) if kind == "te" else None
         if kind == "te":
-            recipe = _te_parts(config, device)
-            frequencies = _frequencies(config, device)
-            make = lambda layer: TransformerEngineLayer(config, layer, weights, adapters, recipe, frequencies)  # noqa: E731
+            # Both halves of a head alike, [s, 1, 1, dim].
+            angles = rope_angles(config).repeat(1, 2).float().to(device)[:, None, None]
+            layer_class, parts = TransformerEngineLayer, (recipe, angles)
         else:
-            make = lambda layer: PlainLayer(config, layer, weights, adapters, operators, inputs)  # noqa: E731
-        self.layers = nn.ModuleList(make(layer) for layer in range(config.layers))
+            layer_class, parts = PlainLayer, (operators, inputs)
+        self.layers = nn.ModuleList(
+            layer_class(config, layer, weights, adapters, *parts) for layer in range(config.layers)
+        )
+        # What a step calls; variants put wrapped layers here.
         self.calls = list(self.layers)
-        self.fp8 = NoScaling()
-        if kind == "te" and recipe is not None:
-            self.fp8 = TransformerEngineScaling(self.layers, config.amax_history)
+        self.fp8 = TransformerEngineScaling(self.layers, config.amax_history) if recipe else NoScaling()
+        # The plain twin's; Transformer Engine updates its own in the contexts of self.fp8.
+        self.scalings = [operators.scaling] if operators else []
         # The embedding is frozen: nothing needs the gradient of its output, in graphs as little as without.
         self.x = torch.zeros(config.sequence, config.hidden, dtype=weights.embedding.dtype, device=device)
         self.grad = torch.zeros_like(self.x)
@@ -255,7 +265,7 @@ class ModuleStack:
         # Lean layers ask it; autograd keeps what it keeps.
         self.keeps_attention = True
 
-    def begin(self) -> None:
+    def embed(self) -> None:
         self.adapters.grads.zero_()
         torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.x)
 
@@ -306,6 +316,7 @@ class ModuleStack:
         self.chain_grad, x.grad = x.grad, None
 
     def capturing(self):
+        """Around captures: no update of scales is recorded."""
         return self.fp8.capturing()
 
     def replaying_forward(self):
@@ -314,44 +325,30 @@ class ModuleStack:
     def replaying_backward(self):
         return self.fp8.backward(replayed=True)
 
-    # ----------------------------------------------------------------------------------------------
-
-    def end(self) -> None:
-        """The scales of the plain twin's next step; Transformer Engine updates its own in its contexts."""
-        if self.operators:
-            self.operators.scaling.update()
+    def update_scales(self) -> None:
+        for scaling in self.scalings:
+            scaling.update()
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """`loss` of the inputs without dropout, eager; scales stay as they are."""
-        state = [tensor for _, tensor in self._scales()]
-        saved = [tensor.clone() for tensor in state]
+        scales = [*self.fp8.named_state(), *(pair for scaling in self.scalings for pair in scaling.named_tensors())]
         self.layers.eval()
-        try:
+        with restored(tensor for _, tensor in scales):
             hidden = F.embedding(self.inputs["tokens"], self.weights.embedding)
             with self.fp8.forward():
                 for layer in self.layers:
                     hidden = layer(hidden)
             self._loss(hidden)
-        finally:
-            self.layers.train()
-            for tensor, value in zip(state, saved, strict=True):
-                tensor.copy_(value)
+        self.layers.train()
 
     def reset(self, first_step: int = 0) -> None:
-        self.fp8.reset()
-        if self.operators:
-            self.operators.scaling.reset()
-
-    def _scales(self):
-        if self.operators:
-            yield from self.operators.scaling.named_tensors()
-        yield from self.fp8.named_state()
+        for scaling in (self.fp8, *self.scalings):
+            scaling.reset()
 
     def named_state(self):
-        if self.operators:
-            yield from self.operators.scaling.named_state()
-        yield from self.fp8.named_state()
+        for scaling in (*self.scalings, self.fp8):
+            yield from scaling.named_state()
 
 
 def operators_for(device):

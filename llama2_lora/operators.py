@@ -12,6 +12,7 @@ import math
 
 import torch
 
+from common import nvfp4
 from llama2_lora.config import Config
 from llama2_lora.scaling import Formats, Scaling, Slot, scale_of
 
@@ -23,11 +24,10 @@ def dropout_key(layer: int, adapter: int) -> int:
     return ((2 * layer + adapter + 1) * _GOLDEN) & 0x7FFFFFFF
 
 
-def rope_tables(config: Config, device):
-    """cos and sin, FP32 [sequence, head_dim / 2]; angles in FP64."""
+def rope_angles(config: Config):
+    """FP64 [sequence, head_dim / 2] on the host."""
     frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim)
-    angles = torch.arange(config.sequence, dtype=torch.float64)[:, None] * frequency
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+    return torch.arange(config.sequence, dtype=torch.float64)[:, None] * frequency
 
 
 class Operators:
@@ -41,7 +41,8 @@ class Operators:
     def __init__(self, config: Config, formats: Formats, scaling: Scaling, device):
         self.config, self.formats, self.scaling, self.device = config, formats, scaling, device
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
-        self.cos, self.sin = rope_tables(config, device)
+        angles = rope_angles(config)
+        self.cos, self.sin = angles.cos().float().to(device), angles.sin().float().to(device)
         # An element is dropped where 24 bits of its hash are below this; what is kept is scaled up.
         self.threshold = int(config.dropout * 2**24)
         self.keep_scale = 1.0 / (1.0 - config.dropout)
@@ -84,9 +85,7 @@ class Operators:
             unscaled = self._unscaled[: tensor.numel()].view(tensor.shape)
             self._cast(unscaled, (tensor, slot.scale, self.unused, slot.largest))
         elif self.config.precision == "nvfp4_emulated":
-            from common.nvfp4 import emulate
-
-            tensor.copy_(emulate(tensor))
+            tensor.copy_(nvfp4.emulate(tensor))
 
     # -- operators -------------------------------------------------------------------------------
 

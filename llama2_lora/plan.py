@@ -1,21 +1,28 @@
 """What lean layers keep, from sizes and rates alone: the items of a layer, the memory around them, the plan (no torch).
 
 `workspace` is what llama2_lora/lean.py allocates, by name, so that the prediction and the program cannot differ.
+
+    python -m llama2_lora.plan        the plans of the whole model for an H200 and an H100, as in docs/memory_plan.md
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import replace
 
 from common import memory_plan
-from common.fitting import blame, gib
+from common.fitting import blame, flag, gib
 from common.memory_plan import GIB, Item, Plan, copy_ms, gemm_ms
-from llama2_lora.config import FP8, PRESETS, Config, layer_weights, num_trainable
+from llama2_lora.config import BACKWARD_SCALES, FORWARD_SCALES, FP8, PRESETS, Config, layer_weights, num_trainable
 
 # Measured on an H200 at 690 W with this model's shapes: FP8 GEMMs 1,400 to 1,600 TFLOP/s, cuDNN's causal attention
 # 644 forward, elementwise kernels and transposes at 4 of the 4.8 TB/s of the data sheet. bf16: H200's usual 750.
 FP8_TFLOPS, BF16_TFLOPS, ATTENTION_TFLOPS, COPY_GB_PER_S = 1500.0, 750.0, 644.0, 4000.0
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = int(1.5 * GIB)
+# Of the scores of all pairs, FP32, that are alive at a time in plain attention's backward.
+PLAIN_ATTENTION_COPIES = 5
+# Of more, each allocation is not followed: no machine holds them.
+MOST_LAYERS = 4096
 # cuBLAS workspaces of the two streams that a captured step uses, 32 MiB each on Hopper.
 LIBRARY_BYTES = 64 * 2**20
 
@@ -54,9 +61,10 @@ def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
         "a": ((c.layers, 2, s, c.rank), "main"),
     }
     if c.precision in FP8:
-        # A buffer that all share, or one for each that is made ahead.
-        counts = [outputs * inputs for outputs, inputs in c.matrices.values()]
-        shapes["transpose"] = ((max(counts) if c.transposes == "inline" else sum(counts),), "operand")
+        # A buffer that all matrices share, one for each matrix, or one for each of every layer.
+        largest = max(outputs * inputs for outputs, inputs in c.matrices.values())
+        sizes = {"inline": largest, "beside": layer_weights(c), "own": c.layers * layer_weights(c)}
+        shapes["transpose"] = ((sizes[c.transposes],), "operand")
     return shapes
 
 
@@ -93,7 +101,7 @@ def items(config: Config) -> list[Item]:
         ),
         Item("fc1", 4 * s * c.ffn, 2 * s * c.ffn, gemm("fc1") + passes(1.5 * c.hidden), needs=("residual",)),
     ]
-    if c.precision in FP8:
+    if c.precision in FP8 and c.transposes != "own":
         weights = layer_weights(c)
         found.append(Item("transpose", weights, None, copy_ms(2 * weights, COPY_GB_PER_S), permanent=True))
     return found
@@ -112,13 +120,16 @@ def built_sizes(config: Config) -> list[int]:
     if c.precision == "fp8_current":
         # What an operand is before its scale is known (llama2_lora/operators.py).
         sizes.append(2 * c.sequence * max(c.hidden, c.q_width, c.qkv_width, 2 * c.ffn))
-    # Tables of RoPE; tokens, targets, positions; mask and shares of the loss.
+    # The history of amaxes; tables of RoPE; tokens, targets, positions; mask and shares of the loss.
+    sizes.append(4 * c.amax_history * c.layers * len(FORWARD_SCALES + BACKWARD_SCALES))
     return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.sequence] * 3 + [4 * c.sequence] * 2
 
 
 def fixed_bytes(config: Config) -> int:
     """Bytes that torch reserves whatever layers keep: what is built, and what attention and the libraries need."""
     c = config
+    if c.layers > MOST_LAYERS:
+        return math.ceil(fixed_bytes(replace(c, layers=MOST_LAYERS)) * c.layers / MOST_LAYERS)
     # Attention's backward: three gradients, and the FP32 sums of the one of q. Its output, where no layer keeps it.
     # Twice: in a graph's pool, and beside it for the eager steps that graphs are checked by.
     q_width, kv_width = c.q_width, c.kv_heads * c.head_dim
@@ -126,32 +137,92 @@ def fixed_bytes(config: Config) -> int:
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 
+def budget_bytes(free_bytes: int) -> int:
+    """What torch may reserve of a GPU's free memory, in whole GiB, so that runs of one session get one plan."""
+    return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
+
+
+def _ways(config):
+    return memory_plan.configurations(items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
+
+
 def make_plan(config: Config, budget_bytes: int) -> Plan:
     """The fastest plan within budget_bytes of reserved memory. ValueError, with the bytes, where none fits."""
-    ways = memory_plan.configurations(items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
-    return memory_plan.choose(ways, config.layers, budget_bytes, fixed_bytes(config))
+    return memory_plan.choose(_ways(config), config.layers, budget_bytes, fixed_bytes(config))
 
 
 def needed_bytes(config: Config) -> int:
     """Reserved by the smallest plan."""
-    ways = memory_plan.configurations(items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
-    return fixed_bytes(config) + config.layers * min(way.bytes for way in ways)
+    return fixed_bytes(config) + config.layers * min(way.bytes for way in _ways(config))
 
 
 def fit(config: Config, budget_bytes: int) -> Config:
     """The config with as many of its layers as the smallest plan fits. ValueError if not even one does."""
-    one = replace(config, layers=1)
-    if needed_bytes(one) > budget_bytes:
+    layers = bisect_right(
+        range(1, config.layers + 1), budget_bytes, key=lambda layers: needed_bytes(replace(config, layers=layers))
+    )
+    if not layers:
+        one = replace(config, layers=1)
         raise ValueError(
             blame(one, PRESETS, needed_bytes, budget_bytes)
             or f"one layer needs {gib(needed_bytes(one))} GiB, {gib(budget_bytes)} GiB are free: "
             "lower --sequence or --ffn, or run --preset tiny"
         )
-    fits, first_too_many = 1, config.layers + 1
-    while first_too_many - fits > 1:
-        layers = (fits + first_too_many) // 2
-        if needed_bytes(replace(config, layers=layers)) <= budget_bytes:
-            fits = layers
-        else:
-            first_too_many = layers
-    return replace(config, layers=fits)
+    _require_indexable(config)
+    return replace(config, layers=layers)
+
+
+def require(config: Config, available_bytes: int) -> None:
+    """ValueError where the config does not fit into a host without a GPU."""
+    if host_bytes(config) > available_bytes:
+        raise ValueError(
+            blame(config, PRESETS, host_bytes, available_bytes)
+            or f"this preset needs {gib(host_bytes(config))} GiB on a GPU, there is none, and the host has "
+            f"{gib(available_bytes)} GiB free: run --preset tiny"
+        )
+    _require_indexable(config)
+
+
+def host_bytes(config: Config) -> int:
+    """On a CPU: the smallest plan, the windows that rotate, and the scores of all pairs that plain attention makes."""
+    c = config
+    windows = c.batches * c.sequence * (3 * 8 + 4)
+    return needed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.sequence**2
+
+
+def _require_indexable(config):
+    """Kernels count the elements of a tensor in 32 bits."""
+    c = config
+    name, width = max(
+        [("ffn", 2 * c.ffn), ("vocab", c.vocab), ("heads", c.qkv_width), ("hidden", c.hidden)], key=lambda each: each[1]
+    )
+    if c.sequence * width >= 2**31:
+        raise ValueError(
+            f"--sequence {c.sequence} with {flag(name)} {getattr(c, name)}: takes fewer, a tensor of a layer has "
+            "2^31 elements at most"
+        )
+
+
+# ------------------------------------------------------------------------------------------------
+# The table of docs/memory_plan.md
+
+GPUS = {"H200": 139, "H100": 78}  # GiB that are free
+
+
+def table() -> str:
+    """Markdown: the plans of the whole model at 1024 and 8192 tokens, predicted from the rates above."""
+    columns = ["tokens", "free GiB", "layers", "q k v", "attention", "residual", "fc1 in FP8", "W^T", "GiB", "ms"]
+    lines = [columns, ["---:"] * len(columns)]
+    for preset in ("bench", "full"):
+        for gpu, free_gib in GPUS.items():
+            budget = budget_bytes(free_gib * GIB)
+            config = fit(PRESETS[preset], budget)
+            plan = make_plan(config, budget)
+            kept = [row["kept"] + row["fp8"] for row in plan.items().values()]
+            free = f"{free_gib} ({gpu})"
+            lines.append([config.sequence, free, config.layers, *kept, gib(plan.bytes), f"{plan.ms:.0f}"])
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -6,16 +6,15 @@ that enter the four GEMMs of the backward. Delayed scaling: the scale of this st
 Both formats as Transformer Engine's HYBRID: E4M3 forward, E5M2 for gradients.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 
 from common.precision import E4M3_MAX, E5M2_MAX
-from llama2_lora.config import FP8, Config
+from llama2_lora.config import BACKWARD_SCALES, FORWARD_SCALES, FP8, Config
 
-FORWARD = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
-BACKWARD = ("qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
-NAMES = FORWARD + BACKWARD
+NAMES = FORWARD_SCALES + BACKWARD_SCALES
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Scaling:
         self.scale, self.inverse = torch.ones(count, 4, device=device), torch.ones(count, 4, device=device)
         self.amax = torch.zeros(count, 4, device=device)
         self.history = torch.zeros(config.amax_history, count, device=device)
-        largest = [E4M3_MAX if name in FORWARD else E5M2_MAX for name in NAMES] * config.layers
+        largest = [E4M3_MAX if name in FORWARD_SCALES else E5M2_MAX for name in NAMES] * config.layers
         self.largest = torch.tensor(largest, device=device)
 
     def slot(self, layer: int, name: str) -> Slot:
         row = layer * len(NAMES) + NAMES.index(name)
-        largest = E4M3_MAX if name in FORWARD else E5M2_MAX
+        largest = E4M3_MAX if name in FORWARD_SCALES else E5M2_MAX
         return Slot(self.scale[row, :1], self.inverse[row, :1], self.amax[row, :1], largest)
 
     def update(self) -> None:
@@ -75,6 +74,18 @@ class Scaling:
         if self.kind != "none":
             yield "fp8.scale", self.scale[:, 0]
             yield "fp8.amax_history", self.history
+
+
+@contextlib.contextmanager
+def restored(tensors):
+    """After it, these tensors hold what they held before."""
+    tensors = list(tensors)
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
 
 
 def scale_of(amax, largest, otherwise):

@@ -1,22 +1,21 @@
 """What Llama 2 LoRA's training reads and writes: built once, reset in place, the same for every variant."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from common import collectives
 from common.capture import StaticInputs
-from common.measure import Unsupported, section
+from common.marks import section
 from common.memory_plan import GIB
 from common.optimizers import MasterAdam
+from common.variant import Unsupported
 from llama2_lora import adapters
 from llama2_lora.attention import attention_for
 from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import Config
 from llama2_lora.data import open_windows
 from llama2_lora.lean import LeanStack
-from llama2_lora.modules import ModuleStack, operators_for, plain_operators
+from llama2_lora.modules import ModuleStack, operators_for, plain_operators, require_kind
 from llama2_lora.plan import make_plan
 from llama2_lora.scaling import Formats
 from llama2_lora.trainable import Adapters
@@ -26,7 +25,6 @@ SEED = 1234
 # MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4, "clip": 0.3}
 HELD_OUT_WINDOWS = 4
-MOMENTS = ("exp_avg", "exp_avg_sq")
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 # Ranks count their steps, which are in the masks of dropout, from numbers this far apart.
 RANK_STEPS = 1_000_003
@@ -35,30 +33,36 @@ RANK_STEPS = 1_000_003
 class State:
     """The stack of layers, adapters, optimizer, rotating windows, and the losses seen.
 
-    config must be resolved (llama2_lora/train.py). kind: "lean", "te" or "torch", of the layers.
+    config must be resolved (llama2_lora/resolve.py). kind: "lean", "te" or "torch", of the layers.
     """
 
     num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, kind: str, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.kind, self.rank, self.world_size = config, device, kind, rank, world_size
-        _require_precision(config, device)
-        formats = Formats.of(config)
+        # What cannot run, or does not fit, is said before weights are read or made.
+        require_kind(kind, config, device)
+        budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
+        self.plan = make_plan(config, budget) if kind == "lean" else None
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
-        self.start = _Start.of(config)
-        self.first_step = self.start.step if self.start else 0
-        self.plan = make_plan(config, _budget_bytes(config)) if kind == "lean" else None
+        self.start, self.first_step = _start_of(config)
         self.windows = open_windows(config, CACHE, rank, world_size, HELD_OUT_WINDOWS)
         self.batches = [_host_batch(self.windows.batch(index), device) for index in range(config.batches)]
         self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
         self.weights_of_tokens = torch.zeros(config.sequence, device=device)
+        formats = Formats.of(config)
         self.adapters = Adapters(config, formats.main, device)
         weights = FrozenWeights(config, formats, device, checkpoint)
-        inputs = {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if device.type == "cuda":
             # What quantising the weights has used.
             torch.cuda.empty_cache()
-        self.stack = _make_stack(kind, config, formats, weights, self.adapters, inputs, self.plan, device)
+        inputs = {**self.inputs.buffers, "weights": self.weights_of_tokens}
+        if kind == "lean":
+            parts = operators_for(device), attention_for(config, device)
+            self.stack = LeanStack(config, formats, weights, self.adapters, inputs, self.plan, *parts)
+        else:
+            operators = plain_operators(config, formats, device) if kind == "torch" else None
+            self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators)
         self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.lr, **ADAM)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
@@ -71,17 +75,18 @@ class State:
         self.adapters.main_grad.zero_()
         self.adam.reset()
         if self.start:
-            for kind, (tensor,) in self._trained():
-                for name, view in self.adapters.named(tensor):
-                    view.copy_(self.start.tensors[kind][name])
+            for name, view in self._trained():
+                if name in self.start:
+                    view.copy_(self.start[name])
             self.adam.step_count.fill_(self.first_step)
             self.adapters.values.copy_(self.adam.masters[0])
         self.stack.reset((self.rank * RANK_STEPS + self.first_step) % 2**30)
         self.losses.zero_()
         self.grad_norms.zero_()
 
-    def begin_step(self, index: int):
-        """Copy the window of step `index` in. The loss is the mean over this rank's tokens that are not masked out."""
+    def load_window(self, index: int):
+        """Copy the window of step `index` into the static buffers. The loss is the mean over this rank's tokens that
+        are not masked out."""
         with section("data"):
             self._load(self.batches[(index + self.first_step) % len(self.batches)])
 
@@ -90,21 +95,8 @@ class State:
         mask = self.inputs["loss_mask"]
         torch.div(mask, mask.sum().clamp_(min=1.0), out=self.weights_of_tokens)
 
-    def reduce(self):
-        """Gradients of the adapters in FP32, the mean over ranks."""
-        with section("reduction"):
-            self.adapters.collect()
-            if self.world_size > 1:
-                collectives.all_reduce_mean_(self.adapters.main_grad)
-
-    def update(self):
-        """Clip and AdamW on the FP32 masters, and the scales of the next step."""
-        with section("optimizer"):
-            self.adam.step()
-            self.stack.end()
-
-    def end_step(self, index: int):
-        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
+    def note(self, index: int):
+        """Loss and gradient norm of step `index`, on the device. A run beyond num_losses overwrites the last place."""
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.stack.loss)
         self.grad_norms[place].copy_(self.adam.grad_norm)
@@ -127,25 +119,27 @@ class State:
     def finish(self, variant, record):
         """After the window: the plan for the record, and the adapter that the window's steps have trained."""
         if self.config.save_adapter and self.rank == 0:
-            trained = {kind: dict(self.adapters.named(tensor)) for kind, (tensor,) in self._trained()}
-            moments = {f"{kind}.{name}": t for kind in MOMENTS for name, t in trained[kind].items()}
-            step = int(self.adam.step_count)
-            adapters.save(self.config.save_adapter, trained["masters"], self.config, moments, step)
+            moments, step = dict(self._trained()), int(self.adam.step_count)
+            masters = {name.removeprefix("masters."): moments.pop(name) for name in list(moments) if "masters" in name}
+            adapters.save(self.config.save_adapter, masters, self.config, moments, step)
             record["extra"]["notes"].append(f"adapter after {step} steps saved in {self.config.save_adapter}")
+        if self.start and not self.first_step:
+            record["extra"]["notes"].append(f"{self.config.adapter} has no training state: AdamW began anew")
         if self.plan and self.device.type == "cuda":
             record["extra"]["memory_plan"] = self.plan.as_dict()
             record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
 
     def named_state(self):
         """Masters and moments by adapter, the count of steps, and the scales."""
-        for name, (tensor,) in self._trained():
-            for adapter, view in self.adapters.named(tensor):
-                yield f"{adapter}.{name}", view
+        yield from self._trained()
         yield "optimizer.step", self.adam.step_count
         yield from self.stack.named_state()
 
     def _trained(self):
-        return [(name, getattr(self.adam, name)) for name in ("masters", *MOMENTS)]
+        """(masters.<adapter> or exp_avg.<adapter> or exp_avg_sq.<adapter>, FP32 view) of all adapters."""
+        for kind in ("masters", "exp_avg", "exp_avg_sq"):
+            for name, view in self.adapters.named(getattr(self.adam, kind)[0]):
+                yield f"{kind}.{name}", view
 
     def read_losses(self, count: int) -> list[float]:
         return self.losses[: min(count, self.num_losses)].tolist()
@@ -158,56 +152,16 @@ class State:
         return 0
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a run goes on from. tensors: "masters", "exp_avg", "exp_avg_sq" -> adapter's name -> FP32 on the host."""
+def _start_of(config):
+    """({name as in State._trained: FP32 on the host}, steps done) of --adapter; ({}, 0) without.
 
-    tensors: dict
-    step: int
-
-    @classmethod
-    def of(cls, config):
-        """Of --adapter, None without; an adapter that others have saved starts with an optimizer of zeros."""
-        if not config.adapter:
-            return None
-        masters, state, step = adapters.load(config.adapter, config), {}, 0
-        if adapters.has_state(config.adapter):
-            state, step = adapters.load_state(config.adapter)
-        moments = {
-            kind: {name: state.get(f"{kind}.{name}", torch.zeros_like(master)) for name, master in masters.items()}
-            for kind in MOMENTS
-        }
-        return cls({"masters": masters, **moments}, step)
-
-
-def _require_precision(config, device):
-    """Raises Unsupported for what this device does not compute, in Transformer Engine's words where it has some."""
-    if config.precision != "nvfp4":
-        return
-    reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
-    if device.type == "cuda":
-        from common.precision import transformer_engine
-
-        try:
-            available, said = transformer_engine().is_nvfp4_available(return_reason=True)
-        except (ImportError, OSError) as error:
-            available, said = False, f"Transformer Engine is not usable: {str(error).splitlines()[0][:120]}"
-        reason = "lean layers have no NVFP4 GEMM" if available else said
-    raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
-
-
-def _budget_bytes(config):
-    # In integers: a float does not hold all bytes of a host.
-    return int(config.memory_gib * GIB) if config.memory_gib else 2**62
-
-
-def _make_stack(kind, config, formats, weights, adapters, inputs, plan, device):
-    if kind != "lean":
-        operators = plain_operators(config, formats, device) if kind == "torch" else None
-        return ModuleStack(kind, config, weights, adapters, inputs, operators)
-    return LeanStack(
-        config, formats, weights, adapters, inputs, plan, operators_for(device), attention_for(config, device)
-    )
+    Where others have saved the adapter there is no training state, and AdamW starts with moments of zero.
+    """
+    if not config.adapter:
+        return {}, 0
+    masters = adapters.load(config.adapter, config)
+    moments, step = adapters.load_state(config.adapter)
+    return {**{f"masters.{name}": master for name, master in masters.items()}, **moments}, step
 
 
 def _host_batch(window, device):

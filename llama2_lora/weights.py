@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common import nvfp4
 from common.precision import E4M3_MAX
 from llama2_lora.config import Config
 from llama2_lora.scaling import Formats
@@ -27,44 +28,56 @@ class Matrix:
     backward: torch.Tensor
 
 
+class RandomWeights:
+    """What llama2_lora/checkpoint.py's Checkpoint gives, drawn on the device: normal, those that add to the residual
+    stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew."""
+
+    def __init__(self, config: Config, device, seed: int = 1):
+        self._config, self._device = config, device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        depth = math.sqrt(2 * self._config.layers)
+        std = {"qkv": STD, "proj": STD / depth, "fc1": STD, "fc2": STD / depth}
+        layer = {name: self._normal(shape, std[name]) for name, shape in self._config.matrices.items()}
+        return layer | {name: self.final_norm() for name in ("norm1", "norm2")}
+
+    def embedding(self) -> torch.Tensor:
+        return self._normal((self._config.vocab, self._config.hidden), 1.0)
+
+    def head(self) -> torch.Tensor:
+        return self._normal((self._config.vocab, self._config.hidden), STD)
+
+    def final_norm(self) -> torch.Tensor:
+        return torch.ones(self._config.hidden)
+
+    def _normal(self, shape, std):
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return tensor.normal_(0.0, std, generator=self._generator)
+
+
 class FrozenWeights:
     """layers[i]: name -> Matrix; norms[i]: (norm before attention, norm before the MLP); embedding, head, final_norm.
 
-    checkpoint: what llama2_lora/checkpoint.py opens, or None for random weights: normal, those that add to the residual
-    stream divided by sqrt(2 layers), and the embedding with unit variance.
+    source: a Checkpoint; None: RandomWeights.
     """
 
-    def __init__(self, config: Config, formats: Formats, device, checkpoint=None, seed: int = 1):
+    def __init__(self, config: Config, formats: Formats, device, source=None):
         self.config, self.formats, self.device = config, formats, device
-        generator = torch.Generator(device).manual_seed(seed)
+        source = source or RandomWeights(config, device)
         self.layers, self.norms = [], []
         for index in range(config.layers):
-            tensors = checkpoint.layer(index) if checkpoint else self._random_layer(generator)
+            tensors = source.layer(index)
             self.layers.append({name: self._matrix(tensors[name].to(device)) for name in config.matrices})
             self.norms.append(tuple(tensors[name].to(device, formats.main) for name in ("norm1", "norm2")))
-        shape = (config.vocab, config.hidden)
-        self.embedding = checkpoint.embedding() if checkpoint else self._normal(shape, 1.0, generator)
-        self.head = checkpoint.head() if checkpoint else self._normal(shape, STD, generator)
-        self.final_norm = checkpoint.final_norm() if checkpoint else torch.ones(config.hidden)
-        for name in ("embedding", "head", "final_norm"):
-            setattr(self, name, getattr(self, name).to(device, formats.main))
-
-    def _random_layer(self, generator):
-        depth = math.sqrt(2 * self.config.layers)
-        std = {"qkv": STD, "proj": STD / depth, "fc1": STD, "fc2": STD / depth}
-        layer = {name: self._normal(shape, std[name], generator) for name, shape in self.config.matrices.items()}
-        return layer | {name: torch.ones(self.config.hidden) for name in ("norm1", "norm2")}
-
-    def _normal(self, shape, std, generator):
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
-        return tensor.normal_(0.0, std, generator=generator)
+        self.embedding = source.embedding().to(device, formats.main)
+        self.head = source.head().to(device, formats.main)
+        self.final_norm = source.final_norm().to(device, formats.main)
 
     def _matrix(self, weight):
         """A bf16 weight [outputs, inputs] on the device as it is stored."""
         if self.config.precision == "nvfp4_emulated":
-            from common.nvfp4 import frozen_weight
-
-            forward, backward = frozen_weight(weight.to(self.formats.main))
+            forward, backward = nvfp4.frozen_weight(weight.to(self.formats.main))
             return Matrix(forward, torch.ones(1, device=self.device), backward)
         if self.formats.operand == self.formats.main:
             weight = weight.to(self.formats.main)

@@ -53,7 +53,7 @@ def auto_pairs(maxima, max_frames: int, max_tokens: int, cost_of) -> list[tuple[
     maxima: (frames, tokens) of batches; (max_frames, max_tokens), the most that a batch may have, is always a pair.
     cost_of(frames, tokens): what a batch of this shape costs, in any unit (rnnt.config.padded_cost); it takes arrays
     too. Candidates are quantiles of the maxima. Greedy: the pair that saves most, then another; to move them afterwards
-    would save 0.1 % more. Where MAX_PAIRS pairs cost more than AUTO_WASTE, so be it.
+    would save 0.1 % more. MAX_PAIRS pairs may cost more than AUTO_WASTE.
     """
     import numpy
 
@@ -85,15 +85,15 @@ def _places(count):
 class Plan:
     """The lengths that each network is padded to, ascending, and the pairs of both, cheapest first.
 
-    A batch is padded to the smallest bucket of each network, chosen apart; where `jointly`, to the cheapest pair that
-    holds it. One choice for all variants, so that they execute the same shapes: what is not in `pairs` has no graph of
-    the full iteration.
+    A batch is padded to the smallest bucket of each network, chosen apart; with --buckets auto to the cheapest pair
+    that holds it. One choice for all variants, so that they execute the same shapes: what is not in `pairs` has no
+    graph of the full iteration.
     """
 
-    def __init__(self, audio: list[int], text: list[int], pairs, cost_of, jointly: bool):
-        self.audio, self.text = audio, text
+    def __init__(self, kind: str, audio: list[int], text: list[int], pairs, cost_of):
+        self.audio, self.text, self.kind = audio, text, kind
         self.pairs = sorted(pairs, key=lambda pair: (cost_of(*pair), pair))
-        self._choice = self.pairs if jointly else []
+        self._choice = self.pairs if kind == "auto" else []
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def fit(self, frames: int, tokens: int) -> tuple[int, int]:
@@ -102,6 +102,22 @@ class Plan:
             pairs = (pair for pair in self._choice if frames <= pair[0] and tokens <= pair[1])
             self._known[frames, tokens] = next(pairs, None) or (fit(self.audio, frames), fit(self.text, tokens))
         return self._known[frames, tokens]
+
+    def require_few_pairs(self, variant: str) -> list[tuple[int, int]]:
+        """All shapes that a batch is padded to. ValueError where they are too many to make each one ready."""
+        if len(self.pairs) > MAX_PAIRS:
+            raise ValueError(
+                f"--buckets {self.kind}: {len(self.pairs)} pairs of buckets occur, {variant} takes at most "
+                f"{MAX_PAIRS}: take fewer, or auto"
+            )
+        return self.pairs
+
+    def unseen(self, shape: tuple[int, int]) -> str:
+        """What is wrong where a batch is padded to a pair that is not among `pairs`."""
+        return (
+            f"--buckets {self.kind}: a batch is padded to {shape[0]} frames and {shape[1]} tokens, a pair that was not "
+            "seen before: take auto, or 4 and fewer"
+        )
 
 
 def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> Plan:
@@ -118,7 +134,7 @@ def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> P
         pairs = [(a, t) for a in audio for t in text]
         if len(pairs) > MAX_PAIRS:
             pairs = {(fit(audio, frames), fit(text, tokens)) for frames, tokens in maxima}
-    return Plan(audio, text, pairs, cost_of, jointly=kind == "auto")
+    return Plan(kind, audio, text, pairs, cost_of)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """RNN-T: what can be set, the presets, and arithmetic on them (no torch here)."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import option, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, flag_of, option, require_fields, require_folder_of_its_own
 from common.fitting import blame, gib
 from rnnt import buckets
 
@@ -24,8 +25,27 @@ GENERATED = ("synthetic", "lengths")
 DATA = (*GENERATED, "corpus")
 
 
+# Fields, what their values must be, and the same in words.
+_COUNTS = "batch frames tokens max_frames max_tokens features encoder_hidden pre_layers post_layers prediction_hidden "
+_COUNTS += "prediction_layers joint_hidden lr_epoch growth_interval hysteresis max_floor_overflows min_steps"
+_RULES = (
+    (_COUNTS, lambda value: value >= 1, "a number from 1 up"),
+    ("lr_warmup lr_hold", lambda value: value >= 0, "a number from 0 up"),
+    ("workers", lambda value: 1 <= value <= MAX_WORKERS, f"a number from 1 to {MAX_WORKERS}"),
+    ("frames tokens", lambda value: value <= MAX_LENGTH, f"a number up to {MAX_LENGTH}"),
+    ("vocab", lambda value: value >= 2, "a number from 2 up, one class is the blank"),
+    ("lr lr_gamma weight_decay", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    ("beta1 beta2 ema", lambda value: 0 <= value < 1, "a number from 0 up, below 1"),
+    ("encoder_dropout prediction_dropout joint_dropout", lambda value: 0 <= value < 1, "a number from 0 up, below 1"),
+    ("eps clip init_scale", lambda value: 0 < value < math.inf, "a finite number above 0"),
+    ("forget_bias", math.isfinite, "a finite number"),
+    ("loss_scale", lambda value: 1 <= value <= MAX_LOSS_SCALE, f"a number from 1 to {MAX_LOSS_SCALE:.0f}"),
+    ("audio", lambda value: value in ("dali", "torch"), "dali or torch"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Timing):
     """RNN-T as MLPerf trains it, and how a step trains it."""
 
     batch: int = option(8, "utterances on this GPU")
@@ -85,46 +105,13 @@ class Config:
     growth_interval: int = option(2000, "finite steps after which the loss scale doubles")
     hysteresis: int = option(1, "overflows in a row after which the loss scale halves")
     max_floor_overflows: int = option(20, "overflows in a row with the loss scale at 1 that end a run")
-    min_steps: int = option(50, "timed steps at least")
-    min_window_s: float = option(5.0, "timed seconds at least")
-    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
-    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
 
     def __post_init__(self):
-        sizes = ("batch", "frames", "tokens", "max_frames", "max_tokens", "features", "encoder_hidden", "pre_layers")
-        sizes += ("post_layers", "prediction_hidden", "prediction_layers", "joint_hidden", "lr_epoch")
-        for name in (*sizes, "growth_interval", "hysteresis", "max_floor_overflows", "min_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 1 up")
-        for name in ("lr_warmup", "lr_hold"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up")
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ValueError(f"--workers {self.workers}: takes a number from 1 to {MAX_WORKERS}")
-        for name in ("frames", "tokens"):
-            if getattr(self, name) > MAX_LENGTH:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number up to {MAX_LENGTH}")
-        if self.vocab < 2:
-            raise ValueError(f"--vocab {self.vocab}: takes a number from 2 up, one class is the blank")
-        # Written so that NaN, which compares as false, is refused too.
-        for name in ("lr", "lr_gamma", "weight_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 to 1")
-        for name in ("beta1", "beta2", "ema", "encoder_dropout", "prediction_dropout", "joint_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up, below 1")
-        for name in ("eps", "clip", "init_scale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a finite number above 0")
-        if not abs(self.forget_bias) < float("inf"):
-            raise ValueError(f"--forget-bias {self.forget_bias}: takes a finite number")
-        if not 1 <= self.loss_scale <= MAX_LOSS_SCALE:
-            raise ValueError(f"--loss-scale {self.loss_scale}: takes a number from 1 to {MAX_LOSS_SCALE:.0f}")
+        for names, allowed, takes in _RULES:
+            require_fields(self, names.split(), allowed, takes)
         if not self.data:
             raise ValueError(f"--data takes {', '.join(DATA)} or a folder of speech")
         require_folder_of_its_own("--data", self.data)
-        if self.audio not in ("dali", "torch"):
-            raise ValueError(f"--audio {self.audio}: takes dali or torch")
         if self.features < MEL_FEATURES and self.data not in GENERATED:
             raise ValueError(f"--features {self.features}: speech has {MEL_FEATURES}, take as many or more")
         if self.lstm != "cudnn":
@@ -133,29 +120,23 @@ class Config:
             raise ValueError(f"--prior-bias true: --data {self.data} has no transcripts, take corpus or a folder")
         buckets.require_kind(self.buckets)
         max_frames, max_tokens = limits(self)
-        if self.data == "synthetic" and self.frames > max_frames:
-            raise ValueError(
-                f"--frames {self.frames}: the largest bucket has {max_frames}: see --max-frames and --buckets"
-            )
-        if self.data == "synthetic" and self.tokens > max_tokens:
-            raise ValueError(
-                f"--tokens {self.tokens}: the largest bucket has {max_tokens}: see --max-tokens and --buckets"
-            )
+        for name, longest in (("frames", max_frames), ("tokens", max_tokens)):
+            if self.data == "synthetic" and getattr(self, name) > longest:
+                raise ValueError(
+                    f"{flag_of(name)} {getattr(self, name)}: the largest bucket has {longest}: "
+                    f"see {flag_of('max_' + name)} and --buckets"
+                )
 
     def _require_own_lstm(self):
         wrong = [] if self.precision == "fp16" else ["--precision fp16"]
         wrong += [] if self.batch == LSTM_BATCH else [f"--batch {LSTM_BATCH}"]
         widths = ", ".join(map(str, LSTM_WIDTHS))
         for name in ("encoder_hidden", "prediction_hidden"):
-            wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {_flag(name)}"]
+            wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {flag_of(name)}"]
         if wrong:
             raise ValueError(f"--lstm {self.lstm}: takes {' and '.join(wrong)}, or take cudnn")
         if self.lstm == "wavefront" and self.streams == 2:
             raise ValueError("--streams 2: --lstm wavefront leaves no room beside the encoder, take 1")
-
-
-def _flag(name):
-    return "--" + name.replace("_", "-")
 
 
 def limits(config: Config) -> tuple[int, int]:
@@ -173,15 +154,14 @@ _EPOCH = 278528
 _GBS_2048 = {"lr": 0.007, "beta2": 0.999, "ema": 0.995, "lr_gamma": 0.939, "lr_epoch": _EPOCH // 2048}
 _GBS_1536 = {"lr": 0.0072, "beta2": 0.999, "ema": 0.995, "lr_gamma": 0.92, "lr_epoch": _EPOCH // 1536}
 
-# What learns a few minutes of speech by heart (python -m rnnt.learn). The benchmark's start is made for 960 hours: its
-# top LSTM answers the input with a deviation of 3e-5, which FP16 does not resolve, and the first hundred steps, which
-# tell unused classes and rare characters from others, saturate LSTMs that have nothing else to say. Then the prediction
-# network learns the texts without the speech, and most words stay wrong. Weights four times as large let the
-# input through all five LSTMs; forget gates as in the benchmark keep a character from blurring into the next, which
-# a bias of 2 does not; the output bias leaves only the speech
-# to be learned. LAMB's steps are relative and all elements agree at first, so they count for more in wide layers: the
-# learning rate goes with one over the root of the width, 0.007 at 128 and 0.0049 at 384 were tried. Nothing is drawn
-# but dropout and dither, and the average is short.
+# A recipe that learns a few minutes of speech by heart (python -m rnnt.wer_curves). The benchmark's recipe is made for
+# 960 hours: at its start the top LSTM answers the input with a deviation of 3e-5, which FP16 does not resolve, and the
+# first hundred steps, which separate unused classes and rare characters from the others, saturate the LSTMs. Then the
+# prediction network learns the texts without the speech, and most words stay wrong. Hence the differences: LSTM weights
+# four times as large, so that the input passes all five LSTMs; the benchmark's forget bias, since one of 2 lets a
+# character blur into the next; an output bias at each class's share. LAMB's steps are relative and all elements agree
+# at first, so that they count for more in wide layers: the learning rate goes with one over the root of the width
+# (0.007 at 128 and 0.0049 at 384 were tried). Nothing is drawn but dropout and dither, and the average is short.
 _BY_HEART = {
     "data": "corpus",
     "max_frames": 300,
@@ -193,31 +173,33 @@ _BY_HEART = {
     "lr_gamma": 0.9,
     "ema": 0.98,
 }
+# Runs on any machine.
+_TOY = {
+    "buckets": "2",
+    "audio": "torch",
+    "pre_layers": 1,
+    "post_layers": 2,
+    "prediction_hidden": 32,
+    "prediction_layers": 1,
+    "vocab": 32,
+    "precision": "bf16",
+    **TINY_TIMING,
+}
 PRESETS = {
     "tiny": Config(
+        **_TOY,
         batch=2,
         data="lengths",
         max_frames=24,
         max_tokens=8,
         frames=20,
         tokens=6,
-        buckets="2",
-        audio="torch",
         encoder_hidden=48,
-        pre_layers=1,
-        post_layers=2,
-        prediction_hidden=32,
-        prediction_layers=1,
         joint_hidden=32,
-        vocab=32,
-        precision="bf16",
         lr=0.05,
         lr_warmup=5,
         growth_interval=20,
         workers=1,
-        min_window_s=1.5,
-        warmup_min_s=0.3,
-        warmup_max_s=1.5,
     ),
     "bench": Config(),
     # Twice the period after which lengths come again (rnnt/synthetic.py): the window meets each kind of batch twice.
@@ -228,25 +210,15 @@ PRESETS = {
     "corpus": Config(**_BY_HEART, lr=0.003, lr_warmup=100, lr_hold=900, lr_epoch=25),
     "corpus_tiny": Config(
         **_BY_HEART,
+        **_TOY,
         batch=4,
-        buckets="2",
-        audio="torch",
         encoder_hidden=64,
-        pre_layers=1,
-        post_layers=2,
-        prediction_hidden=32,
-        prediction_layers=1,
         joint_hidden=64,
-        vocab=32,
         encoder_dropout=0.0,
-        precision="bf16",
         lr=0.008,
         lr_warmup=20,
         lr_hold=350,
         lr_epoch=15,
-        min_window_s=1.5,
-        warmup_min_s=0.3,
-        warmup_max_s=1.5,
     ),
 }
 
@@ -264,14 +236,7 @@ VARIANTS = {
 # where ours takes a few, so that eager could only become slower. The joint alone would save no launch (seven of
 # torch's for our five, and four times the memory traffic), and would draw another dropout mask, so that its losses
 # could not be compared.
-KINDS = {
-    "eager": "eager",
-    "eager_sync": "eager",
-    "eager_padded": "eager",
-    "graph": "graph",
-    "full": "graph",
-    "compile": "compile",
-}
+KINDS = dict.fromkeys(VARIANTS, "eager") | {"graph": "graph", "full": "graph", "compile": "compile"}
 CPU_PRESETS = ("tiny", "corpus_tiny")
 
 
@@ -426,3 +391,34 @@ def persistent_lstms(config: Config) -> bool:
     widths = (config.features, config.encoder_hidden, config.prediction_hidden)
     fits = all(width % 128 == 0 for width in widths) and max(widths[1:]) <= 1024
     return config.precision == "fp16" and fits and config.batch % 8 == 0 and config.batch <= 128
+
+
+# ------------------------------------------------------------------------------------------------
+# What a run prints of itself
+
+
+def card(config: Config, device: str, flops_per_step: float) -> list[str]:
+    """What runs. device: cuda or cpu."""
+    c = config
+    name = "RNN-T of MLPerf" if num_parameters(c) == 49_071_616 else "toy widths"
+    memory = f" | memory predicted {predicted_bytes(c) / 2**30:.1f} GiB" if device == "cuda" else ""
+    lengths = f"{c.frames} frames, {c.tokens} tokens" if c.data == "synthetic" else f"--data {c.data}"
+    return [
+        f"{num_parameters(c) / 1e6:,.1f} M parameters: {name}",
+        f"batch {c.batch}, {lengths}, buckets {c.buckets} | {c.precision} with FP32 masters | "
+        f"{flops_per_step / 1e12:.3g} TFLOP/step{memory}",
+        f"LSTMs: {c.lstm}, streams: {c.streams}",
+    ]
+
+
+def notes(config: Config, device: str, variant: str) -> list[str]:
+    """Settings that do nothing here. device: cuda or cpu."""
+    found = []
+    if device == "cpu" and config.lstm != "cudnn":
+        found.append(f"--lstm {config.lstm}: on a CPU plain torch computes what the kernels do, slowly")
+    if config.streams == 2 and (device == "cpu" or variant == "graph"):
+        found.append("--streams 2 changes nothing on a CPU and in graph")
+    if device == "cuda" and config.lstm == "cudnn" and not persistent_lstms(config):
+        kernels = "cuDNN's persistent LSTM kernels"
+        found.append(f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them")
+    return found

@@ -16,7 +16,6 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali import math as dali_math
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
-from rnnt.corpus import HOP, SAMPLE_RATE, BadAudio, num_frames
 from rnnt.features import (
     FFT_SIZE,
     LOG_FLOOR,
@@ -29,6 +28,7 @@ from rnnt.features import (
     Noise,
     require_sound,
 )
+from rnnt.speech_folder import HOP, SAMPLE_RATE, BadAudio, num_frames
 
 
 @pipeline_def
@@ -59,7 +59,7 @@ def _pipeline(noise, on_gpu):
 
 
 class DaliExtractor:
-    """Features of batches of encoded audio; rnnt/data.py has the same in plain torch.
+    """Features of batches of encoded audio; rnnt/speech.py has the same in plain torch.
 
     batch: the most utterances in one. noise: see rnnt/features.py; None adds no dither. workers: threads that decode.
     device: where features are made, with CUDA on the stream that is current in the call.

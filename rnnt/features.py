@@ -5,7 +5,7 @@ extract(...)      decoded audio -> normalised log-mel frames of 10 ms, one utter
 finish(...)       a padded batch of those -> what the encoder takes: masks, three frames spliced, padding, width
 
 Source of all numbers: NVIDIA's submission to MLPerf v3.1, RNN-T, common/data/dali/pipeline.py and common/data/
-features.py. What is drawn is drawn on the host, from numpy generators that the caller seeds (rnnt/data.py): the same
+features.py. What is drawn is drawn on the host, from numpy generators that the caller seeds (rnnt/speech.py): the same
 numbers reach DALI and torch, on the CPU and on a GPU, and a batch can be made again.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rnnt.corpus import HOP, SAMPLE_RATE, STACK, BadAudio, num_frames, resampled, spliced
+from rnnt.speech_folder import HOP, SAMPLE_RATE, STACK, BadAudio, num_frames, resampled, spliced
 
 NUM_MELS = 80
 FFT_SIZE = 512
@@ -126,18 +126,10 @@ def sounding(audio: torch.Tensor) -> tuple[int, int]:
 
 def power_spectrum(audio: torch.Tensor) -> torch.Tensor:
     """FP32 [257, frames]: 512-point FFT of 320 samples under a Hann window, every 160, mirrored at the ends."""
-    half = WINDOW // 2
-    padded = audio[_mirrored(len(audio), half, half)]
+    # Unlike torch's, this mirrors what is shorter than a window as often as it takes.
+    padded = torch.from_numpy(np.pad(audio.numpy(), WINDOW // 2, mode="reflect"))
     frames = padded.unfold(0, WINDOW, HOP)[: num_frames(len(audio))]
     return torch.fft.rfft(frames * _hann(), FFT_SIZE).abs().square().T
-
-
-def _mirrored(size, before, after):
-    """Indices that continue 0 .. size - 1 by mirroring at both ends, as often as it takes."""
-    if size == 1:
-        return torch.zeros(before + 1 + after, dtype=torch.long)
-    place = torch.arange(-before, size + after) % (2 * size - 2)
-    return torch.minimum(place, 2 * size - 2 - place)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ the unscaled loss, averaged over the ranks and scaled down where its global norm
 p is the FP32 master and p16 the 16-bit parameter, as in the benchmark. Where a gradient is not finite nothing changes,
 not even the average: the benchmark moves that towards the unchanged parameters, by a step that trained nothing.
 
-All lies flat, in blocks of BLOCK elements of one tensor each; a rank updates its equal share of the blocks.
+All lies flat, in blocks of Lamb.BLOCK elements of one tensor each; a rank updates its equal share of the blocks.
 On one rank a step moves 58 bytes a parameter: 4 to copy the gradient, 2 for its norm, 22 in `moments`, 26 in `update`,
 and 4 to copy the parameter to its place. For the 49 M parameters of the benchmark that is 2.8 GB, 0.66 ms at the
 4.3 TB/s of an H200. u is computed in both passes, which moves no more than to store and load it would.
@@ -25,8 +25,6 @@ import torch
 from common import collectives
 from common.optimizers import LossScaler
 
-BLOCK = 2048
-
 
 class Lamb:
     """params: the 16-bit parameters, of one dtype and device, changed in place only. Gradients are those of the scaled
@@ -36,6 +34,8 @@ class Lamb:
     clipping, infinite or NaN where the step was skipped. steps: FP32 0-d, how many were not. ema: FP32 averages in the
     shapes of params; with several ranks those parts that other ranks update are old until `gather_ema`.
     """
+
+    BLOCK = 2048
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Lamb:
         self.world_size = world_size
         device, dtype = self.params[0].device, self.params[0].dtype
         assert all(param.dtype == dtype and param.device == device for param in self.params)
-        starts = list(itertools.accumulate((_num_blocks(param.numel()) for param in self.params), initial=0))
+        starts = list(itertools.accumulate((-(-param.numel() // self.BLOCK) for param in self.params), initial=0))
         num_blocks = -(-starts[-1] // world_size)
-        own = slice(rank * num_blocks * BLOCK, (rank + 1) * num_blocks * BLOCK)
-        size = world_size * num_blocks * BLOCK
+        own = slice(rank * num_blocks * self.BLOCK, (rank + 1) * num_blocks * self.BLOCK)
+        size = world_size * num_blocks * self.BLOCK
 
         # Whole on every rank, and this rank's share of it.
         self._flat_grads, self._flat_params = (torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
@@ -69,7 +69,7 @@ class Lamb:
         )
         self._grads, self._copies, self.ema = (
             [
-                flat[start * BLOCK :][: param.numel()].view(param.shape)
+                flat[start * self.BLOCK :][: param.numel()].view(param.shape)
                 for start, param in zip(starts, self.params, strict=False)
             ]
             for flat in (self._flat_grads, self._flat_params, self._flat_ema)
@@ -97,9 +97,9 @@ class Lamb:
         if device.type == "cuda":
             from rnnt import lamb_kernels
 
-            self._moments, self._update = lamb_kernels.moments, lamb_kernels.update
+            self.moments, self.update = lamb_kernels.moments, lamb_kernels.update
         else:
-            self._moments, self._update = moments, update
+            self.moments, self.update = moments, update
         self.reset()
 
     def step(self, grads) -> None:
@@ -131,11 +131,11 @@ class Lamb:
         """
         self.steps.add_(1).sub_(self.scaler.found_inf)
         torch.expm1(self.steps * self._log_betas, out=self.corrections)
-        self._moments(self)
+        self.moments(self)
         if self.world_size > 1:
             # The mean serves as well as the sum: only the ratio of two of them is used.
             collectives.all_reduce_mean_(self.squares)
-        self._update(self)
+        self.update(self)
         if self.world_size > 1:
             collectives.all_gather_(self._flat_params)
         torch._foreach_copy_(self.params, self._copies)
@@ -160,15 +160,11 @@ class Lamb:
         """(name, tensor) of masters, moments and averages, for hashing: this rank's blocks of each, zeros behind it."""
         for index, (first, end) in enumerate(self.spans):
             if first < end:
-                own = slice(first * BLOCK, end * BLOCK)
+                own = slice(first * self.BLOCK, end * self.BLOCK)
                 for name in ("master", "exp_avg", "exp_avg_sq"):
                     yield f"optimizer.{index}.{name}", getattr(self, name)[own]
                 yield f"optimizer.{index}.ema", self.ema_share[own]
         yield "optimizer.steps", self.steps
-
-
-def _num_blocks(num_elements):
-    return -(-num_elements // BLOCK)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -183,7 +179,7 @@ def moments(lamb: Lamb) -> None:
     _unless_skipped(lamb, lamb.exp_avg, beta1 * lamb.exp_avg + (1 - beta1) * grad)
     _unless_skipped(lamb, lamb.exp_avg_sq, beta2 * lamb.exp_avg_sq + (1 - beta2) * grad.square())
     both = torch.stack((lamb.master.to(lamb.param.dtype).float(), _direction(lamb))).square()
-    sums = both.unflatten(1, (-1, BLOCK)).sum(2)
+    sums = both.unflatten(1, (-1, lamb.BLOCK)).sum(2)
     for index, (first, end) in enumerate(lamb.spans):
         torch.sum(sums[:, first:end], 1, out=lamb.squares[index])
 
@@ -192,7 +188,7 @@ def update(lamb: Lamb) -> None:
     """master, param and ema_share from moments and squares."""
     norms = lamb.squares.sqrt()
     ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0)
-    step = lamb.lr * ratios[lamb.block_owners].unsqueeze(1) * _direction(lamb).view(-1, BLOCK)
+    step = lamb.lr * ratios[lamb.block_owners].unsqueeze(1) * _direction(lamb).view(-1, lamb.BLOCK)
     _unless_skipped(lamb, lamb.master, lamb.master - step.flatten())
     lamb.param.copy_(lamb.master)
     decay = lamb.ema_decay

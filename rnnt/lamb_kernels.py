@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from common.triton_launch import Launch
-from rnnt.lamb import BLOCK
 
 NUM_WARPS = 4
 SUM_TILE = 1024
@@ -22,7 +21,7 @@ def moments(lamb) -> None:
     partial = torch.empty(2, num_blocks, device=lamb.master.device)
     scaler = lamb.scaler
     numbers = (*lamb.betas, lamb.eps, lamb.weight_decay, lamb.max_grad_norm)
-    of_blocks, of_tensors = _moments_of(lamb.grad.dtype, num_blocks, *numbers)
+    of_blocks, of_tensors = _moments_of(lamb.grad.dtype, lamb.BLOCK, num_blocks, *numbers)
     of_blocks((num_blocks, 1, 1), (
         lamb.grad, lamb.master, lamb.exp_avg, lamb.exp_avg_sq, partial,
         lamb.grad_norm, scaler.scale, scaler.found_inf, lamb.corrections,
@@ -31,7 +30,7 @@ def moments(lamb) -> None:
 
 
 def update(lamb) -> None:
-    launch = _update_of(lamb.param.dtype, lamb.eps, lamb.weight_decay, lamb.ema_decay)
+    launch = _update_of(lamb.param.dtype, lamb.BLOCK, lamb.eps, lamb.weight_decay, lamb.ema_decay)
     launch((len(lamb.block_owners), 1, 1), (
         lamb.master, lamb.exp_avg, lamb.exp_avg_sq, lamb.param, lamb.ema_share, lamb.squares, lamb.block_owners,
         lamb.lr, lamb.scaler.found_inf, lamb.corrections,
@@ -39,14 +38,15 @@ def update(lamb) -> None:
 
 
 @functools.cache
-def _moments_of(dtype, num_blocks, beta1, beta2, eps, weight_decay, max_grad_norm):
+def _moments_of(dtype, block, num_blocks, beta1, beta2, eps, weight_decay, max_grad_norm):
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, max_grad_norm)
-    return Launch(_moments, *numbers, BLOCK=BLOCK, num_warps=NUM_WARPS), Launch(_add_partial, num_blocks, TILE=SUM_TILE)
+    of_blocks = Launch(_moments, *numbers, BLOCK=block, num_warps=NUM_WARPS)
+    return of_blocks, Launch(_add_partial, num_blocks, TILE=SUM_TILE)
 
 
 @functools.cache
-def _update_of(dtype, eps, weight_decay, ema_decay):
-    return Launch(_update, eps, weight_decay, ema_decay, 1 - ema_decay, BLOCK=BLOCK, num_warps=NUM_WARPS)
+def _update_of(dtype, block, eps, weight_decay, ema_decay):
+    return Launch(_update, eps, weight_decay, ema_decay, 1 - ema_decay, BLOCK=block, num_warps=NUM_WARPS)
 
 
 @triton.jit
@@ -58,24 +58,10 @@ def _direction(mean, square, master, corrections, eps, weight_decay):
 
 @triton.jit
 def _moments(
-    grads,
-    masters,
-    exp_avgs,
-    exp_avg_sqs,
-    partial,
-    grad_norm,
-    scale,
-    found_inf,
-    corrections,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    eps,
-    weight_decay,
-    max_grad_norm,
+    grads, masters, exp_avgs, exp_avg_sqs, partial, grad_norm, scale, found_inf, corrections,
+    beta1, rest1, beta2, rest2, eps, weight_decay, max_grad_norm,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     if tl.load(found_inf) == 0:
         block = tl.program_id(0)
         place = block * BLOCK + tl.arange(0, BLOCK)
@@ -109,22 +95,10 @@ def _add_partial(partial, spans, squares, num_blocks, TILE: tl.constexpr):
 
 @triton.jit
 def _update(
-    masters,
-    exp_avgs,
-    exp_avg_sqs,
-    parameters,
-    emas,
-    squares,
-    owners,
-    lr,
-    found_inf,
-    corrections,
-    eps,
-    weight_decay,
-    decay,
-    rest,
+    masters, exp_avgs, exp_avg_sqs, parameters, emas, squares, owners, lr, found_inf, corrections,
+    eps, weight_decay, decay, rest,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     if tl.load(found_inf) == 0:
         block = tl.program_id(0)
         place = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,14 +1,14 @@
 """LSTM layers whose recurrence is a few launches forwards and a few backwards, for the sizes of RNN-T at batch 8.
 
-At this batch a time step is a product of 8 rows with 8 MiB of weights: what it takes is the time in which thread blocks
-hear of each other's results, not arithmetic. rnnt/lstm_kernel.cu keeps the weights in registers and passes results on
-in one journey through L2. All that has no order in time stays with cuBLAS: the inputs' products before, gradients of
-inputs and weights after, for many steps at once.
+At this batch a time step multiplies 8 rows by 8 MiB of weights. Its duration is the time until all thread blocks have
+each other's results, not the time of the arithmetic. rnnt/lstm_kernel.cu keeps the weights in registers and exchanges
+results through L2. What needs no order in time is left to cuBLAS, for many steps at once: the products of the inputs
+before, the gradients of inputs and weights after.
 
 A layer of width 1024 takes half of an H200. With --lstm persistent layers run one after the other, each in one launch.
 With --lstm wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer
-has the one before. That takes three quarters of the time and many launches more, which a graph has for nothing and
-eager has not.
+has the one before. That takes three quarters of the time and many more launches, which cost the host nothing in a
+graph; eager issues them one by one.
 
 Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, what is kept for the
 backward and gradients in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
@@ -29,8 +29,6 @@ TURN_COST = 10
 UNIT = 8
 
 
-# Compiled code would look into the kernel's launch.
-@torch.compiler.disable
 def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
     """Output [T, 8, H] of a stack of LSTM layers for x [T, 8, I], FP16, from states of zeros; differentiable.
 

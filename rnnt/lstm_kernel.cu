@@ -10,19 +10,16 @@
 //
 // Between time steps blocks exchange what they made through the output tensor itself, which is filled with EMPTY before
 // its first launch: a word of it is either EMPTY or final, and whoever needs it reads until it is there. That costs one
-// journey through L2, where a flag beside the data costs three, and needs no order between words, hence no fences.
-// Nothing is overwritten, so there is no second use to wait for. All blocks must be resident: the launch is
-// cooperative. A warp that has read PATIENCE times in vain sets *status and stops waiting; then its results are NaN.
+// journey through L2, where a flag beside the data costs three, and words need no order, hence no fences. All blocks
+// must be resident: the launch is cooperative. A warp that has read PATIENCE times in vain sets *status and stops
+// waiting; then its results are NaN. Backwards four times as much is exchanged. There CLUSTER blocks share it out: each
+// multiplies a part of it by the weights of the units of all of them, and they send each other the sums.
 //
 // A batch may be padded. Blocks read its utterances' lengths and stop with the longest: what comes after it is 0, and
 // costs no time step. Dropout of a layer's output is here, too: what is kept has been drawn before.
 //
-// Backwards four times as much is exchanged. There CLUSTER blocks share it out: each multiplies a part of it by the
-// weights of the units of all of them, and they send the sums into each other's shared memory.
-//
 // From the command line: HIDDEN (a multiple of 256), UNITS (a multiple of 8) of a forward block, CLUSTER (1, 2 or 4),
-// PATIENCE. No headers, and nothing that a host compiler cannot be taught outside of "Instructions": the tests run the
-// rest on the CPU.
+// PATIENCE. No headers. The tests run all but "Instructions" on the CPU.
 
 typedef unsigned short Half;  // its bits
 typedef unsigned long long Barrier;
@@ -88,8 +85,8 @@ __device__ inline unsigned to_halves(float low, float high) {
     return word;
 }
 
-// Results pass between the blocks of a cluster by stores that count, in bytes, at a barrier of the block they go to: a
-// cluster's own barrier would wait for all that is on its way to L2, too.
+// Blocks of a cluster store in each other's memory and count the bytes at a barrier there; the cluster's own barrier
+// would wait for all that is on its way to L2, too.
 __device__ inline unsigned address_of(void* shared) {
     unsigned address;
     asm("{ .reg .u64 to; cvta.to.shared.u64 to, %1; cvt.u32.u64 %0, to; }" : "=r"(address) : "l"(shared));
@@ -245,8 +242,7 @@ struct Layer {
     int first, end;
 };
 
-// As rnnt/lstm_kernel.py packs it.
-struct Work {
+struct Work {  // as rnnt/lstm_kernel.py packs it
     Layer layers[2];
     const int* lengths;  // [8], or null
     int* status;
@@ -364,8 +360,7 @@ lstm_backward(const __grid_constant__ Work work) {
     constexpr int INNER = 4 * HIDDEN, PART = INNER / CLUSTER, VECTORS = PART / WARPS / 32;
     constexpr int ROWS = CLUSTER * BACKWARD_UNITS, TILES = ROWS / 16;
     __shared__ float partial[2][WARPS][ROWS][BATCH];
-    // From each block of the cluster.
-    __shared__ float2 found[2][CLUSTER][BACKWARD_UNITS][PAIRS];
+    __shared__ float2 found[2][CLUSTER][BACKWARD_UNITS][PAIRS];  // from each block of the cluster
     __shared__ Barrier arrivals[2];
     const Layer& layer = work.layers[blockIdx.x / BLOCKS];
     const Half *grad = layer.given, *weights = layer.weights, *cells = layer.cells, *gates = layer.gates;

@@ -102,6 +102,11 @@ def check(device: torch.device) -> None:
         raise RuntimeError("rnnt/lstm_kernel.cu: a block waited in vain for another one, all results are void")
 
 
+def forget(device: torch.device) -> None:
+    """That a block waited in vain, for who tries something else then."""
+    _Device.of(device).status.zero_()
+
+
 class _Device:
     """Kernels and the status word of one GPU."""
 

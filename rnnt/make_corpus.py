@@ -11,7 +11,6 @@ FOLDER/<100 + voice>/1/<100 + voice>-1-0000.flac and .trans.txt: a speaker for e
 below 2 % of full scale: features are normalised and do not notice, and FLAC needs 40 % less than for loud speech.
 """
 
-import argparse
 import io
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.config import mistakes_in_one_line
+from common.config import Parser, mistakes_in_one_line
 
 SAMPLE_RATE = 16000
 # English voices that come with espeak-ng, some with another larynx (+f and +m).
@@ -205,14 +204,9 @@ def encode(samples: np.ndarray) -> bytes:
 # Command line
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def main(argv=None) -> int:
     """Exit status: 0, 2 after a mistake."""
-    parser = _Parser(prog="python -m rnnt.make_corpus", description="Make a corpus of speech with espeak-ng.")
+    parser = Parser(prog="python -m rnnt.make_corpus", description="Make a corpus of speech with espeak-ng.")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--utterances", type=int, default=60, metavar="N", help="how many (60)")
     parser.add_argument(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.measure import mark
+from common.marks import mark
 from rnnt.config import Config
 from rnnt.loss import joint_hidden
 from rnnt.lstm import lstm
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.encoder_hidden
-        self.run = RUN_STACK[config.lstm]
+        self.run_stack = RUN_STACK[config.lstm]
         self.pre = _stack(config.features, hidden, config.pre_layers)
         self.post = _stack(STACK * hidden, hidden, config.post_layers)
         self.dropout = nn.Dropout(config.encoder_dropout)
@@ -38,8 +38,8 @@ class Encoder(nn.Module):
 
     def forward(self, features, lengths):
         stacked_lengths = (lengths + (STACK - 1)) // STACK
-        x = stack_time(self.run(self.pre, features, lengths, 0, self.dropout))
-        x = self.run(self.post, x, stacked_lengths, 0, self.dropout)
+        x = stack_time(self.run_stack(self.pre, features, lengths, 0, self.dropout))
+        x = self.run_stack(self.post, x, stacked_lengths, 0, self.dropout)
         return self.linear(x.transpose(0, 1)), stacked_lengths
 
 
@@ -55,7 +55,7 @@ class Prediction(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.prediction_hidden
-        self.run = RUN_STACK[config.lstm]
+        self.run_stack = RUN_STACK[config.lstm]
         # No row for the blank, which is never fed back.
         self.embedding = nn.Embedding(config.vocab - 1, hidden)
         self.layers = _stack(hidden, hidden, config.prediction_layers)
@@ -64,20 +64,8 @@ class Prediction(nn.Module):
 
     def forward(self, tokens, lengths):
         x = F.pad(self.embedding(tokens).transpose(0, 1), (0, 0, 0, 0, 1, 0))
-        x = self.run(self.layers, x, lengths, 1, self.dropout)
+        x = self.run_stack(self.layers, x, lengths, 1, self.dropout)
         return self.linear(x.transpose(0, 1))
-
-    def step(self, label, state):
-        """One symbol: (label int64 [B], -1 for the start, (h, c) each [layers, B, H]) -> (g [B, J], (h, c))."""
-        h, c = state
-        x = self.embedding(label.clamp(min=0)) * (label >= 0).unsqueeze(1)
-        new_h, new_c = [], []
-        for index, layer in enumerate(self.layers):
-            x, (layer_h, layer_c) = layer(x.view(1, *x.shape[-2:]), (h[index : index + 1], c[index : index + 1]))
-            x = self.dropout(x)
-            new_h.append(layer_h)
-            new_c.append(layer_c)
-        return self.linear(x[0]), (torch.cat(new_h), torch.cat(new_c))
 
 
 class Joint(nn.Module):

@@ -2,27 +2,30 @@
 
 import contextlib
 import functools
+import itertools
 
 import numpy as np
 import torch
 
-from common import memory
-from common.late import ScaledReport
-from common.measure import Unsupported, section
+from common import environment, flops, memory
+from common.marks import section
 from common.optimizers import LossScaler
-from rnnt import buckets, decoding, lstm
-from rnnt.batch import Batch
+from common.step_report import ScaledReport
+from common.variant import Unsupported
+from rnnt import buckets, evaluation, lstm
+from rnnt.batches import Batch, Inputs, Source
 from rnnt.config import (
     GENERATED,
     Config,
-    learning_rate,
+    card,
     limits,
+    notes,
     padded_cost,
     predicted_bytes,
+    require,
     time_steps,
     training_flops,
 )
-from rnnt.inputs import Inputs
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
 from rnnt.model import RNNT, flatten, initialise, log_prior
@@ -31,8 +34,6 @@ from rnnt.synthetic import Synthetic, draw_lengths
 SEED = 1234
 HELD_OUT_SEED = 4321
 HELD_OUT_BATCHES = 4
-# Batches of speech that are looked at to choose buckets.
-NUM_SCANNED = 64
 
 
 class State:
@@ -51,6 +52,10 @@ class State:
         flatten(self.model)
         initialise(self.model, config, SEED)
         self.names, self.parameters = zip(*self.model.named_parameters(), strict=True)
+        # Where the parameters of each network are among all of them.
+        counts = [len(list(network.parameters())) for network in (self.encoder, self.prediction, self.joint)]
+        ends = list(itertools.accumulate(counts, initial=0))
+        self.slices = dict(zip(("encoder", "prediction", "joint"), map(slice, ends, ends[1:]), strict=True))
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
         self.lamb = Lamb(
             self.parameters,
@@ -65,7 +70,7 @@ class State:
             world_size=world_size,
         )
         self.blank = config.vocab - 1
-        self.source = open_source(config, device, rank, world_size, self.dtype, SEED, training=True)
+        self.source = self.open_source(rank, world_size, SEED, training=True)
         self.log_prior = None
         if config.prior_bias:
             self.log_prior = log_prior((one.tokens for one in self.source.corpus.utterances), config.vocab).to(device)
@@ -80,19 +85,25 @@ class State:
         # Ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
+    def open_source(self, rank: int, world_size: int, seed: int, training: bool) -> Source:
+        """Batches for --data."""
+        if self.config.data in GENERATED:
+            pinned = self.device.type == "cuda"
+            return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
+        from rnnt.speech import open_speech
+
+        return open_speech(self.config, self.device, rank, world_size, self.dtype, seed, training)
+
     def _make_plan(self):
         """Alike on all ranks: buckets are chosen by what any of them may meet."""
-        maxima = _scan(self.source)
-        most = getattr(self.source, "max_frames", 0), getattr(self.source, "max_tokens", 0)
+        shapes, most = self.source.batch_shapes(), (self.source.max_frames, self.source.max_tokens)
         if self.world_size > 1:
             every = [None] * self.world_size
-            torch.distributed.all_gather_object(every, (maxima, most))
-            maxima = sorted({pair for found, _ in every for pair in found})
+            torch.distributed.all_gather_object(every, (shapes, most))
+            shapes = sorted({pair for found, _ in every for pair in found})
             most = tuple(max(values) for values in zip(*(each for _, each in every), strict=True))
-        largest = limits(self.config)
-        if self.config.buckets == "auto":
-            largest = tuple(own or limit for own, limit in zip(most, largest, strict=True))
-        return buckets.make_plan(self.config.buckets, maxima, *largest, functools.partial(padded_cost, self.config))
+        largest = most if self.config.buckets == "auto" else limits(self.config)
+        return buckets.make_plan(self.config.buckets, shapes, *largest, functools.partial(padded_cost, self.config))
 
     def reset(self):
         # Weights are the same on all ranks, draws each rank's own.
@@ -118,24 +129,11 @@ class State:
             "dropped_samples": [str(one) for one in dropped[:20]],
         }
 
-    # -- one step, part by part; all but begin_step and end_step can be captured
-
-    def begin_step(self, index: int, fit=None):
-        """The next batch into the static inputs, this step's learning rate into its place: (views, shape).
-
-        fit: how the batch is padded; None: not at all.
-        """
-        with section("data"):
-            views, batch, shape = self.inputs.load(fit)
-            self.lamb.lr.fill_(learning_rate(self.config, index))
-        original = len(batch.features), batch.tokens.shape[1]
-        frames, tokens = batch.feature_lengths.tolist(), batch.token_lengths.tolist()
-        self.tally.add(original, shape, frames, tokens)
-        return views, shape
+    # -- one step
 
     @contextlib.contextmanager
-    def aside(self):
-        """What is launched here and what comes after it, until `join`, need not wait for each other.
+    def side_stream(self):
+        """What is launched here and what comes after it, until `wait_for_side_stream`, need not wait for each other.
 
         With --streams 2, on a stream of its own, where autograd runs its backward, too.
         """
@@ -146,28 +144,13 @@ class State:
         with torch.cuda.stream(self._side):
             yield
 
-    def join(self, *results):
-        """The current stream waits for what was launched aside; results: the tensors of it that are read here."""
+    def wait_for_side_stream(self, *results):
+        """Of the current stream. results: the side stream's tensors that are read on the current one."""
         if self._side is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self._side)
             for tensor in results:
                 tensor.record_stream(stream)
-
-    def loss(self, f, g, views, frame_lengths):
-        """Mean loss of the batch, FP32, from both networks' outputs."""
-        logits = self.joint(f, g)
-        losses = transducer_loss(logits, views.tokens, frame_lengths, views.token_lengths, self.blank)
-        return losses.mean()
-
-    def scaled(self, loss):
-        return loss * self.scaler.scale
-
-    @torch.no_grad()
-    def update(self, loss, grads):
-        """Overflow check, LAMB, moving average, loss scale."""
-        self.lamb.step(grads)
-        self.report.fill(loss, self.lamb.grad_norm)
 
     def end_step(self, index: int):
         """What this step reports, on its way to the host; FloatingPointError where an earlier one ends the run."""
@@ -193,7 +176,7 @@ class State:
         """
         if self.config.data not in GENERATED:
             raise Unsupported("all utterances of the folder are trained on: no loss of held-out ones")
-        source = open_source(self.config, self.device, 0, 1, self.dtype, HELD_OUT_SEED, training=False)
+        source = self.open_source(0, 1, HELD_OUT_SEED, training=False)
         total = torch.zeros((), device=self.device)
         with self.averaged():
             for _ in range(HELD_OUT_BATCHES):
@@ -225,7 +208,7 @@ class State:
         record["extra"]["buckets"] = {"audio": self.plan.audio, "text": self.plan.text} | report
         if self.config.data != "synthetic":
             record["flops_per_step"] = report["useful_flops_per_step"]
-        decoding.finish(self, record)
+        evaluation.finish(self, record)
         self.check()
 
     def named_state(self):
@@ -248,29 +231,8 @@ class State:
         all windows have, are a class each, so that variants are compared on the same batches; all later ones are one
         more class, whose weight is that of one step.
         """
-        period = getattr(self.source, "period", None)
+        period = self.source.period
         return index % period if period else min(index, self.config.min_steps)
-
-
-def open_source(config: Config, device, rank, world_size, dtype, seed, training: bool):
-    """A source of batches for --data; what it must have is in the docstring of rnnt/batch.py."""
-    if config.data in GENERATED:
-        return Synthetic(config, rank, world_size, dtype, seed, pinned=device.type == "cuda")
-    from rnnt.data import open_speech
-
-    return open_speech(config, device, rank, world_size, dtype, seed, training)
-
-
-def _scan(source):
-    """(frames, tokens) of the longest in many batches. Speech is read for it: only its features tell how long it is."""
-    if hasattr(source, "batch_maxima"):
-        return source.batch_maxima()
-    maxima = []
-    for _ in range(NUM_SCANNED):
-        batch = source.next()
-        maxima.append((len(batch.features), batch.tokens.shape[1]))
-    source.reset()
-    return maxima
 
 
 def _require_memory(config, device):
@@ -287,19 +249,34 @@ def _require_lstm(config, device):
         lstm.require(device, config.lstm, *widths)
 
 
-def hyperparameters(config: Config, world_size: int) -> dict:
-    """What the MLPerf log says of this training."""
+def said_of_run(args, device: torch.device, world_size: int) -> dict:
+    """Fields of common.variant.Workload that describe this training. ValueError where it does not fit on a CPU."""
+    config = args.config
+    if device.type == "cpu":
+        require(config, environment.available_host_bytes())
+    flops_per_step = nominal_flops(config)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
-        "seed": SEED,
-        "global_batch_size": config.batch * world_size,
-        "gradient_accumulation_steps": 1,
-        "opt_name": "lamb",
-        "opt_base_learning_rate": config.lr,
-        "opt_lamb_learning_rate_warmup_steps": config.lr_warmup,
-        "opt_lamb_beta_1": config.beta1,
-        "opt_lamb_beta_2": config.beta2,
-        "opt_lamb_epsilon": config.eps,
-        "opt_lamb_weight_decay_rate": config.weight_decay,
+        "card": card(config, device.type, flops_per_step),
+        "notes": notes(config, device.type, args.run.variant),
+        "flops_per_step": flops_per_step,
+        "flops_convention": "matrix products of the utterances' true lengths",
+        "items_per_step": config.batch,
+        "unit": "utterances",
+        "peak_flops": flops.peak_flops(gpu, config.precision),
+        # Of MLPerf's log.
+        "hyperparameters": {
+            "seed": SEED,
+            "global_batch_size": config.batch * world_size,
+            "gradient_accumulation_steps": 1,
+            "opt_name": "lamb",
+            "opt_base_learning_rate": config.lr,
+            "opt_lamb_learning_rate_warmup_steps": config.lr_warmup,
+            "opt_lamb_beta_1": config.beta1,
+            "opt_lamb_beta_2": config.beta2,
+            "opt_lamb_epsilon": config.eps,
+            "opt_lamb_weight_decay_rate": config.weight_decay,
+        },
     }
 
 

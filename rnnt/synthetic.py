@@ -8,7 +8,7 @@ are correlated as in log-mel spectra, every feature has mean 0 and variance 1, a
 import numpy as np
 import torch
 
-from rnnt.batch import Batch
+from rnnt.batches import Batch
 from rnnt.config import FRAME_S, MEL_FEATURES, Config, limits
 
 TAPE_FRAMES = 16384
@@ -66,10 +66,9 @@ class Synthetic:
             self._kept = [self._make(number) for number in range(NUM_KEPT)]
         return self._kept[index % NUM_KEPT]
 
-    def batch_maxima(self) -> list[tuple[int, int]]:
-        """(frames, tokens) of the longest in many batches, drawn as those of all ranks are; one where all are alike.
-
-        They are what buckets are chosen by: many more than are trained on, so that none is made to measure.
+    def batch_shapes(self) -> list[tuple[int, int]]:
+        """As those of all ranks are drawn; one where all are alike. Many more than are trained on, so that no bucket is
+        made to measure.
         """
         if self.config.data == "synthetic":
             return [(self.config.frames, self.config.tokens)]

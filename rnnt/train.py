@@ -1,217 +1,153 @@
-"""RNN-T: graphs per length bucket as MLPerf had them, and the full-iteration graph beside it.
+"""RNN-T, MLPerf's speech recogniser: one graph of the whole step, and MLPerf's own graphs per network.
 
-graph: encoder and prediction network, forward and backward, one graph each per bucket, replayed around an eager joint,
-loss, LAMB and loss scale. full: one graph per pair of buckets over all of it. Eager in both: the batch's copy into
-static inputs with its padding, one number for the learning rate, and what the host reads of the last steps. Why: a
-graph's shapes are fixed, a batch's are not, and padding to one of a few lengths is what makes one out of the other.
+What is trained, without graphs:
 
-    python -m rnnt.train --preset tiny --variant graph
+    for step in range(n):
+        features, tokens, lengths = next(batches)       # as long as the longest utterance of the batch
+        g = prediction(tokens)                          # LSTMs over the tokens of the transcript
+        f = encoder(features)                           # LSTMs over the audio
+        loss = transducer_loss(joint(f, g), tokens, lengths).mean()
+        gradients = torch.autograd.grad(loss * loss_scale, parameters)
+        if all_finite(gradients):                       # decided on the GPU
+            lamb(gradients, learning_rate(step))        # with a moving average of the weights
+        loss_scale.update()                             # on the GPU
+        print(loss of an earlier step)                  # whose copy has arrived on the host
+
+A graph repeats kernels with the shapes and addresses of its capture, but batches have any length. So each batch is
+copied into static buffers (rnnt/batches.py) and padded there to a bucket, one of a few lengths (rnnt/buckets.py). That
+does not change the loss, since LSTMs run forwards in time and the loss reads the utterances' lengths on the GPU. Two
+exceptions: rounding, and the last pair of frames of an utterance of odd length (rnnt/model.py).
+
+Captured by `full`:  everything from g to loss_scale.update(), LAMB's communication too; a graph per pair of buckets.
+Captured by `graph`: encoder and prediction network, forward and backward, a graph of each per bucket, as in MLPerf's
+    submission, which left joint, loss, LAMB and loss scale eager. Joint and loss depend on both lengths, and with the
+    submission's 50 buckets a network there are hundreds of pairs. `full` takes 16 at most (plan.require_few_pairs).
+Captured by neither, and why:
+    the batch's copy and its padding    each batch lies at another address of the host's memory and has its own length
+    the learning rate                   a schedule on the host computes it; it is written where LAMB reads it
+    the report                          loss, gradient norm and loss scale are copied to the host and read steps later
+
+    python -m rnnt.train --preset tiny --variant full
     python -m rnnt.train --preset bench_lengths --variant full --record runs/full.r1.json
     torchrun --standalone --nproc-per-node 2 -m rnnt.train --variant graph    # data parallel
 """
 
-from common.config import mistakes_in_one_line, parse
-from rnnt import config as rnnt_config
-from rnnt.config import ABOUT, PRESETS, VARIANTS, Config
+from common.config import parse
+from rnnt.config import ABOUT, PRESETS, VARIANTS, Config, learning_rate
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
     args = parse("rnnt", Config, PRESETS, VARIANTS, about=ABOUT)
 
-import sys
-
 import torch
 
-from common import collectives, environment, flops, measure
-from common.capture import Pool
-from common.measure import Capture, Unsupported, mark, section
-from rnnt import buckets
-from rnnt.state import State, hyperparameters, nominal_flops
+from common.capture import Pool  # of CUDA graphs; without a GPU, of host graphs, which record operators and rerun them
+from common.main import main
+from common.marks import mark, section  # for measuring passes; one mark per 800 launches suffices: `full` has none
+from common.variant import Capture, Eager, Workload, warm_up
+from rnnt import variants
+from rnnt.batches import Batch
+from rnnt.loss import transducer_loss
+from rnnt.state import State, said_of_run
 
 # ------------------------------------------------------------------------------------------------
-# The eager step
-
-
-def training_step(state: State, views):
-    """Forward, loss, backward and update on a batch in the static inputs. Nothing here waits for the device."""
-    with state.aside(), section("prediction"):
-        g = state.prediction(views.tokens, views.token_lengths)
-    with section("encoder"):
-        f, lengths = state.encoder(views.features, views.feature_lengths)
-    state.join(g)
-    mark()
-    with section("joint and loss"):
-        loss = state.loss(f, g, views, lengths)
-    mark()
-    with section("backward"):
-        grads = torch.autograd.grad(state.scaled(loss), state.parameters)
-    mark()
-    with section("optimizer"):
-        state.update(loss, grads)
+# 1. The eager step
+# The eager variants, common.variant.Eager, warm up with three padded steps and then run eager_step or padded_step.
 
 
 def eager_step(state: State, index: int, fit=None):
-    views, _ = state.begin_step(index, fit)
-    training_step(state, views)
+    """Train on batch `index`; fit: see load_batch. Nothing here waits for the device."""
+    batch = load_batch(state, index, fit)
+    train_on(state, batch)
+    # Starts the report's copy to the host; reads the newest report that has arrived, an earlier step's.
     state.end_step(index)
 
 
 def padded_step(state: State, index: int):
-    """The eager step on what the graphs compute: batches padded to their buckets."""
+    """eager_step with the batch padded to its buckets: the same work as in `full` and `graph`, and their reference."""
     eager_step(state, index, state.plan.fit)
 
 
-# ------------------------------------------------------------------------------------------------
-# Buckets per network
+def load_batch(state: State, index: int, fit=None) -> Batch:
+    """Copy the next batch into the static buffers, write this step's learning rate. No variant captures this.
+    fit(frames, tokens): the shape that the batch is padded to, with zeros; None: no padding.
+    """
+    with section("data"):
+        batch, original = state.inputs.load(fit)
+        state.lamb.lr.fill_(learning_rate(state.config, index))
+    # For the record: how much padding adds. The lengths of `original` are in host memory: tolist() does not wait.
+    state.tally.add(original.shape, batch.shape, original.feature_lengths.tolist(), original.token_lengths.tolist())
+    return batch
 
 
-class Graphed:
-    """Forward and backward graphs per bucket of encoder and prediction network: four replays a step."""
-
-    def __init__(self, state: State):
-        self.state = state
-        self.encoder_pool, self.prediction_pool = Pool(state.device), Pool(state.device)
-        self.capture = Capture(
-            strategy=f"encoder, buckets: {len(state.plan.audio)}; prediction, buckets: {len(state.plan.text)}",
-            pools=[self.encoder_pool, self.prediction_pool],
-        )
-        _warm_up(state, self.capture)
-        # What all buckets of a network share: gradients of their outputs and of their parameters.
-        self.grads = [torch.zeros_like(parameter) for parameter in state.parameters]
-        num_encoder, num_prediction = (
-            len(list(network.parameters())) for network in (state.model.encoder, state.model.prediction)
-        )
-        self.joint = slice(num_encoder + num_prediction, None)
-        encoder = _Buckets(state, self.encoder_pool, self.grads, slice(num_encoder), self._encode, self.capture)
-        parameters = slice(num_encoder, self.joint.start)
-        prediction = _Buckets(state, self.prediction_pool, self.grads, parameters, self._predict, self.capture)
-        # The largest first: the memory it takes holds all the smaller ones. All eager passes before any capture, which
-        # gives the memory that they leave behind back.
-        for add in (_Buckets.warm_up, _Buckets.add):
-            for frames in reversed(state.plan.audio):
-                add(encoder, frames, state.inputs.fill(frames, 1))
-            for tokens in reversed(state.plan.text):
-                add(prediction, tokens, state.inputs.fill(1, tokens))
-        self.encoder, self.prediction = encoder, prediction
-
-    def _encode(self, views):
-        return self.state.encoder(views.features, views.feature_lengths)
-
-    def _predict(self, views):
-        return (self.state.prediction(views.tokens, views.token_lengths),)
-
-    def step(self, index: int):
-        state = self.state
-        views, (frames, tokens) = state.begin_step(index, state.plan.fit)
-        # One after the other whatever --streams says: all replays read the random offset from one place.
-        with section("prediction"):
-            (g,) = self.prediction.forward(tokens)
-        with section("encoder"):
-            f, lengths = self.encoder.forward(frames)
-        with section("joint and loss"):
-            loss = state.loss(f.requires_grad_(), g.requires_grad_(), views, lengths)
-        mark()
-        with section("backward"):
-            wanted = (f, g, *state.parameters[self.joint])
-            grad_f, grad_g, *self.grads[self.joint] = torch.autograd.grad(state.scaled(loss), wanted)
-            self.prediction.backward(tokens, grad_g)
-            self.encoder.backward(frames, grad_f)
-        mark()
-        with section("optimizer"):
-            state.update(loss, self.grads)
-        state.end_step(index)
-
-    def replays_of(self, index: int) -> int:
-        return 4
-
-    def close(self):
-        self.prediction_pool.release()
-        self.encoder_pool.release()
+def train_on(state: State, batch: Batch):
+    """Forward, loss, backward and update on a batch in the static buffers: what `full` captures."""
+    # On a second stream with --streams 2; both outputs are needed only in the joint.
+    with state.side_stream(), section("prediction"):
+        g = state.prediction(batch.tokens, batch.token_lengths)
+    with section("encoder"):
+        f, lengths = state.encoder(batch.features, batch.feature_lengths)
+    state.wait_for_side_stream(g)
+    mark()
+    with section("joint and loss"):
+        loss = mean_loss(state, f, g, lengths, batch)
+    mark()
+    with section("backward"):
+        # Not loss.backward(): without .grad nothing has to be zeroed, and the gradients live for this step alone.
+        gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
+    mark()
+    with section("optimizer"):
+        # Overflow check; LAMB, whose kernels change nothing on an overflow; loss scale. All of it on the device.
+        state.lamb.step(gradients)
+        state.report.fill(loss, state.lamb.grad_norm)  # device numbers, which end_step copies to the host
 
 
-class _Buckets:
-    """A network's graphs in one pool: of all its buckets one is in use between a forward and its backward."""
-
-    def __init__(self, state, pool, grads, parameters, run, capture):
-        """parameters: the network's among those of the state. run(views): what it gives, the first one differentiable.
-
-        grads: FP16 or BF16 buffers of all parameters' gradients. They lie outside of the pool, where a copy of 87 MB in
-        each of fifty buckets' graphs costs 40 us a step at 4.3 TB/s, and buffers of their own for each would be 4 GB.
-        """
-        self.pool, self.run, self.capture = pool, run, capture
-        self.parameters, self.grads = state.parameters[parameters], grads[parameters]
-        self.graphs = {}
-        self.grad_output = None
-
-    def warm_up(self, length, views):
-        with self.capture.timed("warmup_s"):
-            output = self.run(views)[0]
-            torch.autograd.grad(output, self.parameters, torch.zeros_like(output))
-
-    def add(self, length, views):
-        with self.capture.timed("capture_s"):
-            forward, outputs = self.pool.capture(lambda: self.run(views), (views.features, views.tokens))
-            if self.grad_output is None:
-                # Of the largest bucket; the others take its beginning.
-                self.grad_output = torch.zeros(outputs[0].numel(), dtype=outputs[0].dtype, device=outputs[0].device)
-            grad_output = self.grad_output[: outputs[0].numel()].view(outputs[0].shape)
-            backward, _ = self.pool.capture(lambda: self._backward(outputs[0], grad_output), (grad_output,))
-        self.graphs[length] = forward, [output.detach() for output in outputs], backward, grad_output
-
-    def _backward(self, output, grad_output):
-        grads = torch.autograd.grad(output, self.parameters, grad_output)
-        with torch.no_grad():
-            torch._foreach_copy_(self.grads, grads)
-
-    def forward(self, length):
-        graph, outputs, _, _ = self.graphs[length]
-        graph.replay()
-        # Each step's own tensors, over the graph's memory.
-        return [output.detach() for output in outputs]
-
-    def backward(self, length, grad):
-        _, _, graph, grad_output = self.graphs[length]
-        grad_output.copy_(grad)
-        graph.replay()
+def mean_loss(state: State, f, g, lengths, batch: Batch):
+    """The batch's mean loss, FP32. f [B, T2, J], lengths int32 [B]: of the encoder; g [B, U + 1, J]: the prediction."""
+    logits = state.joint(f, g)
+    return transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, state.blank).mean()
 
 
 # ------------------------------------------------------------------------------------------------
-# The full iteration
+# 2. The whole step as one graph
 
 
 class FullGraphed:
-    """The full iteration as one graph per pair of buckets, all in one pool: one replay a step.
+    """`full`: one graph for each pair of buckets, all in one memory pool; a step is one replay.
 
-    Each graph starts from weights, optimizer state and static inputs and leaves weights, optimizer state and report,
-    all outside of the pool, so that it does not matter which graph was replayed before.
+    A replay reads the static batch, learning rate, weights, LAMB's state (FP32 masters, moments, the weights' moving
+    average, the count of steps) and the loss scale with its counters. It writes weights, LAMB's state, loss scale and
+    report. All lie outside the pool, so it does not matter which graph was replayed before. Dropout draws new numbers:
+    torch gives each replay the generator's next offset. Ranks may be in different buckets, since LAMB's collectives are
+    the same in every graph. Warm-up trains; `state.reset`, which common/measure.py calls before it measures, undoes it.
     """
 
     def __init__(self, state: State):
-        pairs = _few_pairs(state, "full")
         self.state = state
         self.pool = Pool(state.device)
+        pairs = state.plan.require_few_pairs("full")
         self.capture = Capture(strategy=f"full iteration, pairs of buckets: {len(pairs)}", pools=[self.pool])
-        self.graphs = {}
-        _warm_up(state, self.capture)
-        # All eager passes before any capture, which gives the memory that they leave behind back.
+        warm_up(state, self.capture, padded_step)
+        # Libraries choose kernels by shape, so each shape runs eagerly once before the first capture, which frees the
+        # memory that these steps leave in the allocator's cache.
         with self.capture.timed("warmup_s"):
             for shape in reversed(pairs):
-                training_step(state, state.inputs.fill(*shape))
+                train_on(state, state.inputs.dummy_batch(*shape))
+        self.graphs = {}
+        # The largest shape first: the smaller ones then fit into the memory that it took. The second argument of
+        # pool.capture: tensors that a step overwrites; each replay checks that they have not moved or changed shape.
         for shape in reversed(pairs):
-            views = state.inputs.fill(*shape)
+            batch = state.inputs.dummy_batch(*shape)
             with self.capture.timed("capture_s"):
-                self.graphs[shape], _ = self.pool.capture(lambda views=views: training_step(state, views), views)
+                self.graphs[shape], _ = self.pool.capture(lambda batch=batch: train_on(state, batch), batch)
 
     def step(self, index: int):
-        _, shape = self.state.begin_step(index, self.state.plan.fit)
-        graph = self.graphs.get(shape)
-        if graph is None:
-            raise ValueError(
-                f"--buckets {self.state.config.buckets}: a batch is padded to {shape[0]} frames and {shape[1]} tokens, "
-                "a pair that was not seen before: take auto, or 4 and fewer"
-            )
+        batch = load_batch(self.state, index, self.state.plan.fit)
+        if batch.shape not in self.graphs:
+            raise ValueError(self.state.plan.unseen(batch.shape))
         with section("replay"):
-            graph.replay()
+            # The kernels of train_on(state, batch): the graph reads the buffers that `batch` is a view of.
+            self.graphs[batch.shape].replay()
         self.state.end_step(index)
 
     def replays_of(self, index: int) -> int:
@@ -221,187 +157,144 @@ class FullGraphed:
         self.pool.release()
 
 
-def _few_pairs(state, name):
-    """All shapes that a batch is padded to. ValueError where there are too many to make each one ready."""
-    number = len(state.plan.pairs)
-    if number > buckets.MAX_PAIRS:
-        raise ValueError(
-            f"--buckets {state.config.buckets}: {number} pairs of buckets occur, {name} takes at most "
-            f"{buckets.MAX_PAIRS}: take fewer, or auto"
-        )
-    return state.plan.pairs
-
-
-def _warm_up(state, capture, steps=3):
-    """Eager steps on the capture stream: libraries initialise and choose their kernels before anything is recorded."""
-    state.inputs.reset()
-    with capture.timed("warmup_s"):
-        for index in range(steps):
-            padded_step(state, index)
-
-
 # ------------------------------------------------------------------------------------------------
-# The other variants
+# 3. Graphs per network and bucket, as MLPerf's submission had them
 
 
-class Eager:
-    """The baseline: no graph, no compiler, no buckets, nothing that waits for the device."""
+class Graphed:
+    """`graph`: forward and backward graphs of encoder and prediction network, four replays a step.
 
-    def __init__(self, state: State):
-        self.state = state
-        self.capture = Capture(strategy="none")
-        _warm_up(state, self.capture)
-
-    def step(self, index: int):
-        eager_step(self.state, index)
-
-    def replays_of(self, index: int) -> int:
-        return 0
-
-    def close(self):
-        """Nothing to release."""
-
-
-class EagerPadded(Eager):
-    """Eager on batches padded to the graphs' shapes."""
-
-    def step(self, index: int):
-        padded_step(self.state, index)
-
-
-class EagerSync(Eager):
-    """The usual loop: a loss that needs lengths on the host, a logged loss, and a look at the overflow; each waits."""
-
-    def step(self, index: int):
-        state = self.state
-        views, _ = state.begin_step(index)
-        with state.aside(), section("prediction"):
-            g = state.prediction(views.tokens, views.token_lengths)
-        with section("encoder"):
-            f, lengths = state.encoder(views.features, views.feature_lengths)
-        state.join(g)
-        mark()
-        with section("joint and loss"):
-            # What torchaudio's loss reads: it takes logits of just these sizes.
-            sizes = lengths.max().item(), views.token_lengths.max().item()
-            assert sizes == (f.shape[1], g.shape[1] - 1)
-            loss = state.loss(f, g, views, lengths)
-            logged = {"loss": loss.item()}
-        if logged["loss"] != logged["loss"]:
-            state.check()
-            raise FloatingPointError(f"loss is NaN at step {index}")
-        mark()
-        with section("backward"):
-            grads = torch.autograd.grad(state.scaled(loss), state.parameters)
-        mark()
-        with section("optimizer"):
-            state.lamb.check(grads)
-            if not state.scaler.found_inf.item():
-                state.lamb.apply(grads)
-            state.scaler.update()
-            state.report.fill(loss, state.lamb.grad_norm)
-        state.end_step(index)
-        self.logged = logged
-
-
-class Compiled(EagerPadded):
-    """torch.compile of the three networks; their LSTMs break its graphs, so it has what lies between and the joint.
-
-    Batches are padded, since each new shape is compiled for itself. Dropout draws as eager does, but not the joint's:
-    compiled code cannot call its kernel.
+    Autograd ends at the networks' outputs: the eager loss gives the outputs' gradients, which are copied into the
+    buffers that the backward graphs read. Those copy the parameters' gradients into the tensors that LAMB reads.
     """
 
     def __init__(self, state: State):
-        if state.device.type != "cuda":
-            raise Unsupported("torch.compile is measured on a GPU only: the host graph cannot record compiled code")
-        import torch._dynamo.config
-        import torch._inductor.config
-
-        shapes = _few_pairs(state, "compile")
-        torch._inductor.config.fallback_random = True
-        # Each shape is compiled once, and what is not compiled is not timed as if it were.
-        torch._dynamo.config.recompile_limit = 4 * buckets.MAX_PAIRS
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
         self.state = state
-        self.capture = Capture(strategy="torch.compile of encoder, prediction network and joint")
-        for name in ("encoder", "prediction", "joint"):
-            setattr(state, name, torch.compile(getattr(state.model, name), dynamic=False))
-        with self.capture.timed("compile_s"):
-            for shape in shapes:
-                training_step(state, state.inputs.fill(*shape))
+        # What LAMB reads: of the networks, tensors of NetworkGraphs; of the joint, new ones in each step.
+        self.gradients = [None] * len(state.parameters)
+        self.capture = Capture(
+            strategy=f"encoder, buckets: {len(state.plan.audio)}; prediction, buckets: {len(state.plan.text)}"
+        )
+        encoder, prediction = state.encoder, state.prediction
+        self.encoder = NetworkGraphs(self, "encoder", lambda x: encoder(x.features, x.feature_lengths))
+        self.prediction = NetworkGraphs(self, "prediction", lambda x: (prediction(x.tokens, x.token_lengths),))
+        warm_up(state, self.capture, padded_step)
+        buckets = [(self.encoder, frames, (frames, 1)) for frames in reversed(state.plan.audio)]
+        buckets += [(self.prediction, tokens, (1, tokens)) for tokens in reversed(state.plan.text)]
+        for network, _, shape in buckets:
+            network.warm_up(state.inputs.dummy_batch(*shape))
+        for network, length, shape in buckets:
+            network.capture_bucket(length, state.inputs.dummy_batch(*shape))
+
+    def step(self, index: int):
+        state = self.state
+        batch = load_batch(state, index, state.plan.fit)
+        frames, tokens = batch.shape
+        # One after the other, even with --streams 2: before a replay torch writes its random seed and offset to the
+        # device. Not every version has a place for each graph, so replays side by side could race.
+        with section("prediction"):
+            (g,) = self.prediction.forward(tokens)
+        with section("encoder"):
+            f, lengths = self.encoder.forward(frames)
+        with section("joint and loss"):
+            loss = mean_loss(state, f.requires_grad_(), g.requires_grad_(), lengths, batch)
+        mark()
+        with section("backward"):
+            joint = state.slices["joint"]
+            leaves = (f, g, *state.parameters[joint])
+            grad_f, grad_g, *gradients = torch.autograd.grad(loss * state.scaler.scale, leaves)
+            self.gradients[joint] = gradients
+            self.prediction.backward(tokens, grad_g)
+            self.encoder.backward(frames, grad_f)
+        mark()
+        with section("optimizer"):
+            state.lamb.step(self.gradients)
+            state.report.fill(loss, state.lamb.grad_norm)
+        state.end_step(index)
+
+    def replays_of(self, index: int) -> int:
+        return 4
+
+    def close(self):
+        self.prediction.pool.release()
+        self.encoder.pool.release()
 
 
-MAKE_VARIANT = {
-    "eager": Eager,
-    "eager_sync": EagerSync,
-    "eager_padded": EagerPadded,
-    "graph": Graphed,
-    "full": FullGraphed,
-    "compile": Compiled,
-}
+class NetworkGraphs:
+    """One network's graphs, a forward and a backward per bucket. Buckets share a pool, since a step uses one of them;
+    the two networks have a pool each, since both are in use between forward and backward.
+    """
+
+    def __init__(self, owner: Graphed, name: str, run):
+        """run(batch): the network's outputs, the first one differentiable."""
+        self.run, self.pool, self.capture = run, Pool(owner.state.device), owner.capture
+        place = owner.state.slices[name]
+        self.parameters = owner.state.parameters[place]
+        # Outside the pool, one set for all buckets: fifty sets of 87 MB would be 4 GB. The copy out of the pool takes
+        # 40 us a step at 4.3 TB/s.
+        self.gradients = owner.gradients[place] = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.capture.pools.append(self.pool)
+        self.graphs = {}
+        self.grad_output = None
+
+    def warm_up(self, batch: Batch):
+        with self.capture.timed("warmup_s"):
+            output = self.run(batch)[0]
+            torch.autograd.grad(output, self.parameters, torch.zeros_like(output))
+
+    def capture_bucket(self, length: int, batch: Batch):
+        """length: the bucket's, in frames or tokens. The largest bucket comes first, as in FullGraphed."""
+        with self.capture.timed("capture_s"):
+            forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
+            output = outputs[0]
+            if self.grad_output is None:
+                # Smaller buckets use its beginning.
+                self.grad_output = torch.zeros(output.numel(), dtype=output.dtype, device=output.device)
+            grad_output = self.grad_output[: output.numel()].view(output.shape)
+            backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
+        self.graphs[length] = forward, [each.detach() for each in outputs], backward, grad_output
+
+    @torch.no_grad()
+    def _backward(self, output, grad_output):
+        torch._foreach_copy_(self.gradients, torch.autograd.grad(output, self.parameters, grad_output))
+
+    def forward(self, length: int):
+        graph, outputs, _, _ = self.graphs[length]
+        graph.replay()
+        # New views: autograd marks them in this step. The next replay of the graph overwrites their memory.
+        return [output.detach() for output in outputs]
+
+    def backward(self, length: int, gradient):
+        _, _, graph, grad_output = self.graphs[length]
+        grad_output.copy_(gradient)
+        graph.replay()
+
 
 # ------------------------------------------------------------------------------------------------
-# Main
+# 4. Main
+
+MAKE_VARIANT = {
+    "eager": lambda state: Eager(state, eager_step, warm_up_step=padded_step),
+    "eager_padded": lambda state: Eager(state, padded_step),
+    "eager_sync": lambda state: variants.eager_sync(state, load_batch, mean_loss, padded_step),
+    "full": FullGraphed,
+    "graph": Graphed,
+    "compile": lambda state: variants.compiled(state, train_on, padded_step),
+}
 
 
-def _card(config, device, flops_per_step):
-    c = config
-    name = "RNN-T of MLPerf" if rnnt_config.num_parameters(c) == 49_071_616 else "toy widths"
-    memory = f" | memory predicted {rnnt_config.predicted_bytes(c) / 2**30:.1f} GiB" if device.type == "cuda" else ""
-    lengths = f"{c.frames} frames, {c.tokens} tokens" if c.data == "synthetic" else f"--data {c.data}"
-    return [
-        f"{rnnt_config.num_parameters(c) / 1e6:,.1f} M parameters: {name}",
-        f"batch {c.batch}, {lengths}, buckets {c.buckets} | {c.precision} with FP32 masters | "
-        f"{flops_per_step / 1e12:.3g} TFLOP/step{memory}",
-        f"LSTMs: {c.lstm}, streams: {c.streams}",
-    ]
-
-
-def _notes(config, device, variant):
-    notes = []
-    if device.type == "cpu" and config.lstm != "cudnn":
-        notes.append(f"--lstm {config.lstm}: on a CPU plain torch computes what the kernels do, slowly")
-    if config.streams == 2 and (device.type == "cpu" or variant == "graph"):
-        notes.append("--streams 2 changes nothing on a CPU and in graph")
-    if device.type == "cuda" and config.lstm == "cudnn" and not rnnt_config.persistent_lstms(config):
-        kernels = "cuDNN's persistent LSTM kernels"
-        notes.append(f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them")
-    return notes
-
-
-def main(args):
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, local_rank, world_size = collectives.init(kind)
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    try:
-        config = args.config
-        if kind == "cpu":
-            rnnt_config.require(config, environment.available_host_bytes())
-        flops_per_step = nominal_flops(config)
-        gpu = torch.cuda.get_device_name(device) if kind == "cuda" else ""
-        # What a graph is compared with must be padded as it is; other variants have no graphs to compare.
-        workload = measure.Workload(
-            model="rnnt",
-            build=lambda config, device: State(config, device, rank, world_size),
-            variants=MAKE_VARIANT,
-            reference=padded_step,
-            card=_card(config, device, flops_per_step),
-            notes=_notes(config, device, args.run.variant),
-            flops_per_step=flops_per_step,
-            flops_convention="matrix products of the utterances' true lengths",
-            items_per_step=config.batch,
-            unit="utterances",
-            peak_flops=flops.peak_flops(gpu, config.precision),
-            hyperparameters=hyperparameters(config, world_size),
-            kinds=ABOUT["kinds"],
-            promises=ABOUT["promises"],
-        )
-        return measure.run(workload, args, device, rank, world_size)
-    finally:
-        collectives.shutdown()
+def workload(args, device: torch.device, rank: int, world_size: int):
+    """(args, what common/measure.py runs)"""
+    return args, Workload(
+        model="rnnt",
+        build=lambda config, device: State(config, device, rank, world_size),
+        variants=MAKE_VARIANT,
+        reference=padded_step,  # padded as the graphs are
+        kinds=ABOUT["kinds"],
+        promises=ABOUT["promises"],
+        **said_of_run(args, device, world_size),
+    )
 
 
 if __name__ == "__main__":
-    with mistakes_in_one_line("rnnt"):
-        record = main(args)
-    sys.exit(0 if record["status"] in ("pass", "unsupported", "oom") else 1)
+    main("rnnt", args, workload)

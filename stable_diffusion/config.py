@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import option, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
 from common.fitting import blame, gib
 
 TIMESTEPS = 1000
+LATENT_SCALE = 0.18215  # times latents of the VAE: variance one
 CONTEXT_BYTES = 2 * 2**30
 MAX_WORKERS = 64
 MAX_LOSS_SCALE = 2.0**32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Timing):
     """The UNet of Stable Diffusion v2 as MLPerf trains it, and how a step trains it."""
 
     batch: int = option(4, "samples on this GPU")
@@ -42,35 +43,21 @@ class Config:
     max_floor_overflows: int = option(20, "overflows in a row with the loss scale at 1 that end a run")
     data: str = option("", "folder of tar shards (empty: realistic ones are written once)", is_path=True)
     workers: int = option(2, "processes that read data (0: none)")
-    min_steps: int = option(50, "timed steps at least")
-    min_window_s: float = option(5.0, "timed seconds at least")
-    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
-    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
 
     def __post_init__(self):
-        counts = ("batch", "channels", "latent_size", "context_tokens", "context_dim", "head_dim")
-        for name in (*counts, "growth_interval", "hysteresis", "max_floor_overflows", "min_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 1 up")
-        for name in ("lr_warmup", "workers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)}: takes a number from 0 up")
-        if self.workers > MAX_WORKERS:
-            raise ValueError(f"--workers {self.workers}: takes a number up to {MAX_WORKERS}")
-        # Written so that NaN, which compares as false, is refused too.
-        if not 0 <= self.lr <= 1:
-            raise ValueError(f"--lr {self.lr}: takes a number from 0 to 1")
-        if not 1 <= self.loss_scale <= MAX_LOSS_SCALE:
-            raise ValueError(f"--loss-scale {self.loss_scale}: takes a number from 1 to {MAX_LOSS_SCALE:.0f}")
+        counts = ("batch", "channels", "latent_size", "context_tokens", "context_dim", "head_dim", "growth_interval")
+        counts += ("hysteresis", "max_floor_overflows", "min_steps")
+        require_fields(self, counts, lambda value: value >= 1, "a number from 1 up")
+        require_fields(self, ("lr_warmup", "workers"), lambda value: value >= 0, "a number from 0 up")
+        require_fields(self, ("workers",), lambda value: value <= MAX_WORKERS, f"a number up to {MAX_WORKERS}")
+        require_fields(self, ("lr",), lambda value: 0 <= value <= 1, "a number from 0 to 1")
+        scales = f"a number from 1 to {MAX_LOSS_SCALE:.0f}"
+        require_fields(self, ("loss_scale",), lambda value: 1 <= value <= MAX_LOSS_SCALE, scales)
         require_folder_of_its_own("--data", self.data)
         if self.latent_size % 8:
             raise ValueError(f"--latent-size {self.latent_size}: takes a multiple of 8, it is halved three times")
         if self.channels % 32 or self.channels % self.head_dim:
             raise ValueError(f"--channels {self.channels}: takes a multiple of 32 and of --head-dim {self.head_dim}")
-
-
-def _flag(name):
-    return "--" + name.replace("_", "-")
 
 
 # Batches are the per-GPU shares of the H200 logs of MLPerf v5.0: 4 on 64 GPUs, 32 on 8. The learning rate is 2.8e-7
@@ -88,9 +75,7 @@ PRESETS = {
         lr_warmup=10,
         growth_interval=20,
         workers=1,
-        min_window_s=1.5,
-        warmup_min_s=0.3,
-        warmup_max_s=1.5,
+        **TINY_TIMING,
     ),
     "bench": Config(),
     "bench_b1": Config(batch=1),
@@ -111,15 +96,9 @@ VARIANTS = {
 }
 
 KINDS = {
-    "eager": "eager",
-    "eager_torch": "eager",
-    "eager_sync": "eager",
-    "partial": "graph",
-    "graph": "graph",
-    "lightning_graph": "graph",
-    "compile": "compile",
-    "compile_graph": "compile",
-    "reduce_overhead": "compile",
+    **dict.fromkeys(("eager", "eager_torch", "eager_sync"), "eager"),
+    **dict.fromkeys(("partial", "graph", "lightning_graph"), "graph"),
+    **dict.fromkeys(("compile", "compile_graph", "reduce_overhead"), "compile"),
 }
 FULL_ITERATION = ("graph", "lightning_graph", "compile_graph")
 
@@ -198,26 +177,28 @@ def plan(config: Config) -> list[Block]:
     return blocks
 
 
+def _parts(config: Config):
+    """(weights of matrices and convolutions, positions of a sample that they are applied to, other parameters: biases
+    and norms) of each part of the UNet."""
+    emb = 4 * config.channels
+    yield config.channels * emb + emb * emb, 1, 2 * emb
+    for block in plan(config):
+        i, o, area = block.in_channels, block.out_channels, block.size**2
+        if block.kind == "res":
+            skip = i != o
+            yield 9 * (i * o + o * o) + skip * i * o, area, 2 * i + 4 * o + skip * o
+            yield emb * o, 1, o
+        else:
+            yield 9 * i * o, area, o + (2 * i if block.kind == "conv_out" else 0)
+        if block.attention:
+            # Self-attention 4, cross-attention 2, feed-forward 12, projections 2; then keys and values of the text.
+            yield 20 * o * o, area, 21 * o
+            yield 2 * config.context_dim * o, config.context_tokens, 0
+
+
 def num_parameters(config: Config) -> int:
     """Parameters of the UNet; 865,910,724 with MLPerf's settings."""
-    emb = 4 * config.channels
-    total = config.channels * emb + emb + emb * emb + emb
-    for block in plan(config):
-        i, o = block.in_channels, block.out_channels
-        if block.kind == "res":
-            total += 2 * i + 9 * i * o + o + emb * o + o + 2 * o + 9 * o * o + o + (i * o + o if i != o else 0)
-        else:
-            total += 9 * i * o + o + (2 * i if block.kind == "conv_out" else 0)
-        if block.attention:
-            total += _transformer_parameters(o, config.context_dim)
-    return total
-
-
-def _transformer_parameters(c, context_dim):
-    self_attention, cross_attention = 4 * c * c + c, 2 * c * c + 2 * context_dim * c + c
-    feed_forward = c * 8 * c + 8 * c + 4 * c * c + c
-    norms, projections = 2 * c + 6 * c, 2 * (c * c + c)
-    return self_attention + cross_attention + feed_forward + norms + projections
+    return sum(weights + others for weights, _, others in _parts(config))
 
 
 def flops_per_sample(config: Config) -> float:
@@ -226,19 +207,10 @@ def flops_per_sample(config: Config) -> float:
     A multiply-add counts as two; convolutions, linear layers and attention in full, nothing recomputed. Formula
     and the check against FlopCounterMode: facts of the benchmark, tests/test_stable_diffusion_config.py.
     """
-    emb = 4 * config.channels
-    macs = config.channels * emb + emb * emb
+    macs = sum(weights * positions for weights, positions, _ in _parts(config))
     for block in plan(config):
-        i, o, area = block.in_channels, block.out_channels, block.size**2
-        if block.kind == "res":
-            macs += 9 * (i * o + o * o) * area + emb * o + (i * o * area if i != o else 0)
-        else:
-            macs += 9 * i * o * area
         if block.attention:
-            context = config.context_tokens
-            weights = 16 * o * o + 4 * o * o  # self-attention 4, cross-attention 2, feed-forward 12, projections 2
-            macs += weights * area + 2 * context * config.context_dim * o
-            macs += 2 * area * area * o + 2 * area * context * o
+            macs += 2 * block.size**2 * (block.size**2 + config.context_tokens) * block.out_channels
     return 3.0 * 2 * macs
 
 

@@ -3,42 +3,91 @@
 A step that is timed is one turn of the real loop of Trainer.fit: fetch the batch, hooks, replay, progress, hooks. The
 loop runs in a greenlet, which hands control back whenever it asks for a batch: no second thread, so that the current
 stream and the time of the host are those of the other variants; a switch costs less than a microsecond.
+
+UNet, draws, loss, scaling and update are those of stable_diffusion.train's eager step, cut where Lightning cuts it.
 """
 
 import logging
 import signal
 import warnings
 
-from common.measure import Capture, Unsupported
+import greenlet
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+
+from common.lightning_graph import CUDAGraphCallback
+from common.marks import mark, section
+from common.variant import Capture
 
 WARMUP_STEPS = 3
+
+
+class UpdateOptimizer(torch.optim.Optimizer):
+    """`State.update` as an optimizer for Lightning: overflow check, AdamW on the masters, loss scale.
+
+    Its state lives in the State, not in `state_dict()`: a checkpoint of Lightning's would hold the weights alone.
+    """
+
+    def __init__(self, module):
+        self.module = module
+        training = module.training_state
+        super().__init__(training.parameters, {"lr": training.adam.lr, "capturable": True})
+
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        with section("optimizer"):
+            self.module.training_state.update(loss, self.module.grads)
+        return loss
+
+
+class DiffusionModule(LightningModule):
+    """The training step of one batch. index: that of the step at hand."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.training_state, self.unet = state, state.unet
+        self.index, self.grads = 0, None
+
+    def training_step(self, batch, batch_idx):
+        state = self.training_state
+        with section("noise"):
+            x, t, target = state.noisy_latents(batch["moments"])
+        with section("forward"):
+            loss = F.mse_loss(state.model(x, t, batch["context"]), target)
+        mark()
+        return loss
+
+    def backward(self, loss):
+        state = self.training_state
+        with section("backward"):
+            # Not loss.backward(): the gradients are those of the other variants, in memory format too.
+            self.grads = state.reduce(torch.autograd.grad(state.scaled(loss), state.parameters))
+        mark()
+
+    def configure_optimizers(self):
+        return UpdateOptimizer(self)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.training_state.end_step(self.index)
 
 
 class LightningGraph:
     """`graph` under Lightning: the capture is CUDAGraphCallback's, in the fourth step of Trainer.fit."""
 
     def __init__(self, state):
-        if state.buckets:
-            raise Unsupported("lightning_graph runs on one GPU: common.lightning_graph captures one device's step")
-        try:
-            import greenlet
-            from lightning.pytorch import Trainer
-            from lightning.pytorch.plugins.environments import LightningEnvironment
-
-            from common.lightning_graph import CUDAGraphCallback
-            from stable_diffusion.lightning_module import DiffusionModule
-        except ModuleNotFoundError as error:
-            raise Unsupported(f"lightning_graph needs lightning ({error}): ./setup.sh lightning") from None
         # What it says of devices and of its own services is no part of a table.
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        self.state = state
-        self.module = DiffusionModule(state)
+        on_gpu = state.device.type == "cuda"
+        self.state, self.module = state, DiffusionModule(state)
         self.callback = CUDAGraphCallback(warmup_steps=WARMUP_STEPS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.trainer = Trainer(
-                accelerator="gpu" if state.device.type == "cuda" else "cpu",
-                devices=[state.device.index or 0] if state.device.type == "cuda" else 1,
+                accelerator="gpu" if on_gpu else "cpu",
+                devices=[state.device.index or 0] if on_gpu else 1,
                 # Not the environment of torchrun or Slurm: this trainer is alone.
                 plugins=[LightningEnvironment()],
                 max_epochs=1,

@@ -9,11 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import collectives, memory
 from common.inputs import DoubleBuffered
-from common.late import ScaledReport
-from common.measure import Unsupported, section
+from common.marks import section
 from common.optimizers import LossScaler, ScaledMasterAdam
-from stable_diffusion import data
-from stable_diffusion.config import TIMESTEPS, Config, learning_rate, predicted_bytes
+from common.step_report import ScaledReport
+from common.variant import Unsupported
+from stable_diffusion.batches import Batches
+from stable_diffusion.config import LATENT_SCALE, TIMESTEPS, Config, learning_rate, predicted_bytes
+from stable_diffusion.shards import Samples
+from stable_diffusion.synthetic import ensure_generated
 from stable_diffusion.unet import UNet, initialise
 
 SEED = 1234
@@ -21,8 +24,6 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 288 * 10**6  # the submission's bucket_cap
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_diffusion"
-
-LATENT_SCALE = 0.18215
 
 
 class State:
@@ -51,7 +52,7 @@ class State:
         samples, self.held_out = _samples(config)
         self.hyperparameters = {"train_samples": len(samples), "eval_samples": len(self.held_out or ())}
         on_cuda = device.type == "cuda"
-        self.batches = data.Batches(samples, config.batch, rank, world_size, config.workers, on_cuda, SEED)
+        self.batches = Batches(samples, config.batch, rank, world_size, config.workers, on_cuda, SEED)
         size, tokens = config.latent_size, config.context_tokens
         shapes = {"moments": (config.batch, 8, size, size), "context": (config.batch, tokens, config.context_dim)}
         self.inputs = DoubleBuffered(
@@ -135,7 +136,7 @@ class State:
         """
         if self.held_out is None:
             raise Unsupported(f"too few samples to hold {HELD_OUT_BATCHES} batches out")
-        batches = data.Batches(self.held_out, self.config.batch, seed=SEED)
+        batches = Batches(self.held_out, self.config.batch, seed=SEED)
         loss = torch.zeros((), device=self.device)
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(SEED)
@@ -189,7 +190,7 @@ def _require_memory(config, device):
 def _samples(config):
     """What is trained on, and what is held out: the last samples, or None where that would take over an eighth."""
     sizes = (config.latent_size, config.context_tokens, config.context_dim)
-    samples = data.Samples(config.data or data.ensure_generated(CACHE, *sizes), *sizes)
+    samples = Samples(config.data or ensure_generated(CACHE, *sizes), *sizes)
     count = HELD_OUT_BATCHES * config.batch
     if 8 * count > len(samples):
         return samples, None

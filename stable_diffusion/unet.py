@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.measure import mark
+from common.marks import mark
 from stable_diffusion import kernels
 from stable_diffusion.config import TIMESTEPS, Config, plan
 

@@ -1,4 +1,4 @@
-"""What rnnt/decoder.py does between matrix products, as Triton kernels: one program for an utterance."""
+"""What rnnt/greedy_decoder.py does between matrix products, as Triton kernels: one program for an utterance."""
 
 import functools
 
@@ -15,16 +15,10 @@ def join(search, f) -> None:
 
 
 def advance(search) -> None:
-    launch = _advance_of(
-        search.recurrent.stride(0),
-        search.x.stride(0),
-        search.batch,
-        search.logits.shape[1],
-        search.hidden,
-        search.max_symbols_per_frame,
-        search.max_symbols,
-        search.logits.dtype,
-    )
+    strides = search.recurrent.stride(0), search.x.stride(0)
+    sizes = search.batch, search.logits.shape[1], search.hidden
+    limits = search.max_symbols_per_frame, search.max_symbols
+    launch = _advance_of(*strides, *sizes, *limits, search.logits.dtype)
     launch((search.batch, 1, 1), (
         search.logits, search.labels, search.counters, search.lengths, search.num_active,
         search.recurrent, search.table, search.x, search.c,
@@ -67,25 +61,10 @@ def _join(f, g, joined, frames, lengths, stride_row, stride_frame, width, WIDTH:
 
 @triton.jit
 def _advance(
-    logits,
-    labels,
-    counters,
-    lengths,
-    num_active,
-    gates,
-    table,
-    x,
-    c,
-    stride_gates,
-    stride_x,
-    batch,
-    vocab,
-    hidden,
-    max_per_frame,
-    max_total,
-    VOCAB: tl.constexpr,
-    HIDDEN: tl.constexpr,
-):
+    logits, labels, counters, lengths, num_active, gates, table, x, c,
+    stride_gates, stride_x, batch, vocab, hidden, max_per_frame, max_total,
+    VOCAB: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     frame = tl.load(counters + row)
     total = tl.load(counters + batch + row)

@@ -3,7 +3,7 @@
 tokenizer = open_tokenizer("chars", vocab=1024)
 tokenizer.encode("the red boat")             [20, 8, 5, 0, 18, ...]; UnknownText where it has no token for it
 tokenizer.decode([20, 8, 5])                 "the"
-word_error_rate(["the red boat"], ["the bed boat"])      0.333...
+word_errors("the red boat", "the bed boat")         1
 """
 
 from pathlib import Path
@@ -113,9 +113,3 @@ def word_errors(reference: str, hypothesis: str) -> int:
             current.append(min(above[column] + 1, current[-1] + 1, above[column - 1] + (word != other)))
         above = current
     return above[-1]
-
-
-def word_error_rate(references: list[str], hypotheses: list[str]) -> float:
-    """Errors of all texts over words of all references; above 1 where much is inserted."""
-    errors = sum(word_errors(*pair) for pair in zip(references, hypotheses, strict=True))
-    return errors / sum(len(reference.split()) for reference in references)

@@ -1,4 +1,4 @@
-"""The command line of rnnt/learn.py, apart from it so that --help and mistakes need no torch."""
+"""The command line of rnnt/wer_curves.py, apart from it so that --help and mistakes need no torch."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,9 @@ STEPS = {"corpus": 1500, "corpus_tiny": 600}
 
 def parse(argv=None):
     """(values of this command's flags, config). A mistake is one line on stderr and exit status 2."""
-    parser = Parser(prog="python -m rnnt.learn", description="Word error rate over training steps.", allow_abbrev=False)
+    parser = Parser(
+        prog="python -m rnnt.wer_curves", description="Word error rate over training steps.", allow_abbrev=False
+    )
     parser.add_argument("--preset", metavar="NAME", default="corpus", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--variants", metavar="A,B", default="eager,full", help=f"some of {', '.join(VARIANTS)}")
     steps = ", ".join(f"{name} {count}" for name, count in STEPS.items())

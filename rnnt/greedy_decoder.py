@@ -7,7 +7,7 @@ stand still. Source: the benchmark's decoder (MLPerf training v3.1, NVIDIA's rnn
 
 Both decoders run the same step, with what can be known beforehand taken out of it: the first LSTM's input products are
 rows of a table, and its recurrent product is part of the second layer's (see Search). With the benchmark's two layers
-a step on a GPU is three matrix products and three kernels of rnnt/decoder_kernels.py. What differs is who waits:
+a step on a GPU is three matrix products and three kernels of rnnt/greedy_decoder_kernels.py. What differs is who waits:
 
     EagerDecoder   six launches a step, then the host reads how many utterances are left
     GraphDecoder   a replay of `unrolled` steps at a time; the host reads the number one replay late, so that the GPU
@@ -67,23 +67,19 @@ class EagerDecoder:
         """Read the model's weights again, in place."""
         self.search.refresh()
 
+    def close(self) -> None:
+        """Nothing to release."""
 
-class GraphDecoder:
+
+class GraphDecoder(EagerDecoder):
     """As EagerDecoder, from a captured graph of `unrolled` steps over an encoder buffer of `frames` frames.
 
-    Make it on the stream that it will be used on, not the default one.
+    Make it on the stream that it will be used on, not the default one. decode raises ValueError for more than `frames`
+    frames, too.
     """
 
-    def __init__(
-        self,
-        model,
-        batch: int,
-        frames: int,
-        unrolled: int = 8,
-        max_symbols_per_frame: int = 30,
-        max_symbols: int = 300,
-    ):
-        self.search = Search(model, batch, max_symbols_per_frame, max_symbols)
+    def __init__(self, model, batch: int, frames: int, unrolled: int = 8, **limits):
+        super().__init__(model, batch, **limits)
         weight = model.joint.linear.weight
         self.unrolled = unrolled
         self.f = torch.zeros(batch, frames, weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -94,15 +90,6 @@ class GraphDecoder:
         self._steps()
         self.pool = Pool(weight.device)
         self.graph, _ = self.pool.capture(self._steps, static_inputs=(self.f,))
-
-    def decode(self, f, lengths) -> list[list[int]]:
-        """Labels of each utterance. f [B, T2, J] from the encoder, lengths int32 [B]: its frames, 0 to T2.
-
-        Raises ValueError for more than `batch` utterances or `frames` frames.
-        """
-        self.load(f, lengths)
-        self.loop()
-        return self.results()
 
     @torch.no_grad()
     def load(self, f, lengths) -> None:
@@ -117,7 +104,7 @@ class GraphDecoder:
         self.search.start(lengths)
 
     def loop(self) -> int:
-        """From load to the end of the last utterance; the number of steps, those past the end with them."""
+        """As EagerDecoder.loop; the number of steps has those past the end."""
         num_replays = 0
         while num_replays < 2 or self._read(num_replays - 2):
             self.graph.replay()
@@ -128,13 +115,6 @@ class GraphDecoder:
         # Before the next load no copy may be on its way.
         self._read(num_replays - 1)
         return num_replays * self.unrolled
-
-    def results(self) -> list[list[int]]:
-        return self.search.results()
-
-    def refresh(self) -> None:
-        """Read the model's weights again, in place."""
-        self.search.refresh()
 
     def close(self) -> None:
         self.pool.release()
@@ -275,15 +255,15 @@ class Search:
 
 
 # ------------------------------------------------------------------------------------------------
-# The parts of a step in plain torch; rnnt/decoder_kernels.py has them for the GPU
+# The parts of a step in plain torch; rnnt/greedy_decoder_kernels.py has them for the GPU
 
 
 def _parts(device):
     if device.type == "cpu":
         return join, advance, rise
-    from rnnt import decoder_kernels
+    from rnnt import greedy_decoder_kernels as kernels
 
-    return decoder_kernels.join, decoder_kernels.advance, decoder_kernels.rise
+    return kernels.join, kernels.advance, kernels.rise
 
 
 def join(search: Search, f) -> None:

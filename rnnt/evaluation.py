@@ -5,15 +5,19 @@ import time
 
 import torch
 
-from common.measure import synchronize
+from common.variant import synchronize
 from rnnt.config import GENERATED
-from rnnt.decoder import EagerDecoder, GraphDecoder
-from rnnt.text import open_tokenizer, word_errors
+from rnnt.greedy_decoder import EagerDecoder, GraphDecoder
+from rnnt.transcripts import open_tokenizer, word_errors
 
 REPEATS = 5
 # As many as LibriSpeech's dev-clean has, which the benchmark is evaluated on.
 MAX_UTTERANCES = 2703
 EVALUATION_SEED = 0
+
+
+def make_decoders(model, batch: int, frames: int, **limits) -> dict:
+    return {"eager": EagerDecoder(model, batch, **limits), "graph": GraphDecoder(model, batch, frames, **limits)}
 
 
 @torch.no_grad()
@@ -25,18 +29,17 @@ def measure(state) -> dict:
     labels_equal: of both decoders, utterance by utterance.
     """
     # The next batch of training; what it advances is reset before anything is trained again.
-    views, _, _ = state.inputs.load(state.plan.fit)
+    batch, _ = state.inputs.load(state.plan.fit)
     found, labels = {}, {}
     with state.averaged():
-        f, lengths = state.model.encoder(views.features, views.feature_lengths)
-        graphed = GraphDecoder(state.model, len(f), f.shape[1])
-        decoders = {"eager": EagerDecoder(state.model, len(f)), "graph": graphed}
+        f, lengths = state.model.encoder(batch.features, batch.feature_lengths)
+        decoders = make_decoders(state.model, *f.shape[:2])
         for name, decoder in decoders.items():
             labels[name] = decoder.decode(f, lengths)
-            times = [_time(state, decoder, views) for _ in range(REPEATS)]
+            times = [_time(state, decoder, batch) for _ in range(REPEATS)]
             found[f"{name}_loop_ms"], found[f"{name}_whole_ms"] = map(statistics.median, zip(*times, strict=True))
             found[f"{name}_utterances_per_s"] = len(f) / found[f"{name}_whole_ms"] * 1e3
-        graphed.close()
+            decoder.close()
     return found | {
         "loop_speedup": found["eager_loop_ms"] / found["graph_loop_ms"],
         "whole_speedup": found["eager_whole_ms"] / found["graph_whole_ms"],
@@ -47,11 +50,11 @@ def measure(state) -> dict:
     }
 
 
-def _time(state, decoder, views):
+def _time(state, decoder, batch):
     """(loop, whole) in ms."""
     synchronize()
     start = time.perf_counter()
-    decoder.load(*state.model.encoder(views.features, views.feature_lengths))
+    decoder.load(*state.model.encoder(batch.features, batch.feature_lengths))
     synchronize()
     loop_start = time.perf_counter()
     decoder.loop()
@@ -61,22 +64,17 @@ def _time(state, decoder, views):
     return (loop_end - loop_start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
-class Listener:
+class SpeechEvaluator:
     """Decodes unchanged speech with both decoders and the averaged weights, MAX_UTTERANCES of the folder's at most."""
 
     @torch.no_grad()
     def __init__(self, state):
-        from rnnt.state import open_source
-
         config = self.config = state.config
         self.state, self.tokenizer = state, open_tokenizer(config.tokenizer, config.vocab)
-        self.source = open_source(config, state.device, 0, 1, state.dtype, EVALUATION_SEED, training=False)
+        self.source = state.open_source(0, 1, EVALUATION_SEED, training=False)
         self.num_batches = min(self.source.num_batches, max(1, MAX_UTTERANCES // config.batch))
         frames, longest = (max(state.plan.audio) + 1) // 2, max(300, *state.plan.text)
-        self.decoders = {
-            "eager": EagerDecoder(state.model, config.batch, max_symbols=longest),
-            "graph": GraphDecoder(state.model, config.batch, frames, max_symbols=longest),
-        }
+        self.decoders = make_decoders(state.model, config.batch, frames, max_symbols=longest)
 
     @torch.no_grad()
     def word_error_rate(self) -> dict:
@@ -102,23 +100,18 @@ class Listener:
         return {"num_words": num_words, **rates, "labels_equal": labels_equal}
 
     def close(self) -> None:
-        self.decoders["graph"].close()
+        for decoder in self.decoders.values():
+            decoder.close()
         self.source.close()
-
-
-def word_error_rate(state) -> dict:
-    """Of both decoders, once."""
-    listener = Listener(state)
-    found = listener.word_error_rate()
-    listener.close()
-    return found
 
 
 def finish(state, record) -> None:
     """Put both into the record's extra, with a report for its tables, and print them with what buckets cost."""
     record["extra"]["decode"] = measure(state)
     if state.config.data not in GENERATED:
-        record["extra"]["wer"] = word_error_rate(state)
+        evaluator = SpeechEvaluator(state)
+        record["extra"]["wer"] = evaluator.word_error_rate()
+        evaluator.close()
     record["extra"]["report"] = table_row(record["extra"], record["device"])
     doubt = unlike_speech(record["extra"]["decode"])
     if doubt:
@@ -129,7 +122,7 @@ def finish(state, record) -> None:
 
 
 def table_row(extra: dict, device: str) -> dict:
-    """extra's buckets and decode as columns of a table (see the contract in common/measure.py).
+    """extra's buckets and decode as columns of a table (see State.finish in common/variant.py).
 
     Without the decoders' rates on a CPU, where a host graph says nothing about speed.
     """

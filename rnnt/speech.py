@@ -1,39 +1,41 @@
 """Batches of real speech: which utterances, in which order, with which random draws, made ahead of the step.
 
     source = open_speech(config, device, rank, world_size, torch.float16, seed=1, training=True)
-    batch = source.next()           a Batch (rnnt/batch.py); its transcripts are in source.texts
+    batch = source.next()           a Batch (rnnt/batches.py); its transcripts are in source.texts
     source.reset()                  batch 0 again, bit for bit
 
 Training: every epoch is shuffled anew from (seed, epoch); a step of all ranks takes the next batch * world_size
 utterances of it, each rank its own, and what does not fill a step is left out. Speed, dither and masks of a batch are
 drawn from (seed, rank, its number), so a batch can be made again without those before it.
 
-Evaluation: the same utterances in the order of their names, at their own speed, without masks, with dither that is
-always the same: where a recording is zero, the logarithm of nothing is far from what training has seen. The last batch
-of a pass is filled up with further ones, for which `texts` has no entry.
+Evaluation: the same utterances in the order of their names, at their own speed, without masks. Dither is added as in
+training, but always the same: where samples are zero, the logarithm of the energy would lie far below all values of
+training. The last batch of a pass is filled up with further utterances, for which `texts` has no entry.
 
 Files that cannot be decoded, or hold no speech, are found here. Instead of each the batch takes the rank's next good
 utterance beyond the batch, which then comes up twice; so the sequence depends on the files alone, and a transcript
 always stays with its audio.
 """
 
+import collections
 import concurrent.futures
 import functools
 import io
 import itertools
-import queue
 import sys
-import threading
 
 import numpy as np
 import torch
 
-from rnnt import corpus, features, text
-from rnnt.batch import Batch
+from rnnt import features, speech_folder, transcripts
+from rnnt.batches import Batch
 from rnnt.config import Config, limits
-from rnnt.corpus import SAMPLE_RATE, BadAudio, Corpus, Dropped, num_frames, require_room, resampled, spliced
+from rnnt.speech_folder import SAMPLE_RATE, BadAudio, Corpus, Dropped, num_frames, require_room, resampled, spliced
 
-AHEAD = 2
+# Batches that are made, or being made, before they are asked for.
+AHEAD = 3
+# Batches that are looked at to choose buckets.
+NUM_SCANNED = 64
 # Of a recording, without silence at its ends.
 LEAST_SHARE = 0.1
 
@@ -46,36 +48,38 @@ def open_speech(
     dtype: torch.dtype,
     seed: int,
     training: bool,
-) -> "Source":
+) -> "Speech":
     """The source of batches for --data corpus (the repository's speech) or a folder in LibriSpeech's layout.
 
     Features come in `dtype`, on the device. Raises ValueError that names the flag to change.
     """
-    folder = corpus.REPOSITORY if config.data == "corpus" else config.data
+    folder = speech_folder.REPOSITORY if config.data == "corpus" else config.data
     # Evaluation keeps what training keeps, though it needs no room for slowing down.
     found = _scan(folder, config.tokenizer, config.vocab, *limits(config), config.speed_perturbation)
-    return Source(found, config, device, rank, world_size, dtype, seed, training)
+    return Speech(found, config, device, rank, world_size, dtype, seed, training)
 
 
 @functools.lru_cache(maxsize=1)
 def _scan(folder, tokenizer, vocab, max_frames, max_tokens, perturbed):
     """What training found, evaluation need not look for again."""
-    return Corpus(folder, text.open_tokenizer(tokenizer, vocab), max_frames, max_tokens, perturbed)
+    return Corpus(folder, transcripts.open_tokenizer(tokenizer, vocab), max_frames, max_tokens, perturbed)
 
 
-class Source:
-    """An endless sequence of batches, the same whenever the arguments are.
+class Speech:
+    """A source of batches, see rnnt/batches.py; the same ones whenever the arguments are.
 
-    next, reset, close. `texts`: normalised transcripts of the rows of the batch that `next` gave last. `dropped`: list
-    of corpus.Dropped, what is not trained on and why; the first few of a folder are named on stderr. `num_samples`:
-    utterances to train on. `num_batches`: of this rank in one pass over them. `max_frames`, `max_tokens`: of the
-    longest, at its slowest.
+    `texts`: normalised transcripts of the rows of the batch that `next` gave last. `dropped`: list
+    of speech_folder.Dropped; the first few of a folder are named on stderr.
+    `num_samples`: utterances to train on. `num_batches`: of this rank in one pass over them. `max_frames`,
+    `max_tokens`: of the longest, at its slowest.
 
     A thread of its own makes batches ahead, on CUDA on a stream of its own; `next` waits for that thread where it has
     none ready, and lets the current stream wait for the features, never the host.
     """
 
     max_named = 10
+    # Lengths never come again.
+    period = None
 
     def __init__(self, found: Corpus, config: Config, device, rank, world_size, dtype, seed, training):
         self.corpus, self.config, self.device, self.dtype = found, config, torch.device(device), dtype
@@ -100,7 +104,7 @@ class Source:
         self.num_batches = count // step if training else -(-count // step)
         self._require_enough()
         self._permutation = (None, None)
-        slowest = corpus.SLOWEST if self.perturbed else 1.0
+        slowest = speech_folder.SLOWEST if self.perturbed else 1.0
         samples = [self._num_samples(one, slowest) for one in found.utterances]
         self.max_frames = spliced(num_frames(max(samples)))
         self.max_tokens = max(len(one.tokens) for one in found.utterances)
@@ -108,7 +112,8 @@ class Source:
         self._max_offset = noise.max_offset
         self._extract = _make_extractor(config, noise, self.device)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._thread = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._pending, self._numbers = collections.deque(), itertools.count()
         self.texts: list[str] = []
 
     @property
@@ -117,13 +122,11 @@ class Source:
 
     def next(self) -> Batch:
         """The next batch, ready for work on the current stream."""
-        if self._thread is None:
-            self._start()
-        made = self._ready.get()
-        if isinstance(made, BaseException):
-            self._ready.put(made)
-            raise made
-        batch, self.texts, event = made
+        while len(self._pending) < AHEAD + 1:
+            self._pending.append(self._thread.submit(self._make_on_stream, next(self._numbers)))
+        # An error stays in front, where who asks again finds it.
+        batch, self.texts, event = self._pending[0].result()
+        self._pending.popleft()
         if event is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(event)
@@ -132,42 +135,25 @@ class Source:
 
     def reset(self) -> None:
         """Start again at batch 0; what was made ahead is thrown away."""
-        self._stop()
+        for future in self._pending:
+            future.cancel()
+        concurrent.futures.wait(self._pending)
+        self._pending.clear()
+        self._numbers = itertools.count()
 
     def close(self) -> None:
         """End the thread, and say how many were dropped without being named. Can be called again."""
-        self._stop()
+        self.reset()
+        self._thread.shutdown()
         if self._extract is not None and self.training and len(self.dropped) > self.max_named:
             print(f"data: {len(self.dropped)} dropped in all", file=sys.stderr)
         self._extract = None
 
-    # -- the thread
-
-    def _start(self):
-        self._ready, self._stopping = queue.Queue(AHEAD), threading.Event()
-        self._thread = threading.Thread(target=self._work, args=(self._ready, self._stopping), daemon=True)
-        self._thread.start()
-
-    def _stop(self):
-        if self._thread is None:
-            return
-        self._stopping.set()
-        while self._thread.is_alive():
-            # The thread may be waiting for a free place.
-            try:
-                self._ready.get(timeout=0.01)
-            except queue.Empty:
-                continue
-        self._thread = None
-
-    def _work(self, ready, stopping):
-        try:
-            for number in itertools.count():
-                if stopping.is_set():
-                    return
-                ready.put(self._make_on_stream(number))
-        except BaseException as error:
-            ready.put(error)
+    def batch_shapes(self) -> list[tuple[int, int]]:
+        """(T, U) of this rank's first batches; only features tell how long speech is."""
+        shapes = [self.next().shape for _ in range(NUM_SCANNED)]
+        self.reset()
+        return shapes
 
     def _make_on_stream(self, number):
         if self._stream is None:
@@ -186,7 +172,7 @@ class Source:
         """Batch `number` and its transcripts, from (seed, rank, number) and the files alone."""
         draws = np.random.default_rng([self.seed, self.rank, number])
         size = self.config.batch
-        factors = draws.uniform(corpus.FASTEST, corpus.SLOWEST, size) if self.perturbed else np.ones(size)
+        factors = draws.uniform(speech_folder.FASTEST, speech_folder.SLOWEST, size) if self.perturbed else np.ones(size)
         offsets = draws.integers(self._max_offset, size=size).tolist() if self.training else [0] * size
         rows, num_said, mel, frames = self._read(number, factors.tolist(), offsets)
         chosen = [self.corpus.utterances[row] for row in rows]

@@ -1,8 +1,8 @@
 """The word error rate of speech while a variant trains on it: what graphs must not change.
 
-    python -m rnnt.learn --out runs/wer.json                                eager and full on the repository's corpus
-    python -m rnnt.learn --preset corpus_tiny --variants eager,graph        any machine, minutes
-    python -m rnnt.learn --data DIR --steps 4000 --every 500                speech in LibriSpeech's layout
+    python -m rnnt.wer_curves --out runs/wer.json                             eager and full on the repository's corpus
+    python -m rnnt.wer_curves --preset corpus_tiny --variants eager,graph     any machine, minutes
+    python -m rnnt.wer_curves --data DIR --steps 4000 --every 500             speech in LibriSpeech's layout
 
 Each variant is trained from the same seeded start for --steps steps. Every --every steps all utterances are decoded,
 greedily, unchanged, with the averaged weights, by the eager and the graphed decoder. Training then goes on as if
@@ -15,7 +15,8 @@ on the command line.
 """
 
 from common.config import mistakes_in_one_line
-from rnnt.learn_arguments import parse
+from rnnt import config as rnnt_config
+from rnnt.wer_arguments import parse
 
 if __name__ == "__main__":
     # Before torch is imported: --help and mistakes are answered at once.
@@ -26,19 +27,19 @@ import statistics
 import sys
 from pathlib import Path
 
+import pandas
 import torch
 
 from common import collectives, environment, measure
-from common.capture import CaptureError
-from rnnt import config as rnnt_config
-from rnnt.decoding import Listener
+from common.variant import CaptureError, Unsupported
+from rnnt.evaluation import SpeechEvaluator
 from rnnt.state import State
 from rnnt.train import MAKE_VARIANT
 
 NO_TIMING = "no timing: decoding stands between the steps"
 
 
-def learn(state: State, name: str, num_steps: int, every: int):
+def train_and_decode(state: State, name: str, num_steps: int, every: int):
     """Train variant `name` from the seeded start; yields a point after every `every` steps and after the last one.
 
     A point has step (how many are done), loss (mean of the steps since the last point, nats an utterance), wer and
@@ -46,48 +47,44 @@ def learn(state: State, name: str, num_steps: int, every: int):
     """
     variant = MAKE_VARIANT[name](state)
     try:
-        listener = Listener(state)
+        evaluator = SpeechEvaluator(state)
         state.reset()
-        yield from _points(state, variant, listener, num_steps, every)
-        listener.close()
+        replays_before, seen = variant.capture.num_replays, 0
+        for index in range(num_steps):
+            variant.step(index)
+            done = index + 1
+            if done % every and done < num_steps:
+                continue
+            losses = state.read_losses(done)[seen:]
+            found = evaluator.word_error_rate()
+            yield {
+                "step": done,
+                "loss": statistics.fmean(losses),
+                "wer": found["eager"],
+                "wer_graph": found["graph"],
+                "labels_equal": found["labels_equal"],
+                "num_words": found["num_words"],
+                "num_skipped_steps": int(state.scaler.num_skipped),
+                "num_replays": variant.capture.num_replays - replays_before,
+            }
+            seen = done
+        evaluator.close()
     finally:
         variant.close()
 
 
-def _points(state, variant, listener, num_steps, every):
-    replays_before, seen = variant.capture.num_replays, 0
-    for index in range(num_steps):
-        variant.step(index)
-        done = index + 1
-        if done % every and done < num_steps:
-            continue
-        losses = state.read_losses(done)[seen:]
-        found = listener.word_error_rate()
-        yield {
-            "step": done,
-            "loss": statistics.fmean(losses),
-            "wer": found["eager"],
-            "wer_graph": found["graph"],
-            "labels_equal": found["labels_equal"],
-            "num_words": found["num_words"],
-            "num_skipped_steps": int(state.scaler.num_skipped),
-            "num_replays": variant.capture.num_replays - replays_before,
-        }
-        seen = done
-
-
-def _learn_each(values, config, device, rank, world_size):
+def curves_of(values, config, device, rank, world_size):
     """variant -> {"status", "message", "points"}; a line for each point as it comes."""
     curves = {}
     for name in values["variants"]:
         curve = curves[name] = {"status": "pass", "message": "", "points": []}
         state = State(config, device, rank, world_size)
         try:
-            for point in learn(state, name, values["steps"], values["every"]):
+            for point in train_and_decode(state, name, values["steps"], values["every"]):
                 curve["points"].append(point)
                 if rank == 0:
                     print(_line(name, point), flush=True)
-        except measure.Unsupported as error:
+        except Unsupported as error:
             curve.update(status="unsupported", message=str(error))
         except CaptureError as error:
             curve.update(status="capture_failed", message=str(error))
@@ -119,13 +116,10 @@ def reached(curve: dict, target: float) -> bool:
 def _table(curves, target):
     """A row for each point's step, a column for each variant; then a line for each on whether it got there."""
     points = {name: {point["step"]: point["wer"] for point in curve["points"]} for name, curve in curves.items()}
-    steps = sorted({step for each in points.values() for step in each})
-    lines = ["  step" + "".join(f"{name:>14s}" for name in curves)]
-    for step in steps:
-        cells = (f"{100 * each[step]:12.2f} %" if step in each else f"{'-':>14s}" for each in points.values())
-        lines.append(f"{step:6d}" + "".join(cells))
+    frame = pandas.DataFrame(points).sort_index().mul(100).rename_axis("step")
+    lines = [frame.to_string(float_format="{:.2f} %".format, na_rep="-", col_space=12)]
     for name, curve in curves.items():
-        first = next((point["step"] for point in curve["points"] if point["wer"] <= target), None)
+        first = min((step for step, wer in points[name].items() if wer <= target), default=None)
         when = f"first at step {first}" if first else "never"
         lines.append(f"{name}: {100 * target:g} % wrong or less {when}{'' if reached(curve, target) else ', MISSED'}")
     return lines
@@ -142,7 +136,7 @@ def main(values, config) -> dict:
         if rank == 0:
             print(f"rnnt/{values['preset']}  {rnnt_config.num_parameters(config) / 1e6:,.1f} M parameters  {NO_TIMING}")
         with measure.process_settings(device, False):
-            curves = _learn_each(values, config, device, rank, world_size)
+            curves = curves_of(values, config, device, rank, world_size)
         out = {
             "kind": "word error rate over training steps",
             "note": NO_TIMING,
@@ -165,6 +159,6 @@ def main(values, config) -> dict:
 
 
 if __name__ == "__main__":
-    with mistakes_in_one_line("rnnt", "learn"):
+    with mistakes_in_one_line("rnnt", "wer_curves"):
         answer = main(values, config)
     sys.exit(0 if all(reached(curve, values["target"]) for curve in answer["curves"].values()) else 1)

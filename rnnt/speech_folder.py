@@ -5,7 +5,7 @@
 
 Any depth of folders will do, none too: a transcript speaks of the audio files beside it. Audio is not decoded here:
 headers tell lengths and sample rates, which is what 280,000 files need to be sorted out in seconds, without an audio
-library. What only decoding shows is found where batches are made (rnnt/data.py).
+library. What only decoding shows is found where batches are made (rnnt/speech.py).
 """
 
 import concurrent.futures
@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from rnnt import text
+from rnnt import transcripts
 
 REPOSITORY = Path(__file__).resolve().parent / "corpus"
 SAMPLE_RATE = 16000
@@ -148,10 +148,10 @@ def _wav_header(file, num_bytes):
 class Corpus:
     """The utterances of a folder that can be trained on, in the order of their names.
 
-    folder: what --data names. tokenizer: see rnnt/text.py. max_frames: of 30 ms, after the largest resample factor if
-    perturbed. max_tokens: longest transcript. `utterances` is a list of Utterance, `dropped` of Dropped, `resampled`
-    the utterances whose sample rate is another than 16 kHz, `named` the dropped that stderr tells of (rnnt/data.py).
-    Raises ValueError that names --data, --max-frames or --max-tokens where nothing is left.
+    folder: what --data names. tokenizer: see rnnt/transcripts.py. max_frames: of 30 ms, after the largest resample
+    factor if perturbed. max_tokens: longest transcript. `utterances` is a list of Utterance, `dropped` of Dropped,
+    `resampled` the utterances whose sample rate is another than 16 kHz, `named` the dropped that stderr tells of
+    (rnnt/speech.py). Raises ValueError that names --data, --max-frames or --max-tokens where nothing is left.
     """
 
     def __init__(self, folder, tokenizer, max_frames: int, max_tokens: int, perturbed: bool):
@@ -241,12 +241,12 @@ class Corpus:
         seconds = num_samples / rate
         if seconds < MIN_S:
             raise BadAudio(f"{seconds:.3f} s of audio, less than {MIN_S} s")
-        words = text.normalise(words)
+        words = transcripts.normalise(words)
         if not words:
             raise BadAudio("empty transcript")
         try:
             tokens = tuple(tokenizer.encode(words))
-        except text.UnknownText as error:
+        except transcripts.UnknownText as error:
             raise BadAudio(str(error)) from None
         require_room(num_frames(resampled(num_samples, SAMPLE_RATE / rate)), len(tokens))
         factor = self._largest_factor
