@@ -1,0 +1,194 @@
+"""What a CUDA graph of a training step cannot hold: one table, asked before any work on the GPU.
+
+    refuse(Setting(impl="full_iteration", nan_check=True))        ValueError: what, why, and what to take instead
+
+    python -m llama31.capturable --impl transformer_engine --scope attn,moe      is this one possible?
+    python -m llama31.capturable                                                 the table, as in docs/
+
+The rules are Megatron-Core 0.19's and Megatron Bridge's for dense models (transformer_config.py, cuda_graphs.py, and
+Bridge's config.py), and this repository's own. docs/what_cannot_be_captured.md is this table.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.config import Parser, mistakes_in_one_line, option, parse_with_fields
+
+IMPLEMENTATIONS = ("none", "layer", "chunk", "full_iteration", "local", "transformer_engine")
+DENSE_SCOPES, OTHER_SCOPES = ("attn", "mlp"), ("moe", "moe_router", "moe_preprocess", "mamba")
+SCOPES = ("full", "full_iteration", *DENSE_SCOPES, *OTHER_SCOPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A training step and what shall be captured of it."""
+
+    impl: str = option(
+        "full_iteration",
+        "who captures what. layer, chunk (a microbatch), full_iteration (all microbatches): as here; local, "
+        "transformer_engine: Megatron's per layer or module; none: nothing",
+    )
+    scope: str = option("", f"Megatron's cuda_graph_scope, with commas: {', '.join(SCOPES)}")
+    optimizer: bool = option(False, "clipping and the optimizer are captured too")
+    nan_check: bool = option(False, "loss or gradients are checked for NaN on the host")
+    cpu_offload: bool = option(False, "activations or weights are moved to the host and back")
+    changing_lengths: bool = option(False, "sequences or documents change in length from step to step")
+    changing_microbatches: bool = option(False, "the number of microbatches changes from step to step")
+    clip_on_host: bool = option(False, "clipping reads the gradient norm on the host")
+    expandable_segments: bool = option(False, "PYTORCH_ALLOC_CONF has expandable_segments:True")
+    nccl_graph_register: bool = option(True, "NCCL registers buffers in captures: all but NCCL_GRAPH_REGISTER=0")
+    dropout: float = option(0.0, "probability of dropout in what is captured")
+    registered_generator: bool = option(True, "dropout's generator is registered with the graph")
+    full_recompute: bool = option(False, "recompute_granularity is full")
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        return tuple(part.strip() for part in self.scope.split(",") if part.strip())
+
+    @property
+    def captures(self) -> bool:
+        return self.impl != "none"
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of a microbatch, its loss too, is captured together."""
+        return self.impl in ("chunk", "full_iteration") or "full_iteration" in self.scopes
+
+    @property
+    def iteration(self) -> bool:
+        """Whether all microbatches are captured together."""
+        return self.impl == "full_iteration" or "full_iteration" in self.scopes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """what: the thing that is refused; why; instead: what to take, with the flag. refuses(setting): whether it is."""
+
+    what: str
+    why: str
+    instead: str
+    refuses: Callable[[Setting], bool]
+
+
+RULES = (
+    Rule(
+        what="an unknown implementation",
+        why="it names who captures",
+        instead=f"one of {', '.join(IMPLEMENTATIONS)}",
+        refuses=lambda s: s.impl not in IMPLEMENTATIONS,
+    ),
+    Rule(
+        what="an unknown scope",
+        why="it names what is captured",
+        instead=f"some of {', '.join(SCOPES)}",
+        refuses=lambda s: s.captures and not set(s.scopes) <= set(SCOPES),
+    ),
+    Rule(
+        what="a NaN check with a graph over whole microbatches",
+        why="it reads the loss or the gradients on the host, between kernels that the graph launches at once",
+        instead="--nan-checks false (Megatron: --no-check-for-nan-in-loss-and-grad), or --variant eager_nan_checks",
+        refuses=lambda s: s.captures and s.whole and s.nan_check,
+    ),
+    Rule(
+        what="CPU offload with graphs of layers or microbatches",
+        why="their copies wait for events of the other graphs; Megatron takes it within a whole iteration only",
+        instead="cpu_offloading off, recomputed layers (--recompute), or the whole iteration",
+        refuses=lambda s: s.captures and not s.iteration and s.cpu_offload,
+    ),
+    Rule(
+        what="sequences of changing length",
+        why="a graph has the shapes and host numbers of its capture",
+        instead="padding or packing to one length, with the documents' bounds in a tensor on the device",
+        refuses=lambda s: s.captures and s.changing_lengths,
+    ),
+    Rule(
+        what="a number of microbatches that changes, with a graph over all of them",
+        why="each number is another schedule and must be captured again: a warm-up, a capture, and its memory",
+        instead="--variant chunk, whose graphs are replayed as often as asked, or one number (--ramp '')",
+        refuses=lambda s: s.captures and s.iteration and s.changing_microbatches,
+    ),
+    Rule(
+        what="clipping with a host read in a captured optimizer",
+        why="the host would have to read the norm in the middle of the graph",
+        instead="--clip device, whose factor stays on the GPU, or --variant graph, which leaves the optimizer eager",
+        refuses=lambda s: s.captures and s.optimizer and s.clip_on_host,
+    ),
+    Rule(
+        what="expandable segments while NCCL registers buffers in captures",
+        why="memory that is mapped piece by piece cannot be registered",
+        instead="NCCL_GRAPH_REGISTER=0, or PYTORCH_ALLOC_CONF without expandable_segments:True",
+        refuses=lambda s: s.captures and s.expandable_segments and s.nccl_graph_register,
+    ),
+    Rule(
+        what="dropout whose generator is not registered",
+        why="every replay would drop the elements of the capture",
+        instead="register_generator_state for its generator (Megatron: te_rng_tracker), or dropout 0",
+        refuses=lambda s: s.captures and s.dropout > 0 and not s.registered_generator,
+    ),
+    Rule(
+        what="scope full beside other scopes",
+        why="full is the whole layer, all others are parts of it",
+        instead="full alone, or an empty scope",
+        refuses=lambda s: s.captures and "full" in s.scopes and len(s.scopes) > 1,
+    ),
+    Rule(
+        what="scopes of modules with the whole iteration",
+        why="the iteration contains them all",
+        instead="an empty scope",
+        refuses=lambda s: s.captures and s.iteration and not set(s.scopes) <= {"full_iteration"},
+    ),
+    Rule(
+        what="scopes of experts or Mamba in a dense model",
+        why="a dense layer has attention and an MLP alone",
+        instead="attn, mlp, or both",
+        refuses=lambda s: s.captures and bool(set(s.scopes) & set(OTHER_SCOPES)),
+    ),
+    Rule(
+        what="scopes of modules with implementation local",
+        why="Megatron Bridge's local is the whole iteration only; Megatron-Core 0.19 captures the whole layer for attn "
+        "and fails for mlp",
+        instead="implementation transformer_engine, or scope full_iteration",
+        refuses=lambda s: s.impl == "local" and bool(set(s.scopes) & {"full", *DENSE_SCOPES}),
+    ),
+    Rule(
+        what="scope full_iteration with implementation transformer_engine",
+        why="make_graphed_callables captures layers and their modules",
+        instead="implementation local (Megatron-Core: full_iteration)",
+        refuses=lambda s: s.impl == "transformer_engine" and "full_iteration" in s.scopes,
+    ),
+    Rule(
+        what="recompute of full granularity with Megatron's graphs of layers",
+        why="the layers that run again are called outside of the graphs",
+        instead="recompute_granularity selective, or the whole iteration",
+        refuses=lambda s: s.impl in ("local", "transformer_engine") and not s.iteration and s.full_recompute,
+    ),
+)
+
+
+def refuse(setting: Setting) -> None:
+    """ValueError, one line, with the first rule of the table that this setting breaks."""
+    for rule in RULES:
+        if rule.refuses(setting):
+            raise ValueError(f"cannot capture {rule.what}: {rule.why}; take {rule.instead}")
+
+
+def table() -> str:
+    """The rules as Markdown."""
+    rows = [f"| {rule.what} | {rule.why} | {rule.instead} |" for rule in RULES]
+    return "\n".join(["| what | why | take instead |", "| --- | --- | --- |", *rows])
+
+
+def main(argv=None) -> None:
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        print(table())
+        return
+    _, fields = parse_with_fields(Parser(prog="python -m llama31.capturable", allow_abbrev=False), Setting, given)
+    with mistakes_in_one_line("llama31", "capturable"):
+        refuse(Setting(**fields))
+    print("nothing in the table forbids it")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""Llama 3.1's modules: Transformer Engine's layer or a plain one with the same parameters, embedding, head and loss.
+
+Activations are [sequence, microbatch, hidden]; with several tensor ranks each has its part of the sequence outside of
+attention and MLP (sequence parallelism). Every parameter p has a buffer p.main_grad that backward passes add to: te
+and FP8 or FP4 linears inside of their GEMMs' backward, all others by a hook that adds what autograd accumulated.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common import collectives, nvfp4
+from common.parallel import Groups, Place, fill_
+from common.precision import E4M3_MAX, E5M2_MAX, transformer_engine
+from common.regions import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
+from llama31.config import ROPE_SCALING, Config
+
+INIT_STD = 0.02
+
+# ------------------------------------------------------------------------------------------------
+# Positions
+
+
+def rope_angles(config: Config) -> torch.Tensor:
+    """FP32 [sequence, head_dim / 2] on the host: each token's angles, with Llama 3.1's stretched low frequencies."""
+    c, scaling = config, ROPE_SCALING
+    frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    # 1: as they are, from `high` turns in the original context up; 0: divided by the factor, up to `low` turns.
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    frequency = frequency * (smooth + (1 - smooth) / scaling["factor"])
+    positions = torch.arange(c.sequence // c.share_cp, dtype=torch.float64)
+    return (positions[:, None] * frequency).float()
+
+
+def positions_of(config: Config, context_rank: int) -> torch.Tensor:
+    """int64 [local_sequence]: the places in the sequence of the tokens that a context rank has.
+
+    balanced: of 2 cp runs the ranks have one from the front and one from the back, as Transformer Engine wants it.
+    """
+    every = torch.arange(config.local_sequence * config.cp)
+    if config.cp == 1 or config.cp_order == "causal":
+        return every.chunk(config.cp)[context_rank]
+    runs = every.chunk(2 * config.cp)
+    return torch.cat((runs[context_rank], runs[2 * config.cp - 1 - context_rank]))
+
+
+# ------------------------------------------------------------------------------------------------
+# Linears of the plain layer
+
+
+class Linear(nn.Linear):
+    """bf16. Takes and ignores the flag of the others; autograd makes its weight gradient."""
+
+    adds_to_main_grad, write = False, None
+
+    def forward(self, x, is_first_microbatch: bool):
+        return F.linear(x, self.weight)
+
+
+def quantize_fp8(tensor, dtype, largest):
+    """(values in `dtype`, FP32 0-d inverse scale) of current scaling: the largest magnitude becomes `largest`."""
+    amax = tensor.detach().abs().amax().float()
+    scale = torch.where((amax > 0) & torch.isfinite(amax), largest / amax, torch.ones_like(amax))
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    return (tensor.float() * scale).clamp(-largest, largest).to(dtype), 1.0 / scale
+
+
+def rounded_fp8(tensor, dtype=torch.float8_e4m3fn, largest=E4M3_MAX):
+    """`tensor` rounded to FP8 with current scaling, in its own dtype again."""
+    values, inverse = quantize_fp8(tensor, dtype, largest)
+    return (values.float() * inverse).to(tensor.dtype)
+
+
+class QuantizedLinear(nn.Module):
+    """y = x W^T whose operands are rounded to FP8 or NVFP4; weight gradients are added to weight.main_grad.
+
+    The weight is rounded in a step's first microbatch, into `forward_weight` (blocks along the inputs) and
+    `backward_weight` (along the outputs; the same tensor in FP8), which the other microbatches read.
+    """
+
+    adds_to_main_grad, write = True, None
+
+    def __init__(self, in_features, out_features, dtype, device, precision):
+        super().__init__()
+        self.precision = precision
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+        self.register_buffer("forward_weight", torch.empty_like(self.weight), persistent=False)
+        backward = torch.empty_like(self.weight) if precision == "nvfp4_emulated" else self.forward_weight
+        self.register_buffer("backward_weight", backward, persistent=False)
+
+    @torch.no_grad()
+    def round_weight(self):
+        if self.precision == "fp8":
+            self.forward_weight.copy_(rounded_fp8(self.weight))
+        else:
+            for buffer, value in zip(
+                (self.forward_weight, self.backward_weight), nvfp4.frozen_weight(self.weight), strict=True
+            ):
+                buffer.copy_(value)
+
+    def forward(self, x, is_first_microbatch: bool):
+        if is_first_microbatch:
+            self.round_weight()
+        return _QuantizedLinear.apply(x, self.weight, self)
+
+
+class StoredFP8Linear(nn.Module):
+    """y = x W^T with a weight that is stored in FP8: `weight` is a Parameter of E4M3 values, `inverse` their scale.
+
+    Adam writes it with `write`, so that there is nothing to cast in a step.
+    """
+
+    adds_to_main_grad = True
+    precision = "fp8"
+
+    def __init__(self, in_features, out_features, dtype, device):
+        super().__init__()
+        values = torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("inverse", torch.ones((), device=device), persistent=False)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def write(self, master):
+        values, inverse = quantize_fp8(master, torch.float8_e4m3fn, E4M3_MAX)
+        self.weight.copy_(values)
+        self.inverse.copy_(inverse)
+
+    @property
+    def forward_weight(self):
+        return (self.weight.float() * self.inverse).to(self.dtype)
+
+    backward_weight = forward_weight
+
+    def forward(self, x, is_first_microbatch: bool):
+        return _QuantizedLinear.apply(x, self.weight, self)
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, linear):
+        ctx.linear = linear
+        if linear.precision == "fp8":
+            x = rounded_fp8(x)
+            ctx.save_for_backward(x)
+            return F.linear(x, linear.forward_weight)
+        ctx.save_for_backward(x)
+        return F.linear(nvfp4.emulate(x), linear.forward_weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), linear = ctx.saved_tensors, ctx.linear
+        rows, columns = grad.flatten(0, -2), x.flatten(0, -2)
+        if linear.precision == "fp8":
+            grad = rounded_fp8(grad, torch.float8_e5m2, E5M2_MAX)
+            grad_weight = grad.flatten(0, -2).t() @ columns
+        else:
+            # This GEMM sums over tokens, so its blocks lie along them.
+            grad_weight = nvfp4.emulate(rows.t().contiguous()) @ nvfp4.emulate(columns.t().contiguous()).t()
+            grad = nvfp4.emulate(grad)
+        linear.weight.main_grad.add_(grad_weight)
+        return grad @ linear.backward_weight, None, None
+
+
+def make_linear(config: Config, in_features, out_features, dtype, device):
+    """A linear without bias of the config's precision and format of stored weights."""
+    if config.weights == "fp8":
+        return StoredFP8Linear(in_features, out_features, dtype, device)
+    if config.precision != "bf16":
+        return QuantizedLinear(in_features, out_features, dtype, device, config.precision)
+    return Linear(in_features, out_features, bias=False, dtype=dtype, device=device)
+
+
+# ------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Part(NamedTuple):
+    """A parameter, whether its backward adds to main_grad itself, and how Adam's master is written (None: a copy)."""
+
+    parameter: nn.Parameter
+    adds_to_main_grad: bool = False
+    write: Callable[[torch.Tensor], object] | None = None
+
+
+class PlainLayer(nn.Module):
+    """The decoder layer in plain PyTorch, [s, b, hidden] -> [s, b, hidden], with te.TransformerLayer's parameters.
+
+    Rows of qkv come by group of heads: its q heads, its k, its v. fc1 has the gate's rows, then the up projection's.
+    """
+
+    def __init__(self, config: Config, groups: Groups, place: Place, rope, dtype, device):
+        super().__init__()
+        c, heads = config, config.local_heads * config.head_dim
+        self.config, self.groups = config, groups
+        self.norm1, self.norm2 = (nn.Parameter(torch.empty(c.hidden, dtype=dtype, device=device)) for _ in range(2))
+        self.qkv = make_linear(c, c.hidden, heads + 2 * c.local_kv_heads * c.head_dim, dtype, device)
+        self.proj = make_linear(c, heads, c.hidden, dtype, device)
+        self.fc1 = make_linear(c, c.hidden, 2 * c.local_ffn, dtype, device)
+        self.fc2 = make_linear(c, c.local_ffn, c.hidden, dtype, device)
+        self.cos, self.sin = rope
+        # Which keys of all context ranks, in their order, a token of this one sees; one causal run without ranks.
+        self.visible = None
+        if c.cp > 1:
+            keys = torch.cat([positions_of(c, rank) for rank in range(c.cp)])
+            self.visible = (keys[None] <= positions_of(c, place.context_rank)[:, None]).to(device)
+
+    def parts(self) -> dict[str, "Part"]:
+        """By the names that llama2_lora/checkpoint.py gives them."""
+        linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
+        parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
+        return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}
+
+    def forward(self, x, is_first_microbatch: bool):
+        first, group = is_first_microbatch, self.groups.tensor
+        out = self._attention(self.qkv(gather_from_sequence(self._norm(x, self.norm1), group), first))
+        x = x + reduce_scatter_to_sequence(self.proj(out, first), group)
+        gate, up = self.fc1(gather_from_sequence(self._norm(x, self.norm2), group), first).chunk(2, -1)
+        return x + reduce_scatter_to_sequence(self.fc2(F.silu(gate) * up, first), group)
+
+    def _norm(self, x, gain):
+        return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
+
+    def _attention(self, qkv):
+        """[s, b, qkv rows] -> [s, b, heads head_dim]."""
+        c, (s, b, _) = self.config, qkv.shape
+        q, k, v = qkv.view(s, b, c.local_kv_heads, -1, c.head_dim).split([c.heads // c.kv_heads, 1, 1], 3)
+        q, k, v = self._turned(q.flatten(2, 3)), self._turned(k.flatten(2, 3)), v.flatten(2, 3)
+        k, v = (gather_from_sequence(each, self.groups.context) for each in (k, v))
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.visible, is_causal=self.visible is None, enable_gqa=True
+        )
+        return y.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+    def _turned(self, x):
+        low, high = x.float().chunk(2, -1)
+        return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), -1).to(x.dtype)
+
+
+class TransformerEngineLayer(nn.Module):
+    """te.TransformerLayer of the same shapes: weight gradients straight into main_grad, its own collectives."""
+
+    def __init__(self, config: Config, groups: Groups, place: Place, rope, dtype, device, recipe):
+        super().__init__()
+        te, c = transformer_engine(), config
+        self.stored, parallel = c.weights == "fp8", {}
+        if c.tp > 1:
+            group = collectives.process_group(groups.tensor)
+            parallel = {"tp_group": group, "tp_size": c.tp, "sequence_parallel": True, "set_parallel_mode": True}
+        with te.quantized_model_init(enabled=self.stored, recipe=recipe):
+            self.layer = te.TransformerLayer(
+                c.hidden,
+                c.ffn // c.share_tp,
+                c.heads // c.share_tp,
+                num_gqa_groups=c.kv_heads // c.share_tp,
+                kv_channels=c.head_dim,
+                layernorm_epsilon=c.norm_eps,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                normalization="RMSNorm",
+                activation="swiglu",
+                bias=False,
+                fuse_qkv_params=True,
+                fuse_wgrad_accumulation=True,
+                self_attn_mask_type="causal",
+                params_dtype=dtype,
+                device=device,
+                **parallel,
+            )
+        if c.cp > 1:
+            context = collectives.process_group(groups.context)
+            ranks = torch.distributed.get_process_group_ranks(context)
+            self.layer.set_context_parallel_group(context, ranks, torch.cuda.Stream(device), "p2p")
+        # Both halves of a head turn by the same angles.
+        self.angles = rope.repeat(1, 2).to(device)[:, None, None]
+
+    def parts(self) -> dict[str, "Part"]:
+        """As PlainLayer.parts."""
+        attention, mlp = self.layer.self_attention, self.layer.layernorm_mlp
+        matrices = {
+            "qkv": attention.layernorm_qkv.weight,
+            "proj": attention.proj.weight,
+            "fc1": mlp.fc1_weight,
+            "fc2": mlp.fc2_weight,
+        }
+        # A stored FP8 weight quantises a master with a scale of its own, into the memory that it has and, since it was
+        # made with gradients on, into its transposed copy: a captured graph reads both at their addresses.
+        parts = {name: Part(each, True, each.quantize_ if self.stored else None) for name, each in matrices.items()}
+        norms = {"norm1": attention.layernorm_qkv.layer_norm_weight, "norm2": mlp.layer_norm_weight}
+        return parts | {name: Part(each) for name, each in norms.items()}
+
+    def forward(self, x, is_first_microbatch: bool):
+        return self.layer(x, rotary_pos_emb=self.angles, is_first_microbatch=is_first_microbatch)
+
+
+# ------------------------------------------------------------------------------------------------
+# Ends
+
+
+class Embedding(nn.Module):
+    """Rows of this tensor rank. [s, b] int64 -> [s / tp, b, hidden]."""
+
+    def __init__(self, config: Config, groups: Groups, place: Place, dtype, device):
+        super().__init__()
+        self.group, self.first_row = groups.tensor, place.tensor_rank * config.local_vocab
+        self.weight = nn.Parameter(torch.empty(config.local_vocab, config.hidden, dtype=dtype, device=device))
+
+    def forward(self, tokens_sb):
+        if collectives.group_size(self.group) == 1:
+            return F.embedding(tokens_sb, self.weight)
+        rows = tokens_sb - self.first_row
+        inside = (rows >= 0) & (rows < self.weight.shape[0])
+        found = F.embedding(torch.where(inside, rows, 0), self.weight)
+        return reduce_scatter_to_sequence(found * inside[..., None], self.group)
+
+
+class Head(nn.Module):
+    """Final norm, this tensor rank's rows of the output matrix, and the loss over the rows of all tensor ranks."""
+
+    def __init__(self, config: Config, groups: Groups, place: Place, dtype, device):
+        super().__init__()
+        self.group, self.first_row, self.norm_eps = (
+            groups.tensor,
+            place.tensor_rank * config.local_vocab,
+            config.norm_eps,
+        )
+        self.norm = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(config.local_vocab, config.hidden, dtype=dtype, device=device))
+
+    def forward(self, hidden, targets_sb):
+        """Mean cross-entropy, FP32, of [s / tp, b, hidden] against [s, b]; alike on all tensor ranks."""
+        normed = F.rms_norm(hidden, self.norm.shape, self.norm, self.norm_eps)
+        logits = F.linear(gather_from_sequence(normed, self.group), self.weight).flatten(0, 1).float()
+        targets = targets_sb.flatten()
+        if collectives.group_size(self.group) == 1:
+            return F.cross_entropy(logits, targets)
+        largest = logits.detach().amax(-1)
+        collectives.all_reduce_max_(largest, self.group)
+        logits = logits - largest[:, None]
+        log_sum = reduce_from_region(logits.exp().sum(-1), self.group).log()
+        rows = targets - self.first_row
+        inside = (rows >= 0) & (rows < self.weight.shape[0])
+        of_target = logits.gather(-1, torch.where(inside, rows, 0)[:, None])[:, 0] * inside
+        return (log_sum - reduce_from_region(of_target, self.group)).mean()
+
+
+# ------------------------------------------------------------------------------------------------
+# Gradients and initial values
+
+
+def attach_main_grad(part: Part, dtype) -> None:
+    """Give a parameter its zeroed main_grad of `dtype`, and the hook that adds to it where nothing else does."""
+    parameter = part.parameter
+    parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    if not part.adds_to_main_grad:
+        parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+
+def _add_to_main_grad(parameter):
+    if parameter.grad is None:
+        return
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def random_part(config: Config, place: Place, name: str, layer: int | None, like, seed: int):
+    """A parameter's seeded initial value on this rank, FP32 of the shape of `like`.
+
+    Norms are one, matrices normal, those that add to the residual stream divided by sqrt(2 layers). It depends on the
+    name, the layer's global number and the shard alone. name: "embedding", "head", "final_norm", or a layer's.
+    """
+    c, rank = config, place.tensor_rank
+    value = torch.empty(like.shape, device=like.device)
+    if "norm" in name:
+        return value.fill_(1.0)
+    std = INIT_STD / math.sqrt(2 * c.layers) if name in ("proj", "fc2") else INIT_STD
+    own = slice(rank * like.shape[0], (rank + 1) * like.shape[0])
+    full = f"{name}" if layer is None else f"layers.{layer}.{name}"
+    if name in ("embedding", "head", "qkv"):
+        fill_(value, full, seed, (like.shape[0] * c.tp, like.shape[1]), (own, slice(None)), std)
+    elif name == "fc1":
+        view, rows = value.view(2, c.local_ffn, c.hidden), slice(rank * c.local_ffn, (rank + 1) * c.local_ffn)
+        fill_(view, full, seed, (2, c.local_ffn * c.tp, c.hidden), (slice(None), rows, slice(None)), std)
+    else:
+        columns = slice(rank * like.shape[1], (rank + 1) * like.shape[1])
+        fill_(value, full, seed, (like.shape[0], like.shape[1] * c.tp), (slice(None), columns), std)
+    return value
+
+
+def checkpoint_part(config: Config, place: Place, name: str, whole):
+    """This rank's part of a tensor of llama2_lora/checkpoint.py: q, k, v rows come by group here, fc1's in halves."""
+    c, rank = config, place.tensor_rank
+    if name == "qkv":
+        dim, groups = c.head_dim, c.kv_heads
+        q, k, v = whole.split([c.q_width, groups * dim, groups * dim])
+        by_group = torch.cat([part.view(groups, -1, dim, c.hidden) for part in (q, k, v)], 1)
+        return by_group.chunk(c.tp)[rank].reshape(-1, c.hidden)
+    if name == "fc1":
+        return whole.view(2, c.ffn, c.hidden).chunk(c.tp, 1)[rank].reshape(-1, c.hidden)
+    if name in ("proj", "fc2"):
+        return whole.chunk(c.tp, 1)[rank]
+    return whole if "norm" in name else whole.chunk(c.tp)[rank]

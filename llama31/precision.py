@@ -1,0 +1,57 @@
+"""Precisions in Transformer Engine's words, and what cannot run on a device."""
+
+import torch
+
+from common.precision import transformer_engine
+from common.variant import Unsupported
+from llama31.config import Config
+
+
+def recipe_of(config: Config):
+    """Transformer Engine's recipe of a config with its layers; None for bf16 and for plain layers.
+
+    fp8: current scaling by tensor, E4M3 forward and E5M2 backward. nvfp4: without Hadamard transform, stochastic
+    rounding and two-dimensional blocks, as in MLPerf v5.1.
+    """
+    if config.layer != "te" or config.precision == "bf16":
+        return None
+    from transformer_engine.common import recipe
+
+    if config.precision == "fp8":
+        return recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)
+    return recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+
+
+def require_precision(config: Config, device: torch.device) -> None:
+    """Unsupported, in Transformer Engine's words where it has some, where this device does not compute the config."""
+    if config.layer == "te":
+        te = _transformer_engine()
+        if config.precision == "nvfp4_emulated":
+            raise Unsupported("--precision nvfp4_emulated needs --layer torch")
+        available, reason = te.is_fp8_available(return_reason=True)
+        if config.precision == "fp8" and not available:
+            raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
+    if config.precision == "nvfp4":
+        reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
+        if device.type == "cuda":
+            available, said = _transformer_engine().is_nvfp4_available(return_reason=True)
+            if available and config.layer == "te":
+                return
+            reason = "plain layers have no NVFP4 GEMM, take --layer te" if available else said
+        raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+
+
+def te_fault() -> str | None:
+    """Why te.TransformerLayer cannot run on this GPU, in FP8 too; None where it can."""
+    try:
+        available, reason = _transformer_engine().is_fp8_available(return_reason=True)
+    except Unsupported as error:
+        return str(error)
+    return None if available else f"no FP8 on this GPU ({reason})"
+
+
+def _transformer_engine():
+    try:
+        return transformer_engine()
+    except (ImportError, OSError) as error:
+        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None

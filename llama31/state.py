@@ -1,0 +1,397 @@
+"""What Llama 3.1's training reads and writes: built once, reset in place, the same for every variant."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from common import collectives, token_files
+from common.capture import StaticInputs
+from common.marks import mark, section
+from common.mixed_adam import MixedAdam, Weight
+from common.parallel import make_groups
+from common.precision import transformer_engine
+from common.variant import Unsupported
+from common.zero import ZeroAdam, reduce_norm_
+from llama31 import validation
+from llama31.config import Config, layers_of_stages, num_validations, predicted_bytes
+from llama31.model import (
+    Embedding,
+    Head,
+    Part,
+    PlainLayer,
+    TransformerEngineLayer,
+    attach_main_grad,
+    checkpoint_part,
+    positions_of,
+    random_part,
+    rope_angles,
+)
+from llama31.precision import recipe_of, require_precision
+from llama31.weights import open_checkpoint
+
+SEED = 1234
+# MLPerf Training v5.1, llama31_405b.
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "clip": 1.0}
+BUCKET_BYTES = 256 * 2**20
+MARK_EVERY = 8
+CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class State:
+    """This rank's layers, ends, optimizer, rotating batches and the losses seen.
+
+    config must be resolved (llama31/workload.py): layer is "te" or "torch", recompute from 0 up. dtype: of activations
+    and of weights that are not FP8.
+    """
+
+    num_losses = 4096
+
+    def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, dtype=torch.bfloat16):
+        require_precision(config, device)
+        self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
+        self.ranks = config.ranks(world_size)
+        self.place = self.ranks.place(rank)
+        self.groups = make_groups(self.ranks, device.type)
+        self.numbers = layers_of_stages(config.layers, config.pp)[self.place.stage]
+        self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.recipe = recipe_of(config)
+        self._make_modules(dtype)
+        self.loss = torch.zeros((), device=device)
+        self.validation_loss = torch.zeros((), device=device)
+        self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
+        self.microbatch_losses, self.validation_losses = (
+            torch.zeros(config.microbatches, device=device) for _ in range(2)
+        )
+        # What a microbatch's mean loss counts for in the step's: on the device, since the number of them may change.
+        self.share = torch.ones((), device=device)
+        self.source = token_files.open_tokens(config.data, CACHE)
+        self.batches = [self._batch(rows) for rows in self._training_rows()]
+        self.held_out = self._held_out()
+        if config.validate_every:
+            self.require_held_out()
+        self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.adam = self._make_adam()
+        self.reset()
+
+    def _make_modules(self, dtype):
+        c, parts = self.config, (self.config, self.groups, self.place)
+        angles = rope_angles(c)
+        if c.layer == "te":
+            rope, make, more = angles, TransformerEngineLayer, (self.recipe,)
+        else:
+            own = angles[positions_of(c, self.place.context_rank)][:, None, None].to(self.device)
+            rope, make, more = (own.cos(), own.sin()), PlainLayer, ()
+        self.layers = torch.nn.ModuleList(make(*parts, rope, dtype, self.device, *more) for _ in self.numbers)
+        first, last = self.place.stage == 0, self.place.stage == c.pp - 1
+        self.embedding = Embedding(*parts, dtype, self.device) if first else None
+        self.head = Head(*parts, dtype, self.device) if last else None
+        # (name, number of the layer or None, part) of all parameters of this rank.
+        self.parts: list[tuple[str, int | None, Part]] = []
+        if first:
+            self.parts.append(("embedding", None, Part(self.embedding.weight)))
+        for number, layer in zip(self.numbers, self.layers, strict=True):
+            self.parts += [(name, number, part) for name, part in layer.parts().items()]
+        if last:
+            self.parts += [("final_norm", None, Part(self.head.norm)), ("head", None, Part(self.head.weight))]
+        for _, _, part in self.parts:
+            attach_main_grad(part, DTYPES[c.main_grad])
+
+    def _make_adam(self):
+        c = self.config
+        parameters = [part.parameter for _, _, part in self.parts]
+        self.main_grads = [parameter.main_grad for parameter in parameters]
+        # Each tensor rank has the norms' gradients of its own tokens.
+        norms = [p for name, _, part in self.parts if "norm" in name for p in [part.parameter]]
+        self.norm_grads = [p.main_grad for p in norms] if c.tp > 1 else []
+        counted_elsewhere = norms if self.place.tensor_rank > 0 else []
+        if c.zero:
+            return ZeroAdam(
+                parameters,
+                self.main_grads,
+                lr=c.lr,
+                **ADAM,
+                group=self.groups.replicas,
+                uncounted=counted_elsewhere,
+                bucket_bytes=BUCKET_BYTES,
+            )
+        self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
+        uncounted = [parameter.main_grad for parameter in counted_elsewhere]
+        return MixedAdam(
+            [Weight(part.parameter, part.write) for _, _, part in self.parts],
+            self.main_grads,
+            lr=c.lr,
+            **ADAM,
+            moments=DTYPES[c.moments],
+            reduce_norm=lambda norm: reduce_norm_(norm, self.groups.shards, uncounted),
+            clip_on_host=c.clip == "host",
+        )
+
+    # ------------------------------------------------------------------------------------------------
+    # What a step is made of
+
+    def num_microbatches(self, index: int) -> int:
+        """Microbatches that step `index` takes."""
+        return self.config.counts[index % len(self.config.counts)]
+
+    def begin_step(self, index: int) -> int:
+        """Pull all microbatches of step `index` into the static buffers, zero main_grad; returns how many they are."""
+        count = self.num_microbatches(index)
+        with section("data"):
+            self.pull(self.batches[index % len(self.batches)])
+        with section("zero gradients"):
+            self.zero_grads()
+            self.microbatch_losses.zero_()
+            self.share.fill_(1.0 / count)
+        return count
+
+    def pull(self, batch) -> None:
+        """Copy a host batch into the static buffers, on a side stream, as NVIDIA's StaticBufferLoader does."""
+        for name, buffer in self.inputs.buffers.items():
+            if batch[name].shape != buffer.shape:
+                raise ValueError(
+                    f"{name} of {tuple(batch[name].shape)} microbatches, tokens and sequences, captured as "
+                    f"{tuple(buffer.shape)}: change --microbatches, --sequence or --microbatch and capture again"
+                )
+        if self.side is None:
+            self.inputs.load(batch)
+            return
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            self.inputs.load(batch)
+        current.wait_stream(self.side)
+
+    @property
+    def static(self) -> tuple[torch.Tensor, ...]:
+        """What a replay reads and the host overwrites before it."""
+        return tuple(self.inputs.buffers.values())
+
+    def empty_hidden(self) -> torch.Tensor:
+        """[s / tp, b, hidden], not initialised: what a layer reads and writes."""
+        c = self.config
+        return torch.empty(c.local_sequence // c.tp, c.microbatch, c.hidden, dtype=self.dtype, device=self.device)
+
+    def zero_grads(self) -> None:
+        flats = self.adam.grads.flats if self.config.zero else self.buckets.flats
+        torch._foreach_zero_(flats)
+
+    def scaling(self):
+        """The context that Transformer Engine's layers are called in; current scales are computed within the layers."""
+        if self.config.layer == "te" and self.recipe is not None:
+            return transformer_engine().autocast(enabled=True, recipe=self.recipe)
+        return contextlib.nullcontext()
+
+    def run_layers(self, hidden, first: bool | None):
+        """All layers of this rank. first: the weights are new since their last cast, as in a step's microbatch 0."""
+        if self.config.layer == "te" and not torch.is_grad_enabled():
+            # A fresh cast: the one that Transformer Engine keeps belongs to the training, whose graph reads it.
+            first = None
+        with self.scaling():
+            for index in range(len(self.layers)):
+                hidden = self.run_layer(index, hidden, first)
+                if (index + 1) % MARK_EVERY == 0:
+                    mark(hidden)
+        return hidden
+
+    def run_layer(self, index: int, hidden, first: bool | None):
+        """One layer; the first --recompute ones keep their input alone and run again in the backward."""
+        layer = self.layers[index]
+        if index >= self.config.recompute or not torch.is_grad_enabled():
+            return layer(hidden, is_first_microbatch=first)
+        return checkpoint(
+            layer,
+            hidden,
+            is_first_microbatch=first,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (contextlib.nullcontext(), self.scaling()),
+        )
+
+    def microbatch_loss(self, hidden, microbatch: int):
+        """This microbatch's part of the step's mean loss, differentiable; its value is kept."""
+        loss = self.head(hidden, self.inputs["targets"][microbatch]) * self.share
+        self.microbatch_losses[microbatch].copy_(loss.detach())
+        if self.nan_checks:
+            _require_number("loss", loss)
+        return loss
+
+    def keep_validation_loss(self, hidden, microbatch: int) -> None:
+        """This microbatch's part of the held-out batch's mean loss."""
+        loss = self.head(hidden, self.inputs["targets"][microbatch])
+        self.validation_losses[microbatch].copy_(loss / self.config.microbatches)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """After the last microbatch: sums over tensor ranks, means over data and context ranks. Can be captured."""
+        if self.norm_grads:
+            collectives.all_reduce_sum_(self.norm_grads, self.groups.tensor)
+        if self.config.zero:
+            for flat in self.adam.grads.flats:
+                collectives.reduce_scatter_mean_(flat, self.groups.replicas)
+        else:
+            self.buckets.all_reduce_mean()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Clipping, Adam, and the weights in their format. Can be captured, unless --clip host."""
+        if not self.config.zero:
+            self.adam.step()
+            return
+        # ZeroAdam.step without the reduction, which reduce_gradients has done.
+        self.adam.adam.step()
+        for flat in self.adam.flat_params:
+            collectives.all_gather_(flat, self.groups.replicas)
+
+    @torch.no_grad()
+    def end_step(self, index: int, update=None) -> None:
+        """Clip and apply the gradients; keep the step's loss and gradient norm.
+
+        update: what clips and applies them in the place of `self.update`, such as nothing, where a graph has done so.
+        """
+        with section("optimizer"):
+            (update or self.update)()
+            if self.nan_checks:
+                _require_number("gradient norm", self.adam.grad_norm)
+        with section("losses"):
+            self.mean_loss(self.microbatch_losses, self.loss)
+        place = min(index, self.num_losses - 1)
+        self.losses[place].copy_(self.loss)
+        self.grad_norms[place].copy_(self.adam.grad_norm)
+
+    def mean_loss(self, losses, out) -> None:
+        """The sum of microbatches' losses into `out`, from the last stage, averaged over data and context ranks."""
+        torch.sum(losses, 0, out=out)
+        collectives.all_reduce_sum_(out, self.groups.pipeline)
+        collectives.all_reduce_mean_(out, self.groups.replicas)
+
+    def begin_validation(self) -> None:
+        """Pull the held-out batch into the static buffers."""
+        self.require_held_out()
+        self.pull(self.held_out)
+
+    def require_held_out(self) -> None:
+        if self.held_out is None:
+            raise Unsupported(f"{self.source.name} is too short to hold a batch out")
+
+    def validates(self, index: int) -> bool:
+        """Whether a validation belongs to step `index`."""
+        return num_validations(self.config, index) > 0
+
+    # ------------------------------------------------------------------------------------------------
+    # What common.measure asks
+
+    def evaluate(self) -> float:
+        """Mean loss of the held-out batch, eager. Raises Unsupported where the text is too short to hold one out."""
+        validation.validate(self)
+        return float(self.validation_loss)
+
+    def reset(self):
+        torch.manual_seed(SEED)
+        values = self._initial_values()
+        if self.config.zero:
+            with torch.no_grad():
+                for (_, _, part), value in zip(self.parts, values, strict=True):
+                    part.parameter.copy_(value)
+            self.adam.reset()
+        else:
+            self.adam.load(values)
+        self.zero_grads()
+        torch._foreach_zero_([self.losses, self.grad_norms, self.loss, self.validation_loss, self.microbatch_losses])
+
+    def _initial_values(self) -> Iterator[torch.Tensor]:
+        """FP32 values of the parameters in the order of `parts`: seeded, or of the checkpoint, one layer at a time."""
+        layer, tensors = None, {}
+        for name, number, part in self.parts:
+            like = part.parameter.main_grad
+            if self.checkpoint is None:
+                yield random_part(self.config, self.place, name, number, like, SEED)
+                continue
+            if number is None:
+                whole = getattr(self.checkpoint, name)()
+            else:
+                if number != layer:
+                    layer, tensors = number, self.checkpoint.layer(number)
+                whole = tensors[name]
+            yield checkpoint_part(self.config, self.place, name, whole).to(self.device, torch.float32)
+
+    def finish(self, variant, record) -> None:
+        """After the window: the memory that was predicted, beside what was measured."""
+        if self.device.type == "cuda":
+            predicted = round(predicted_bytes(self.config) / 2**30, 2)
+            record["extra"]["report"] = {"predicted GiB": predicted, "layers recomputed": self.config.recompute}
+
+    def named_state(self):
+        for name, number, part in self.parts:
+            # Transformer Engine's FP8 weights are no plain tensors; their masters tell.
+            if part.write is None or self.config.layer == "torch":
+                yield name if number is None else f"layers.{number}.{name}", part.parameter
+        yield from self.adam.named_state()
+        if self.config.validate_every:
+            yield "validation_loss", self.validation_loss
+
+    def read_losses(self, count: int) -> list[float]:
+        return self.losses[: min(count, self.num_losses)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        return self.grad_norms[: min(count, self.num_losses)].tolist()
+
+    def batch_class(self, index: int) -> int:
+        """Steps of as many microbatches, with or without a validation."""
+        return 2 * self.num_microbatches(index) + self.validates(index)
+
+    # ------------------------------------------------------------------------------------------------
+    # Data
+
+    def _training_rows(self):
+        c, count = self.config, self.config.microbatches * self.config.microbatch
+        for index in range(c.batches):
+            yield self.source.batch(index + self.place.data_rank * c.batches, count, c.sequence // c.share_cp)
+
+    def _held_out(self):
+        c, count = self.config, self.config.microbatches * self.config.microbatch
+        try:
+            rows = self.source.held_out(count, c.sequence // c.share_cp, c.batches * self.ranks.dp, count)
+        except LookupError:
+            return None
+        return self._batch(rows)
+
+    def _batch(self, rows):
+        """int64 [sequences, s + 1] -> this context rank's tokens and targets [m, s / cp, b], within the vocabulary."""
+        c = self.config
+        rows = (torch.from_numpy(rows) % (c.vocab // c.share_tp)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
+        own = positions_of(c, self.place.context_rank)
+        batch = {"tokens": rows[:, own].contiguous(), "targets": rows[:, own + 1].contiguous()}
+        if self.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+
+def _require_number(what, value):
+    if not torch.isfinite(value):
+        raise FloatingPointError(f"{what} is {float(value.detach())}: lower --lr, or see the data of this step")
+
+
+def hyperparameters(config: Config, data_ranks: int) -> dict:
+    """What the MLPerf log says of this training."""
+    samples = config.microbatches * config.microbatch * data_ranks
+    return {
+        "seed": SEED,
+        "global_batch_size": samples,
+        "gradient_accumulation_steps": config.microbatches,
+        "max_sequence_length": config.sequence,
+        "train_samples": samples * config.batches,
+        "eval_samples": config.microbatches * config.microbatch,
+        "opt_name": "adamw",
+        "opt_base_learning_rate": config.lr,
+        "opt_learning_rate_decay_schedule": "constant",
+        "opt_adamw_beta_1": ADAM["betas"][0],
+        "opt_adamw_beta_2": ADAM["betas"][1],
+        "opt_adamw_epsilon": ADAM["eps"],
+        "opt_adamw_weight_decay": ADAM["weight_decay"],
+        "opt_gradient_clip_norm": ADAM["clip"],
+    }

@@ -1,0 +1,225 @@
+"""Llama 3.1: forward and backward of all microbatches of a step in one CUDA graph, a second graph for validation.
+
+What is trained, without graphs:
+
+    for step in range(num_steps):
+        zero(main_grad)
+        for microbatch in range(num_microbatches):
+            hidden = embedding(tokens[microbatch])
+            for layer in layers:
+                hidden = layer(hidden)
+            loss(hidden, targets[microbatch]).backward()      # weight gradients are added to main_grad
+        average(main_grad)                                    # over the ranks that hold equal parameters
+        clip(main_grad), adam(main_grad)
+
+Captured by `graph`, as NVIDIA submits 405B (MLPerf v5.1, FullCudaGraphWrapper): the loop over microbatches and the
+average after it, with all communication in them, in ONE graph. FP8 scales are computed inside the layers.
+
+Not captured, and why:
+    the batch           it comes from the host; all microbatches are pulled ahead into static buffers, on a side stream
+    zero(main_grad)     gradients are added up in memory that lives through the whole run, so it is cleared in place
+    clip, Adam          schedules and logging change them; `full_step` captures them all the same
+    reading losses      they lie in static memory, which the next replay overwrites
+
+    python -m llama31.train --preset tiny --variant graph
+    python -m llama31.train --preset bench --variant graph --record runs/graph.r1.json     # a GPU's share of 405B
+    python -m llama31.train --preset full --variant graph                                  # 8B whole on one GPU
+    torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph --tp 2
+"""
+
+from common.config import parse
+from llama31.config import ABOUT, PRESETS, VARIANTS, Config
+
+if __name__ == "__main__":
+    # Before torch is imported: --help, --describe and mistakes are answered at once.
+    args = parse("llama31", Config, PRESETS, VARIANTS, about=ABOUT)
+
+from functools import partial
+
+import torch
+
+from common import collectives
+from common.capture import Pool
+from common.main import main
+from common.marks import mark, section
+from common.variant import Capture, Eager, warm_up
+from llama31 import pipeline, variants
+from llama31.state import State
+from llama31.validation import GraphedValidation, validate
+from llama31.workload import workload
+
+# ------------------------------------------------------------------------------------------------
+# 1. The eager step
+
+
+def eager_step(state: State, index: int):
+    """One training step. Nothing in it waits for the device."""
+    count = state.begin_step(index)  # pulls all microbatches into state.inputs, zeroes main_grad
+    forward_and_backward(state, count)
+    state.end_step(index)  # clips, Adam, keeps loss and gradient norm
+    if state.validates(index):  # --validate-every
+        validate(state)
+
+
+def forward_and_backward(state: State, count: int):
+    """All microbatches of a step, and the gradients' average over ranks. This is what `graph` captures."""
+    if state.config.pp > 1:
+        pipeline.forward_and_backward(state, count)  # the same, in the order of a pipeline's schedule
+    else:
+        for microbatch in range(count):
+            train_microbatch(state, microbatch)
+    with section("reduction"):
+        state.reduce_gradients()
+
+
+def train_microbatch(state: State, microbatch: int):
+    with section("forward"):
+        hidden = state.embedding(state.inputs["tokens"][microbatch])
+        # The first microbatch casts the weights to FP8, which change once a step.
+        hidden = state.run_layers(hidden, first=microbatch == 0)
+    with section("loss"):
+        loss = state.microbatch_loss(hidden, microbatch)  # kept in state.microbatch_losses
+    mark()
+    with section("backward"):
+        loss.backward()  # adds to main_grad, see llama31/model.py
+    mark()
+
+
+# The baseline, `eager`, is common.variant.Eager of this step: kernels launched one by one.
+
+# ------------------------------------------------------------------------------------------------
+# 2. One graph over all microbatches
+
+
+class Graphed:
+    """One graph for forward and backward of all microbatches, and one for the validation, in one pool."""
+
+    strategy = "forward and backward of all microbatches; validation"
+
+    def __init__(self, state: State):
+        self.state, self.count = state, state.num_microbatches(0)
+        self.pool = Pool(state.device)
+        self.capture = Capture(strategy=self.strategy, pools=[self.pool])
+        # Eager steps first: libraries choose kernels, communicators connect, autograd makes its nodes on this stream.
+        warm_up(state, self.capture, eager_step)
+        barrier()  # no rank captures while another one waits for what it sends
+        with self.capture.timed("capture_s"):
+            self.graphs = self.capture_training()
+            self.validation = GraphedValidation(state, self.pool)
+        barrier()
+
+    def capture_training(self) -> list:
+        # main_grad, losses and state.inputs are there before: a replay finds them at the same addresses.
+        graph, _ = self.pool.capture(lambda: forward_and_backward(self.state, self.count), self.state.static)
+        return [graph]
+
+    def step(self, index: int):
+        """`eager_step` with one replay in the place of all microbatches."""
+        count = self.state.begin_step(index)
+        self.replay(count)
+        self.update(index)  # and keeps the losses, before the next replay overwrites them
+        if self.state.validates(index):
+            self.validation.run()
+
+    def replay(self, count: int):
+        if count != self.count:
+            raise ValueError(
+                f"a step of {count} microbatches, the graph holds {self.count}: it must be captured again, which took "
+                f"{self.capture.capture_s:.1f} s and {self.pool.bytes() / 2**30:.2f} GiB; take --microbatches {count}, "
+                "or --variant chunk, whose graphs are replayed as often as asked"
+            )
+        with section("replay"):
+            self.graphs[0].replay()
+        mark()
+
+    def update(self, index: int):
+        self.state.end_step(index)
+
+    def evaluate(self) -> float:
+        """The validation, for a log: by its graph."""
+        return self.validation.evaluate()
+
+    def replays_of(self, index: int) -> int:
+        return 1 + self.state.validates(index)
+
+    def close(self):
+        """Before the process group ends: the graphs hold its communicators."""
+        self.pool.release()
+
+
+def barrier():
+    if collectives.group_size() > 1:
+        torch.distributed.barrier()
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. More in the graph, and less
+
+
+class GraphedStep(Graphed):
+    """Clipping and Adam in the graph as well: the host zeroes, copies and replays.
+
+    Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. With
+    several ranks the graph holds the norm's reduction too, and with ZeRO the gathering of the parameters.
+    """
+
+    strategy = "forward and backward of all microbatches, clipping and Adam; validation"
+
+    def capture_training(self) -> list:
+        graph, _ = self.pool.capture(lambda: forward_backward_update(self.state, self.count), self.state.static)
+        return [graph]
+
+    def update(self, index: int):
+        self.state.end_step(index, update=nothing)
+
+
+def forward_backward_update(state: State, count: int):
+    forward_and_backward(state, count)
+    state.update()
+
+
+def nothing():
+    """The graph has clipped and applied the gradients."""
+
+
+class GraphedMicrobatches(Graphed):
+    """A graph per microbatch: a step of fewer microbatches (--ramp) replays fewer of them, none is captured again.
+
+    What a microbatch counts for in the mean, one over their number, is read from the device (state.share).
+    """
+
+    strategy = "a microbatch, forward and backward; validation"
+
+    def capture_training(self) -> list:
+        state, graphs = self.state, []
+        for microbatch in range(state.config.microbatches):
+            graph, _ = self.pool.capture(lambda: train_microbatch(state, microbatch), state.static)  # noqa: B023
+            graphs.append(graph)
+        return graphs
+
+    def replay(self, count: int):
+        for graph in self.graphs[:count]:
+            with section("replay"):
+                graph.replay()
+            mark()
+        with section("reduction"):
+            self.state.reduce_gradients()
+
+    def replays_of(self, index: int) -> int:
+        return self.state.num_microbatches(index) + self.state.validates(index)
+
+
+# Graphs of single layers, torch.compile and the NaN checks that no graph can hold are in variants.py.
+MAKE_VARIANT = {
+    "eager": partial(Eager, step=eager_step),
+    "layer": partial(variants.GraphedLayers, step=eager_step),
+    "chunk": GraphedMicrobatches,
+    "graph": Graphed,
+    "full_step": GraphedStep,
+    "compile": partial(variants.compiled, step=eager_step, mode="default"),
+    "reduce_overhead": partial(variants.compiled, step=eager_step, mode="reduce-overhead"),
+    "eager_nan_checks": partial(variants.CheckedEager, step=eager_step),
+}
+
+if __name__ == "__main__":
+    main("llama31", args, partial(workload, variants=MAKE_VARIANT, eager_step=eager_step))

@@ -1,0 +1,54 @@
+"""Validation: the forward pass over a held-out batch, eager, or in a graph of its own beside the training's.
+
+state: a llama31.state.State.
+"""
+
+import torch
+
+from common.capture import Pool
+from common.marks import section
+from llama31 import pipeline
+
+
+def validate(state) -> None:
+    """The mean loss of the held-out batch into state.validation_loss, kernels launched one by one."""
+    state.begin_validation()
+    forward_only(state)
+    state.mean_loss(state.validation_losses, state.validation_loss)
+
+
+@torch.no_grad()
+def forward_only(state) -> None:
+    """All microbatches of the batch in state.inputs: a loss of each into state.validation_losses."""
+    with section("validation"):
+        if state.config.pp > 1:
+            pipeline.forward_only(state)
+            return
+        for microbatch in range(state.config.microbatches):
+            hidden = state.embedding(state.inputs["tokens"][microbatch])
+            state.keep_validation_loss(state.run_layers(hidden, first=microbatch == 0), microbatch)
+
+
+class GraphedValidation:
+    """`validate` with `forward_only` in one graph, captured behind the graphs of the training in their pool.
+
+    They share memory because they never run at the same time, and nothing that one leaves in the pool is read after a
+    replay of the other: losses, gradients and weights lie in tensors that were there before the captures.
+    """
+
+    def __init__(self, state, pool: Pool):
+        self.state = state
+        forward_only(state)
+        self.graph, _ = pool.capture(lambda: forward_only(state), state.static)
+
+    def run(self) -> None:
+        """The loss into state.validation_loss."""
+        self.state.begin_validation()
+        with section("validation"):
+            self.graph.replay()
+        self.state.mean_loss(self.state.validation_losses, self.state.validation_loss)
+
+    def evaluate(self) -> float:
+        """The loss, read on the host."""
+        self.run()
+        return float(self.state.validation_loss)

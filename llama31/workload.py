@@ -1,0 +1,107 @@
+"""Llama 3.1 as it can run on this device, and what a run is told of it."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from common import environment, flops
+from common.variant import Workload
+from llama31 import config as llama_config
+from llama31.config import ABOUT
+from llama31.precision import te_fault
+from llama31.state import State, hyperparameters
+from llama31.weights import open_checkpoint
+
+GIB = 2**30
+KNOWN = {(16384, 53248): ("Llama 3.1 405B", 126), (4096, 14336): ("Llama 3.1 8B", 32)}
+
+
+def workload(args, device: torch.device, rank: int, world_size: int, variants: dict, eager_step):
+    """(arguments as they can run on `device`, Workload), for `common.main`. variants: name -> what makes it."""
+    args, notes = resolve(args, device, world_size)
+    config, ranks = args.config, args.config.ranks(world_size)
+    return args, Workload(
+        model="llama31",
+        build=lambda config, device: State(config, device, rank, world_size),
+        variants=variants,
+        reference=eager_step,
+        card=card(config, device),
+        notes=notes,
+        flops_per_step=llama_config.flops_per_step(config),
+        flops_convention=flops.CAUSAL_HALF,
+        items_per_step=_tokens(config),
+        unit="tokens",
+        peak_flops=flops.peak_flops(
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "", config.precision
+        ),
+        hyperparameters=hyperparameters(config, ranks.dp),
+        kinds=ABOUT["kinds"],
+        promises=ABOUT["promises"],
+        stage=ranks.place(rank).stage,
+    )
+
+
+def resolve(args, device: torch.device, world_size: int = 1):
+    """(Arguments with layer, precision, recomputed layers and number of layers as they can run on `device`, notes.)
+
+    ValueError where they cannot, or where the variant cannot capture them: nothing has been done on the GPU then.
+    """
+    config, run, notes = args.config, args.run, []
+    config.ranks(world_size)
+    llama_config.require_capturable(config, run.variant, os.environ)
+    if config.checkpoint:
+        open_checkpoint(config)
+    if config.layer == "te" and device.type == "cpu":
+        raise ValueError("--layer te needs a GPU; take --layer torch")
+    if config.layer == "auto":
+        plain_only = device.type == "cpu" or config.precision == "nvfp4_emulated"
+        fault = None if plain_only else te_fault()
+        config = replace(config, layer="torch" if plain_only or fault else "te")
+        if fault and config.precision == "fp8":
+            config = replace(config, precision="bf16", weights="bf16")
+            notes.append(f"plain-PyTorch layer in bf16: {fault}")
+    if config.layer == "te" and config.cp > 1 and config.cp_order != "balanced":
+        raise ValueError("--layer te takes --cp-order balanced; causal runs of tokens need --layer torch")
+    if config.layer == "torch" and config.precision == "fp8":
+        notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
+    if device.type == "cpu":
+        llama_config.require(config, environment.available_host_bytes())
+        config = replace(config, recompute=max(config.recompute, 0))
+    else:
+        free, _ = torch.cuda.mem_get_info(device)
+        fitted = llama_config.fit(config, free)
+        if fitted.layers < config.layers:
+            run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
+            notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {free / GIB:.0f} GiB")
+        config = fitted
+    notes.append(
+        f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, masters fp32, "
+        f"moments {config.moments}"
+    )
+    return replace(args, config=config, run=run), notes
+
+
+def _tokens(config):
+    """Tokens of a step on one GPU: its share of a pipeline's and a tensor group's."""
+    tokens = config.microbatch * config.local_sequence * sum(config.counts) / len(config.counts)
+    return tokens / (config.tp * config.pp)
+
+
+def card(config, device: torch.device) -> list[str]:
+    """Lines that say what runs."""
+    c = config
+    name, layers = KNOWN.get((c.hidden, c.ffn), ("toy widths", c.layers))
+    share = f", a GPU's share at TP{c.share_tp * c.tp} CP{c.share_cp * c.cp}" if c.share_tp * c.share_cp > 1 else ""
+    slice_of = f"{c.layers} of {layers} layers of " if c.layers != layers else ""
+    counts = [llama_config.flops_per_step(c, causal) / 1e12 for causal in (True, False)]
+    predicted = llama_config.predicted_bytes(c) / GIB
+    lines = [
+        f"{c.layers} layers, hidden {c.hidden}, heads {c.local_heads} ({c.local_kv_heads} groups), ffn {c.local_ffn}, "
+        f"{llama_config.num_parameters(c) / 1e6:,.1f} M parameters: {slice_of}{name}{share}",
+        f"{c.ramp or c.microbatches} microbatches of {c.microbatch} x {c.local_sequence} tokens | {c.layer} layer, "
+        f"{c.precision} | {counts[0]:.4g} TFLOP/step (MLPerf's count, attention in full: {counts[1]:.4g})",
+        f"weights {c.weights}, main_grad {c.main_grad}, moments {c.moments}, {c.recompute} layers recomputed"
+        + (f" | memory predicted {predicted:.1f} GiB" if device.type == "cuda" else ""),
+    ]
+    return lines
