@@ -195,6 +195,32 @@ class Generator:
         return torch.rand(3, device=batch["x"].device, generator=self.generator).sum()
 
 
+class Scaled(Training):
+    """The same with a GradScaler."""
+
+    def __init__(self, device, optimizer=None):
+        super().__init__(device, optimizer=optimizer)
+        self.scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(self.model(batch["x"]), batch["y"])
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        HostGraph.state = tuple(self.tensors())
+        return loss.detach()
+
+
+def test_a_scaler_needs_a_fused_optimizer(graphed, device):
+    losses, expected = trained_twice(graphed, device, Scaled(device), Scaled(device))
+    assert torch.equal(losses, expected)
+    # Without one it asks on the host whether gradients overflowed.
+    with pytest.raises(RuntimeError, match="^cannot be captured: 2. The step makes no forbidden call$"):
+        graphed(Scaled(device, optimizer=plain_adam).step, batches(device)[0])
+    assert "`GradScaler` needs a fused optimizer" in README
+
+
 def reads_back(loss, x):
     return loss if loss.item() < 1e9 else 2 * loss
 
