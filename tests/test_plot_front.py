@@ -67,7 +67,7 @@ def test_the_law_has_a_point_a_session_at_x_and_gain(root):
 
 def test_the_law_says_how_often_it_holds_and_names_what_is_off(root):
     page = page_of(front.law, root)
-    assert page.title == "A graph gains about max(1, issue / busy): 2 of 4 sessions lie within 10 % of it"
+    assert page.title == "2 of 4 sessions gain max(1, issue / busy) within 10 %, 2 more, 0 less"
     assert set(words(page)) == {"full", "bench, 16 busy processes"}
     assert legend(page) == ["GPT-3", "RNN-T"]
     notes = " ".join(text.get_text() for text in page.figure.texts)

@@ -103,7 +103,9 @@ def law(blocks: list[Block]) -> Page:
     if known:
         explained = sum(point.is_explained for point in known)
         note += f" Dash: the queue model's gain; {explained} of {len(known)} lie within 10 % of it or of max(1, x)."
-    title = f"A graph gains about max(1, issue / busy): {near} of {len(points)} sessions lie within 10 % of it"
+    above = sum(point.measured > (1 + NEAR) * point.first for point in points)
+    title = f"{near} of {len(points)} sessions gain max(1, issue / busy) within 10 %, {above} more, "
+    title += f"{len(points) - near - above} less"
     page = Page(title, note, _provenance(sessions), 4.75)
     axes = page.axes(0.75, 0.05, page.WIDTH - 0.75 - page.MARGIN, 4.3)
     low, high = _limits([point.x for point in points])
