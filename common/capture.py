@@ -19,6 +19,7 @@ Rules that hold on both devices, because they hold on the GPU:
 import contextlib
 import gc
 import os
+from collections import Counter
 
 import torch
 
@@ -58,6 +59,16 @@ class Pool:
             result = graph.capture(fn, self._handle)
         self.graphs.append(graph)
         return graph, result
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which lies in the pool, without a hold on its memory: what is captured later may use it again.
+
+        For what is read between the replay that writes it and the next one.
+        """
+        if self._host is not None:
+            return self._host.borrow(tensor)
+        memory = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+        return memory.as_strided(tensor.shape, tensor.stride())
 
     @contextlib.contextmanager
     def adopt(self):
@@ -101,11 +112,10 @@ class Pool:
 
     def nodes(self) -> dict[str, int]:
         """Nodes by type, summed over the graphs; empty where cuda-bindings is not installed."""
-        total: dict[str, int] = {}
+        total = Counter()
         for graph in self.graphs:
-            for kind, count in graph.nodes().items():
-                total[kind] = total.get(kind, 0) + count
-        return total
+            total.update(graph.nodes())
+        return dict(total)
 
     def bytes(self) -> int:
         """Device memory that the pool holds, counted by its allocator segments (host: by storages)."""
@@ -178,18 +188,31 @@ class CudaGraph:
         error, _, count = driver.cuGraphGetNodes(graph)
         error, nodes, count = driver.cuGraphGetNodes(graph, count)
         assert error == driver.CUresult.CUDA_SUCCESS, error
-        kinds: dict[str, int] = {}
+        kinds = Counter()
         for node in nodes[:count]:
             error, kind = driver.cuGraphNodeGetType(node)
             name = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
-            kinds[name] = kinds.get(name, 0) + 1
-        return kinds
+            kinds[name] += 1
+        return dict(kinds)
 
     def release(self) -> None:
         if self.graph is not None:
             self.graph.reset()
         self.graph = None
         self._static = []
+
+
+class _Memory:
+    """Where a tensor lies, from its first to its last element, as bytes for torch.as_tensor."""
+
+    def __init__(self, tensor):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.__cuda_array_interface__ = {
+            "shape": ((last + 1) * tensor.element_size(),),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class StaticInputs:

@@ -122,7 +122,8 @@ class HostGraph:
         self.owned, self._written, self._writers, self._free_before, self._freed_after = [], [], [], [], []
 
     def _poison_others(self):
-        for graph in self._pool._later(self):
+        graphs = self._pool.graphs
+        for graph in graphs[graphs.index(self) + 1 :]:
             if not graph._spent:
                 for storage in graph.owned:
                     storage.poison()
@@ -180,6 +181,12 @@ class HostPool:
         self.graphs.append(graph)
         return graph, result
 
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as the pool itself refers to it: its memory counts as free once nobody else holds it."""
+        address = tensor.untyped_storage()._cdata
+        place = View(address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return self.owned[address].tensor(place)
+
     def bytes(self) -> int:
         """Bytes of the storages that the graphs produced, each once."""
         return sum(storage.num_bytes for storage in self.owned.values())
@@ -188,9 +195,6 @@ class HostPool:
         """Release all graphs."""
         for graph in list(self.graphs):
             graph.release()
-
-    def _later(self, graph):
-        return self.graphs[self.graphs.index(graph) + 1 :]
 
     def _forget(self, graph):
         self.graphs.remove(graph)

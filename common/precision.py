@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from common import collectives
+from common.variant import Unsupported
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 
@@ -33,28 +34,13 @@ E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 class NoScaling:
     """bf16 layers: nothing to scale, every part does nothing."""
 
-    @contextlib.contextmanager
-    def forward(self):
-        yield
+    def _nothing(self, *arguments, **flags):
+        return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def backward(self, replayed: bool = False):
-        yield
-
-    @contextlib.contextmanager
-    def layers(self, first: bool):
-        yield
+    forward = backward = layers = capturing = other_workspace = _nothing
 
     def update(self):
         """No scales."""
-
-    @contextlib.contextmanager
-    def capturing(self):
-        yield
-
-    @contextlib.contextmanager
-    def other_workspace(self):
-        yield
 
     def reset(self):
         """No state."""
@@ -84,6 +70,35 @@ def transformer_engine():
     import transformer_engine.pytorch as te
 
     return te
+
+
+def usable_transformer_engine():
+    """The same; Unsupported where it cannot run."""
+    try:
+        return transformer_engine()
+    except (ImportError, OSError) as error:
+        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None
+
+
+def require_fp8() -> None:
+    """Unsupported, in Transformer Engine's words, where it has no FP8 on this GPU."""
+    available, reason = usable_transformer_engine().is_fp8_available(return_reason=True)
+    if not available:
+        raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
+
+
+def require_nvfp4(device: torch.device, no_gemm: str = "") -> None:
+    """Unsupported, in Transformer Engine's words where it has some, where --precision nvfp4 cannot be computed.
+
+    no_gemm: why it cannot be where the GPU could, or empty.
+    """
+    reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
+    if device.type == "cuda":
+        available, said = usable_transformer_engine().is_nvfp4_available(return_reason=True)
+        if available and not no_gemm:
+            return
+        reason = no_gemm if available else said
+    raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
 
 
 class TransformerEngineScaling:

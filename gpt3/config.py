@@ -1,25 +1,42 @@
 """GPT-3 175B: what can be set, the presets, and arithmetic on them (no torch here)."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from common.config import option, require_folder_of_its_own
+from common import schedule
+from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
 from common.fitting import blame, gib
+from common.parallel import Parallel, Ranks, require_divisible
+
+PRECISIONS = {
+    "fp8": "fp8: delayed scaling, emulated where there is no FP8 hardware",
+    "bf16": "bf16",
+    "fp32": "fp32: the plain layer, to compare decompositions",
+}
+SCOPES = ("attn", "mlp", "layer", "chunk", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """One GPU's share of GPT-3. Widths are local: heads, ffn and vocab already divided by the tensor-parallel size."""
+class Config(Parallel, Timing):
+    """GPT-3 as one rank has it: heads, ffn and vocab are one rank's, `tp` ranks have tp times as much together."""
 
-    layers: int = option(8, "transformer layers on this GPU")
+    layers: int = option(8, "transformer layers of all stages together")
     hidden: int = option(12288, "hidden size, never divided")
-    heads: int = option(12, "attention heads on this GPU")
+    heads: int = option(12, "attention heads of a tensor rank")
     head_dim: int = option(128, "size of one attention head")
-    ffn: int = option(6144, "feed-forward width on this GPU")
-    vocab: int = option(6400, "rows of embedding and head on this GPU; tokens are folded into them")
+    ffn: int = option(6144, "feed-forward width of a tensor rank")
+    vocab: int = option(6400, "rows of embedding and head of a tensor rank; tokens are folded into those of all")
     sequence: int = option(2048, "tokens in a sequence")
     microbatch: int = option(1, "sequences in a microbatch")
     microbatches: int = option(4, "microbatches in a step, accumulated into main_grad")
-    precision: str = option("fp8", "fp8: delayed scaling, emulated where there is no FP8 hardware", ("fp8", "bf16"))
+    chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
+    pp_rank: int = option(-1, "run this stage of the pipeline alone, its edges fed with fixed tensors (-1: all stages)")
+    graph_unit: str = option("layer", "of graph: what one graph holds, forward or backward", ("layer", "chunk"))
+    graph_scope: str = option(
+        "layer", "of graph: what is captured; attn, mlp: that half of each layer; none: see eager", SCOPES
+    )
+    zero1: bool = option(False, "with data parallelism, split masters and moments over the data ranks (ZeRO-1)")
+    precision: str = option("fp8", "; ".join(PRECISIONS.values()), tuple(PRECISIONS))
     layer: str = option(
         "auto", "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs", ("auto", "te", "torch")
     )
@@ -29,45 +46,91 @@ class Config:
         "", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)", is_path=True
     )
     batches: int = option(8, "different batches that rotate")
-    min_steps: int = option(50, "timed steps at least")
-    min_window_s: float = option(5.0, "timed seconds at least")
-    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
-    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
 
     def __post_init__(self):
-        for name in ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "sequence", "microbatch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: takes a number from 1 up")
-        if self.microbatches < 1 or self.batches < 1 or self.min_steps < 1 or self.amax_history < 1:
-            raise ValueError("--microbatches, --batches, --min-steps and --amax-history take a number from 1 up")
-        if self.lr != self.lr or not 0 <= self.lr < float("inf"):
-            raise ValueError(f"--lr {self.lr}: takes a finite number from 0 up")
+        sizes = ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "sequence", "microbatch", "microbatches")
+        counts = (*sizes, "chunks", "tp", "pp", "batches", "min_steps", "amax_history")
+        require_fields(self, counts, lambda value: value >= 1, "a number from 1 up")
+        require_fields(self, ("lr",), lambda value: 0 <= value < float("inf"), "a finite number from 0 up")
         require_folder_of_its_own("--data", self.data)
         if self.precision == "fp8" and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
             raise ValueError("--precision fp8 needs --hidden, --ffn and --heads x --head-dim divisible by 16")
+        if (self.precision, self.layer) == ("fp32", "te"):
+            raise ValueError("--precision fp32 needs --layer torch")
+        self._require_parallel()
 
+    def _require_parallel(self):
+        if self.cp != 1:
+            raise ValueError(f"--cp {self.cp}: takes 1, this model does not split a sequence's attention")
+        require_divisible("--layers", self.layers, "--pp x --chunks", self.pp * self.chunks)
+        require_divisible("--sequence", self.sequence, "--tp", self.tp)
+        if self.pp_rank < -1:
+            raise ValueError(f"--pp-rank {self.pp_rank}: takes a stage from 0 up, or -1 for all stages")
+        schedule.require(self.pp, max(self.pp_rank, 0), self.chunks, self.microbatches)
+        if self.alone and self.tp > 1:
+            raise ValueError(f"--pp-rank {self.pp_rank} needs --tp 1: its widths are one tensor rank's already")
+        if self.graph_unit == "chunk" and self.graph_scope in ("attn", "mlp"):
+            raise ValueError(f"--graph-scope {self.graph_scope} needs --graph-unit layer")
+
+    @property
+    def alone(self) -> bool:
+        """Whether one stage runs by itself, without the others: its edges are fed, and it has no optimizer."""
+        return self.pp_rank >= 0
+
+    @property
+    def staged(self) -> bool:
+        """Whether gpt3/pipeline.py makes the step: several stages or chunks, or graphs of other units."""
+        return self.pp > 1 or self.chunks > 1 or self.alone or self.unit != "layer"
+
+    @property
+    def unit(self) -> str:
+        """What is captured: layer, chunk, attn, mlp or none."""
+        return "chunk" if self.graph_unit == "chunk" and self.graph_scope == "layer" else self.graph_scope
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of one stage."""
+        return self.layers // self.pp
+
+    def ranks(self, world_size: int) -> Ranks:
+        if not self.alone:
+            return super().ranks(world_size)
+        if world_size != 1:
+            raise ValueError(f"--pp-rank {self.pp_rank} runs one stage by itself, this run has {world_size} ranks")
+        return Ranks(1)
+
+    def world_sizes(self) -> str:
+        return "1" if self.alone else super().world_sizes()
+
+
+_TINY = {
+    "hidden": 128,
+    "heads": 4,
+    "head_dim": 32,
+    "ffn": 256,
+    "vocab": 256,
+    "sequence": 64,
+    "amax_history": 16,
+    "lr": 1e-3,
+    "batches": 4,
+    **TINY_TIMING,
+}
+# MLPerf v4.1's largest graphed submission, 11,616 GPUs: 96 heads, ffn 49152 and a vocabulary padded to 50,688 over 4
+# tensor ranks, 6 stages of 8 chunks of 2 layers, as many microbatches as stages.
+_SUBMITTED = {"layers": 96, "heads": 24, "ffn": 12288, "vocab": 12672, "pp": 6, "chunks": 8, "microbatches": 6}
 
 # bench: one GPU's share at tensor-parallel size 8 (96 heads, ffn 49152, vocabulary 51200 divided by 8) of
 # MLPerf v4.1's architecture, microbatch 1 as in its largest graphed submission, 8 of 96 layers.
+# full: layers that are not divided, as many of four as fit. rank: one rank of the submission by itself.
 PRESETS = {
-    "tiny": Config(
-        layers=2,
-        hidden=128,
-        heads=4,
-        head_dim=32,
-        ffn=256,
-        vocab=256,
-        sequence=64,
-        microbatches=2,
-        amax_history=16,
-        lr=1e-3,
-        batches=4,
-        min_window_s=1.5,
-        warmup_min_s=0.3,
-        warmup_max_s=1.5,
-    ),
+    "tiny": Config(layers=2, microbatches=2, **_TINY),
+    "tiny_pp": Config(layers=4, microbatches=4, pp=2, chunks=2, **_TINY),
     "bench": Config(),
+    "rank": Config(pp_rank=0, **_SUBMITTED),
+    "full": Config(layers=4, heads=96, ffn=49152, vocab=51200),
+    "mlperf": Config(tp=4, zero1=True, **_SUBMITTED),
 }
+ON_CPU = ("tiny", "tiny_pp")
 
 VARIANTS = {
     "eager": "kernels launched one by one",
@@ -84,35 +147,30 @@ VARIANTS = {
 # width is the share of the layers that this GPU has, 96 heads and ffn 49152 divided by the tensor-parallel size;
 # hidden size and vocabulary stay as they are.
 SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", "ffn"], "layers": ["layers"]}
-KINDS = {
-    "eager": "eager",
-    "graph_te": "graph",
-    "graph_te_slot": "graph",
-    "graph_te_default": "graph",
-    "graph": "graph",
-    "graph_opt": "graph",
-    "graph_overlap": "graph",
-    "compile": "compile",
-    "reduce_overhead": "compile",
-}
+GRAPHS = ("graph_te", "graph_te_slot", "graph_te_default", "graph", "graph_opt", "graph_overlap")
+KINDS = {"eager": "eager", **dict.fromkeys(GRAPHS, "graph"), "compile": "compile", "reduce_overhead": "compile"}
 
 
 def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
     """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
-    per_layer = 2 * config.layers
-    per_slot = per_layer * config.microbatches
-    each = dict.fromkeys(("graph_te", "graph_te_default", "graph", "graph_overlap"), (per_slot, per_slot))
-    # One slot is replayed by every microbatch; the optimizer's graph once a step.
-    others = {"graph_te_slot": (per_layer, per_slot), "graph_opt": (per_slot + 1, per_slot + 1)}
-    return {**each, **others, "reduce_overhead": (None, None)}.get(variant, (0, 0))
+    units = {"chunk": config.chunks, "none": 0} if variant == "graph" else {}
+    per_slot = 2 * units.get(config.unit, config.stage_layers)
+    replays = per_slot * config.microbatches
+    # One slot is replayed in every microbatch, the optimizer's graph once a step.
+    others = {"graph_te_slot": (per_slot, replays), "graph_opt": (replays + 1, replays + 1)}
+    usual = (replays, replays) if variant in GRAPHS else (0, 0)
+    return {**others, "reduce_overhead": (None, None)}.get(variant, usual)
 
 
 ABOUT = {
-    "bitwise": [name for name, kind in KINDS.items() if kind in ("eager", "graph")],
+    "bitwise": ["eager", *GRAPHS],
     "sweeps": SWEEPS,
     "kinds": KINDS,
     "promises": promises,
-    "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
+    "presets_need": {
+        name: {"gpus": 0 if name in ON_CPU else 1, "world_size": config.world_sizes()}
+        for name, config in PRESETS.items()
+    },
 }
 
 CONTEXT_BYTES = 2 * 2**30
@@ -126,27 +184,39 @@ def layer_parameters(config: Config) -> int:
 
 
 def num_parameters(config: Config) -> int:
-    """Parameters on this GPU: layers, token and position embedding (the head is tied), final norm."""
-    return config.layers * layer_parameters(config) + (config.vocab + config.sequence + 2) * config.hidden
+    """Parameters on this GPU: layers, token and position embedding (the head is tied), final norm.
+
+    Of a pipeline those of the stage that runs alone, else of the first one, which has most.
+    """
+    c, stage = config, max(config.pp_rank, 0)
+    first, last = stage == 0, stage == c.pp - 1
+    rows = (first or last) * c.vocab + first * (c.sequence // c.tp) + 2 * last
+    return c.stage_layers * layer_parameters(c) + rows * c.hidden
 
 
-def predicted_bytes(config: Config) -> int:
-    """Device memory that a step needs, from sizes alone.
+def predicted_bytes(config: Config, dp: int = 1) -> int:
+    """Device memory that a step needs, from sizes alone. dp: data ranks, which ZeRO-1 splits masters and moments over.
 
     Per parameter 18 bytes: bf16 weight, FP32 gradient, master and two moments; with fp8 two more for the
-    quantised weight and its transpose. Activations of one microbatch (one is in flight at a time): inputs
+    quantised weight and its transpose; a stage alone has no masters and moments. Activations of one microbatch: inputs
     of both norms and both residual sums in full width, the operands of the four GEMMs, attention's
-    operands. Logits in bf16 and FP32 with their gradients. Fifteen percent for workspaces and graphs,
-    and CONTEXT_BYTES for what CUDA and its libraries take. Besides one batch of tokens and targets (int64), and with
-    fp8 the history of a layer's eight operands (FP32).
+    operands. What a pipeline has in flight beside it, without what is freed in a layer. Logits in bf16 and FP32 with
+    their gradients. Fifteen percent for workspaces and graphs, and CONTEXT_BYTES for what CUDA and its libraries take.
+    Besides one batch of tokens and targets (int64), and with fp8 the history of a layer's eight operands (FP32).
     """
     c, tokens, attention = config, config.sequence * config.microbatch, config.heads * config.head_dim
-    per_parameter = 20 if c.precision == "fp8" else 18
-    activations = c.layers * tokens * (12 * c.hidden + 12 * attention + 8 * c.ffn)
+    parameters, hidden = num_parameters(c), -(-c.hidden // c.tp)
+    states = parameters * {"fp8": 8, "bf16": 6, "fp32": 8}[c.precision]
+    if not c.alone:
+        states += -(-12 * parameters // (dp if c.zero1 else 1))
+    activations = c.stage_layers * tokens * (12 * hidden + 12 * attention + 8 * c.ffn)
+    in_flight = schedule.peak_in_flight(c.pp, max(c.pp_rank, 0), c.chunks, c.microbatches) if c.staged else 1
+    saved = 6 * hidden + 7 * attention + 3 * c.ffn if c.precision == "fp8" else 8 * (hidden + attention + c.ffn)
+    activations += max(0, in_flight - c.chunks) * (c.stage_layers // c.chunks) * tokens * saved
     logits = tokens * c.vocab * 12
-    rest = batch_bytes(c) + (c.layers * 8 * c.amax_history * 4 if c.precision == "fp8" else 0)
+    rest = batch_bytes(c) + (c.stage_layers * 8 * c.amax_history * 4 if c.precision == "fp8" else 0)
     # In integers: a float does not hold what some flags ask for.
-    return (num_parameters(c) * per_parameter + activations + logits + rest) * 115 // 100 + CONTEXT_BYTES
+    return (states + activations + logits + rest) * 115 // 100 + CONTEXT_BYTES
 
 
 def batch_bytes(config: Config) -> int:
@@ -154,23 +224,23 @@ def batch_bytes(config: Config) -> int:
     return 16 * config.microbatches * config.microbatch * config.sequence
 
 
-def fit(config: Config, available_bytes: int) -> Config:
-    """The config with as many of its layers as fit into available_bytes. ValueError if not even one does."""
-    one = replace(config, layers=1)
-    if predicted_bytes(one) > available_bytes:
+def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
+    """The config with as many of its layers as fit into available_bytes. ValueError if not even the least number does.
+
+    A pipeline has the same number in each chunk of each stage. dp: data ranks.
+    """
+    unit = config.pp * config.chunks
+    least = replace(config, layers=unit)
+    if predicted_bytes(least, dp) > available_bytes:
+        what = "one layer needs" if unit == 1 else "one layer in each chunk needs"
         raise ValueError(
-            blame(one, PRESETS, predicted_bytes, available_bytes)
-            or f"one layer needs {gib(predicted_bytes(one))} GiB, {gib(available_bytes)} GiB are free: "
+            blame(least, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes)
+            or f"{what} {gib(predicted_bytes(least, dp))} GiB, {gib(available_bytes)} GiB are free: "
             "lower --sequence or --ffn, or run --preset tiny"
         )
-    fits, first_too_many = 1, config.layers + 1
-    while first_too_many - fits > 1:
-        layers = (fits + first_too_many) // 2
-        if predicted_bytes(replace(config, layers=layers)) <= available_bytes:
-            fits = layers
-        else:
-            first_too_many = layers
-    return replace(config, layers=fits)
+    counts = range(1, config.layers // unit + 1)
+    fits = bisect_right(counts, available_bytes, key=lambda n: predicted_bytes(replace(config, layers=n * unit), dp))
+    return replace(config, layers=fits * unit)
 
 
 def require(config: Config, available_bytes: int | None) -> None:

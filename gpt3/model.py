@@ -1,15 +1,23 @@
 """GPT-3's modules: Transformer Engine's layer or a plain one with the same parameters, embedding and tied head.
 
-Activations are [sequence, microbatch, hidden]. Every parameter p has an FP32 buffer p.main_grad. Weights
-of te and emulated FP8 linears accumulate into it inside their backward; for all other parameters a hook
-adds what autograd just accumulated and drops it: one kernel, FP32 += bf16, eager and captured alike.
+Activations are [sequence, microbatch, hidden]; where several tensor ranks share each layer, every one has its part of
+the sequence between attention and feed-forward (sequence parallelism), [sequence / tp, microbatch, hidden].
+
+Every parameter p has an FP32 buffer p.main_grad. Weights of te and emulated FP8 linears accumulate into it inside their
+backward; for all other parameters a hook adds what autograd just accumulated and drops it: one kernel, FP32 += bf16,
+eager and captured alike.
 """
+
+import re
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common import collectives
+from common.parallel import fill_
 from common.precision import EmulatedLinear, transformer_engine
+from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
 from gpt3.config import Config
 
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
@@ -17,10 +25,10 @@ NORM_EPS = 1e-5
 
 
 class Linear(nn.Linear):
-    """nn.Linear that takes and ignores the flag of FP8 linears."""
+    """nn.Linear called as an EmulatedLinear is; there is no weight to cast."""
 
-    def forward(self, x, is_first_microbatch: bool):
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x, is_first_microbatch: bool, add_bias: bool = True):
+        return F.linear(x, self.weight, self.bias if add_bias else None)
 
 
 class LayerNorm1p(nn.Module):
@@ -38,14 +46,16 @@ class LayerNorm1p(nn.Module):
 class PlainLayer(nn.Module):
     """The decoder layer in plain PyTorch: pre-norm attention and GELU feed-forward, biases everywhere, no dropout.
 
-    [s, b, hidden] -> [s, b, hidden]. Parameters as te.TransformerLayer's, q k v interleaved per head.
+    [s / tp, b, hidden] -> the same. Parameters as te.TransformerLayer's, q k v interleaved per head. tensor: name of
+    the group of ranks that have the other heads and the other columns of the feed-forward.
     """
 
-    def __init__(self, config: Config, dtype, device):
+    def __init__(self, config: Config, dtype, device, tensor: str = collectives.ALONE):
         super().__init__()
         attention = config.heads * config.head_dim
         linear = EmulatedLinear if config.precision == "fp8" else Linear
         self.heads, self.head_dim = config.heads, config.head_dim
+        self.tensor, self.is_split = tensor, collectives.group_size(tensor) > 1
         self.norm_1 = LayerNorm1p(config.hidden, dtype, device)
         self.qkv = linear(config.hidden, 3 * attention, dtype=dtype, device=device)
         self.proj = linear(attention, config.hidden, dtype=dtype, device=device)
@@ -54,50 +64,121 @@ class PlainLayer(nn.Module):
         self.fc2 = linear(config.ffn, config.hidden, dtype=dtype, device=device)
 
     def forward(self, x, is_first_microbatch: bool):
-        s, b, _ = x.shape
-        qkv = self.qkv(self.norm_1(x), is_first_microbatch).view(s, b, self.heads, 3, self.head_dim)
-        q, k, v = qkv.permute(3, 1, 2, 0, 4).unbind(0)
+        return self.mlp(self.attention(x, is_first_microbatch), is_first_microbatch)
+
+    def attention(self, x, is_first_microbatch: bool):
+        """x and what attention adds to it."""
+        qkv = self.qkv(gather_from_sequence(self.norm_1(x), self.tensor), is_first_microbatch)
+        s, b, _ = qkv.shape
+        q, k, v = qkv.view(s, b, self.heads, 3, self.head_dim).permute(3, 1, 2, 0, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.permute(2, 0, 1, 3).reshape(s, b, -1), is_first_microbatch)
-        y = F.gelu(self.fc1(self.norm_2(x), is_first_microbatch), approximate="tanh")
-        return x + self.fc2(y, is_first_microbatch)
+        return x + self._sum(self.proj, y.permute(2, 0, 1, 3).reshape(s, b, -1), is_first_microbatch)
+
+    def mlp(self, x, is_first_microbatch: bool):
+        """x and what the feed-forward adds to it."""
+        wide = self.fc1(gather_from_sequence(self.norm_2(x), self.tensor), is_first_microbatch)
+        return x + self._sum(self.fc2, F.gelu(wide, approximate="tanh"), is_first_microbatch)
+
+    def _sum(self, linear, x, is_first_microbatch):
+        """`linear`, of whose columns the other ranks have the rest: this rank's part of the sequence."""
+        if not self.is_split:
+            return linear(x, is_first_microbatch)
+        part = linear(x, is_first_microbatch, add_bias=False)
+        return reduce_scatter_to_sequence(part, self.tensor) + linear.bias
 
 
-def te_layer(config: Config, dtype, device):
-    """te.TransformerLayer with the same shapes: fused q k v, weight gradients straight into main_grad."""
+def te_options(config: Config, dtype, device, tensor: str) -> dict:
+    """What all of Transformer Engine's modules are made with: weight gradients go straight into main_grad."""
+    options = {
+        "zero_centered_gamma": True,
+        "fuse_wgrad_accumulation": True,
+        "params_dtype": dtype,
+        "device": device,
+    }
+    if config.tp > 1:
+        group = collectives.process_group(tensor)
+        options |= {"tp_group": group, "tp_size": config.tp, "set_parallel_mode": True, "sequence_parallel": True}
+    return options
+
+
+def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
+    """te.TransformerLayer with the same shapes: fused q k v. Its widths are those of all tensor ranks together."""
     return transformer_engine().TransformerLayer(
         config.hidden,
-        config.ffn,
-        config.heads,
+        config.ffn * config.tp,
+        config.heads * config.tp,
         kv_channels=config.head_dim,
         layernorm_epsilon=NORM_EPS,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        zero_centered_gamma=True,
         fuse_qkv_params=True,
-        fuse_wgrad_accumulation=True,
-        params_dtype=dtype,
-        device=device,
+        **te_options(config, dtype, device, tensor),
     )
 
 
-class Embedding(nn.Module):
-    """Token and position embedding, and the head tied to the tokens' rows."""
+class TeHalves(nn.Module):
+    """The same layer as two of Transformer Engine's modules, for graphs of one of them (--graph-scope attn, mlp).
 
-    def __init__(self, config: Config, dtype, device):
+    Biases are added within them, where te.TransformerLayer adds them with the residual sum: other roundings.
+    """
+
+    def __init__(self, config: Config, dtype, device, tensor: str = collectives.ALONE):
         super().__init__()
+        te, options = transformer_engine(), te_options(config, dtype, device, tensor)
+        self.self_attention = te.MultiheadAttention(
+            config.hidden,
+            config.heads * config.tp,
+            kv_channels=config.head_dim,
+            attention_dropout=0.0,
+            layernorm_epsilon=NORM_EPS,
+            input_layernorm=True,
+            fuse_qkv_params=True,
+            **options,
+        )
+        self.layernorm_mlp = te.LayerNormMLP(config.hidden, config.ffn * config.tp, eps=NORM_EPS, **options)
+
+    def forward(self, x, is_first_microbatch: bool):
+        return self.mlp(self.attention(x, is_first_microbatch), is_first_microbatch)
+
+    def attention(self, x, is_first_microbatch: bool):
+        return x + self.self_attention(x, is_first_microbatch=is_first_microbatch)
+
+    def mlp(self, x, is_first_microbatch: bool):
+        return x + self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+
+
+def layer_class(config: Config):
+    """What makes a layer: layer_class(config)(config, dtype, device, tensor)."""
+    if config.layer != "te":
+        return PlainLayer
+    return TeHalves if config.unit in ("attn", "mlp") else te_layer
+
+
+class Embedding(nn.Module):
+    """Token and position embedding, and the head tied to the tokens' rows.
+
+    Rows are split over the ranks of the group `tensor`, positions by their part of the sequence. Of a pipeline the
+    first stage has tokens and positions, the last one tokens and the final norm.
+    """
+
+    def __init__(self, config: Config, dtype, device, tensor=collectives.ALONE, first=True, last=True):
+        super().__init__()
+        self.tensor = tensor
+        positions = (config.sequence // config.tp, 1, config.hidden)
         self.tokens = nn.Parameter(torch.empty(config.vocab, config.hidden, dtype=dtype, device=device))
-        self.positions = nn.Parameter(torch.empty(config.sequence, 1, config.hidden, dtype=dtype, device=device))
-        self.final_norm = LayerNorm1p(config.hidden, dtype, device)
+        if first:
+            self.positions = nn.Parameter(torch.empty(positions, dtype=dtype, device=device))
+        if last:
+            self.final_norm = LayerNorm1p(config.hidden, dtype, device)
 
     def forward(self, tokens_sb):
-        """[s, b] int64 -> [s, b, hidden]."""
-        return _EmbedTokens.apply(tokens_sb, self.tokens) + self.positions
+        """[s, b] int64 -> [s / tp, b, hidden]."""
+        return look_up(tokens_sb, self.tokens, self.tensor, _EmbedTokens.apply) + self.positions
 
     def loss(self, hidden, targets_sb):
-        """Mean cross-entropy of [s, b, hidden] against [s, b] over this GPU's rows of the vocabulary, FP32."""
-        logits = _TiedHead.apply(self.final_norm(hidden), self.tokens)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets_sb.flatten())
+        """Mean cross-entropy, FP32, of [s / tp, b, hidden] against [s, b] over the vocabulary of all tensor ranks."""
+        logits = _TiedHead.apply(gather_from_sequence(self.final_norm(hidden), self.tensor), self.tokens)
+        return cross_entropy(logits.flatten(0, 1).float(), targets_sb.flatten(), self.tensor)
 
 
 class _EmbedTokens(torch.autograd.Function):
@@ -164,13 +245,30 @@ def _add_to_main_grad(parameter):
     parameter.grad = None
 
 
-@torch.no_grad()
-def initialise(named_parameters, seed: int):
-    """In place and seeded: matrices normal with INIT_STD, biases and (zero-centred) norms zero."""
-    parameters = list(named_parameters)
-    generator = torch.Generator(parameters[0][1].device).manual_seed(seed)
-    for _, parameter in parameters:
-        if parameter.ndim >= 2:
-            parameter.normal_(0.0, INIT_STD, generator=generator)
-        else:
-            parameter.zero_()
+def split_dimension(name: str) -> int | None:
+    """Which dimension of a parameter is split over the tensor ranks; None: all have it alike.
+
+    name: of PlainLayer, te.TransformerLayer or Embedding, whatever stands before it.
+    """
+    if re.search(r"(qkv|fc1)[._](weight|bias)$|(^|\.)(tokens|positions)$", name):
+        return 0
+    return 1 if re.search(r"(proj|fc2)[._]weight$", name) else None
+
+
+def initialise(named_parameters, seed: int, tensor_rank: int = 0, tp: int = 1):
+    """In place and seeded: matrices normal with INIT_STD, biases and (zero-centred) norms zero.
+
+    named_parameters: by names in the whole model. Values are those that the model has in one process, of which this
+    rank takes its part.
+    """
+    for name, parameter in named_parameters:
+        if parameter.ndim < 2:
+            parameter.detach().zero_()
+            continue
+        shape, own = list(parameter.shape), [slice(None)] * parameter.ndim
+        dimension = split_dimension(name)
+        if dimension is not None:
+            size = shape[dimension]
+            shape[dimension] *= tp
+            own[dimension] = slice(tensor_rank * size, (tensor_rank + 1) * size)
+        fill_(parameter, name, seed, shape, own, INIT_STD)

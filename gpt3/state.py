@@ -4,12 +4,16 @@ from pathlib import Path
 
 import torch
 
-from common import collectives, precision, text
+from common import collectives, precision, schedule, token_files
 from common.capture import StaticInputs
-from common.measure import Unsupported, section
+from common.marks import section
 from common.optimizers import MasterAdam
+from common.parallel import Ranks, make_groups
+from common.variant import Unsupported
+from common.zero import ZeroAdam, reduce_norm_
+from gpt3.alone import Edges, NoAdam
 from gpt3.config import Config
-from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, te_layer
+from gpt3.model import Embedding, attach_main_grads, initialise, layer_class, split_dimension
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -21,42 +25,99 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 class State:
     """Layers, embedding, FP8 scaling, optimizer, rotating batches, and the losses seen.
 
-    config must be resolved (`resolve`): layer is "te" or "torch".
+    config must be resolved (gpt3/workload.py): layer is "te" or "torch". rank: the world rank. Of a pipeline `chunks`
+    are the layers of this rank's stage, `steps` its passes in their order (common/schedule.py) and `transfers` what is
+    exchanged before each of them and after the last. embedding is None between the first and the last stage.
     """
 
     num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
-        self.config, self.device, self.world_size = config, device, world_size
-        dtype = torch.bfloat16
-        make_layer = te_layer if config.layer == "te" else PlainLayer
-        self.layers = torch.nn.ModuleList(make_layer(config, dtype, device) for _ in range(config.layers))
-        self.embedding = Embedding(config, dtype, device)
-        modules = [*self.layers, self.embedding]
-        self.parameters = [parameter for module in modules for parameter in module.parameters()]
-        self.overwritten = attach_main_grads(modules)
-        main_grads = [parameter.main_grad for parameter in self.parameters]
-        self.buckets = collectives.GradientBuckets(main_grads, BUCKET_BYTES) if world_size > 1 else None
-        self.fp8 = _scaling(config, self.layers)
-        initialise(self._named_parameters(), SEED)
-        self.adam = MasterAdam(self.parameters, main_grads, lr=config.lr, **ADAM)
+        self.config, self.device = config, device
+        self.ranks = config.ranks(world_size)
+        self.place = self.ranks.place(rank)
+        self.groups = make_groups(self.ranks, device.type)
+        self.stage = config.pp_rank if config.alone else self.place.stage
+        self.is_first, self.is_last = self.stage == 0, self.stage == config.pp - 1
+        shape = (config.pp, self.stage, config.chunks, config.microbatches)
+        self.steps = schedule.numbered(schedule.order(*shape))
+        self.transfers = schedule.communications(*shape)
+        self.dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
+        self._make_modules()
+        self._make_optimizer()
+        self.edges = Edges(self.empty_hidden(), config.microbatches) if config.alone else None
         self.loss = torch.zeros((), device=device)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
-        self.batches = _batches(config, device, rank)
+        self.batches = training_batches(config, device, self.place.data_rank)
         shape = (config.microbatches, config.sequence, config.microbatch)
         self.inputs = StaticInputs(
             {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "targets")}
         )
 
+    def _make_modules(self):
+        config, tensor = self.config, self.groups.tensor
+        make_layer = layer_class(config)
+        numbers = Ranks(1, pp=config.pp).layers(config.layers, self.stage, config.chunks)
+        self.numbers = [number for chunk in numbers for number in chunk]
+        self.layers = torch.nn.ModuleList(make_layer(config, self.dtype, self.device, tensor) for _ in self.numbers)
+        size = len(numbers[0])
+        self.chunks = [list(self.layers[start : start + size]) for start in range(0, len(self.layers), size)]
+        self.embedding, modules = None, [*self.layers]
+        if self.is_first or self.is_last:
+            self.embedding = Embedding(config, self.dtype, self.device, tensor, self.is_first, self.is_last)
+            modules.append(self.embedding)
+        self.parameters = [parameter for module in modules for parameter in module.parameters()]
+        self.overwritten = attach_main_grads(modules)
+        self.fp8 = _scaling(config, self.layers, tensor)
+        self._initialise()
+
+    def _initialise(self):
+        initialise(self.named_parameters(), SEED, self.place.tensor_rank, self.config.tp)
+
+    def _make_optimizer(self):
+        config, groups = self.config, self.groups
+        main_grads = [parameter.main_grad for parameter in self.parameters]
+        # What all tensor ranks have alike: each has the gradient of its part of the sequence.
+        alike = [parameter for name, parameter in self.named_parameters() if split_dimension(name) is None]
+        self.partial_grads = [parameter.main_grad for parameter in alike] if config.tp > 1 else []
+        # What another rank with other shards counts in the gradients' norm.
+        uncounted = alike if self.place.tensor_rank > 0 else []
+        self.shared_rows = self.embedding.tokens.main_grad if self.ranks.pp > 1 and self.embedding else None
+        if self.shared_rows is not None and self.is_last:
+            uncounted = [*uncounted, self.embedding.tokens]
+        self.buckets = None
+        if config.alone:
+            self.adam = NoAdam(self.parameters)
+        elif config.zero1 and self.ranks.dp > 1:
+            self.adam = ZeroAdam(
+                self.parameters, main_grads, lr=config.lr, **ADAM, group=groups.replicas, uncounted=uncounted
+            )
+        else:
+            if self.ranks.dp > 1:
+                self.buckets = collectives.GradientBuckets(main_grads, BUCKET_BYTES, groups.replicas)
+            reduce_norm = None
+            if config.tp * config.pp > 1:
+                counted_elsewhere = [parameter.main_grad for parameter in uncounted]
+
+                def reduce_norm(norm):
+                    reduce_norm_(norm, groups.shards, counted_elsewhere)
+
+            self.adam = MasterAdam(self.parameters, main_grads, config.lr, **ADAM, reduce_norm=reduce_norm)
+
     def reset(self):
         torch.manual_seed(SEED)
-        initialise(self._named_parameters(), SEED)
+        self._initialise()
         torch._foreach_zero_([parameter.main_grad for parameter in self.parameters])
         self.adam.reset()
         self.fp8.reset()
         self.losses.zero_()
         self.grad_norms.zero_()
+
+    def empty_hidden(self) -> torch.Tensor:
+        """[s / tp, b, hidden], not initialised: what layers read and write."""
+        c = self.config
+        return torch.empty(c.sequence // c.tp, c.microbatch, c.hidden, dtype=self.dtype, device=self.device)
 
     def begin_step(self, index: int, accumulate_all: bool = False):
         """Copy batch `index` in and zero the gradients that are added to.
@@ -78,32 +139,51 @@ class State:
         return loss
 
     def end_step(self, index: int, update=None):
-        """Average the gradients over the ranks, clip and apply them, keep the step's loss and gradient norm.
+        """Reduce the gradients over the ranks, clip and apply them, keep the step's loss and gradient norm.
 
         update: what clips and applies them, called without arguments; the optimizer's own step where none is given.
         """
         with section("optimizer"):
-            if self.buckets:
-                self.buckets.all_reduce_mean()
+            self.reduce_gradients()
             (update or self.adam.step)()
+        if self.ranks.pp > 1:
+            # The other stages have added nothing.
+            collectives.all_reduce_sum_(self.loss, self.groups.pipeline)
+        if self.ranks.dp > 1:
+            collectives.all_reduce_mean_(self.loss, self.groups.replicas)
         # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.loss)
         self.grad_norms[place].copy_(self.adam.grad_norm)
 
     @torch.no_grad()
+    def reduce_gradients(self):
+        """Sums over the tensor ranks and over both ends of the pipeline, means over the data ranks (not with ZeRO-1,
+        whose step does so)."""
+        if self.partial_grads:
+            flat = torch.cat([grad.flatten() for grad in self.partial_grads])
+            collectives.all_reduce_sum_(flat, self.groups.tensor)
+            torch._foreach_copy_(self.partial_grads, flat.split([grad.numel() for grad in self.partial_grads]))
+        if self.shared_rows is not None:
+            collectives.all_reduce_sum_(self.shared_rows, self.groups.ends)
+        if self.buckets:
+            self.buckets.all_reduce_mean()
+
+    @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over HELD_OUT_BATCHES batches that no rank trains on: the log perplexity of a token.
 
         Eager. FP8 rounds with the scales of training, which are put back with their history. Raises
-        Unsupported where the text is too short to hold any out.
+        Unsupported where the text is too short to hold any out, and where no process has all stages.
         """
+        if self.config.pp > 1:
+            raise Unsupported("no evaluation over several stages: --pp 1")
         state = [tensor for _, tensor in self.fp8.named_state()]
         saved = [tensor.clone() for tensor in state]
         # te: a fresh FP8 cast of the weights, for the cached one belongs to the graphs.
         first = None if self.config.layer == "te" else True
         loss = torch.zeros((), device=self.device)
-        batches = _held_out_batches(self.config, self.world_size)
+        batches = held_out_batches(self.config, self.ranks.dp)
         with self.fp8.forward():
             for batch in batches:
                 for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True):
@@ -116,7 +196,7 @@ class State:
         return float(loss) / (len(batches) * self.config.microbatches)
 
     def named_state(self):
-        yield from self._named_parameters()
+        yield from self.named_parameters()
         yield from self.adam.named_state()
         yield from self.fp8.named_state()
 
@@ -130,35 +210,37 @@ class State:
         """All batches have one shape."""
         return 0
 
-    def _named_parameters(self):
-        for index, layer in enumerate(self.layers):
+    def named_parameters(self):
+        """(name in the whole model, this rank's part) of each parameter."""
+        for number, layer in zip(self.numbers, self.layers, strict=True):
             for name, parameter in layer.named_parameters():
-                yield f"layers.{index}.{name}", parameter
-        yield from self.embedding.named_parameters(prefix="embedding")
+                yield f"layers.{number}.{name}", parameter
+        if self.embedding is not None:
+            yield from self.embedding.named_parameters(prefix="embedding")
 
 
-def _scaling(config, layers):
-    if config.precision == "bf16":
+def _scaling(config, layers, group):
+    if config.precision != "fp8":
         return precision.NoScaling()
     kind = precision.TransformerEngineScaling if config.layer == "te" else precision.EmulatedScaling
-    return kind(layers, config.amax_history)
+    return kind(layers, config.amax_history, group)
 
 
-def _batches(config, device, rank):
+def training_batches(config, device, data_rank):
     """Rotating batches of real text in host memory, pinned for an asynchronous copy."""
-    source, count = text.open_tokens(config.data, CACHE), config.microbatches * config.microbatch
+    source, count = token_files.open_tokens(config.data, CACHE), config.microbatches * config.microbatch
     batches = []
     for index in range(config.batches):
-        batch = _batch(config, source.batch(index + rank * config.batches, count, config.sequence))
+        batch = _batch(config, source.batch(index + data_rank * config.batches, count, config.sequence))
         batches.append({name: rows.pin_memory() if device.type == "cuda" else rows for name, rows in batch.items()})
     return batches
 
 
-def _held_out_batches(config, world_size):
-    """Batches of the same shape from text that none of `_batches` contains, the same on every rank."""
-    source, count = text.open_tokens(config.data, CACHE), config.microbatches * config.microbatch
+def held_out_batches(config, data_ranks):
+    """Batches of the same shape from text that none of `training_batches` contains, the same on every rank."""
+    source, count = token_files.open_tokens(config.data, CACHE), config.microbatches * config.microbatch
     try:
-        rows = source.held_out(HELD_OUT_BATCHES * count, config.sequence, config.batches * world_size, count)
+        rows = source.held_out(HELD_OUT_BATCHES * count, config.sequence, config.batches * data_ranks, count)
     except LookupError as error:
         raise Unsupported(str(error)) from None
     return [_batch(config, part) for part in rows.reshape(HELD_OUT_BATCHES, count, -1)]
@@ -166,13 +248,14 @@ def _held_out_batches(config, world_size):
 
 def _batch(config, rows):
     """int64 [sequences, sequence + 1] as microbatches [m, s, b], tokens folded into the vocabulary's rows."""
-    rows = (torch.from_numpy(rows) % config.vocab).view(config.microbatches, config.microbatch, -1).transpose(1, 2)
+    rows = torch.from_numpy(rows) % (config.vocab * config.tp)
+    rows = rows.view(config.microbatches, config.microbatch, -1).transpose(1, 2)
     return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
 
 
-def hyperparameters(config: Config, world_size: int) -> dict:
+def hyperparameters(config: Config, data_ranks: int) -> dict:
     """What the MLPerf log says of this training."""
-    samples = config.microbatches * config.microbatch * world_size
+    samples = config.microbatches * config.microbatch * data_ranks
     return {
         "seed": SEED,
         "global_batch_size": samples,

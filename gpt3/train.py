@@ -1,107 +1,177 @@
-"""GPT-3 175B, one GPU's share: CUDA graphs per layer and microbatch.
+"""GPT-3 175B, one GPU's share: a CUDA graph for each layer's forward and backward in each microbatch.
 
-In the graphs: every transformer layer, forward and backward, with its weight gradients accumulated into
-FP32 main_grad. Eager: data, embedding, head and loss, the FP8 scale updates, gradient clipping and Adam.
-Why: that is the scope NVIDIA submitted (MLPerf v4.1, 11,616 GPUs). The layers are nearly all of the work,
-and what changes from step to step in a real run (schedules, communication, logging) stays plain Python.
-`graph_opt` captures clipping and Adam, too. Transformer Engine's own graphs are in te_graphs.py.
+What is trained, without graphs:
+
+    for step in range(num_steps):
+        zero(main_grad)
+        for microbatch in range(num_microbatches):
+            hidden = embedding(tokens[microbatch])
+            for layer in layers:
+                hidden = layer(hidden)
+            loss(hidden, targets[microbatch]).backward()      # weight gradients are added to FP32 main_grad
+        all_reduce(main_grad), clip(main_grad), adam(main_grad)
+
+Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs, replayed in the order of this loop.
+That is the scope that NVIDIA submitted (MLPerf v4.1, 11,616 GPUs): the layers are nearly all of the work.
+
+Not captured, and why:
+    the batch                     it comes from the host
+    embedding, final norm, loss   a few kernels a microbatch; autograd runs them around the replays
+    FP8 scale updates             they belong to the recipe, not to a layer: one update after all layers of a pass
+    all-reduce, clipping, Adam    they change from step to step in a real run (schedules, logging); `graph_opt` captures
+                                  clipping and Adam all the same
+There is no dropout: no graph draws random numbers.
+
+This is a step without a pipeline. Several tensor and data ranks run it too: the collectives of --tp are in the layers,
+and so in their graphs. With several stages or chunks gpt3/pipeline.py makes the step, gpt3/stage_graphs.py its graphs.
 
     python -m gpt3.train --preset tiny --variant graph
     python -m gpt3.train --preset bench --variant graph --record runs/graph.r1.json
-    torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny --variant graph      # data parallel
+    torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny --variant graph            # data parallel
+    torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny --variant graph --tp 2     # tensor parallel
+    torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny_pp --variant graph         # a pipeline
 """
 
-from common.config import mistakes_in_one_line, parse
-from gpt3 import config as gpt3_config
+from common.config import parse
 from gpt3.config import ABOUT, PRESETS, VARIANTS, Config
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
     args = parse("gpt3", Config, PRESETS, VARIANTS, about=ABOUT)
 
-import contextlib
-import sys
-from dataclasses import replace as replace_fields
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from common import collectives, environment, flops, measure, precision
-from common.capture import Pool
-from common.measure import Capture, Unsupported, mark, section
-from gpt3 import te_graphs
-from gpt3.state import State, hyperparameters
+from common.capture import Pool  # of torch.cuda.CUDAGraphs; without a GPU of host graphs, which record operators
+from common.main import main
+from common.marks import mark, section  # places that a measuring pass looks at, else nothing
+from common.variant import Capture, Eager, Unsupported, warm_up
+from gpt3 import variants
+from gpt3.state import State
+from gpt3.workload import workload
 
 # ------------------------------------------------------------------------------------------------
-# The eager step
+# 1. The eager step
 
 
 def eager_step(state: State, index: int):
-    """One training step: microbatches one after the other, then clip and Adam. Nothing here waits for the device."""
-    state.begin_step(index)
+    """One training step. Nothing in it waits for the device."""
+    state.begin_step(index)  # copies batch `index` into state.inputs, zeroes the main_grad that is added to
     for microbatch in range(state.config.microbatches):
         with section("embedding"):
             hidden = state.embedding(state.inputs["tokens"][microbatch])
-        with section("forward"), state.fp8.forward():
+        with section("forward"), state.fp8.forward():  # new FP8 scales at the end of the block
             for layer in state.layers:
+                # The FP8 weight cast runs in microbatch 0 only, because the weights change once a step.
                 hidden = layer(hidden, is_first_microbatch=microbatch == 0)
-        loss = state.microbatch_loss(hidden, microbatch)
+        loss = state.microbatch_loss(hidden, microbatch)  # mean over the microbatches; added to state.loss
         mark()
         with section("backward"), state.fp8.backward():
-            loss.backward()
+            loss.backward()  # weight gradients go to main_grad, see gpt3/model.py
         mark()
-    state.end_step(index)
+    state.end_step(index)  # all-reduces main_grad, clips, Adam, keeps loss and gradient norm
 
 
-class Eager:
-    """The baseline: no graph, no compiler."""
-
-    def __init__(self, state: State):
-        self.state = state
-        self.capture = Capture(strategy="none")
-        _warm_up(state, self.capture)
-
-    def step(self, index: int):
-        eager_step(self.state, index)
-
-    def replays_of(self, index: int) -> int:
-        return 0
-
-    def close(self):
-        """Nothing to release."""
-
-
-def _warm_up(state, capture, steps=3):
-    """Eager steps on the capture stream: libraries initialise, FP8 caches and optimizer state exist afterwards."""
-    with capture.timed("warmup_s"):
-        for index in range(steps):
-            eager_step(state, index)
+def eager(state: State) -> Eager:
+    """The baseline: the eager step, kernels launched one by one."""
+    return Eager(state, eager_step)
 
 
 # ------------------------------------------------------------------------------------------------
-# The capture, and the step that replays it
+# 2. The step with its layers captured
 
 
-def capture_forward(state: State, pool: Pool, x, microbatch: int):
-    """A graph for every layer's forward, buffers chained: what layer l writes is what layer l+1 reads.
+class Microbatch(NamedTuple):
+    """Graphs of one microbatch in order of replay, what the forward ones write and what the backward ones write."""
 
-    The FP8 weight cast is in the graphs of the first microbatch alone, as in the eager step. Returns the
-    graphs in order, (input, output) of every layer for the backward, and the last layer's output.
+    forward: list
+    y: torch.Tensor
+    backward: list
+    grad_x: torch.Tensor
+
+
+class Graphed:
+    """A graph for each layer's forward and backward in each microbatch, all in one pool.
+
+    The first microbatch's graphs do more: they cast the weights to FP8 and overwrite main_grad, later ones add to it.
+    All are captured in the order in which a step replays them, so that a microbatch's activations take the memory of
+    the last one's. The process runs on a side stream from its start, as captures need it.
+    """
+
+    def __init__(self, state: State):
+        self.state, self.update = state, state.adam.step
+        self.pool = Pool(state.device)
+        self.capture = Capture(strategy="layer x microbatch, forward and backward", pools=[self.pool])
+        warm_up(state, self.capture, eager_step)  # what libraries allocate at first use must not be in a graph
+        # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
+        self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
+        self.grad_y = torch.zeros_like(self.x)
+        self.microbatches = []
+        with self.capture.timed("capture_s"), state.fp8.capturing():  # no scale update is captured
+            for microbatch in range(state.config.microbatches):
+                forward, saved, y = capture_forward(state.layers, self.pool, self.x, microbatch)
+                backward, grad_x = capture_backward(self.pool, saved, self.grad_y)
+                self.microbatches.append(Microbatch(forward, y, backward, grad_x))
+
+    def step(self, index: int):
+        """`eager_step` with replays in the place of the layers."""
+        state = self.state
+        state.begin_step(index)
+        for microbatch, graphs in enumerate(self.microbatches):
+            with section("embedding"):
+                embedded = state.embedding(state.inputs["tokens"][microbatch])
+                self.x.detach().copy_(embedded.detach())
+            with section("forward"), state.fp8.forward():
+                replay(graphs.forward)
+            hidden = graphs.y.detach().requires_grad_()
+            loss = state.microbatch_loss(hidden, microbatch)
+            mark()
+            with section("backward"):
+                loss.backward()  # of the loss alone: it ends at hidden.grad
+                self.grad_y.copy_(hidden.grad)
+                with state.fp8.backward(replayed=True):  # called layers ask for the scale update, replayed ones cannot
+                    replay(graphs.backward)  # weight gradients go to main_grad inside of the graphs
+                embedded.backward(graphs.grad_x)
+            mark()
+        state.end_step(index, self.update)  # self.update: Adam's eager step here
+
+    def replays_of(self, index: int) -> int:
+        return 2 * self.state.config.layers * self.state.config.microbatches
+
+    def close(self):
+        for pool in self.capture.pools:
+            pool.release()
+
+
+def replay(graphs):
+    for graph in graphs:
+        graph.replay()
+
+
+def capture_forward(layers, pool: Pool, x, microbatch: int):
+    """A graph for the forward of each layer. Buffers are chained: what one layer writes the next one reads, no copy.
+
+    x: [s, b, hidden], what the first layer reads. Returns the graphs in order, (input, output) of each layer for
+    `capture_backward`, and the last layer's output, which every replay overwrites.
     """
     graphs, saved, hidden = [], [], x
-    for layer in state.layers:
+    for layer in layers:
         static = (x,) if hidden is x else ()
         graph, output = pool.capture(lambda: layer(hidden, is_first_microbatch=microbatch == 0), static)  # noqa: B023
         graphs.append(graph)
         saved.append((hidden, output))
+        # Cut from this layer's autograd graph: each layer's backward is captured by itself.
         hidden = output.detach().requires_grad_()
     return graphs, saved, hidden.detach()
 
 
 def capture_backward(pool: Pool, saved, grad_y):
-    """A graph for every layer's backward, last layer first: gradients chained, weight gradients into main_grad.
+    """A graph for the backward of each layer, the last layer first; what one writes the next one reads.
 
-    Consumes `saved`, so that the activations' memory is free for what is captured next. Returns the graphs
-    in order of replay and the gradient of layer 0's input.
+    saved: of `capture_forward`; it is emptied, so that what is captured next may take the activations' memory. grad_y:
+    gradient of the last layer's output. Returns the graphs in order of replay and the gradient of the first layer's x.
     """
     graphs, grad = [], grad_y
     while saved:
@@ -113,83 +183,29 @@ def capture_backward(pool: Pool, saved, grad_y):
 
 
 def _input_gradient(x, output, grad):
+    # Not autograd.grad: the hooks that add the gradients of weights to main_grad run in backward() alone.
     x.grad = None
     output.backward(grad)
     grad, x.grad = x.grad, None
     return grad
 
 
-class Graphed:
-    """Forward and backward graphs per layer and microbatch, one pool, captured in the order in which a step runs them.
-
-    That order lets a microbatch's activations take the place of the last one's, and a replay copies
-    nothing between layers: only the embedding's output and the loss's gradient are copied in.
-    """
-
-    def __init__(self, state: State):
-        self.state = state
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy="layer x microbatch, forward and backward", pools=[self.pool])
-        _warm_up(state, self.capture)
-        self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
-        self.grad_y = torch.zeros_like(self.x)
-        self.forward, self.y, self.backward, self.grad_x = [], [], [], []
-        self.update = state.adam.step
-        with self.capture.timed("capture_s"), state.fp8.capturing():
-            for microbatch in range(state.config.microbatches):
-                graphs, saved, y = capture_forward(state, self.pool, self.x, microbatch)
-                self.forward.append(graphs)
-                self.y.append(y)
-                graphs, grad_x = capture_backward(self.pool, saved, self.grad_y)
-                self.backward.append(graphs)
-                self.grad_x.append(grad_x)
-
-    def step(self, index: int):
-        state = self.state
-        state.begin_step(index)
-        for microbatch in range(state.config.microbatches):
-            with section("embedding"):
-                embedded = state.embedding(state.inputs["tokens"][microbatch])
-                self.x.detach().copy_(embedded.detach())
-            with section("forward"), state.fp8.forward():
-                replay(self.forward[microbatch])
-            hidden = self.y[microbatch].detach().requires_grad_()
-            loss = state.microbatch_loss(hidden, microbatch)
-            mark()
-            with section("backward"):
-                loss.backward()
-                self.grad_y.copy_(hidden.grad)
-                with state.fp8.backward(replayed=True):
-                    replay(self.backward[microbatch])
-                embedded.backward(self.grad_x[microbatch])
-            mark()
-        state.end_step(index, self.update)
-
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers * self.state.config.microbatches
-
-    def close(self):
-        self.pool.release()
-
-
-def replay(graphs):
-    for graph in graphs:
-        graph.replay()
+# ------------------------------------------------------------------------------------------------
+# 3. Refinements of the capture
 
 
 class GraphedOptimizer(Graphed):
-    """`graph`, with clipping and Adam in a graph of their own, one more replay a step.
+    """Adds clipping and Adam in a graph of their own, one more replay a step.
 
-    What changes from step to step must be on the device, or the graph would keep what it was at capture: the learning
-    rate, Adam's count of steps and the gradients' norm are tensors that the replay reads and writes. A schedule fills
-    `state.adam.lr` before the step. Outside stay the all-reduce of the gradients, and where losses are kept, which
-    depends on the step's number.
+    What changes from step to step is on the device, where the replay reads it: the learning rate, Adam's count of steps
+    and the gradients' norm. A schedule fills `state.adam.lr` before the step. Outside stay the all-reduce of the
+    gradients, and where losses are kept, which depends on the step's number.
     """
 
     def __init__(self, state: State):
         super().__init__(state)
         self.capture.strategy += "; clipping and Adam"
-        # Last in the step and last in the pool: it may use what the layers' graphs are done with.
+        # Last in the step and last in the pool: it may take memory that the layers' graphs no longer need.
         with self.capture.timed("capture_s"):
             graph, _ = self.pool.capture(state.adam.step)
         self.update = graph.replay
@@ -198,267 +214,90 @@ class GraphedOptimizer(Graphed):
         return super().replays_of(index) + 1
 
 
-class GraphedOverlap:
-    """`graph`, with the forward of microbatch m+1 beside the backward of microbatch m on a second stream.
+class GraphedOverlap(Graphed):
+    """Adds a second stream: the forward of microbatch m + 1 runs beside the backward of microbatch m.
 
-    The same kernels on the same values: only their overlap differs, which fills the GPU where a kernel is
-    too small for it. A host that replays needs a tenth of a step to issue it and can feed two streams;
-    one that launches kernels cannot. Two microbatches are in flight, and what runs at the same time must
-    not share memory: forward graphs have one pool, backward graphs another, static buffers come in pairs.
+    The kernels are the same and read the same values; their overlap fills the GPU where one is too small for it. The
+    host feeds two streams because it issues replays in a tenth of the step. Two microbatches are in flight, and what
+    runs at the same time must not share memory: forward graphs have one pool, backward graphs another, x is a pair.
     """
 
     def __init__(self, state: State):
         if state.device.type == "cuda" and (state.config.layer, state.config.precision) != ("te", "fp8"):
             raise Unsupported("graph_overlap needs --layer te --precision fp8: other GEMMs share one workspace")
+        if state.config.tp > 1:
+            raise Unsupported("graph_overlap needs --tp 1: two streams would use one group of ranks at a time")
         self.state = state
-        self.pools = [Pool(state.device), Pool(state.device)]
-        self.capture = Capture(strategy="layer x microbatch, forward beside backward", pools=self.pools)
+        ahead, behind = Pool(state.device), Pool(state.device)
+        self.capture = Capture(strategy="layer x microbatch, forward beside backward", pools=[ahead, behind])
         self.side = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
-        _warm_up(state, self.capture)
+        warm_up(state, self.capture, eager_step)
         sample = torch.zeros_like(state.embedding(state.inputs["tokens"][0]))
         self.x = [torch.zeros_like(sample).requires_grad_() for _ in range(2)]
         self.grad_y = torch.zeros_like(sample)
-        self.forward, self.y, self.backward, self.grad_x = [], [], [], []
+        self.microbatches, last = [], state.config.microbatches - 1
         with self.capture.timed("capture_s"), state.fp8.capturing():
-            last = self._capture_forward(0)
-            for microbatch in range(state.config.microbatches):
-                saved, last = last, self._capture_forward(microbatch + 1)
+            following = capture_forward(state.layers, ahead, self.x[0], 0)
+            for microbatch in range(last + 1):
+                forward, saved, y = following
+                if microbatch < last:
+                    following = capture_forward(state.layers, ahead, self.x[(microbatch + 1) % 2], microbatch + 1)
                 with state.fp8.other_workspace():
-                    graphs, grad_x = capture_backward(self.pools[1], saved, self.grad_y)
-                self.backward.append(graphs)
-                self.grad_x.append(grad_x)
-
-    def _capture_forward(self, microbatch):
-        if microbatch == self.state.config.microbatches:
-            return None
-        graphs, saved, y = capture_forward(self.state, self.pools[0], self.x[microbatch % 2], microbatch)
-        self.forward.append(graphs)
-        self.y.append(y)
-        return saved
+                    backward, grad_x = capture_backward(behind, saved, self.grad_y)
+                self.microbatches.append(Microbatch(forward, y, backward, grad_x))
 
     def step(self, index: int):
-        state = self.state
+        state, following = self.state, None
         state.begin_step(index)
-        embedded = self._forward(0, None)
+        embedded = self._forward(0)
         self._loss(0)
-        for microbatch in range(state.config.microbatches):
-            following = None
-            if microbatch + 1 < state.config.microbatches:
+        for microbatch, graphs in enumerate(self.microbatches):
+            if microbatch + 1 < len(self.microbatches):
                 following = self._forward(microbatch + 1, self.side)
             with section("backward"):
                 with state.fp8.backward(replayed=True):
-                    replay(self.backward[microbatch])
-                embedded.backward(self.grad_x[microbatch])
+                    replay(graphs.backward)
+                embedded.backward(graphs.grad_x)
             mark()
             if self.side:
                 torch.cuda.current_stream().wait_stream(self.side)
-            if following is not None:
+            if microbatch + 1 < len(self.microbatches):
                 self._loss(microbatch + 1)
                 embedded = following
         state.end_step(index)
 
-    def _forward(self, microbatch, stream):
+    def _forward(self, microbatch, stream=None):
+        """Embed on the current stream, replay the layers on `stream` (None: the current one). Returns the embedding."""
         with section("embedding"):
             embedded = self.state.embedding(self.state.inputs["tokens"][microbatch])
             self.x[microbatch % 2].detach().copy_(embedded.detach())
-        with _beside(stream), section("forward"), self.state.fp8.forward():
-            replay(self.forward[microbatch])
+        if stream:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), section("forward"), self.state.fp8.forward():
+            replay(self.microbatches[microbatch].forward)
         return embedded
 
     def _loss(self, microbatch):
-        hidden = self.y[microbatch].detach().requires_grad_()
+        """The loss of what the forward graphs have written, and its gradient into grad_y."""
+        hidden = self.microbatches[microbatch].y.detach().requires_grad_()
         loss = self.state.microbatch_loss(hidden, microbatch)
         with section("backward"):
             loss.backward()
             self.grad_y.copy_(hidden.grad)
         mark()
 
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers * self.state.config.microbatches
-
-    def close(self):
-        for pool in self.pools:
-            pool.release()
-
-
-@contextlib.contextmanager
-def _beside(stream):
-    """Run the block on `stream`, after what is issued so far; None: on the current one."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-
-
-# ------------------------------------------------------------------------------------------------
-# The other variants
-
-
-class Compiled:
-    """torch.compile of every layer; plain bf16 layers only, since te and FP8 modules leave the compiler."""
-
-    mode = "default"
-
-    def __init__(self, state: State):
-        if state.device.type != "cuda":
-            raise Unsupported("torch.compile is measured on a GPU only: the host graph cannot record compiled code")
-        if state.config.layer != "torch" or state.config.precision != "bf16":
-            raise Unsupported(
-                "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
-            )
-        self.state = state
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy=f"torch.compile, mode {self.mode}", pools=[self.pool])
-        self.originals = [layer.forward for layer in state.layers]
-        for layer in state.layers:
-            layer.forward = torch.compile(layer.forward, mode=self.mode, dynamic=False, fullgraph=True)
-        # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
-        with self.capture.timed("compile_s"), self.pool.adopt():
-            for index in range(4):
-                self.step(index)
-        before = self.pool.num_replays
-        self.step(0)
-        self.num_replays = self.pool.num_replays - before
-
-    def step(self, index: int):
-        torch.compiler.cudagraph_mark_step_begin()
-        eager_step(self.state, index)
-
-    def replays_of(self, index: int) -> int:
-        return self.num_replays
-
-    @contextlib.contextmanager
-    def as_eager(self):
-        compiled = [layer.forward for layer in self.state.layers]
-        self.close()
-        try:
-            yield
-        finally:
-            for layer, forward in zip(self.state.layers, compiled, strict=True):
-                layer.forward = forward
-
-    def close(self):
-        for layer, original in zip(self.state.layers, self.originals, strict=True):
-            layer.forward = original
-
-
-class ReduceOverhead(Compiled):
-    mode = "reduce-overhead"
-
-    def __init__(self, state: State):
-        super().__init__(state)
-        if not self.num_replays:
-            raise Unsupported("torch.compile(mode='reduce-overhead') made no graphs of these layers")
-
 
 MAKE_VARIANT = {
-    "eager": Eager,
-    "graph_te": lambda state: te_graphs.AsSubmitted(state, _warm_up),
-    "graph_te_slot": lambda state: te_graphs.OneSlot(state, _warm_up),
-    "graph_te_default": lambda state: te_graphs.Defaults(state, _warm_up),
+    "eager": eager,
+    "graph_te": partial(variants.AsSubmitted, eager_step=eager_step),
+    "graph_te_slot": partial(variants.OneSlot, eager_step=eager_step),
+    "graph_te_default": partial(variants.Defaults, eager_step=eager_step),
     "graph": Graphed,
     "graph_opt": GraphedOptimizer,
     "graph_overlap": GraphedOverlap,
-    "compile": Compiled,
-    "reduce_overhead": ReduceOverhead,
+    "compile": partial(variants.compiled, eager_step=eager_step),
+    "reduce_overhead": partial(variants.compiled, eager_step=eager_step, mode="reduce-overhead"),
 }
 
-# ------------------------------------------------------------------------------------------------
-# Main
-
-
-def resolve(args, device: torch.device):
-    """Arguments with layer, precision and number of layers as they can run here, and notes on what changed."""
-    config, run, notes = args.config, args.run, []
-    if config.layer == "auto":
-        fault = None if device.type == "cpu" else _te_fault()
-        on_te = device.type == "cuda" and fault is None
-        config = replace_fields(config, layer="te" if on_te else "torch")
-        if fault and config.precision == "fp8":
-            config = replace_fields(config, precision="bf16")
-            notes.append(f"plain-PyTorch layer in bf16: {fault}")
-    if config.layer == "te" and device.type == "cpu":
-        raise ValueError("--layer te needs a GPU; take --layer torch")
-    if device.type == "cpu":
-        gpt3_config.require(config, environment.available_host_bytes())
-    if config.layer == "torch" and config.precision == "fp8":
-        notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        smaller = gpt3_config.fit(config, free)
-        if smaller.layers < config.layers:
-            run = replace_fields(run, preset=f"{run.preset}-l{smaller.layers}")
-            notes.append(f"{smaller.layers} of {config.layers} layers: what fits into {free / 2**30:.0f} GiB")
-            config = smaller
-    return replace_fields(args, config=config, run=run), notes
-
-
-def _te_fault():
-    """Why te.TransformerLayer cannot run on this GPU in FP8, or None."""
-    try:
-        te = precision.transformer_engine()
-    except (ImportError, OSError) as error:
-        return f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]})"
-    available, reason = te.is_fp8_available(return_reason=True)
-    return None if available else f"no FP8 on this GPU ({reason})"
-
-
-def _card(config, device, flops_per_step):
-    share = "one GPU's share of GPT-3 175B" if config.hidden == 12288 else "toy widths"
-    memory = (
-        f" | memory predicted {gpt3_config.predicted_bytes(config) / 2**30:.1f} GiB" if device.type == "cuda" else ""
-    )
-    return [
-        f"{config.layers} layers, hidden {config.hidden}, heads {config.heads}, ffn {config.ffn}, "
-        f"{gpt3_config.num_parameters(config) / 1e6:,.1f} M parameters: {share}",
-        f"{config.microbatches} microbatches of {config.microbatch} x {config.sequence} tokens | "
-        f"{config.layer} layer, {config.precision} | {flops_per_step / 1e12:.3g} TFLOP/step{memory}",
-    ]
-
-
-def main(args):
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    rank, local_rank, world_size = collectives.init(kind)
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    try:
-        args, notes = resolve(args, device)
-        config = args.config
-        attention, sequences = config.heads * config.head_dim, config.microbatch * config.microbatches
-        count = sequences * flops.gpt(
-            num_layers=config.layers,
-            sequence_length=config.sequence,
-            hidden=config.hidden,
-            q_width=attention,
-            kv_width=attention,
-            ffn=config.ffn,
-            vocab=config.vocab,
-            mlp_matrices=2,
-        )
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        workload = measure.Workload(
-            model="gpt3",
-            build=lambda config, device: State(config, device, rank, world_size),
-            variants=MAKE_VARIANT,
-            reference=eager_step,
-            card=_card(config, device, count),
-            notes=notes,
-            flops_per_step=count,
-            flops_convention=flops.CAUSAL_HALF,
-            items_per_step=config.sequence * sequences,
-            unit="tokens",
-            peak_flops=flops.peak_flops(gpu, config.precision),
-            hyperparameters=hyperparameters(config, world_size),
-            kinds=ABOUT["kinds"],
-            promises=ABOUT["promises"],
-        )
-        return measure.run(workload, args, device, rank, world_size)
-    finally:
-        collectives.shutdown()
-
-
 if __name__ == "__main__":
-    with mistakes_in_one_line("gpt3"):
-        record = main(args)
-    sys.exit(0 if record["status"] in ("pass", "unsupported", "oom") else 1)
+    main("gpt3", args, partial(workload, variants=MAKE_VARIANT, eager_step=eager_step))

@@ -7,7 +7,6 @@ The fastest settings belong into TILES there. GB/s count the bytes that a pass m
 for the update.
 """
 
-import statistics
 import sys
 
 import torch
@@ -22,10 +21,11 @@ from gpt3.state import ADAM
 CHUNKS = (8192, 16384, 32768)
 NORM = ((1024, 4), (2048, 4), (4096, 8), (2048, 8), (4096, 4))
 UPDATE = ((512, 4), (1024, 8), (2048, 16), (1024, 4), (2048, 8))
-REPEATS = 10
 
 
 def main(preset: str) -> None:
+    from triton.testing import do_bench
+
     config, device = PRESETS[preset], torch.device("cuda")
     layers = [PlainLayer(config, torch.bfloat16, "meta") for _ in range(config.layers)]
     modules = [*layers, Embedding(config, torch.bfloat16, "meta")]
@@ -43,25 +43,12 @@ def main(preset: str) -> None:
         for of_norm, of_update in zip(NORM, UPDATE, strict=True):
             fused_adam.TILES[4] = Tiles(chunk, *of_norm, *of_update)
             update = FusedUpdate(params, masters, exp_avg, exp_avg_sq, *options, grads)
-            norm_ms = _median_ms(lambda: update.norm(grads, out=norm))  # noqa: B023
-            update_ms = _median_ms(lambda: update.step(grads, step, lr, scale, found_inf, norm, clip))  # noqa: B023
+            norm_ms = do_bench(lambda: update.norm(grads, out=norm), return_mode="median")  # noqa: B023
+            state = (step, lr, scale, found_inf, norm, clip)
+            update_ms = do_bench(lambda: update.step(grads, *state), return_mode="median")  # noqa: B023
             for name, setting, ms, size in (("norm", of_norm, norm_ms, 4), ("update", of_update, update_ms, 30)):
                 rate = f"{ms:8.3f} ms {num_parameters * size / ms / 1e6:7,.0f} GB/s"
                 print(f"chunk {chunk:6,} {name:6} block, warps {setting!s:10} {rate}", flush=True)
-
-
-def _median_ms(fn):
-    for _ in range(3):
-        fn()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

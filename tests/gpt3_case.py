@@ -8,11 +8,14 @@ import torch
 
 from common.state_hash import StateHasher
 from gpt3 import pipeline, train
+from gpt3 import state as gpt3_state
 from gpt3.config import PRESETS, Config
 from gpt3.model import split_dimension
 from gpt3.stage_graphs import Graphed
-from gpt3.state import State, training_batches
+from gpt3.state import ADAM, State, training_batches
 
+# Adam as in training but for eps: it makes a step of any gradient, and of the last bits of one next to zero, too.
+STEADY_ADAM = ADAM | {"eps": 1e-4}
 CPU = torch.device("cpu")
 STEPS = 3
 SMALL = replace(
@@ -52,8 +55,9 @@ def whole(config: Config, data_ranks: int = 1) -> State:
     widths = {"heads": config.heads * size, "ffn": config.ffn * size, "vocab": config.vocab * size}
     alone = replace(config, tp=1, pp=1, chunks=1, zero1=False, **widths, microbatches=config.microbatches * data_ranks)
     state = State(alone, CPU)
-    own = [training_batches(replace(config, pp=1, chunks=1), CPU, rank) for rank in range(data_ranks)]
-    state.batches = [{name: torch.cat([each[name] for each in every]) for name in every[0]} for every in zip(*own)]
+    plain = replace(config, pp=1, chunks=1)
+    ranks = zip(*(training_batches(plain, CPU, rank) for rank in range(data_ranks)), strict=True)
+    state.batches = [{name: torch.cat([own[name] for own in step]) for name in step[0]} for step in ranks]
     return state
 
 
@@ -82,6 +86,7 @@ def own_state(**changes) -> State:
 
 def trained_on_ranks():
     """For gloo_ranks: losses and norms of the split in $SPLIT, FP32; the weights go to $FOLDER."""
+    gpt3_state.ADAM = STEADY_ADAM
     _, changes = SPLITS[os.environ["SPLIT"]]
     state = own_state(precision="fp32", **changes)
     losses, norms, _ = follow(state, eager_step_of(state))

@@ -16,7 +16,8 @@ from gpt3.config import (
     predicted_bytes,
     require,
 )
-from gpt3.model import Embedding, PlainLayer
+from gpt3.model import Embedding, PlainLayer, TeHalves, layer_class, te_layer
+from gpt3.state import State
 
 TINY, BENCH = PRESETS["tiny"], PRESETS["bench"]
 FULL = replace(BENCH, heads=96, ffn=49152, vocab=51200)
@@ -41,6 +42,14 @@ def test_counted_parameters_are_the_built_ones(config):
     assert num_parameters(config) == config.layers * layer_parameters(config) + sum(
         parameter.numel() for parameter in embedding.parameters()
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_counted_parameters_of_a_stage_are_the_built_ones(stage):
+    config = replace(TINY, layers=12, pp=3, chunks=2, microbatches=3, pp_rank=stage, layer="torch")
+    state = State(config, torch.device("cpu"))
+    assert num_parameters(config) == sum(parameter.numel() for parameter in state.parameters)
+    assert num_parameters(replace(config, pp_rank=-1)) == num_parameters(replace(config, pp_rank=0))
 
 
 def test_full_width_layer():
@@ -80,6 +89,29 @@ def test_fit_says_what_to_change_when_not_even_one_layer_fits():
     one = predicted_bytes(replace(BENCH, layers=1))
     with pytest.raises(ValueError, match=r"one layer needs .* GiB, .* GiB are free: .*--sequence .*--preset tiny"):
         fit(BENCH, one - 1)
+
+
+def test_fit_leaves_the_same_number_of_layers_in_each_chunk():
+    config = replace(BENCH, layers=96, pp=2, chunks=4)
+    need = predicted_bytes(replace(config, layers=40))
+    assert fit(config, need).layers == 40 and fit(config, need - 1).layers == 32
+    with pytest.raises(ValueError, match="one layer in each chunk needs"):
+        fit(replace(config, layers=8), 2**30)
+
+
+def test_masters_and_moments_are_split_over_data_ranks_or_elsewhere():
+    whole, split = predicted_bytes(BENCH), predicted_bytes(replace(BENCH, zero1=True), dp=4)
+    assert whole == predicted_bytes(replace(BENCH, zero1=True)) == predicted_bytes(BENCH, dp=4)
+    assert whole - split == pytest.approx(9 * 1.15 * num_parameters(BENCH), rel=1e-3)
+    # A share of the submission's Adam fits beside what the rank that runs alone has.
+    assert predicted_bytes(PRESETS["mlperf"], dp=484) < predicted_bytes(PRESETS["rank"])
+
+
+def test_submissions_sizes():
+    rank = PRESETS["rank"]
+    assert (4 * rank.heads, 4 * rank.ffn, 4 * rank.vocab) == (96, 49152, 50688)
+    assert (rank.layers, rank.stage_layers, rank.chunks, rank.microbatches) == (96, 16, 8, 6)
+    assert PRESETS["mlperf"].ranks(11_616).dp == 484
 
 
 def test_prediction_grows_with_every_size():
@@ -131,3 +163,9 @@ def test_sweeps_name_fields_and_doubled_values_are_valid():
 
 def test_odd_widths_are_fine_in_bf16():
     assert replace(TINY, ffn=250, precision="bf16").ffn == 250
+
+
+def test_layers_are_made_in_halves_where_halves_are_captured():
+    te = replace(BENCH, layer="te")
+    assert layer_class(te) is te_layer and layer_class(replace(te, graph_scope="mlp")) is TeHalves
+    assert layer_class(replace(te, layer="torch", graph_scope="mlp")) is PlainLayer

@@ -1,10 +1,12 @@
-"""GPT-3's layers in Transformer Engine's own graphs, te.make_graphed_callables: as submitted and in two other forms.
+"""GPT-3's layers by other libraries: Transformer Engine's own graphs in three forms, and torch.compile.
 
-make_graphed_callables (read in version 2.20.2, transformer_engine/pytorch/graph.py) takes the layers, sample inputs and
-`_order`, the forward (1) and backward (-1) passes of a step. It warms up and captures in that order, a graph for each
-pass of each layer, all in one pool. A pair of graphs with its static buffers is a slot; its sample inputs, and what is
-returned, come in the order of microbatches and within one in that of layers. The returned callables are called like
-layers, and a call
+Captured and left eager: the same as in gpt3/train.py, whose eager step each of them is given.
+
+te.make_graphed_callables (read in version 2.20.2, transformer_engine/pytorch/graph.py) takes the layers, sample inputs
+and `_order`, the forward (1) and backward (-1) passes of a step. It warms up and captures in that order, a graph for
+each pass of each layer, all in one pool. A pair of graphs with its static buffers is a slot; its sample inputs, and
+what is returned, come in the order of microbatches and within one in that of layers. The returned callables are called
+like layers, and a call
 
 - copies its input into the slot, its output's gradient too: buffers are not chained from layer to layer;
 - casts the weights to FP8 in every slot, by kernels that a flag on the device turns into no-ops. The first layer called
@@ -20,8 +22,13 @@ of theirs is returned. There is no dropout, hence no random state to register.
 
 from typing import ClassVar
 
+import torch
+
+from common import collectives
 from common.capture import Pool
-from common.measure import Capture, Unsupported, mark, section
+from common.marks import mark, section
+from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
+from gpt3 import pipeline
 from gpt3.state import State
 
 
@@ -32,37 +39,36 @@ class AsSubmitted:
     free after its backward, and outputs go back to the pool then. What this costs over one slot is the graphs' own
     memory, and a longer capture, since warm-up and capture go through every slot.
 
-    warm_up(state, capture): eager steps before the capture. Raises Unsupported without a GPU or Transformer Engine.
+    Raises Unsupported without a GPU or Transformer Engine.
     """
 
     name = "graph_te"
     one_slot = False
     flags: ClassVar = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
 
-    def __init__(self, state: State, warm_up):
+    def __init__(self, state: State, eager_step):
         make_graphed_callables = require(state, self.name)
-        config = state.config
-        num_slots = 1 if self.one_slot else config.microbatches
-        order = [1, -1] * num_slots
-        self.state = state
-        self.pool = Pool(state.device)
+        fp8, num_layers = state.config.precision == "fp8", len(state.layers)
+        num_slots = 1 if self.one_slot else state.config.microbatches
+        self.state, self.pool = state, Pool(state.device)
+        # Named where there is one: Transformer Engine keeps amaxes by group.
+        shared = {"amax_reduction_group": collectives.process_group(state.groups.tensor)} if state.config.tp > 1 else {}
         strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
         self.capture = Capture(strategy=strategy, pools=[self.pool])
-        warm_up(state, self.capture)
-        fp8 = config.precision == "fp8"
+        warm_up(state, self.capture, eager_step)
         with self.capture.timed("capture_s"), self.pool.adopt():
-            callables = make_graphed_callables(
+            self.callables = make_graphed_callables(
                 tuple(state.layers),
                 self._sample_inputs(num_slots),
                 enabled=fp8,
                 recipe=state.fp8.recipe if fp8 else None,
                 cache_quantized_params=fp8,
-                _order=order,
-                _num_layers_per_chunk=len(state.layers),
+                _order=[1, -1] * num_slots,
+                _num_layers_per_chunk=num_layers,
+                **shared,
                 **self.flags,
             )
-        num_layers = len(state.layers)
-        self.slots = [callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
+        self.slots = [self.callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
 
     def _sample_inputs(self, num_slots):
         """(x,) for every slot: of each layer in the first microbatch, then of each in the second, and so on.
@@ -94,9 +100,8 @@ class AsSubmitted:
         return 2 * self.state.config.layers * self.state.config.microbatches
 
     def close(self):
-        for slot in self.slots:
-            for layer in slot:
-                layer.reset()
+        for layer in self.callables:
+            layer.reset()
         self.pool.release()
 
 
@@ -112,6 +117,54 @@ class OneSlot(AsSubmitted):
     flags: ClassVar = {"clone_param_grads_on_return": False}
 
 
+class StageAsSubmitted(pipeline.Called):
+    """`AsSubmitted` over a stage of a pipeline: a slot for each layer and microbatch, in the stage's own order.
+
+    Sample inputs and what is returned come by chunk, within one by microbatch, then by layer. Slots share static inputs
+    where one's backward pass is over before the other's forward pass begins, which Transformer Engine finds out from
+    the order; it leaves an input's gradient valid until the next chunk's backward pass has ended, and by then it is
+    sent. FP8 scales are updated once a step, as in gpt3/pipeline.py.
+
+    Raises Unsupported without a GPU or Transformer Engine.
+    """
+
+    accumulate_all = True
+
+    def __init__(self, state: State):
+        super().__init__(state)
+        make_graphed_callables = require(state, "graph_te")
+        fp8, self._num_layers = state.config.precision == "fp8", len(state.chunks[0])
+        self.pool = Pool(state.device)
+        order = [step for step, _ in state.steps]
+        self.capture = Capture(strategy=f"te.make_graphed_callables, order {order}", pools=[self.pool])
+        warm_up(state, self.capture, pipeline.eager_step)
+        num_slots = len(state.layers) * state.config.microbatches
+        with self.capture.timed("capture_s"), self.pool.adopt():
+            self.callables = make_graphed_callables(
+                tuple(state.layers),
+                tuple((torch.zeros_like(state.empty_hidden()).requires_grad_(),) for _ in range(num_slots)),
+                enabled=fp8,
+                recipe=state.fp8.recipe if fp8 else None,
+                amax_reduction_group=collectives.process_group(state.groups.tensor),
+                cache_quantized_params=fp8,
+                _order=order,
+                _num_layers_per_chunk=self._num_layers,
+                **AsSubmitted.flags,
+            )
+
+    def layers(self, chunk, microbatch):
+        start = ((chunk - 1) * self.state.config.microbatches + microbatch) * self._num_layers
+        return self.callables[start : start + self._num_layers]
+
+    def replays_of(self, index: int) -> int:
+        return 2 * len(self.callables)
+
+    def close(self):
+        for layer in self.callables:
+            layer.reset()
+        self.pool.release()
+
+
 class Defaults(AsSubmitted):
     """A slot for every microbatch with TE's default flags, on weights marked as Megatron-Core marks them.
 
@@ -125,13 +178,13 @@ class Defaults(AsSubmitted):
     name = "graph_te_default"
     flags: ClassVar = {}
 
-    def __init__(self, state: State, warm_up):
+    def __init__(self, state: State, eager_step):
         require(state, self.name)
         self.hooks = []
         for weight in state.overwritten:
             weight.grad_added_to_main_grad = False
             self.hooks.append(weight.register_post_accumulate_grad_hook(_drop_placeholder))
-        super().__init__(state, warm_up)
+        super().__init__(state, eager_step)
 
     def close(self):
         for weight, hook in zip(self.state.overwritten, self.hooks, strict=True):
@@ -155,3 +208,15 @@ def require(state: State, name: str):
     from transformer_engine.pytorch import make_graphed_callables
 
     return make_graphed_callables
+
+
+def compiled(state: State, eager_step, mode="default") -> Compiled:
+    """torch.compile of each layer, called by the eager step. mode "reduce-overhead": in graphs that torch makes."""
+    require_compiler(state.device)
+    if state.config.layer != "torch" or state.config.precision != "bf16":
+        raise Unsupported(
+            "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
+        )
+    if state.config.tp > 1:
+        raise Unsupported("the layers are compiled whole, without the collectives of several tensor ranks: --tp 1")
+    return Compiled(state, eager_step, [(layer, "forward") for layer in state.layers], "each layer", mode)

@@ -1,0 +1,203 @@
+"""gpt3/pipeline.py and gpt3/stage_graphs.py in one process: chunks, one stage alone, what is captured."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.capture import Pool
+from common.config import Arguments, Run
+from common.schedule import peak_in_flight
+from common.variant import Unsupported
+from gpt3 import alone, pipeline, stage_graphs, train
+from gpt3.config import PRESETS, predicted_bytes, promises
+from gpt3.stage_graphs import Graphed
+from gpt3.state import State
+from gpt3.workload import OF_STAGES, resolve, workload
+from tests.gpt3_case import CPU, SMALL, STEPS, eager_step_of, follow
+
+# The 11,616-GPU run's stage at toy width: 8 chunks of 2 layers, 6 stages, 6 microbatches.
+RANK = replace(
+    PRESETS["rank"],
+    **{name: getattr(SMALL, name) for name in ("hidden", "heads", "head_dim", "ffn", "vocab", "sequence", "layer")},
+    amax_history=4,
+    batches=2,
+)
+SCOPES = ({"graph_unit": "chunk"}, {"graph_scope": "attn"}, {"graph_scope": "mlp"}, {"graph_scope": "chunk"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_chunks_of_one_process_are_the_lessons_step(chunks, precision):
+    """Bit for bit; in FP8 scales are updated once a step instead of once a microbatch."""
+    one = State(replace(SMALL, precision=precision), CPU)
+    split = State(replace(SMALL, precision=precision, chunks=chunks), CPU)
+    ours, lesson = follow(split, eager_step_of(split)), follow(one, eager_step_of(one))
+    assert ours[:2] == lesson[:2] and (ours[2] == lesson[2]).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunks": 2},
+        {"chunks": 2, "precision": "bf16", "microbatches": 3},
+        {"chunks": 2, "graph_unit": "chunk"},
+        *SCOPES,
+        {"pp": 2, "chunks": 2, "pp_rank": 0},
+        {"pp": 2, "chunks": 2, "pp_rank": 1},
+        {"pp": 4, "pp_rank": 1, "precision": "bf16"},
+        *({"pp": 2, "chunks": 2, "pp_rank": 0, "microbatches": 2} | scope for scope in SCOPES),
+    ],
+    ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()),
+)
+def test_graphs_equal_eager_bit_for_bit(changes):
+    state = State(replace(SMALL, **changes), CPU)
+    eager = follow(state, eager_step_of(state), 4)
+    variant = Graphed(state)
+    before = variant.capture.num_replays
+    graphed = follow(state, variant.step, 4)
+    assert eager[:2] == graphed[:2] and (eager[2] == graphed[2]).all()
+    graphs, replays = promises(state.config, "graph")
+    assert variant.capture.num_replays - before == 4 * replays == sum(map(variant.replays_of, range(4)))
+    assert len(variant.pool.graphs) == graphs
+    mixed = follow(state, lambda index: variant.step(index) if index % 2 else eager_step_of(state)(index), 4)
+    assert (mixed[2] == eager[2]).all()
+    variant.close()
+
+
+def test_the_rank_of_the_11616_gpu_run_at_toy_width():
+    state = State(RANK, CPU)
+    assert [len(chunk) for chunk in state.chunks] == [2] * 8 and state.numbers[2:4] == [12, 13]
+    # As many microbatches as stages: all forward passes come first, with 48 chunks' activations in flight.
+    assert [step > 0 for step, _ in state.steps] == [True] * 48 + [False] * 48
+    assert peak_in_flight(6, 0, 8, 6) == 48
+    eager = follow(state, eager_step_of(state), STEPS)
+    variant = Graphed(state)
+    assert len(variant.pool.graphs) == 192 == promises(PRESETS["rank"], "graph")[0]
+    before = variant.capture.num_replays
+    graphed = follow(state, variant.step, STEPS)
+    assert variant.capture.num_replays - before == 192 * STEPS
+    assert eager[:2] == graphed[:2] and (eager[2] == graphed[2]).all()
+    assert len(set(eager[0])) == STEPS, "the weights move"
+
+
+@pytest.mark.parametrize("stage", [0, 3, 5])
+def test_a_stage_alone_has_its_own_layers_and_edges(stage):
+    state = State(replace(RANK, pp_rank=stage), CPU)
+    assert state.numbers[:4] == [2 * stage, 2 * stage + 1, 12 + 2 * stage, 13 + 2 * stage]
+    assert (state.embedding is None) == (stage == 3)
+    received = Counter(transfer.sends for transfers in state.transfers for transfer in transfers)
+    # Each of 48 passes forward and backward; the model's ends receive nothing there.
+    assert received == {True: 96 - 6 * (stage in (0, 5)), False: 96 - 6 * (stage in (0, 5))}
+    names = {name for name, _ in state.named_state()}
+    assert {"main_grad.0"} < names and not any("exp_avg" in name for name in names)
+
+
+def test_a_stage_alone_moves_vectors_and_first_rows_against_their_gradients():
+    state = State(replace(SMALL, pp=2, pp_rank=1), CPU)
+    before = {name: parameter.detach().clone() for name, parameter in state.named_parameters()}
+    eager_step_of(state)(0)
+    for name, parameter in state.named_parameters():
+        moved, grad = parameter.detach() - before[name], parameter.main_grad
+        rows = slice(0, 1) if parameter.ndim > 1 else slice(None)
+        assert (moved[rows].sign() == -grad[rows].sign()).float().mean() > 0.99, name
+        assert float(moved[rows].abs().max()) <= 1.5 * alone.NUDGE
+        assert parameter.ndim == 1 or not moved[1:].any()
+
+
+def test_a_stage_alone_is_fed_the_same_in_each_step_and_process():
+    edges = [State(replace(SMALL, pp=2, pp_rank=1), CPU).edges for _ in range(2)]
+    for one, other in zip(edges[0].activations, edges[1].activations, strict=True):
+        assert torch.equal(one, other) and float(one.float().std()) == pytest.approx(1, rel=0.1)
+    total = sum(float(grad.float().square().sum()) for grad in edges[0].gradients)
+    assert total == pytest.approx(1, rel=0.1)
+
+
+def test_receive_buffers_are_used_again_where_they_are_free():
+    """A middle stage of 1F1B: as many activations as are in flight, and gradients, however many microbatches."""
+    state = State(replace(SMALL, pp=4, pp_rank=1, microbatches=12), CPU)
+    buffers = stage_graphs.receive_buffers(state)
+    assert len(buffers) == 24
+    assert len({id(buffer) for buffer in buffers.values()}) <= 2 * peak_in_flight(4, 1, 1, 12)
+    # Nobody's buffer is written while it is needed.
+    place = {key: index for index, key in enumerate(state.steps)}
+    live = {}
+    for index, transfers in enumerate(state.transfers):
+        live = {buffer: last for buffer, last in live.items() if last >= index}
+        for transfer in transfers:
+            if not transfer.sends:
+                buffer = id(buffers[transfer.step, transfer.microbatch])
+                assert buffer not in live
+                live[buffer] = place[-abs(transfer.step), transfer.microbatch]
+
+
+def test_graphs_chain_their_buffers():
+    """From layer to layer and from chunk to chunk; filled are the first input and the gradient of the loss."""
+    variant = Graphed(State(replace(SMALL, chunks=2, microbatches=1), CPU))
+    parts = [*variant.parts[1, 0], *variant.parts[2, 0]]
+    assert [part.x is not None for part in parts] == [True, False, False, False]
+    assert [part.grad_y is not None for part in parts] == [False, False, False, True]
+
+
+def test_borrowed_memory_is_free_for_later_captures():
+    pool, x = Pool(CPU), torch.ones(4)
+    first, y = pool.capture(lambda: x + 1)
+    borrowed = pool.borrow(y)
+    del y
+    second, _ = pool.capture(lambda: x + 2)
+    first.replay()
+    assert borrowed.tolist() == [2.0] * 4
+    second.replay()
+    assert borrowed.isnan().all()
+
+
+@pytest.mark.parametrize("name", ["eager", "graph"])
+def test_evaluation_leaves_training_as_it_was(name):
+    """FP8, two chunks of one process."""
+    state = State(replace(SMALL, chunks=2, vocab=256), CPU)
+    variant = OF_STAGES[name](state)
+    expected = follow(state, variant.step, 4)
+
+    def step(index):
+        variant.step(index)
+        assert state.evaluate() == state.evaluate()
+
+    evaluated = follow(state, step, 4)
+    assert evaluated[:2] == expected[:2] and (evaluated[2] == expected[2]).all()
+
+
+def test_no_evaluation_over_several_stages():
+    with pytest.raises(Unsupported, match="no evaluation over several stages"):
+        State(replace(SMALL, pp=2, pp_rank=0), CPU).evaluate()
+
+
+def test_what_is_not_there_for_stages_says_so():
+    args = Arguments(config=replace(SMALL, chunks=2), run=Run(preset="tiny", variant="eager"))
+    _, made = workload(args, CPU, 0, 1, train.MAKE_VARIANT, train.eager_step)
+    assert list(made.variants) == list(train.MAKE_VARIANT) and made.reference is pipeline.eager_step
+    state = State(args.config, CPU)
+    with pytest.raises(Unsupported, match="eager, graph, graph_te alone"):
+        made.variants["graph_opt"](state)
+    with pytest.raises(Unsupported, match="graph_te needs a GPU"):
+        made.variants["graph_te"](state)
+    with pytest.raises(Unsupported, match="that is --variant eager"):
+        Graphed(State(replace(SMALL, graph_scope="none"), CPU))
+
+
+def test_a_stage_alone_is_said_so():
+    args = Arguments(config=RANK, run=Run(preset="rank", variant="eager"))
+    _, notes = resolve(args, CPU)
+    assert any("edges fed with fixed tensors, no optimizer" in note for note in notes)
+    _, made = workload(args, CPU, 0, 1, train.MAKE_VARIANT, train.eager_step)
+    assert "edges fed" in made.card[-1] and made.stage == 0
+    # The embedding is no product; the head is the last stage's.
+    _, last = workload(Arguments(config=replace(RANK, pp_rank=5), run=args.run), CPU, 0, 1, train.MAKE_VARIANT, None)
+    assert last.flops_per_step > made.flops_per_step
+
+
+def test_memory_of_what_is_in_flight_is_predicted():
+    rank = PRESETS["rank"]
+    assert predicted_bytes(rank) > predicted_bytes(replace(rank, microbatches=12)) // 2
+    # 16 layers at 8 bytes a parameter and 24 GiB of activations of 96 layers and microbatches.
+    assert 75 < predicted_bytes(rank) / 2**30 < 125
