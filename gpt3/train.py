@@ -1,9 +1,9 @@
-"""GPT-3 175B, one GPU's share: a CUDA graph for each layer's forward and backward in each microbatch.
+"""GPT-3 175B, one GPU's share of the layers: a CUDA graph for each layer's forward and backward in each microbatch.
 
 What is trained, without graphs:
 
     for step in range(num_steps):
-        zero(main_grad)
+        zero(main_grad)                                       # or microbatch 0 overwrites it
         for microbatch in range(num_microbatches):
             hidden = embedding(tokens[microbatch])
             for layer in layers:
@@ -12,14 +12,14 @@ What is trained, without graphs:
         all_reduce(main_grad), clip(main_grad), adam(main_grad)
 
 Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs, replayed in the order of this loop.
-That is the scope that NVIDIA submitted (MLPerf v4.1, 11,616 GPUs): the layers are nearly all of the work.
+NVIDIA submitted this scope (MLPerf v4.1, 11,616 GPUs). The layers are nearly all of the work.
 
 Not captured, and why:
     the batch                     it comes from the host
     embedding, final norm, loss   a few kernels a microbatch; autograd runs them around the replays
     FP8 scale updates             they belong to the recipe, not to a layer: one update after all layers of a pass
-    all-reduce, clipping, Adam    they change from step to step in a real run (schedules, logging); `graph_opt` captures
-                                  clipping and Adam all the same
+    all-reduce, clipping, Adam    left eager as in the submission, not because they must be: `graph_opt` captures
+                                  clipping and Adam
 There is no dropout: no graph draws random numbers.
 
 This is a step without a pipeline. Several tensor and data ranks run it too: the collectives of --tp are in the layers,
@@ -58,13 +58,13 @@ from gpt3.workload import workload
 
 def eager_step(state: State, index: int):
     """One training step. Nothing in it waits for the device."""
-    state.begin_step(index)  # copies batch `index` into state.inputs, zeroes the main_grad that is added to
+    state.begin_step(index)  # copies batch `index` into state.inputs, zeroes main_grad but for the layers' weights
     for microbatch in range(state.config.microbatches):
         with section("embedding"):
             hidden = state.embedding(state.inputs["tokens"][microbatch])
         with section("forward"), state.fp8.forward():  # new FP8 scales at the end of the block
             for layer in state.layers:
-                # The FP8 weight cast runs in microbatch 0 only, because the weights change once a step.
+                # Microbatch 0 casts the weights to FP8, which change once a step, and overwrites their main_grad.
                 hidden = layer(hidden, is_first_microbatch=microbatch == 0)
         loss = state.microbatch_loss(hidden, microbatch)  # mean over the microbatches; added to state.loss
         mark()
@@ -96,8 +96,12 @@ class Graphed:
     """A graph for each layer's forward and backward in each microbatch, all in one pool.
 
     The first microbatch's graphs do more: they cast the weights to FP8 and overwrite main_grad, later ones add to it.
-    All are captured in the order in which a step replays them, so that a microbatch's activations take the memory of
-    the last one's. The process runs on a side stream from its start, as captures need it.
+    All are captured in the order in which a step replays them, so that the pool can use the memory of the previous
+    microbatch's activations again. The whole process runs on one stream that is not the default one: nothing can be
+    captured there, and autograd runs a backward on its forward's stream. `state.reset` undoes what the warm-up trained.
+
+    A replay reads x, grad_y, weights, FP8 scales and the activations that its microbatch's forward left in the pool; it
+    writes y or grad_x, main_grad, FP8 weights and amaxes.
     """
 
     def __init__(self, state: State):
@@ -131,11 +135,12 @@ class Graphed:
             with section("backward"):
                 loss.backward()  # of the loss alone: it ends at hidden.grad
                 self.grad_y.copy_(hidden.grad)
-                with state.fp8.backward(replayed=True):  # called layers ask for the scale update, replayed ones cannot
+                with state.fp8.backward(replayed=True):
+                    # Layers ask for the scale update from Python, in their backward; a replay runs no Python.
                     replay(graphs.backward)  # weight gradients go to main_grad inside of the graphs
                 embedded.backward(graphs.grad_x)
             mark()
-        state.end_step(index, self.update)  # self.update: Adam's eager step here
+        state.end_step(index, self.update)  # self.update: clipping and Adam, eager here
 
     def replays_of(self, index: int) -> int:
         return 2 * self.state.config.layers * self.state.config.microbatches
@@ -153,8 +158,9 @@ def replay(graphs):
 def capture_forward(layers, pool: Pool, x, microbatch: int):
     """A graph for the forward of each layer. Buffers are chained: what one layer writes the next one reads, no copy.
 
-    x: [s, b, hidden], what the first layer reads. Returns the graphs in order, (input, output) of each layer for
-    `capture_backward`, and the last layer's output, which every replay overwrites.
+    x: [s, b, hidden], what the first layer reads. `pool.capture(fn, static)` records fn; each replay first checks that
+    the tensors of `static`, which others fill, have kept address and shape. Returns the graphs in order, (input,
+    output) of each layer for `capture_backward`, and the last layer's output, which every replay overwrites.
     """
     graphs, saved, hidden = [], [], x
     for layer in layers:
@@ -176,7 +182,8 @@ def capture_backward(pool: Pool, saved, grad_y):
     graphs, grad = [], grad_y
     while saved:
         x, output = saved.pop()
-        graph, grad = pool.capture(lambda: _input_gradient(x, output, grad))  # noqa: B023
+        static = (grad_y,) if grad is grad_y else ()
+        graph, grad = pool.capture(lambda: _input_gradient(x, output, grad), static)  # noqa: B023
         graphs.append(graph)
         del x, output
     return graphs, grad
@@ -199,7 +206,7 @@ class GraphedOptimizer(Graphed):
 
     What changes from step to step is on the device, where the replay reads it: the learning rate, Adam's count of steps
     and the gradients' norm. A schedule fills `state.adam.lr` before the step. Outside stay the all-reduce of the
-    gradients, and where losses are kept, which depends on the step's number.
+    gradients and the storing of the loss, whose place depends on the step's number.
     """
 
     def __init__(self, state: State):
@@ -217,9 +224,10 @@ class GraphedOptimizer(Graphed):
 class GraphedOverlap(Graphed):
     """Adds a second stream: the forward of microbatch m + 1 runs beside the backward of microbatch m.
 
-    The kernels are the same and read the same values; their overlap fills the GPU where one is too small for it. The
-    host feeds two streams because it issues replays in a tenth of the step. Two microbatches are in flight, and what
-    runs at the same time must not share memory: forward graphs have one pool, backward graphs another, x is a pair.
+    Kernels and values are those of `graph`; two kernels run at once where one does not fill the GPU. The host can feed
+    two streams, since it issues replays in a tenth of the step. What runs at the same time must not share memory:
+    forward graphs have one pool and backward graphs another; forward m + 1 is captured before backward m frees its
+    activations, so that they lie apart; x is a pair, because backward m still reads its own.
     """
 
     def __init__(self, state: State):
@@ -287,6 +295,8 @@ class GraphedOverlap(Graphed):
         mark()
 
 
+# Transformer Engine's graphs of the same layers (as submitted, with one slot, with its default flags) and torch.compile
+# are in variants.py.
 MAKE_VARIANT = {
     "eager": eager,
     "graph_te": partial(variants.AsSubmitted, eager_step=eager_step),
