@@ -1,15 +1,17 @@
 """What the command lines of the harness share: flags and numbers, stopping, exit statuses, paths as people see them."""
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ROOT
-from common.config import Parser
+from common.config import Parser, checked
 
 RUNS = ROOT / "runs"
+TO_SCRIPT = "What follows -- goes to the training script."
 STOPPED = "\nstopped; finished records stay, and the same command goes on from here"
 
 
@@ -19,7 +21,6 @@ class Mistake(ValueError):
 
 def parser_of(module: str, description: str, epilog: str = "") -> Parser:
     """A parser for `python -m benchmarks.MODULE` without abbreviated flags."""
-    epilog = f"{epilog} What follows -- goes to the training script.".strip()
     return Parser(prog=f"python -m benchmarks.{module}", description=description, epilog=epilog, allow_abbrev=False)
 
 
@@ -30,16 +31,9 @@ def split_flags(argv: list[str] | None) -> tuple[list[str], list[str]]:
     return argv[:split], argv[split + 1 :]
 
 
-def count(text: str) -> int:
-    return _number(text, int, 0, "a number from 0 up")
-
-
-def positive(text: str) -> int:
-    return _number(text, int, 1, "a number from 1 up")
-
-
-def amount(text: str) -> float:
-    return _number(text, float, 0, "a number above 0", above=True)
+count = checked(int, lambda number: number >= 0, "a number from 0 up")
+positive = checked(int, lambda number: number >= 1, "a number from 1 up")
+amount = checked(float, lambda number: 0 < number < math.inf, "a number above 0")
 
 
 def values(text: str) -> list[int]:
@@ -50,25 +44,9 @@ def values(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _number(text, kind, least, allowed, above=False):
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    # Written so that NaN, which compares as false, is refused too.
-    if value is None or not least <= value < float("inf") or (above and value == least):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}")
-    return value
-
-
 def words_of(text: str) -> list[str]:
     """Words between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def flag(field: str) -> str:
-    """min_steps -> --min-steps"""
-    return "--" + field.replace("_", "-")
 
 
 def shown(path: Path) -> Path:
@@ -77,17 +55,13 @@ def shown(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _interrupt(signum, frame):
-    raise KeyboardInterrupt
-
-
 def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stopped: str = STOPPED) -> int:
     """What work() returns; for an exception one line on stderr, and 2 for a Mistake or an unusable file, 1 for one of
     `failures`, 130 where Ctrl-C, SIGTERM or SIGHUP stopped it."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         # nohup ignores SIGHUP, and means it.
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+            signal.signal(number, signal.default_int_handler)
     try:
         return work()
     except OSError as error:

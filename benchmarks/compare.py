@@ -14,7 +14,6 @@ contradicts itself is left out of the rows and named. CPU records show parity an
 records only: no torch, no GPU.
 """
 
-import argparse
 import functools
 import math
 import signal
@@ -24,10 +23,11 @@ from pathlib import Path
 import pandas
 
 from benchmarks import frame, intervals, overview, tables
+from benchmarks.command import parser_of
 from benchmarks.frame import timed
 from benchmarks.rows import Mixed, missing_base, summarise
-from common import record as records
 from common import source
+from common.files import write_text
 
 __all__ = ["Mixed", "main", "notes", "report", "summarise", "timed", "write_summary"]
 
@@ -269,15 +269,13 @@ def write_summary(folder, base: str | None = None) -> list[dict]:
         return []
     text, table = report(runs.frame, runs.faults, base, markdown=True, metas=runs.metas, doubts=runs.doubts)
     lines = pandas.DataFrame([_summary_row(row) for row in runs.frame.to_dict("records")], dtype=object)
-    records.write_text(folder / "summary.csv", "" if lines.empty else lines.to_csv(index=False))
-    records.write_text(folder / "table.md", text + "\n")
+    write_text(folder / "summary.csv", "" if lines.empty else lines.to_csv(index=False))
+    write_text(folder / "table.md", text + "\n")
     return table
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.compare", description="The table of a group of sessions.", allow_abbrev=False
-    )
+    parser = parser_of("compare", "The table of a group of sessions.")
     parser.add_argument("folder", metavar="DIR", help="a group of sessions, a session, or a folder of such groups")
     parser.add_argument("--base", metavar="VARIANT", help="denominator of the speed-ups (the best eager)")
     overview.add_forms(parser)

@@ -8,7 +8,6 @@ GPUs, host load and variant; where a side has several folders of one such row, b
 docs/method.md, "How a change is judged", says which quantities are judged and what fails.
 """
 
-import argparse
 import json
 import math
 import signal
@@ -18,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import frame, intervals, overview_rows, rows, tables
+from benchmarks.command import parser_of
+from common.config import checked
 
 TOLERANCE_PERCENT = 2.0
 # Two GPUs of one type, each off by about 1 %, differ by less than this in 97 of 100 cases.
@@ -292,22 +293,18 @@ def _values(block, key):
 # Command
 
 
-def _percent(text):
-    try:
-        value = float(text.removesuffix("%").strip())
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage above 0 and below 100")
-    return value / 100
+_percent = checked(
+    lambda text: float(text.removesuffix("%").strip()) / 100,
+    lambda share: 0 < share < 1,
+    "a percentage above 0 and below 100",
+)
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gate",
-        description="A newer set of results against an earlier one.",
-        epilog="exit status: 0 all hold, 1 something changed, is missing or failed, 2 the two cannot be compared",
-        allow_abbrev=False,
+    parser = parser_of(
+        "gate",
+        "A newer set of results against an earlier one.",
+        "exit status: 0 all hold, 1 something changed, is missing or failed, 2 the two cannot be compared",
     )
     parser.add_argument("new", metavar="DIR", help="the newer results: a session, a group of sessions, or a root")
     parser.add_argument("--against", required=True, metavar="BASE", help="the earlier results, of either kind")

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import ROOT, sessions
+from common.source import read_blobs
 
 # What is made again from records stands beside sessions and may change.
 _IN_SESSION = re.compile(r"results/(?:[^/]+/)*" + sessions.NAME.pattern + r"/.+")
@@ -38,7 +39,7 @@ def faults(root=ROOT) -> list[str]:
     there = {_canonical(record) for session in sessions.find(root / "results") for record in _records(session)}
     wanted = {blob: path for path, blobs in versions.items() if _RECORD.fullmatch(path) for blob in blobs}
     lines = []
-    for blob, content in _contents(root, wanted).items():
+    for blob, content in read_blobs(wanted, root).items():
         try:
             record = json.loads(content)
         except ValueError:
@@ -54,7 +55,10 @@ def faults(root=ROOT) -> list[str]:
             lines.append(f"{path}: committed once, and gone")
         elif len(blobs) > 1 or _git(root, "hash-object", "--no-filters", str(file)).decode().strip() not in blobs:
             lines.append(f"{path}: changed since it was committed first")
-    for line in sorted(_listed_ever(root, versions) - set(_sums(root).splitlines())):
+    listed = read_blobs(versions.get(f"results/{sessions.SUMS}", ()), root)
+    ever = {line for text in listed.values() for line in text.decode().splitlines() if line}
+    sums = root / "results" / sessions.SUMS
+    for line in sorted(ever - set(sums.read_text().splitlines() if sums.is_file() else ())):
         lines.append(f"{sessions.SUMS}: the line of {line.partition('  ')[2]} is gone or changed")
     return lines
 
@@ -72,18 +76,6 @@ def _versions(root):
     return found
 
 
-def _contents(root, blobs):
-    names = list(blobs)
-    answer = _git(root, "cat-file", "--batch", stdin="".join(f"{name}\n" for name in names).encode()) if names else b""
-    found, start = {}, 0
-    for name in names:
-        end = answer.index(b"\n", start)
-        size = int(answer[start:end].split()[2])
-        found[name] = answer[end + 1 : end + 1 + size]
-        start = end + 2 + size
-    return found
-
-
 def _records(session):
     if not (session / sessions.RECORDS).exists():
         return []
@@ -96,18 +88,8 @@ def _canonical(record):
     return json.dumps(record, sort_keys=True)
 
 
-def _sums(root):
-    path = root / "results" / sessions.SUMS
-    return path.read_text() if path.is_file() else ""
-
-
-def _listed_ever(root, versions):
-    blobs = versions.get(f"results/{sessions.SUMS}", set())
-    return {line for text in _contents(root, blobs).values() for line in text.decode().splitlines() if line}
-
-
-def _git(root, *arguments, stdin=b""):
-    return subprocess.run(["git", "-C", str(root), *arguments], input=stdin, capture_output=True, check=True).stdout
+def _git(root, *arguments):
+    return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=True).stdout
 
 
 def main() -> int:

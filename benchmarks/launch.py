@@ -15,10 +15,9 @@ Repository and --out lie on a file system that all nodes share. Node 0's torchru
 torchrun's static rendezvous is used since c10d gives rank 0 to any node, and rounds are only compared when
 rank 0 has the same GPU in each. Before the first run every node is asked what it is: see `ask_nodes`.
 
-    python -m benchmarks.launch --answer FOLDER --model MODEL      what runs on a node then
+    python -m benchmarks.launch --answer FOLDER      what runs on a node then
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -30,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import ROOT, children, gpus
-from benchmarks.command import Mistake, positive
+from benchmarks.command import Mistake, parser_of, positive
 from common import environment
 
 PORT = 29500
@@ -115,7 +114,7 @@ class NodesDiffer(RuntimeError):
     """The nodes cannot run one job together; the message says which and why."""
 
 
-def ask_nodes(launch: Launch, model: str, out: Path, environment: dict) -> list[dict]:
+def ask_nodes(launch: Launch, out: Path, environment: dict) -> list[dict]:
     """One answer a node, by rank, through the launcher as runs go: {"name", "env", "gpus"}.
 
     environment: what runs will have. Raises NodesDiffer when a node does not answer through `out`, has not
@@ -124,7 +123,7 @@ def ask_nodes(launch: Launch, model: str, out: Path, environment: dict) -> list[
     folder = out / f".nodes-{os.getpid()}"
     folder.mkdir(parents=True)
     try:
-        script = [sys.executable, "-m", "benchmarks.launch", "--answer", str(folder), "--model", model]
+        script = [sys.executable, "-m", "benchmarks.launch", "--answer", str(folder)]
         log = folder / "log"
         outcome = children.run_child(
             [*launch.prefix, *script], log=log, limit_s=ASK_LIMIT_S, environment=environment, is_remote=True
@@ -172,18 +171,17 @@ def _fault(answer, first, launch, environment):
     return None
 
 
-def describe_here(model: str) -> dict:
+def describe_here() -> dict:
     """`env` of this machine and source as resume compares it, and its GPUs."""
     found = gpus.find_gpus()
-    env = environment.describe_environment(model, "cpu", 1)
+    env = environment.describe_environment("cpu", 1)
     env.update(driver=found.driver, cuda=gpus.cuda_version())
     return {"name": socket.gethostname(), "env": env, "gpus": asdict(found)}
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.launch", allow_abbrev=False)
+    parser = parser_of("launch", "What this node is, for a run on several nodes.")
     parser.add_argument("--answer", metavar="FOLDER", required=True, help="where this node writes what it is")
-    parser.add_argument("--model", metavar="NAME", required=True)
     args = parser.parse_args(argv)
     rank = os.environ.get("PET_NODE_RANK", "0")
     if not rank.isdigit():
@@ -192,7 +190,7 @@ def main(argv=None) -> int:
     path = Path(args.answer, f"{rank}.json")
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(describe_here(args.model)))
+        temporary.write_text(json.dumps(describe_here()))
         temporary.rename(path)
     except OSError as error:
         print(f"{parser.prog}: {socket.gethostname()}: {args.answer}: {error.strerror}", file=sys.stderr)

@@ -10,13 +10,13 @@ Measured is the ratio of the 10th percentiles, of the medians where steps exceed
 Exit status: 0, 1 where a record was refused or no graph stands beside its base, 2 for a mistake on the command line.
 """
 
-import argparse
 import math
 import statistics
 import sys
 from dataclasses import dataclass
 
 from benchmarks import frame, rows, tables
+from benchmarks.command import parser_of
 
 CLOSE, NEAR = 0.05, 0.10
 # The variants that stand for a model, the first that there is: whole steps before parts, never chosen by a result.
@@ -211,9 +211,7 @@ def closing(found) -> list[str]:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.law", description="Gain against issue over busy time.", allow_abbrev=False
-    )
+    parser = parser_of("law", "Gain against issue over busy time.")
     parser.add_argument("root", metavar="ROOT", nargs="?", default="results", help="results, or a folder of sessions")
     args = parser.parse_args(argv)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import frame, sessions
 from benchmarks.command import shown
 from benchmarks.request import Request
-from common import environment
+from common import host_state
 from common import record as records
 
 
@@ -111,7 +111,7 @@ def opened(request: Request) -> Iterator[OpenSession]:
 
 
 def _begin(request):
-    cores, numa_node = environment.cores_of([uuid for uuids in request.uuids for uuid in uuids])
+    cores, numa_node = host_state.cores_of([uuid for uuids in request.uuids for uuid in uuids])
     meta = {
         "request": request.data,
         "nodes": request.place,

@@ -24,6 +24,7 @@ from pathlib import Path
 import pandas
 
 from benchmarks import frame, overview_tables, readme
+from benchmarks.command import parser_of
 from benchmarks.overview_rows import blocks_of, rows_of
 from benchmarks.published import PUBLISHED
 
@@ -89,11 +90,7 @@ def add_forms(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overview",
-        description="One comparison over all folders of records below a root.",
-        allow_abbrev=False,
-    )
+    parser = parser_of("overview", "One comparison over all folders of records below a root.")
     parser.add_argument("root", nargs="?", default="results", metavar="DIR", help="folder of folders (results)")
     add_forms(parser)
     parser.add_argument("--write", action="store_true", help="write overview.md, .csv and .json into DIR")

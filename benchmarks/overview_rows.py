@@ -13,7 +13,7 @@ from benchmarks.bases import MEASURING
 from benchmarks.published import PUBLISHED, of_model
 
 # Presets from the largest share of a model to the smallest, for the table of strategies.
-PRESET_ORDER = ("mlperf", "full", "bench", "tiny")
+PRESET_ORDER = ("mlperf", "full", "rank", "bench", "tiny", "tiny_pp")
 
 # What a row says of its base as well, as eager_...
 OF_BOTH = ("tail", "issue_ms", "busy_ms", "idle_fraction", "num_kernels", "peak_reserved_gib", "energy_j", "sm_mhz")
@@ -86,12 +86,9 @@ def _block(folder, name, part, table):
     return Block(
         folder=folder,
         name=name,
-        model=first["model"],
-        preset=first["preset"],
-        device=first["device"],
+        **{key: first[key] for key in ("model", "preset", "device", "host_load")},
         gpu=(first["env"]["gpu_name"] if first["device"] == "cuda" else first["env"]["cpu"]) or "unknown",
         num_gpus=first["env"]["world_size"] or 1,
-        host_load=first["host_load"],
         sources=frozenset(record["env"]["source_hash"] for record in sound),
         work={key: value for key, value in first["config"].items() if key not in MEASURING},
         runs=part,
@@ -242,7 +239,8 @@ def strategies(rows: list[dict]) -> list[dict]:
     for published in PUBLISHED:
         own = [row for row in rows if row["model"] == published.model]
         theirs = [row for row in own if row["variant"] == published.variant]
-        others = [row for row in own if row not in theirs and _is_own_capture(row)]
+        captured = [row for row in own if row["status"] == "pass" and row["num_graphs"] and row["kind"] == "graph"]
+        others = [row for row in captured if row not in theirs]
         nvidias = min(theirs, key=lambda row: (*_share(row), -row["num_rounds"]), default=None)
         found.append({"published": published, "here": nvidias, "is_nvidias": True})
         beside = [row for row in others if nvidias and _share(row) == _share(nvidias)] or others
@@ -257,10 +255,6 @@ def _share(row):
     preset = row["preset"].partition("-")[0]
     size = PRESET_ORDER.index(preset) if preset in PRESET_ORDER else len(PRESET_ORDER)
     return bool(row["host_load"]), row["speedup_low"] is None, size, -row["num_gpus"]
-
-
-def _is_own_capture(row):
-    return row["status"] == "pass" and row["num_graphs"] and row["kind"] == "graph"
 
 
 def _lower_end(row):

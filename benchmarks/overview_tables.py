@@ -41,10 +41,6 @@ def _base_ms(row):
     return number(2)(row["base_ms"]) + ("" if row["base"] in (None, "eager") else f" ({row['base']})")
 
 
-def _break_even(row):
-    return "never" if row["break_even_never"] else field("break_even_steps", number(0))(row)
-
-
 def _captured(limit):
     return "captured", field("strategy", lambda text: tables.short(text, limit))
 
@@ -92,7 +88,7 @@ CAPTURE = (
     ("warm-up s", field("warmup_s", number(2))),
     ("compile s", lambda row: number(1)(row["compile_cold_s"]) if row["compile_cold_s"] else None),
     ("capture s", field("capture_s", number(2))),
-    ("break-even", _break_even),
+    ("break-even", lambda row: "never" if row["break_even_never"] else field("break_even_steps", number(0))(row)),
     tables.STATUS,
 )
 COST = (

@@ -11,13 +11,13 @@ give the same bytes. Exit status: 0, 1 when a record, a folder or a sweep was re
 mistake on the command line, 130 after Ctrl-C.
 """
 
-import argparse
 import itertools
 import signal
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.command import parser_of
 from benchmarks.figures import evidence
 
 MORE = "more"
@@ -82,9 +82,7 @@ def draw_all(
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plot", description="All figures of a folder of results.", allow_abbrev=False
-    )
+    parser = parser_of("plot", "All figures of a folder of results.")
     parser.add_argument("root", metavar="ROOT", nargs="?", default="results", help="results, or a folder of records")
     parser.add_argument("--out", metavar="DIR", help="where the figures go (ROOT/figures)")
     parser.add_argument("--readme", action="store_true", help="draw README's three figures alone")

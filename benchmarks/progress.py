@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import announce
+from common.host_state import read_text
 
 # A wait of fewer seconds needs no line.
 WAIT_S = 4.0
@@ -56,7 +57,7 @@ class Watch:
                 self.changed_ns[what] = changed
                 # The first to appear began before; the next ones show that there are more to come.
                 self._waits(f"compiles {what}, once: later runs take them from {path}", now)
-        announced = _text(self.announced)
+        announced = read_text(self.announced)
         for text in [text for text in self.since_s if not text.startswith("compiles ") and text != announced]:
             del self.since_s[text]
         if announced:
@@ -73,10 +74,3 @@ def _changed_ns(path):
         return os.stat(path).st_mtime_ns
     except OSError:
         return None
-
-
-def _text(path):
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

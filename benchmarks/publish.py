@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from benchmarks import ROOT, compare, sessions
-from common.config import Parser
+from benchmarks.command import parser_of
 
 
 def main(argv=None) -> int:
-    parser = Parser(prog="python -m benchmarks.publish", description="Sessions of records.", allow_abbrev=False)
+    parser = parser_of("publish", "Sessions of records.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="publish|verify|list")
     one = commands.add_parser("publish", help="copy packed sessions into results/")
     one.add_argument("sessions", nargs="+", type=Path, metavar="SESSION")

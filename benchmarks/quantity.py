@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from benchmarks import script
-from benchmarks.command import Mistake, flag
+from benchmarks.command import Mistake
+from common.config import flag_of
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Quantity:
         """The script's flags for a value. Raises Mistake where a field that keeps its ratio gets no whole number."""
         start, out = self.preset[self.fields[0]], []
         if isinstance(start, str):
-            return [flag(self.fields[0]), str(value)]
+            return [flag_of(self.fields[0]), str(value)]
         for field in self.fields:
             scaled, rest = divmod(self.preset[field] * value, start)
             if rest:
-                raise Mistake(f"--over {self.over}: {value} makes {flag(field)} no whole number")
-            out += [flag(field), str(scaled)]
+                raise Mistake(f"--over {self.over}: {value} makes {flag_of(field)} no whole number")
+            out += [flag_of(field), str(scaled)]
         return out
 
 
@@ -40,7 +41,7 @@ def find(description: dict, preset: str, over: str, flags: list[str]) -> Quantit
     if over not in sweeps:
         raise Mistake(f"unknown quantity {over!r}, --over takes one of {', '.join(sweeps) or 'none'}")
     for field in sweeps[over]:
-        given = next((text for text in flags if text.split("=")[0] == flag(field)), None)
+        given = next((text for text in flags if text.split("=")[0] == flag_of(field)), None)
         if given:
             raise Mistake(f"{given} after -- is what --over {over} sets, leave it out")
     return Quantity(over, sweeps[over], description["presets"][preset])

@@ -28,9 +28,9 @@ class Request:
         self.launch = launch.parse(args)
         presets = script.describe(self.model, [])
         self.root = root_of(args)
-        self.nodes = [launch.describe_here(self.model)]
+        self.nodes = [launch.describe_here()]
         if self.launch.prefix:
-            self.nodes = launch.ask_nodes(self.launch, self.model, self.root, self.environment(0))
+            self.nodes = launch.ask_nodes(self.launch, self.root, self.environment(0))
         self.gpus = Gpus(**self.nodes[0]["gpus"])
         self.preset = script.choose_preset(args.preset, presets, self.gpus)
         self.description = script.describe(self.model, args.flags, self.preset)

@@ -28,6 +28,7 @@ from benchmarks.request import Request, root_of
 from benchmarks.rounds import Rounds
 from benchmarks.script import models
 from common import config
+from common.config import checked
 
 FAILURES = (sessions.Busy, sessions.Refused, sessions.Damaged, locks.GpuBusy, launch.NodesDiffer, compare.Mixed)
 
@@ -35,12 +36,24 @@ FAILURES = (sessions.Busy, sessions.Refused, sessions.Damaged, locks.GpuBusy, la
 # Command line
 
 
+_rounds = checked(
+    lambda text: text if text == "auto" else int(text),
+    lambda number: number == "auto" or number >= 1,
+    "a number of rounds from 1 up, or auto",
+)
+_label = checked(
+    str,
+    lambda text: re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text),
+    "a word of letters, digits, '.', '_' and '-', at most 48",
+)
+
+
 def parse(argv=None) -> argparse.Namespace:
     own, flags = command.split_flags(argv)
     parser = command.parser_of(
         "run",
         "Eager against graphed training steps of one model, in paired rounds.",
-        "See python -m MODEL.train --help for its flags.",
+        f"See python -m MODEL.train --help for its flags. {command.TO_SCRIPT}",
     )
     add = parser.add_argument
     add("--model", metavar="NAME", help=f"one of {', '.join(models())}")
@@ -74,21 +87,6 @@ def parse(argv=None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def _rounds(text):
-    if text == "auto":
-        return text
-    try:
-        return positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds from 1 up, or auto") from None
-
-
-def _label(text):
-    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a word of letters, digits, '.', '_' and '-', at most 48")
-    return text
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from benchmarks import ROOT, children, locks, progress, script, sessions, trust
 from benchmarks.open_session import OpenSession
 from benchmarks.script import CONTROL
-from common import announce, environment
+from common import announce, gpu_state
 from common import record as records
 
 PARITY_STEPS = 20
@@ -53,7 +53,7 @@ class Runner:
 
     def _others(self):
         uuids = self.request.uuids[0] if not self.request.launch.prefix else []
-        return {text for uuid in uuids for text in environment.other_processes(uuid)}
+        return {text for uuid in uuids for text in gpu_state.other_processes(uuid)}
 
     # -- one child
 

@@ -27,6 +27,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from common import record as records
+from common.files import sync, write_text
 
 OPEN, PACKING = ".open", ".packing"
 RECORDS, META, SUMS = "records.jsonl.xz", "session.json", "sessions.sha256"
@@ -129,7 +130,7 @@ def read_meta(path: Path) -> dict:
 
 
 def write_meta(path: Path, meta: dict) -> None:
-    records.write_text(path / META, json.dumps(meta, indent=1) + "\n")
+    write_text(path / META, json.dumps(meta, indent=1) + "\n")
 
 
 def record_files(folder: Path) -> list[Path]:
@@ -320,14 +321,6 @@ def compress(data: bytes) -> bytes:
     return lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)
 
 
-def sync(path):
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 # ------------------------------------------------------------------------------------------------
 # Publishing
 
@@ -341,12 +334,9 @@ def listed(root: Path) -> dict[str, str]:
 
 def sums_of(session: Path, root: Path) -> dict[str, str]:
     """The same of one session, from its files."""
-    files = sorted(path for path in session.rglob("*") if path.is_file() and not _is_left_out(path, session))
+    every = sorted(path for path in session.rglob("*") if path.is_file())
+    files = [path for path in every if path.relative_to(session).parts[0] != "logs"]
     return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def _is_left_out(path, session):
-    return path.relative_to(session).parts[0] == "logs"
 
 
 def publish(session: Path, results: Path) -> Path:
@@ -381,7 +371,7 @@ def publish(session: Path, results: Path) -> Path:
 
 def write_sums(results: Path, sums: dict[str, str]) -> None:
     lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
-    records.write_text(Path(results) / SUMS, "".join(lines))
+    write_text(Path(results) / SUMS, "".join(lines))
 
 
 def verify(results: Path) -> list[str]:

@@ -11,7 +11,6 @@ variant, or resampled from packed sessions that timed `eager` and `control`, whi
 their folders or their records.jsonl.xz.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy
 
 from benchmarks import scatter, verdict_rates
-from benchmarks.command import count
+from benchmarks.command import count, parser_of
 from benchmarks.intervals import LOOKS
 from benchmarks.verdict_rates import EFFECTS, NUM_UNITS, PAIRS_ON_HOST, RULES, UNEQUAL, kinds_of
 
@@ -154,7 +153,7 @@ def write(path, text):
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description=ABOUT, allow_abbrev=False)
+    parser = parser_of("simulate", ABOUT)
     add = parser.add_argument
     add("--runs", type=count, default=NUM_RUNS, metavar="N", help=f"simulated rows, 100 at least ({NUM_RUNS})")
     add("--seed", type=count, default=SEED, metavar="S", help=f"of the random numbers ({SEED})")

@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks import ROOT, command, quantity, run, script
 from benchmarks.command import RUNS, Mistake, shown, words_of
 from benchmarks.slurm import queue
+from common.config import flag_of
 
 SCRIPTS = Path("benchmarks", "slurm")
 PROG = "python -m benchmarks.submit"
@@ -38,14 +39,15 @@ HANDED_ON = ("variants", "rounds", "steps", "host_load", "minutes")
 
 def parse(argv=None) -> argparse.Namespace:
     own, flags = command.split_flags(argv)
-    parser = command.parser_of("submit", "Submit a benchmark to Slurm, and after it a job that makes the tables.")
+    about = "Submit a benchmark to Slurm, and after it a job that makes the tables."
+    parser = command.parser_of("submit", about, command.TO_SCRIPT)
     add = parser.add_argument
     add("--model", metavar="A,B", required=True, help=f"an array over {', '.join(script.models())}")
     add("--nodes", metavar="N", type=command.positive, default=1, help="nodes of one job (1)")
     add("--ngpu", metavar="N", type=command.positive, default=1, help="GPUs, or ranks on the CPU, of a node (1)")
     add("--preset", metavar="NAME", default="bench", help="bench unless told, as jobs are for GPUs")
     for name in HANDED_ON:
-        add(command.flag(name), metavar="X", help="as in benchmarks.run")
+        add(flag_of(name), metavar="X", help="as in benchmarks.run")
     add("--over", metavar="QUANTITY", help="what benchmarks.sweep varies, with --values")
     add("--variant", metavar="NAME", help="with --over: what stands against eager (graph)")
     add("--values", metavar="1,2,4", type=command.values, help="an array over these points of the sweep")
@@ -103,7 +105,7 @@ class Plan:
         self.base, self.records = self._folders()
         self.folders = [Path(str(self.records).replace("{}", item)) for item in self.items]
         given = [(name, getattr(args, name)) for name in HANDED_ON]
-        self.asked = [word for name, text in given if text is not None for word in (command.flag(name), text)]
+        self.asked = [word for name, text in given if text is not None for word in (flag_of(name), text)]
         # Numbers and the rest are what the command on the node takes.
         run.parse(["--model", self.models[0], *self.asked])
         for folder in (self.base, *self.folders):

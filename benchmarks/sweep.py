@@ -43,7 +43,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser = command.parser_of(
         "sweep",
         "Where graphs stop paying: eager against one variant over a growing quantity.",
-        "Other options go to every point: see python -m benchmarks.run --help.",
+        f"Other options go to every point: see python -m benchmarks.run --help. {command.TO_SCRIPT}",
     )
     add = parser.add_argument
     add("--model", metavar="NAME", required=True, help=f"one of {', '.join(script.models())}")

@@ -1,7 +1,7 @@
 """One point of a sweep from the runs of its session, and the tables of all points."""
 
 from benchmarks import compare, frame, tables
-from benchmarks.command import flag
+from common.config import flag_of
 
 UNTIMED = "no timed round of"
 # What of a point is None where it was not measured.
@@ -78,7 +78,7 @@ def report(result: dict, left_out: list[str], is_markdown: bool = False) -> str:
     # Of the variant, not of eager.
     own = tables.of_report(points)
     found = [tables.cells(points, each) for each in ([columns, (value, *own)] if own else [columns])]
-    first, *others = map(flag, result["fields"])
+    first, *others = map(flag_of, result["fields"])
     what = f"{over} is {first} of {result['model']}, preset {result['preset']}"
     what += f"; {', '.join(others)} in proportion" if others else ""
     what += f"; {result['host_load']} busy processes beside each run" if result["host_load"] else ""

@@ -17,6 +17,7 @@ What a model differentiates through is in common/regions.py.
 """
 
 import datetime
+import functools
 import importlib
 import os
 
@@ -35,7 +36,10 @@ _library = torch.library.Library("graphs", "DEF")
 
 
 def _operator(schema):
-    """Decorator: define `schema` in the namespace with the function as its kernel on CPU and CUDA."""
+    """Decorator: the function becomes the kernel of an operator of this schema, on CPU and CUDA, and its call.
+
+    Where the schema takes a list of tensors, the call takes one tensor, too.
+    """
 
     def register(kernel):
         _library.define(schema)
@@ -44,13 +48,20 @@ def _operator(schema):
             _library.impl(name, kernel, key)
         # Shape inference (torch.compile, FakeTensor): nothing is returned and no shape changes.
         _library.impl(name, lambda *arguments: None, "Meta")
-        return kernel
+        operator, takes_list = getattr(torch.ops.graphs, name), "[] tensors" in schema
+
+        @functools.wraps(kernel)
+        def call(first, *others, **named):
+            return operator([first] if takes_list and isinstance(first, torch.Tensor) else first, *others, **named)
+
+        return call
 
     return register
 
 
-@_operator("all_reduce_mean_(Tensor(a!)[] tensors, str group) -> ()")
-def _all_reduce_mean(tensors, group):
+@_operator("all_reduce_mean_(Tensor(a!)[] tensors, str group='') -> ()")
+def all_reduce_mean_(tensors, group="") -> None:
+    """Replace each tensor by its mean over the ranks of `group`. tensors: a list, or one (a flat bucket)."""
     process_group = _resolve(group)
     if process_group is None:
         return
@@ -61,13 +72,15 @@ def _all_reduce_mean(tensors, group):
             tensor.div_(process_group.size())
 
 
-@_operator("all_reduce_sum_(Tensor(a!)[] tensors, str group) -> ()")
-def _all_reduce_sum(tensors, group):
+@_operator("all_reduce_sum_(Tensor(a!)[] tensors, str group='') -> ()")
+def all_reduce_sum_(tensors, group="") -> None:
+    """Replace each tensor by its sum over the ranks of `group`. tensors: a list, or one."""
     _all_reduce(tensors, dist.ReduceOp.SUM, group)
 
 
-@_operator("all_reduce_max_(Tensor(a!)[] tensors, str group) -> ()")
-def _all_reduce_max(tensors, group):
+@_operator("all_reduce_max_(Tensor(a!)[] tensors, str group='') -> ()")
+def all_reduce_max_(tensors, group="") -> None:
+    """Replace each element of each tensor by its maximum over the ranks of `group`. tensors: a list, or one."""
     _all_reduce(tensors, dist.ReduceOp.MAX, group)
 
 
@@ -78,8 +91,12 @@ def _all_reduce(tensors, operation, group):
             dist.all_reduce(tensor, operation, group=process_group)
 
 
-@_operator("reduce_scatter_mean_(Tensor(a!) flat, str group) -> ()")
-def _reduce_scatter_mean(flat, group):
+@_operator("reduce_scatter_mean_(Tensor(a!) flat, str group='') -> ()")
+def reduce_scatter_mean_(flat, group="") -> None:
+    """Replace this rank's part of `flat` by its mean over the ranks of `group`; the other parts are undefined then.
+
+    flat: contiguous [n], n a multiple of the number of ranks; part r, of n / ranks elements, belongs to rank r.
+    """
     process_group = _resolve(group)
     if process_group is None:
         return
@@ -93,13 +110,18 @@ def _reduce_scatter_mean(flat, group):
     torch.div(result, process_group.size(), out=own)
 
 
-@_operator("reduce_scatter_sum_(Tensor(a!) own, Tensor whole, str group) -> ()")
-def _reduce_scatter_sum(own, whole, group):
+@_operator("reduce_scatter_sum_(Tensor(a!) own, Tensor whole, str group='') -> ()")
+def reduce_scatter_sum_(own, whole, group="") -> None:
+    """Fill `own` with this rank's part of the sum of `whole` over the ranks of `group`.
+
+    whole: contiguous [n, ...]; own: contiguous [n / ranks, ...], rank r's rows from r n / ranks on.
+    """
     _fill(own, whole, group, dist.reduce_scatter_tensor)
 
 
-@_operator("all_gather_(Tensor(a!) flat, str group) -> ()")
-def _all_gather(flat, group):
+@_operator("all_gather_(Tensor(a!) flat, str group='') -> ()")
+def all_gather_(flat, group="") -> None:
+    """Replace each part of `flat` by that of the rank it belongs to; parts as for reduce_scatter_mean_."""
     process_group = _resolve(group)
     if process_group is None:
         return
@@ -108,13 +130,18 @@ def _all_gather(flat, group):
     dist.all_gather_into_tensor(flat, own if in_place else own.clone(), group=process_group)
 
 
-@_operator("all_gather_into_(Tensor(a!) whole, Tensor own, str group) -> ()")
-def _all_gather_into(whole, own, group):
+@_operator("all_gather_into_(Tensor(a!) whole, Tensor own, str group='') -> ()")
+def all_gather_into_(whole, own, group="") -> None:
+    """Fill `whole` [n, ...] with the `own` [n / ranks, ...] of all ranks, in their order; both are contiguous."""
     _fill(whole, own, group, dist.all_gather_into_tensor)
 
 
-@_operator("all_to_all_(Tensor(a!) received, Tensor sent, str group) -> ()")
-def _all_to_all(received, sent, group):
+@_operator("all_to_all_(Tensor(a!) received, Tensor sent, str group='') -> ()")
+def all_to_all_(received, sent, group="") -> None:
+    """Fill part r of `received` with this rank's part of rank r's `sent`.
+
+    Both are contiguous [n, ...], n a multiple of the number of ranks, and have a part of n / ranks rows for each rank.
+    """
     _fill(received, sent, group, dist.all_to_all_single)
 
 
@@ -126,8 +153,9 @@ def _fill(target, source, group, collective):
         collective(target, source, group=process_group)
 
 
-@_operator("broadcast_(Tensor(a!)[] tensors, int source, str group) -> ()")
-def _broadcast(tensors, source, group):
+@_operator("broadcast_(Tensor(a!)[] tensors, int source=0, str group='') -> ()")
+def broadcast_(tensors, source=0, group="") -> None:
+    """Replace each tensor by the one of rank `source` of `group`. tensors: a list, or one."""
     process_group = _resolve(group)
     if process_group is not None:
         for tensor in tensors:
@@ -146,6 +174,17 @@ def _exchange(sent, destinations, received, sources, group):
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
+
+
+def exchange_(sent=(), destinations=(), received=(), sources=(), group="") -> None:
+    """Send contiguous tensors and fill others with what is received, all at once; nothing to do is no operator.
+
+    sent[i] goes to rank destinations[i] of `group`, received[i] comes from rank sources[i] and must have the sender's
+    shape and dtype. All are posted before one is waited for, so ranks that send to each other do not wait for ever.
+    Tensors from one rank to another arrive in the order of their sending, over all calls.
+    """
+    if len(sent) or len(received):
+        _exchange(list(sent), list(destinations), list(received), list(sources), group)
 
 
 def _averages(process_group):
@@ -184,10 +223,6 @@ def process_group(group=""):
     return _resolve(group)
 
 
-def _list(tensors):
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
 def group_size(group="") -> int:
     """How many ranks `group` has."""
     process_group = _resolve(group)
@@ -198,71 +233,6 @@ def group_rank(group="") -> int:
     """This process's rank in `group`."""
     process_group = _resolve(group)
     return 0 if process_group is None else process_group.rank()
-
-
-def all_reduce_mean_(tensors, group="") -> None:
-    """Replace each tensor by its mean over the ranks of `group`. tensors: a list, or one (a flat bucket)."""
-    torch.ops.graphs.all_reduce_mean_(_list(tensors), group)
-
-
-def all_reduce_sum_(tensors, group="") -> None:
-    """Replace each tensor by its sum over the ranks of `group`. tensors: a list, or one."""
-    torch.ops.graphs.all_reduce_sum_(_list(tensors), group)
-
-
-def all_reduce_max_(tensors, group="") -> None:
-    """Replace each element of each tensor by its maximum over the ranks of `group`. tensors: a list, or one."""
-    torch.ops.graphs.all_reduce_max_(_list(tensors), group)
-
-
-def reduce_scatter_mean_(flat, group="") -> None:
-    """Replace this rank's part of `flat` by its mean over the ranks of `group`; the other parts are undefined then.
-
-    flat: contiguous [n], n a multiple of the number of ranks; part r, of n / ranks elements, belongs to rank r.
-    """
-    torch.ops.graphs.reduce_scatter_mean_(flat, group)
-
-
-def reduce_scatter_sum_(own, whole, group="") -> None:
-    """Fill `own` with this rank's part of the sum of `whole` over the ranks of `group`.
-
-    whole: contiguous [n, ...]; own: contiguous [n / ranks, ...], rank r's rows from r n / ranks on.
-    """
-    torch.ops.graphs.reduce_scatter_sum_(own, whole, group)
-
-
-def all_gather_(flat, group="") -> None:
-    """Replace each part of `flat` by that of the rank it belongs to; parts as for reduce_scatter_mean_."""
-    torch.ops.graphs.all_gather_(flat, group)
-
-
-def all_gather_into_(whole, own, group="") -> None:
-    """Fill `whole` [n, ...] with the `own` [n / ranks, ...] of all ranks, in their order; both are contiguous."""
-    torch.ops.graphs.all_gather_into_(whole, own, group)
-
-
-def all_to_all_(received, sent, group="") -> None:
-    """Fill part r of `received` with this rank's part of rank r's `sent`.
-
-    Both are contiguous [n, ...], n a multiple of the number of ranks, and have a part of n / ranks rows for each rank.
-    """
-    torch.ops.graphs.all_to_all_(received, sent, group)
-
-
-def broadcast_(tensors, source=0, group="") -> None:
-    """Replace each tensor by the one of rank `source` of `group`. tensors: a list, or one."""
-    torch.ops.graphs.broadcast_(_list(tensors), source, group)
-
-
-def exchange_(sent=(), destinations=(), received=(), sources=(), group="") -> None:
-    """Send contiguous tensors and fill others with what is received, all at once; nothing to do is no operator.
-
-    sent[i] goes to rank destinations[i] of `group`, received[i] comes from rank sources[i] and must have the sender's
-    shape and dtype. All are posted before one is waited for, so ranks that send to each other do not wait for ever.
-    Tensors from one rank to another arrive in the order of their sending, over all calls.
-    """
-    if len(sent) or len(received):
-        torch.ops.graphs.exchange_(list(sent), list(destinations), list(received), list(sources), group)
 
 
 # ------------------------------------------------------------------------------------------------

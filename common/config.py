@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
@@ -44,20 +45,32 @@ TRAITS = {
 # What concerns one run and not the model
 
 
+def option(default, help, choices=None, is_path=False, words=(), metavar=None):
+    """A field of a Config: its default, what a user does with it, and the allowed values if they are few.
+
+    is_path: the text names a file or folder; the harness takes a relative one from where it was called. words: texts
+    that name none, though the field is a path. metavar: what --help calls the value, the type's name unless told.
+    """
+    metadata = {"help": help, "choices": choices, "is_path": is_path, "words": words, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Options that every training script has. They never change what a step computes."""
 
     preset: str
     variant: str
-    steps: int = 0
-    round: int = 1
-    parity: bool = False
-    record: str = ""
-    profile_steps: int = 12
-    mllog: str = ""
-    profile: str = ""
-    parity_steps: int = 0
+    steps: int = option(0, "at least this many timed steps (0: the preset's)", metavar="N")
+    round: int = option(1, "number of the round this run belongs to", metavar="R")
+    parity: bool = option(False, "deterministic kernels, every step hashed, nothing timed")
+    parity_steps: int = option(
+        0, "just so many steps with --parity (0: --steps, at least 20, or 3 of more than 0.4 s)", metavar="N"
+    )
+    record: str = option("", "where to write the record", metavar="PATH")
+    profile_steps: int = option(12, "steps in the profile pass (0: none)", metavar="N")
+    mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
+    profile: str = option("", "time nothing, trace a few steps for a viewer (.json, .json.gz)", metavar="PATH")
 
     def __post_init__(self):
         if min(self.steps, self.round, self.profile_steps, self.parity_steps) < 0:
@@ -85,16 +98,6 @@ class Arguments:
 
     config: typing.Any
     run: Run
-
-
-def option(default, help, choices=None, is_path=False, words=()):
-    """A field of a Config: its default, what a user does with it, and the allowed values if they are few.
-
-    is_path: the text names a file or folder; the harness takes a relative one from where it was called. words: texts
-    that name none, though the field is a path.
-    """
-    metadata = {"help": help, "choices": choices, "is_path": is_path, "words": words}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,26 +130,7 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
     parser.add_argument("--preset", metavar="NAME", default=next(iter(presets)), help=f"one of {', '.join(presets)}")
     parser.add_argument("--variant", metavar="NAME", default=next(iter(variants)), help=f"one of {', '.join(variants)}")
-    parser.add_argument(
-        "--steps", type=int, default=0, metavar="N", help="at least this many timed steps (0: the preset's)"
-    )
-    parser.add_argument("--round", type=int, default=1, metavar="R", help="number of the round this run belongs to")
-    parser.add_argument("--parity", action="store_true", help="deterministic kernels, every step hashed, nothing timed")
-    parser.add_argument(
-        "--parity-steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="just so many steps with --parity (0: --steps, at least 20, or 3 of more than 0.4 s)",
-    )
-    parser.add_argument("--record", default="", metavar="PATH", help="where to write the record")
-    parser.add_argument(
-        "--profile-steps", type=int, default=12, metavar="N", help="steps in the profile pass (0: none)"
-    )
-    parser.add_argument("--mllog", default="", metavar="PATH", help="write :::MLLOG lines of the run (-: to stdout)")
-    parser.add_argument(
-        "--profile", default="", metavar="PATH", help="time nothing, trace a few steps for a viewer (.json, .json.gz)"
-    )
+    _add_flags(parser, Run)
     values, overrides = parse_with_fields(parser, config_class, argv)
     asked_to_describe = values.pop("describe")
     try:
@@ -168,23 +152,33 @@ def parse_with_fields(parser, config_class, argv=None) -> tuple[dict, dict]:
 
     parser: a `Parser`, which gets a flag for each field.
     """
-    group = parser.add_argument_group("model")
-    types = typing.get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
-        group.add_argument(
-            "--" + field.name.replace("_", "-"),
-            dest="config_" + field.name,
-            type=_converter(types[field.name], field.metadata.get("choices")),
-            metavar=types[field.name].__name__.upper(),
-            help=(field.metadata["help"] + _choices_text(field)).replace("%", "%%"),
-        )
+    _add_flags(parser.add_argument_group("model"), config_class, "config_")
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = ", ".join("--" + name.removeprefix("config_").replace("_", "-") for name in vars(values))
+        known = ", ".join(flag_of(name.removeprefix("config_")) for name in vars(values))
         parser.error(f"unknown argument {unknown[0]!r}, known: {known}")
     values = vars(values)
     overrides = {key[7:]: values.pop(key) for key in list(values) if key.startswith("config_")}
     return values, {name: value for name, value in overrides.items() if value is not None}
+
+
+def _add_flags(parser, owner, prefix=""):
+    """A flag for each field of a dataclass that is an `option`; with a prefix of their names, without a default."""
+    for field in [field for field in dataclasses.fields(owner) if field.metadata]:
+        kind = typing.get_type_hints(owner)[field.name]
+        if kind is bool and not prefix:
+            parser.add_argument(flag_of(field.name), action="store_true", help=field.metadata["help"])
+            continue
+        choices = field.metadata["choices"]
+        among = f" ({', '.join(map(str, choices))})" if choices else ""
+        parser.add_argument(
+            flag_of(field.name),
+            dest=prefix + field.name,
+            type=_converter(kind, choices) if prefix else kind,
+            default=None if prefix else field.default,
+            metavar=field.metadata["metavar"] or kind.__name__.upper(),
+            help=(field.metadata["help"] + among).replace("%", "%%"),
+        )
 
 
 @contextlib.contextmanager
@@ -236,7 +230,7 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
         "variants": dict(variants),
         "flags": [
             {
-                "flag": "--" + field.name.replace("_", "-"),
+                "flag": flag_of(field.name),
                 "type": "path" if field.metadata.get("is_path") else types[field.name].__name__,
                 "default": field.default,
                 "help": field.metadata["help"],
@@ -293,13 +287,9 @@ def require_steps(flag, value, most=MAX_STEPS):
 def _require_window(config):
     """ValueError where one of the window's settings is not a number of seconds, or of steps, that can be run."""
     require_steps("--min-steps", getattr(config, "min_steps", 0))
-    for name in ("min_window_s", "warmup_min_s", "warmup_max_s"):
-        value = getattr(config, name, 0.0)
-        # Written so that NaN, which compares as false, is refused too.
-        if not 0 <= value <= MAX_WINDOW_S:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value}: takes a number of seconds from 0 up, at most {MAX_WINDOW_S:,.0f}"
-            )
+    names = [name for name in ("min_window_s", "warmup_min_s", "warmup_max_s") if hasattr(config, name)]
+    takes = f"a number of seconds from 0 up, at most {MAX_WINDOW_S:,.0f}"
+    require_fields(config, names, lambda value: 0 <= value <= MAX_WINDOW_S, takes)
 
 
 def require_known(what, name, table):
@@ -308,9 +298,22 @@ def require_known(what, name, table):
         raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
 
 
-def _choices_text(field):
-    choices = field.metadata.get("choices")
-    return f" ({', '.join(map(str, choices))})" if choices else ""
+def checked(kind, allowed, takes):
+    """A type for argparse: kind(text) where that is allowed(value), else a mistake; takes: what is, in words.
+
+    allowed: written as what must hold, as for `require_fields`.
+    """
+
+    def convert(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {takes}")
+        return value
+
+    return convert
 
 
 def _converter(kind, choices):

@@ -41,21 +41,24 @@ def _print_table(record, workload):
     ms, kind = record["statistic_ms"], record["device"]
     ordered = sorted(record["steps"]["gpu_ms"])
     p95 = statistics.quantiles(ordered, n=20, method="inclusive")[-1] if len(ordered) > 1 else ordered[0]
+    unsettled = "steps or clock had not settled" if record["conditions"]["settled"] is False else ""
     rows = [
         ("step", f"{ms:.2f} ms", _statistic(record["steps"]["batch"])),
         # A twentieth of a few long steps is not a step.
         *([("tail", f"{p95 / ms:.3f}", "p95 over step")] if ms <= LONG_STEP_MS else []),
-        ("window", _or_dash(record["conditions"]["window_s"], "s"), _settled(record["conditions"]["settled"])),
+        ("window", _or_dash(record["conditions"]["window_s"], "s"), unsettled),
         ("rate", f"{record['extra']['items_per_s']:,.0f} {record['unit']}/s", ""),
     ]
     if kind == "cuda":
         tflops = record["flops_per_step"] / ms / 1e9
         share = f"{100 * tflops * 1e12 / workload.peak_flops:.1f} % of the named peak" if workload.peak_flops else ""
-        rows.append(("compute", f"{tflops:.0f} TFLOP/s", share))
-        rows.append(("issue", _or_dash(record["issue_ms"], "ms"), "host time to issue a step"))
-        rows.append(("busy", _or_dash(record["busy_ms"], "ms"), "GPU time with a kernel running"))
-        rows.append(("optimizer", _or_dash(record["optimizer_ms"], "ms"), ""))
-        rows.append(("reserved", memory.gib(record["memory"]["peak_reserved_bytes"]), "peak"))
+        rows += [
+            ("compute", f"{tflops:.0f} TFLOP/s", share),
+            ("issue", _or_dash(record["issue_ms"], "ms"), "host time to issue a step"),
+            ("busy", _or_dash(record["busy_ms"], "ms"), "GPU time with a kernel running"),
+            ("optimizer", _or_dash(record["optimizer_ms"], "ms"), ""),
+            ("reserved", memory.gib(record["memory"]["peak_reserved_bytes"]), "peak"),
+        ]
     if record["capture"]["num_graphs"]:
         replays = f"{record['capture']['num_replays']} of {record['capture']['expected_replays']}"
         rows.append(("replays", replays, f"{record['capture']['num_graphs']} graphs"))
@@ -68,10 +71,6 @@ def _statistic(batch):
     """What the time of a step is, for steps of these kinds of batch; see common/measure.py."""
     num_kinds = len(set(batch))
     return f"median of {len(batch)}" if num_kinds == 1 else f"mean of {num_kinds} kinds' medians, {len(batch)} steps"
-
-
-def _settled(settled):
-    return {True: "", False: "steps or clock had not settled", None: ""}[settled]
 
 
 def _or_dash(value, unit):

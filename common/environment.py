@@ -1,7 +1,7 @@
 """What a run ran on: versions, GPU, host and source, as `env` of the record. No torch here but for a CUDA device.
 
 Hashes and git are in common/source.py; clocks, power, energy and other processes of a GPU in common/gpu_state.py; load,
-memory and cores of the host in common/host_state.py. What scripts and harness take from there stands here too.
+memory and cores of the host in common/host_state.py.
 """
 
 import functools
@@ -12,23 +12,10 @@ import re
 import socket
 from importlib import metadata
 
-from common.gpu_state import GpuSampler, driver_version, energy_joules, other_processes
-from common.host_state import HostActivity, available_host_bytes, cores_of, read_text
-from common.source import git_state, note_compiled, run_hash, source_hash
-
-__all__ = [
-    "GpuSampler",
-    "HostActivity",
-    "available_host_bytes",
-    "cores_of",
-    "describe_environment",
-    "energy_joules",
-    "git_state",
-    "note_compiled",
-    "other_processes",
-    "run_hash",
-    "source_hash",
-]
+from common.gpu_state import driver_version
+from common.host_state import read_text
+from common.record import TEMPLATE
+from common.source import git_state, source_hash
 
 _VARIABLES = re.compile(r"(CUDA_|NCCL_|NVTE_|TORCH(?!ELASTIC_)|OMP_|GOMP_|KMP_|CUBLAS|TRITON|PYTORCH_.*ALLOC)")
 _SLURM = {
@@ -44,26 +31,19 @@ _SLURM = {
 }
 
 
-def describe_environment(model, device, world_size) -> dict:
-    """`env` of the record, with the keys of `record.TEMPLATE["env"]`.
+def describe_environment(device, world_size) -> dict:
+    """`env` of the record, with the keys of `record.TEMPLATE["env"]`; run_hash is known at the end of a run only.
 
-    model: package of the model, as in `gpt3`; nothing depends on it any more. device: "cpu", "cuda" or "cuda:1", text
-    or torch.device; torch is imported for a CUDA device only. num_gpus counts the GPUs this process can see. host is a
-    hash of the machine's name, so that records can be published; slurm.nodelist is the scheduler's own text. variables
-    are the environment variables that change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do; torchrun's own
-    bookkeeping (TORCHELASTIC_*) is left out.
+    device: "cpu", "cuda" or "cuda:1", text or torch.device; torch is imported for a CUDA device only. num_gpus counts
+    the GPUs this process can see. host is a hash of the machine's name, so that records can be published;
+    slurm.nodelist is the scheduler's own text. variables are the environment variables that change what CUDA, NCCL,
+    PyTorch, Transformer Engine or Triton do; torchrun's own bookkeeping (TORCHELASTIC_*) is left out.
     """
     git_sha, git_tree, git_dirty = git_state()
-    return {
-        "gpu_name": None,
-        "gpu_uuid": None,
-        "num_gpus": 0,
+    in_job = "SLURM_JOB_ID" in os.environ
+    return TEMPLATE["env"] | {
         "world_size": world_size,
         "boot_id": read_text("/proc/sys/kernel/random/boot_id"),
-        "driver": None,
-        "cuda": None,
-        "cudnn": None,
-        "nccl": None,
         **(_gpu(str(device)) if str(device).startswith("cuda") else {}),
         "torch": _version("torch"),
         "transformer_engine": _version("transformer_engine"),
@@ -75,11 +55,7 @@ def describe_environment(model, device, world_size) -> dict:
         "git_tree": git_tree,
         "git_dirty": git_dirty,
         "source_hash": source_hash(),
-        # Known at the end of a run only; see source.run_hash.
-        "run_hash": None,
-        "slurm": {key: os.environ[name] for key, name in _SLURM.items() if name in os.environ}
-        if "SLURM_JOB_ID" in os.environ
-        else {},
+        "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
         "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
     }
 

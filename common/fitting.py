@@ -3,6 +3,21 @@
 import copy
 import dataclasses
 
+from common.config import flag_of
+
+
+def require_batch(config, presets, need, available_bytes: int | None) -> None:
+    """ValueError where `config` needs more than available_bytes (None: the machine does not tell).
+
+    Arguments as for `blame`; where no flag is to blame, the batch is.
+    """
+    if available_bytes is not None and need(config) > available_bytes:
+        raise ValueError(
+            blame(config, presets, need, available_bytes)
+            or f"--batch {config.batch} needs {gib(need(config))} GiB ({need(config):,} bytes), "
+            f"{gib(available_bytes)} GiB are free: lower --batch, or run --preset tiny"
+        )
+
 
 def blame(config, presets, need, available_bytes: int) -> str | None:
     """In words, the flags that make `config` need more than available_bytes; None where its preset does so alone.
@@ -23,18 +38,13 @@ def blame(config, presets, need, available_bytes: int) -> str | None:
         left = tried[name]
     if not blamed:
         return None
-    given = " and ".join(f"{flag(name)} {getattr(config, name)}" for name in blamed)
-    back = " and ".join(f"{flag(name)} {getattr(preset, name)}" for name in blamed)
+    given = " and ".join(f"{flag_of(name)} {getattr(config, name)}" for name in blamed)
+    back = " and ".join(f"{flag_of(name)} {getattr(preset, name)}" for name in blamed)
     verbs = ("is", "fits") if len(blamed) == 1 else ("are", "fit")
     return (
         f"{given} {verbs[0]} too large: {gib(need(config))} GiB are needed, {gib(available_bytes)} GiB are free; "
         f"{back}, as in preset {preset_name}, {verbs[1]}"
     )
-
-
-def flag(name: str) -> str:
-    """`min_steps` -> `--min-steps`."""
-    return "--" + name.replace("_", "-")
 
 
 def gib(num_bytes: int) -> str:

@@ -19,11 +19,6 @@ CAUSAL_HALF = "causal half counted"
 FULL_ATTENTION = "full attention counted"
 
 
-def convention(causal_half) -> str:
-    """`flops_convention` of the record."""
-    return CAUSAL_HALF if causal_half else FULL_ATTENTION
-
-
 def transformer_layer(
     sequence_length, hidden, q_width, kv_width, ffn, mlp_matrices, causal_half=True, weight_gradients=True
 ) -> float:
@@ -48,27 +43,15 @@ def lm_head(sequence_length, hidden, vocab, weight_gradients=True) -> float:
     return float((6 if weight_gradients else 4) * sequence_length * hidden * vocab)
 
 
-def gpt(
-    num_layers,
-    sequence_length,
-    hidden,
-    q_width,
-    kv_width,
-    ffn,
-    vocab,
-    mlp_matrices,
-    causal_half=True,
-    weight_gradients=True,
-) -> float:
+def gpt(num_layers, sequence_length, hidden, vocab, weight_gradients=True, **layer) -> float:
     """FLOP of `num_layers` layers and the head, forward and backward, for one sequence; multiply by sequences a step.
 
-    A slice is fewer layers, a tensor-parallel share is local q_width, kv_width, ffn and vocab.
+    layer: the other arguments of `transformer_layer`. A slice is fewer layers, a tensor-parallel share is local
+    q_width, kv_width, ffn and vocab.
     GPT-3 175B, s 2048, vocab 51,200: 2,174.9 TFLOP with the causal half counted, 2,204.6 with full attention.
     """
-    layer = transformer_layer(
-        sequence_length, hidden, q_width, kv_width, ffn, mlp_matrices, causal_half, weight_gradients
-    )
-    return num_layers * layer + lm_head(sequence_length, hidden, vocab, weight_gradients)
+    each = transformer_layer(sequence_length, hidden, weight_gradients=weight_gradients, **layer)
+    return num_layers * each + lm_head(sequence_length, hidden, vocab, weight_gradients)
 
 
 # Dense tensor-core peaks in FLOP/s from NVIDIA's data sheets (half of the figure "with sparsity"). Cards of one name

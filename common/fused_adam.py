@@ -84,24 +84,10 @@ def _prepare(scalars, step, lr, scale, found_inf, grad_norm, clip, weight_decay,
 
 @triton.jit
 def _update(
-    table,
-    grads,
-    tensors,
-    starts,
-    sizes,
-    scalars,
-    found_inf,
-    num_tensors,
-    beta1: tl.constexpr,
-    beta2: tl.constexpr,
-    eps: tl.constexpr,
-    chunk: tl.constexpr,
-    block: tl.constexpr,
-    grad_dtype: tl.constexpr,
-    dtype: tl.constexpr,
-    moment_dtype: tl.constexpr,
-    stores: tl.constexpr,
-):
+    table, grads, tensors, starts, sizes, scalars, found_inf, num_tensors,
+    beta1: tl.constexpr, beta2: tl.constexpr, eps: tl.constexpr, chunk: tl.constexpr, block: tl.constexpr,
+    grad_dtype: tl.constexpr, dtype: tl.constexpr, moment_dtype: tl.constexpr, stores: tl.constexpr,
+):  # fmt: skip
     """One chunk of masters and moments, and of parameters where `stores`."""
     if tl.load(found_inf) > 0:
         return

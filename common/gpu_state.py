@@ -110,7 +110,14 @@ class GpuSampler:
         text = os.pread(descriptor, os.fstat(descriptor).st_size - start_bytes, start_bytes).decode(errors="replace")
         lines = text.split("\n")[1 if start_bytes else 0 : -1]
         rows = [line.split(", ") for line in lines]
-        return [(float(row[0]), *map(_number, row[1:4]), _number(row[4], _bits)) for row in rows if len(row) == 5]
+        return [
+            (float(row[0]), *map(_number, row[1:4]), _number(row[4], functools.partial(int, base=16)))
+            for row in rows
+            if len(row) == 5
+        ]
+
+
+_HEX = functools.partial(int, base=16)
 
 
 def _number(text, convert=float):
@@ -118,10 +125,6 @@ def _number(text, convert=float):
         return convert(text)
     except ValueError:  # nvidia-smi's [N/A]
         return None
-
-
-def _bits(text):
-    return int(text, 16)
 
 
 def ask_nvidia_smi(query: str, *options: str) -> list[str]:

@@ -30,11 +30,25 @@ import torch
 from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
 from common.agreement import DEAD_S, GRACE_S, Agreement, RankFault
+from common.gpu_state import GpuSampler
 from common.host_messages import of_all_ranks, of_first_rank
+from common.host_state import HostActivity
 from common.marks import mark, section
 from common.passes import statistic
+from common.source import run_hash
 from common.state_hash import StateHasher, write_sidecar
-from common.variant import Capture, CaptureError, Unsupported, Workload, synchronize
+from common.variant import (
+    Capture,
+    CaptureError,
+    Closes,
+    Evaluates,
+    Finishes,
+    HasHyperparameters,
+    ReplacesModel,
+    Unsupported,
+    Workload,
+    synchronize,
+)
 
 __all__ = ["Capture", "Unsupported", "Workload", "mark", "process_settings", "run", "section", "statistic"]
 __all__ += ["synchronize"]
@@ -67,7 +81,7 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         device=device.type,
         config=vars(config).copy(),
         argv=sys.argv[1:],
-        env=environment.describe_environment(workload.model, device, world_size),
+        env=environment.describe_environment(device, world_size),
         flops_per_step=workload.flops_per_step,
         flops_convention=workload.flops_convention,
         items_per_step=workload.items_per_step,
@@ -108,7 +122,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
             with clock.phase("build"):
                 settings.enter_context(process_settings(device, options.parity))
                 state = workload.build(config, device)
-            log.say(getattr(state, "hyperparameters", {}))
+            log.say(state.hyperparameters if isinstance(state, HasHyperparameters) else {})
             with clock.phase("prepare"):
                 variant = workload.variants[options.variant](state)
             for name in CAPTURE_PHASES:
@@ -157,7 +171,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
         _close(variant, record)
         _close(state, record)
         log.finish(record)
-        record["env"]["run_hash"] = environment.run_hash()
+        record["env"]["run_hash"] = run_hash()
     if variant is not None:
         for name in CAPTURE_PHASES:
             record["seconds"][name] = round(getattr(variant.capture, f"{name}_s"), 3)
@@ -206,7 +220,7 @@ def _judge_promise(record, num_steps):
 
 
 def _close(opened, record):
-    if not hasattr(opened, "close"):
+    if not isinstance(opened, Closes):
         return
     try:
         record["extra"].update(opened.close() or {})
@@ -283,7 +297,7 @@ def _canary(state, variant, reference, device):
         return
     losses, tolerance = [], 0.0 if device.type == "cpu" else 1e-3
     # A variant that changes the layers themselves, as torch.compile does, changes them back for the reference.
-    as_eager = getattr(variant, "as_eager", contextlib.nullcontext)
+    as_eager = variant.as_eager if isinstance(variant, ReplacesModel) else contextlib.nullcontext
     for step, context in ((variant.step, contextlib.nullcontext), (lambda index: reference(state, index), as_eager)):
         state.reset()
         with context():
@@ -298,9 +312,9 @@ def _canary(state, variant, reference, device):
 
 
 def _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank):
-    host = environment.HostActivity()
+    host = HostActivity()
     host.start()
-    sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
+    sampler = GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
     if sampler:
         sampler.start()
     try:
@@ -329,15 +343,16 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
             losses = _prove(record, state, device, sample)
         log.window(record, losses, window_start)
         _require_finite(losses)
-        record["extra"].update(settle=settle, host=host.stop(), items_per_s=_rate(record))
+        rate = record["items_per_step"] / record["statistic_ms"] * 1e3
+        record["extra"].update(settle=settle, host=host.stop(), items_per_s=rate)
         # Before an evaluation, whose activations are not the step's.
         record["memory"] = memory.account(device, variant.capture.pools, peaks)
         record["extra"]["allocator"] = memory.allocator_events(device)
         _judge(record)
         with clock.phase("passes"):
-            if options.mllog and hasattr(state, "evaluate"):
+            if options.mllog and isinstance(state, Evaluates):
                 _evaluate(record, state, variant, log)
-            if hasattr(state, "finish"):
+            if isinstance(state, Finishes):
                 state.finish(variant, record)
         num_section_steps = 0
         if device.type == "cuda":
@@ -401,9 +416,9 @@ def _evaluate(record, state, variant, log):
     """
     start = time.monotonic()
     try:
-        with getattr(variant, "as_eager", contextlib.nullcontext)():
+        with variant.as_eager() if isinstance(variant, ReplacesModel) else contextlib.nullcontext():
             # A variant may have a graph for it.
-            record["extra"]["eval_loss"] = getattr(variant, "evaluate", state.evaluate)()
+            record["extra"]["eval_loss"] = (variant if isinstance(variant, Evaluates) else state).evaluate()
     except (Unsupported, torch.OutOfMemoryError) as error:
         record["extra"]["notes"].append(f"no evaluation: {str(error).splitlines()[0]}")
     else:
@@ -412,7 +427,7 @@ def _evaluate(record, state, variant, log):
 
 def _traced_pass(record, state, variant, config, options, device, rank):
     """With --profile: a few steady steps as a Chrome trace, each section a range in it; nothing is timed."""
-    sampler = environment.GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
+    sampler = GpuSampler(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
     if sampler:
         sampler.start()
     try:
@@ -436,10 +451,6 @@ def _traced_pass(record, state, variant, config, options, device, rank):
     if rank == 0:
         trace.write(options.profile, events)
         trace.report(options.profile, events)
-
-
-def _rate(record):
-    return record["items_per_step"] / record["statistic_ms"] * 1e3
 
 
 def _require_finite(losses):

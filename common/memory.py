@@ -77,6 +77,13 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
+def require_batch(batch: int, need_bytes: int, device: torch.device) -> None:
+    """OutOfMemoryError where a step needs more than is free on the GPU; nothing is asked on the CPU."""
+    free = free_bytes(device)
+    if free is not None and need_bytes > free:
+        raise torch.OutOfMemoryError(f"--batch {batch} needs {need_bytes:,} bytes, {free:,} are free: lower --batch")
+
+
 def explain_oom(error: Exception, device: torch.device) -> str:
     """One line with the bytes asked for and the bytes free, from torch's out-of-memory error."""
     asked = re.search(r"allocate ([\d.]+ (?:[KMG]iB|bytes))", str(error))

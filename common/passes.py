@@ -11,11 +11,12 @@ import math
 import os
 import statistics
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
 
-from common import environment, launches, marks, proof, queue_model, trace
+from common import gpu_state, launches, marks, proof, queue_model, trace
 from common.host_messages import barrier, of_all_ranks, of_first_rank
 from common.variant import synchronize
 
@@ -115,14 +116,8 @@ def settle(variant, config, device, sampler, batch_class=lambda index: 0):
         done = (settled and elapsed >= config.warmup_min_s) or elapsed >= config.warmup_max_s
         if of_first_rank(done):
             summary = {"seconds": elapsed, "num_steps": index, "settled": settled, "step_ms": block[0]}
-            return summary, _by_kind(itertools.chain(*last_steps))
-
-
-def _by_kind(steps):
-    times: dict[str, list[float]] = {}
-    for kind, ms in steps:
-        times.setdefault(kind, []).append(ms)
-    return {kind: round(statistics.median(all_ms), 4) for kind, all_ms in times.items()}
+            medians = _medians(itertools.chain(*last_steps))
+            return summary, {kind: round(ms, 4) for kind, ms in medians.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -157,7 +152,7 @@ def _window(record, state, variant, num_steps, device, sampler, sample):
     """num_steps timed steps. CUDA: events at step boundaries and no synchronisation inside. CPU: wall time per step."""
     replays_before = variant.capture.num_replays
     sampled_step = min(proof.STATE_STEP, num_steps - 1)
-    energy = environment.energy_joules(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
+    energy = gpu_state.energy_joules(record["env"]["gpu_uuid"]) if device.type == "cuda" else None
     gc.collect()
     gc.disable()
     try:
@@ -179,7 +174,7 @@ def _window(record, state, variant, num_steps, device, sampler, sample):
     finally:
         gc.enable()
     window_end = time.monotonic()
-    energy_end = environment.energy_joules(record["env"]["gpu_uuid"]) if energy is not None else None
+    energy_end = gpu_state.energy_joules(record["env"]["gpu_uuid"]) if energy is not None else None
     if energy_end is not None:
         record["energy_j"] = energy_end - energy
     if sampler:
@@ -210,10 +205,16 @@ def wrong_wall(record) -> str | None:
 
 def statistic(step_ms, batch) -> float:
     """Mean over the kinds of batch of each kind's median, ms; with one kind, the median."""
-    by_batch: dict = {}
-    for ms, kind in zip(step_ms, batch, strict=True):
-        by_batch.setdefault(kind, []).append(ms)
-    return sum(statistics.median(times) for times in by_batch.values()) / len(by_batch)
+    medians = _medians(zip(batch, step_ms, strict=True)).values()
+    return sum(medians) / len(medians)
+
+
+def _medians(steps):
+    """The median of each kind of batch; steps: pairs of kind and ms."""
+    times = defaultdict(list)
+    for kind, ms in steps:
+        times[kind].append(ms)
+    return {kind: statistics.median(own) for kind, own in times.items()}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -286,10 +287,10 @@ def section_pass(record, variant, num_steps=SECTION_STEPS):
         with marks.opening_sections(functools.partial(_between_events, pairs)):
             variant.step(index)
     torch.cuda.synchronize()
-    totals: dict[str, list[float]] = {}
+    totals = defaultdict(lambda: [0.0] * num_steps)
     for index, pairs in enumerate(steps):
         for name, begin, end in pairs:
-            totals.setdefault(name, [0.0] * num_steps)[index] += begin.elapsed_time(end)
+            totals[name][index] += begin.elapsed_time(end)
     times = {name: statistics.median(per_step) for name, per_step in totals.items()}
     record["optimizer_ms"] = times.pop("optimizer", None)
     record["extra"]["sections_ms"] = times
@@ -387,11 +388,10 @@ def fill_capture(record, variant, num_replays, num_steps):
 
 
 def nodes(variant):
-    found: dict[str, int] = {}
+    found = Counter()
     for pool in variant.capture.pools:
-        for kind, count in pool.nodes().items():
-            found[kind] = found.get(kind, 0) + count
-    return found
+        found.update(pool.nodes())
+    return dict(found)
 
 
 def own_cores() -> list[int]:

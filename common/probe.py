@@ -10,13 +10,12 @@ and the GPU is drained between bursts. Each number is the median over all bursts
 operator is computed as it is issued, and there is no launch: null.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import time
 
-from common.config import Parser
+from common.config import Parser, checked
 
 BURST = 200
 MAX_SECONDS = 60.0
@@ -58,21 +57,12 @@ def probe(seconds: float) -> dict:
 
 def main(argv=None) -> int:
     parser = Parser(prog="python -m common.probe", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seconds", metavar="S", type=_seconds, default=2.0, help="of measuring, without imports (2)")
+    takes = f"a number of seconds above 0, at most {MAX_SECONDS:g}"
+    seconds = checked(float, lambda value: 0 < value <= MAX_SECONDS, takes)
+    parser.add_argument("--seconds", metavar="S", type=seconds, default=2.0, help="of measuring, without imports (2)")
     args = parser.parse_args(argv)
     print(json.dumps(probe(args.seconds)))
     return 0
-
-
-def _seconds(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    # Written so that NaN, which compares as false, is refused too.
-    if not 0 < value <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, at most {MAX_SECONDS:g}")
-    return value
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import copy
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
+
+from common.files import write_text
 
 SCHEMA = 2
 
@@ -27,6 +28,11 @@ STATUSES = (
     "timeout",
     "failed",
 )
+
+ENV = ("gpu_name", "gpu_uuid", "num_gpus", "world_size", "boot_id", "driver", "cuda", "cudnn", "nccl", "torch")
+ENV += ("transformer_engine", "dali", "python", "host", "cpu", "git_sha", "git_tree", "git_dirty", "source_hash")
+ENV += ("run_hash", "slurm", "variables")
+PHASES = ("start", "import", "build", "warmup", "compile", "capture", "settle", "window", "passes", "profile")
 
 # Every key that a record of schema 2 must have; what a run does not know is null or empty.
 TEMPLATE = {
@@ -47,31 +53,8 @@ TEMPLATE = {
     "end_utc": None,
     "config": {},
     "argv": [],
-    "env": {
-        "gpu_name": None,
-        "gpu_uuid": None,
-        "num_gpus": 0,
-        "world_size": 1,
-        "boot_id": None,
-        "driver": None,
-        "cuda": None,
-        "cudnn": None,
-        "nccl": None,
-        "torch": None,
-        "transformer_engine": None,
-        "dali": None,
-        "python": None,
-        "host": None,
-        "cpu": None,
-        "git_sha": None,
-        "git_tree": None,
-        "git_dirty": None,
-        # Of the whole session's code, and of what this run imported or compiled.
-        "source_hash": None,
-        "run_hash": None,
-        "slurm": {},
-        "variables": {},
-    },
+    # source_hash: of the whole session's code; run_hash: of what this run imported or compiled.
+    "env": dict.fromkeys(ENV) | {"num_gpus": 0, "world_size": 1, "slurm": {}, "variables": {}},
     "conditions": {
         "settled": None,
         "window_s": None,
@@ -85,18 +68,7 @@ TEMPLATE = {
     },
     # Wall seconds by phase. Records that were written later have those of common/phases.py that cost something besides;
     # their phases sum to the process's time, and `passes` is no longer that of issue pass and section pass.
-    "seconds": {
-        "start": None,
-        "import": None,
-        "build": None,
-        "warmup": None,
-        "compile": None,
-        "capture": None,
-        "settle": None,
-        "window": None,
-        "passes": None,
-        "profile": None,
-    },
+    "seconds": dict.fromkeys(PHASES),
     "clocks": {"sm_mhz": None, "power_w": None, "temperature_c": None, "throttle": []},
     "energy_j": None,
     "capture": {
@@ -123,12 +95,7 @@ TEMPLATE = {
     "ranks": [],
     "num_kernels": None,
     "idle_fraction": None,
-    "memory": {
-        "peak_allocated_bytes": None,
-        "peak_reserved_bytes": None,
-        "graph_pool_bytes": None,
-        "device_used_bytes": None,
-    },
+    "memory": dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "graph_pool_bytes", "device_used_bytes")),
     "flops_per_step": None,
     "flops_convention": None,
     "items_per_step": None,
@@ -195,7 +162,7 @@ def blank(**values) -> dict:
 
     Raises ValueError for a key that the schema does not have.
     """
-    record = json.loads(json.dumps(TEMPLATE))
+    record = copy.deepcopy(TEMPLATE)
     unknown = sorted(set(values) - set(record))
     if unknown:
         raise ValueError(f"not keys of record schema {SCHEMA}: {', '.join(unknown)}")
@@ -208,23 +175,19 @@ def file_name(variant: str, round_index: int, attempt: int = 1) -> str:
     return f"{variant}.r{round_index}{f'.a{attempt}' if attempt > 1 else ''}.json"
 
 
-def dumps(record: dict) -> str:
-    """One compact line of JSON; NaN and infinity, which JSON does not have, become null."""
-    return _dumps(record)
+def dumps(record: dict, **options) -> str:
+    """One compact line of JSON; NaN and infinity, which JSON does not have, become null. options: of json.dumps."""
+    options |= {"separators": (",", ":"), "allow_nan": False}
+    try:
+        return json.dumps(record, **options)
+    except ValueError:
+        return json.dumps(_finite(record), **options)
 
 
 def digest_of(record: dict) -> str:
     """SHA-256 (hex) of a record without its digest; the order of keys does not count."""
     rest = {key: value for key, value in record.items() if key != "digest"}
-    return hashlib.sha256(_dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _dumps(value, **options):
-    options |= {"separators": (",", ":"), "allow_nan": False}
-    try:
-        return json.dumps(value, **options)
-    except ValueError:
-        return json.dumps(_finite(value), **options)
+    return hashlib.sha256(dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write(path: str | os.PathLike, record: dict) -> None:
@@ -233,31 +196,9 @@ def write(path: str | os.PathLike, record: dict) -> None:
     A record of schema 2 gets its digest. Raises OSError, whose filename is `path`, where the disk is full or the
     folder cannot be written; the old file is then as it was.
     """
-    path = Path(path)
     if record.get("schema") == SCHEMA and "digest" in record:
         record["digest"] = digest_of(record)
     write_text(path, dumps(record) + "\n")
-
-
-def write_text(path: Path, text: str | bytes) -> None:
-    """The same for any text, or for bytes."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            # Errors of an open file name none.
-            raise type(error)(error.errno, error.strerror, str(path)) from None
-        raise
 
 
 def read(path: str | os.PathLike) -> dict:

@@ -11,13 +11,13 @@ Read and written here, since a file can then be streamed in pieces of known size
 
 import json
 import math
-import os
 import struct
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from common.files import sync, write_whole
 
 DTYPES = {
     "F64": torch.float64,
@@ -153,25 +153,5 @@ def write_file(path, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
         for tensor in tensors.values():
             file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
-    write_atomically(path, write)
-
-
-def write_atomically(path, write) -> None:
-    """Let `write(file)` fill a new file beside `path`, then move it there; both survive a crash of the machine."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path, write)
+    sync(Path(path).parent)

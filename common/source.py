@@ -150,19 +150,25 @@ def _blobs_of_commit(sha, root, *folders):
 
 def _hash_blobs(blobs, root):
     """`hash_files` of what git holds; None without a blob, or where git lacks one."""
-    answer = blobs and _git(root, "cat-file", "--batch", stdin="".join(f"{blob}\n" for blob in blobs.values()).encode())
-    if not answer:
+    contents = read_blobs(blobs.values(), root)
+    return hash_files({name: contents[blob] for name, blob in blobs.items()}) if contents else None
+
+
+def read_blobs(blobs, root: Path = ROOT) -> dict[str, bytes] | None:
+    """What git holds by these object names; None where it does not answer, or lacks one."""
+    names = list(dict.fromkeys(blobs))
+    answer = _git(root, "cat-file", "--batch", stdin="".join(f"{name}\n" for name in names).encode()) if names else b""
+    if answer is None:
         return None
-    files, start = {}, 0
-    for name in blobs:
-        header_end = answer.index(b"\n", start)
-        header = answer[start:header_end].split()
+    found, start = {}, 0
+    for name in names:
+        end = answer.index(b"\n", start)
+        header = answer[start:end].split()
         if header[1] != b"blob":
             return None
-        start = header_end + 1
-        files[name] = answer[start : start + int(header[2])]
-        start += int(header[2]) + 1
-    return hash_files(files)
+        found[name] = answer[end + 1 : end + 1 + int(header[2])]
+        start = end + 2 + int(header[2])
+    return found
 
 
 # ------------------------------------------------------------------------------------------------

@@ -125,5 +125,13 @@ class ScaledReport:
             )
         return self.losses[: min(count, self.NUM_LOSSES)].tolist()
 
+    def closing(self, dropped: list) -> dict:
+        """For the record: steps skipped since the last reset, samples dropped."""
+        return {
+            "num_skipped_steps": int(self.scaler.num_skipped),
+            "num_dropped_samples": len(dropped),
+            "dropped_samples": [str(one) for one in dropped[:20]],
+        }
+
     def read_grad_norms(self, count: int) -> list[float]:
         return self.grad_norms[: min(count, self.NUM_LOSSES)].tolist()

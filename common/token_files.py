@@ -16,13 +16,13 @@ import os
 import platform
 import struct
 import sysconfig
-import tempfile
 import warnings
 from pathlib import Path
 
 import numpy as np
 
 from common.config import require_folder_of_its_own
+from common.files import write_whole
 
 # A folder of text is copied once, byte by byte; a larger one belongs into Megatron's token files.
 MAX_FILES = 100_000
@@ -137,7 +137,7 @@ def python_corpus(cache_dir) -> TokenFile:
     path = Path(cache_dir) / f"{name}.bin"
     expected = np.frombuffer(text, dtype=np.uint8)
     if not (path.is_file() and np.array_equal(_map_bytes(path), expected)):
-        write_atomically(path, lambda file: file.write(text))
+        write_whole(path, lambda file: file.write(text))
     return TokenFile(_map_bytes(path), name, vocab_size=256)
 
 
@@ -171,9 +171,9 @@ def text_folder(path, cache_dir) -> TokenFile:
     note = _read_note(note_path)
     if note is None or not tokens_path.is_file() or tokens_path.stat().st_size != note["num_tokens"]:
         skipped = []
-        num_tokens = write_atomically(tokens_path, lambda file: concatenate(root, paths, file, skipped))
+        num_tokens = write_whole(tokens_path, lambda file: concatenate(root, paths, file, skipped))
         note = {"num_tokens": num_tokens, "skipped": skipped}
-        write_atomically(note_path, lambda file: file.write(json.dumps(note).encode()))
+        write_whole(note_path, lambda file: file.write(json.dumps(note).encode()))
     skipped = note["skipped"]
     if skipped:
         more = ", ..." if len(skipped) > 10 else ""
@@ -247,27 +247,6 @@ def _map_bytes(path):
     return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
 
 
-def write_atomically(path, write):
-    """Let `write(file)` fill a new file, then move it into place; returns its size in bytes.
-
-    Processes that write the same file at once each move a whole one.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            num_bytes = file.seek(0, os.SEEK_END)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return num_bytes
-
-
 # ------------------------------------------------------------------------------------------------
 # Megatron-LM's indexed dataset (megatron/core/datasets/indexed_dataset.py)
 
@@ -320,40 +299,6 @@ def megatron(prefix) -> TokenFile:
     if not num_tokens:
         raise ValueError(f"--data: {bin_path} holds no tokens")
     return TokenFile(np.memmap(bin_path, dtype=dtype, mode="r"), bin_path.stem)
-
-
-def write_megatron(prefix, documents, dtype="uint16") -> None:
-    """Write token documents as `prefix`.bin and `prefix`.idx, one sequence a document.
-
-    documents: iterable of one-dimensional sequences of ids, consumed one by one. dtype: an integer type of the format
-    (Megatron takes uint16 for vocabularies below 65,500, else int32). Raises ValueError for ids outside of it and for
-    no documents at all.
-    """
-    bin_path, idx_path = _megatron_paths(prefix)
-    code = next((code for code, name in _DTYPES.items() if name == dtype), None)
-    if code is None or dtype.startswith("float"):
-        raise ValueError(f"dtype {dtype!r} cannot hold token ids in a Megatron file")
-    limits, lengths = np.iinfo(dtype), []
-
-    def write_tokens(file):
-        for document in documents:
-            ids = np.asarray(document)
-            if ids.size and (ids.min() < limits.min or ids.max() > limits.max):
-                raise ValueError(f"document {len(lengths)} has ids outside {dtype}")
-            file.write(ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-            lengths.append(ids.size)
-        if not lengths:
-            raise ValueError(f"no documents to write to {bin_path}")
-
-    def write_index(file):
-        ends = np.cumsum(lengths, dtype="<i8") * np.dtype(dtype).itemsize
-        file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1))
-        file.write(np.asarray(lengths, dtype="<i4").tobytes())
-        file.write(np.concatenate([[0], ends[:-1]]).astype("<i8").tobytes())
-        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-
-    write_atomically(bin_path, write_tokens)
-    write_atomically(idx_path, write_index)
 
 
 def _megatron_paths(prefix):

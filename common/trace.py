@@ -9,11 +9,13 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
 import tempfile
 import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from common.files import write_text
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
@@ -137,10 +139,7 @@ def graph_kernel_share(work: list[dict]) -> float | None:
 
 def kernels_hash(work: list[dict], num_steps: int) -> str:
     """16 hex digits over the names of all kernels and how often each runs in a step: what a step computes with."""
-    counts: dict[str, int] = {}
-    for event in work:
-        if event["category"] == "kernel":
-            counts[event["name"]] = counts.get(event["name"], 0) + 1
+    counts = Counter(event["name"] for event in work if event["category"] == "kernel")
     lines = [f"{name} {count / num_steps:.6g}\n" for name, count in sorted(counts.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
@@ -166,9 +165,9 @@ def busy(work: list[dict]) -> tuple[float, float, list[float]]:
 def summarise(work: list[dict], num_steps: int) -> dict:
     """busy_ms and num_kernels per step, idle_fraction of the span, and the largest kinds of kernel."""
     busy_us, span_us, gaps = busy(work)
-    by_name: dict[str, list[float]] = {}
+    by_name = defaultdict(list)
     for event in work:
-        by_name.setdefault(event["name"], []).append(event["duration_us"])
+        by_name[event["name"]].append(event["duration_us"])
     top = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:12]
     return {
         "busy_ms": busy_us / num_steps / 1e3,
@@ -280,8 +279,5 @@ def report(path: str, trace: dict) -> None:
 def write(path: str, trace: dict) -> None:
     """Write a Chrome trace whole or not at all, compressed where the name ends in .gz."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps({**trace, "traceName": target.name}, separators=(",", ":")).encode()
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_bytes(gzip.compress(data, 6, mtime=0) if target.suffix == ".gz" else data)
-    partial.replace(target)
+    write_text(target, gzip.compress(data, 6, mtime=0) if target.suffix == ".gz" else data)

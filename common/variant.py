@@ -15,6 +15,7 @@ from common.announce import announced
 from common.capture import CaptureError, Pool
 
 __all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
+__all__ += ["Closes", "Evaluates", "Finishes", "HasHyperparameters", "ReplacesModel"]
 __all__ += ["require_compiler", "synchronize", "warm_up"]
 
 # What a user waits for in these phases of a capture.
@@ -87,11 +88,7 @@ class Workload:
 class State(Protocol):
     """What a step reads and writes. `common.measure` resets it before each pass, hashes it, and reads it afterwards.
 
-    Optional, each used where a state has it: `evaluate()`, the mean loss over held-out batches, eager, on every rank,
-    with the training state left as it is (only for --mllog; raises Unsupported where nothing is held out);
-    `finish(variant, record)`, what there is to say after the window, of its steps alone (record["extra"]["report"],
-    flat {column: number, True or False}, becomes a row of the table's report); `hyperparameters`, for --mllog, what
-    only the data tell; `close()`, where it holds data workers or files open; its dict goes into the record's extra.
+    Where it does more, it is one of `Evaluates`, `Finishes`, `Closes`, `HasHyperparameters` as well.
     """
 
     def reset(self) -> None:
@@ -112,11 +109,47 @@ class State(Protocol):
 
 
 @runtime_checkable
+class Evaluates(Protocol):
+    def evaluate(self) -> float:
+        """Mean loss over held-out batches, on every rank, with the training state left as it is; only for --mllog.
+
+        Of a state it is eager; a variant's own stands for it. Raises Unsupported where nothing is held out.
+        """
+
+
+@runtime_checkable
+class Finishes(Protocol):
+    def finish(self, variant, record: dict) -> None:
+        """What there is to say after the window, of its steps alone, into the record.
+
+        record["extra"]["report"], flat {column: number, True or False}, is shown below the table, a row per variant.
+        """
+
+
+@runtime_checkable
+class Closes(Protocol):
+    def close(self) -> dict | None:
+        """Let go of data workers, files or graphs. What it returns goes into the record's extra."""
+
+
+@runtime_checkable
+class HasHyperparameters(Protocol):
+    """For --mllog: what only the data tell."""
+
+    hyperparameters: dict
+
+
+@runtime_checkable
+class ReplacesModel(Protocol):
+    def as_eager(self):
+        """A context in which a variant that changed the model, as torch.compile does, is eager again."""
+
+
+@runtime_checkable
 class Variant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 
-    A variant that changed the model, as torch.compile does, has `as_eager()` too: a context in which it is eager again.
-    One that captured the evaluation has an `evaluate()` of its own, which stands for the state's.
+    One that changes the model is a `ReplacesModel` as well; one that captured the evaluation `Evaluates`.
     """
 
     capture: Capture

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config import TINY_TIMING, Timing, flag_of, option, require_fields, require_folder_of_its_own
-from common.fitting import blame, gib
+from common.fitting import require_batch
 from rnnt import buckets
 
 CONTEXT_BYTES = 2 * 2**30
@@ -361,13 +361,7 @@ def predicted_bytes(config: Config) -> int:
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit; None: the machine does not tell."""
-    need = predicted_bytes(config)
-    if available_bytes is not None and need > available_bytes:
-        raise ValueError(
-            blame(config, PRESETS, predicted_bytes, available_bytes)
-            or f"--batch {config.batch} needs {gib(need)} GiB ({need:,} bytes), {gib(available_bytes)} GiB are free: "
-            "lower --batch, or run --preset tiny"
-        )
+    require_batch(config, PRESETS, predicted_bytes, available_bytes)
 
 
 MIN_LR = 1e-5

@@ -16,18 +16,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali import math as dali_math
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
-from rnnt.features import (
-    FFT_SIZE,
-    LOG_FLOOR,
-    MAX_SAMPLE,
-    NUM_MELS,
-    PREEMPHASIS,
-    SILENCE_DB,
-    SILENCE_WINDOW,
-    WINDOW,
-    Noise,
-    require_sound,
-)
+from rnnt import features
 from rnnt.speech_folder import HOP, SAMPLE_RATE, BadAudio, num_frames
 
 
@@ -40,9 +29,9 @@ def _pipeline(noise, on_gpu):
     extremes = fn.reductions.min(audio), fn.reductions.max(audio), fn.reductions.sum(audio)
     # What is refused afterwards must not stop an operator, which would not say whose file it is. NaN goes where the
     # sample stands first, and stays where it stands second or in clamp.
-    audio = dali_math.min(dali_math.max(audio, -MAX_SAMPLE), MAX_SAMPLE)
+    audio = dali_math.min(dali_math.max(audio, -features.MAX_SAMPLE), features.MAX_SAMPLE)
     audio = fn.audio_resample(audio, scale=scale)
-    begin, length = fn.nonsilent_region(audio, cutoff_db=SILENCE_DB, window_length=SILENCE_WINDOW)
+    begin, length = fn.nonsilent_region(audio, cutoff_db=features.SILENCE_DB, window_length=features.SILENCE_WINDOW)
     audio = fn.slice(audio, start=begin, shape=length, axes=[0])
     if on_gpu:
         audio = audio.gpu()
@@ -50,11 +39,11 @@ def _pipeline(noise, on_gpu):
         offset = fn.external_source(name="offset", dtype=types.INT32, ndim=0)
         table = types.Constant(noise.table, device="gpu" if on_gpu else "cpu")
         audio = audio + fn.slice(table, start=offset, shape=length, axes=[0])
-    audio = fn.preemphasis_filter(audio, preemph_coeff=PREEMPHASIS)
-    power = fn.spectrogram(audio, nfft=FFT_SIZE, window_length=WINDOW, window_step=HOP)
-    mel = fn.mel_filter_bank(power, sample_rate=SAMPLE_RATE, nfilter=NUM_MELS)
+    audio = fn.preemphasis_filter(audio, preemph_coeff=features.PREEMPHASIS)
+    power = fn.spectrogram(audio, nfft=features.FFT_SIZE, window_length=features.WINDOW, window_step=HOP)
+    mel = fn.mel_filter_bank(power, sample_rate=SAMPLE_RATE, nfilter=features.NUM_MELS)
     # ln: decibels of multiplier ln(10) over a reference of 1.
-    log = fn.to_decibels(mel, multiplier=math.log(10), reference=1.0, cutoff_db=math.log(LOG_FLOOR))
+    log = fn.to_decibels(mel, multiplier=math.log(10), reference=1.0, cutoff_db=math.log(features.LOG_FLOOR))
     return fn.pad(fn.normalize(log, axes=[1])), length, *extremes
 
 
@@ -65,7 +54,7 @@ class DaliExtractor:
     device: where features are made, with CUDA on the stream that is current in the call.
     """
 
-    def __init__(self, batch: int, noise: Noise | None, workers: int, device: torch.device):
+    def __init__(self, batch: int, noise: features.Noise | None, workers: int, device: torch.device):
         self.device, self._noise = device, noise
         self._on_gpu = device.type == "cuda"
         self._options = {
@@ -99,7 +88,7 @@ class DaliExtractor:
             inputs["offset"] = np.array(offsets, np.int32)
         stream = torch.cuda.current_stream(self.device) if self._on_gpu else None
         try:
-            features, *others = self._pipe.run(stream, **inputs)
+            found, *others = self._pipe.run(stream, **inputs)
         except RuntimeError as error:
             # A pipeline that failed is invalid, DALI says.
             self._build()
@@ -108,9 +97,9 @@ class DaliExtractor:
             raise BadAudio(f"cannot be decoded: {_reason(error)}") from None
         lengths, *extremes = ([one.at(row).item() for row in range(len(encoded))] for one in others)
         for lowest, highest, total in zip(*extremes, strict=True):
-            require_sound(lowest, total if math.isnan(total) else highest)
-        out = torch.empty([len(encoded), *features.shape()[0]], device=self.device)
-        feed_ndarray(features.as_tensor(), out, cuda_stream=stream)
+            features.require_sound(lowest, total if math.isnan(total) else highest)
+        out = torch.empty([len(encoded), *found.shape()[0]], device=self.device)
+        feed_ndarray(found.as_tensor(), out, cuda_stream=stream)
         return out, [num_frames(length) for length in lengths]
 
     def _find_faults(self, encoded, scales, offsets):

@@ -7,25 +7,15 @@ import itertools
 import numpy as np
 import torch
 
-from common import environment, flops, memory
+from common import flops, host_state, memory
 from common.marks import section
 from common.optimizers import LossScaler
 from common.step_report import ScaledReport
 from common.variant import Unsupported
 from rnnt import buckets, evaluation, lstm
+from rnnt import config as rnnt_config
 from rnnt.batches import Batch, Inputs, Source
-from rnnt.config import (
-    GENERATED,
-    Config,
-    card,
-    limits,
-    notes,
-    padded_cost,
-    predicted_bytes,
-    require,
-    time_steps,
-    training_flops,
-)
+from rnnt.config import GENERATED, Config
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
 from rnnt.model import RNNT, flatten, initialise, log_prior
@@ -41,7 +31,7 @@ class State:
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
-        _require_memory(config, device)
+        memory.require_batch(config.batch, rnnt_config.predicted_bytes(config), device)
         _require_lstm(config, device)
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
@@ -102,8 +92,9 @@ class State:
             torch.distributed.all_gather_object(every, (shapes, most))
             shapes = sorted({pair for found, _ in every for pair in found})
             most = tuple(max(values) for values in zip(*(each for _, each in every), strict=True))
-        largest = most if self.config.buckets == "auto" else limits(self.config)
-        return buckets.make_plan(self.config.buckets, shapes, *largest, functools.partial(padded_cost, self.config))
+        largest = most if self.config.buckets == "auto" else rnnt_config.limits(self.config)
+        cost = functools.partial(rnnt_config.padded_cost, self.config)
+        return buckets.make_plan(self.config.buckets, shapes, *largest, cost)
 
     def reset(self):
         # Weights are the same on all ranks, draws each rank's own.
@@ -121,13 +112,8 @@ class State:
 
     def close(self):
         """End the data's threads. For the record: steps skipped since the last reset, utterances dropped."""
-        dropped = self.source.dropped
         self.source.close()
-        return {
-            "num_skipped_steps": int(self.scaler.num_skipped),
-            "num_dropped_samples": len(dropped),
-            "dropped_samples": [str(one) for one in dropped[:20]],
-        }
+        return self.report.closing(self.source.dropped)
 
     # -- one step
 
@@ -204,7 +190,8 @@ class State:
 
     def finish(self, variant, record):
         """What buckets cost, how fast eager and graphed greedy decoding are, and the word error rate of speech."""
-        report = self.tally.report(*(functools.partial(count, self.config) for count in (training_flops, time_steps)))
+        counts = (rnnt_config.training_flops, rnnt_config.time_steps)
+        report = self.tally.report(*(functools.partial(count, self.config) for count in counts))
         record["extra"]["buckets"] = {"audio": self.plan.audio, "text": self.plan.text} | report
         if self.config.data != "synthetic":
             record["flops_per_step"] = report["useful_flops_per_step"]
@@ -235,12 +222,6 @@ class State:
         return index % period if period else min(index, self.config.min_steps)
 
 
-def _require_memory(config, device):
-    free, need = memory.free_bytes(device), predicted_bytes(config)
-    if free is not None and need > free:
-        raise torch.OutOfMemoryError(f"--batch {config.batch} needs {need:,} bytes, {free:,} are free: lower --batch")
-
-
 def _require_lstm(config, device):
     if config.lstm != "cudnn":
         widths = config.encoder_hidden, config.prediction_hidden
@@ -253,12 +234,12 @@ def said_of_run(args, device: torch.device, world_size: int) -> dict:
     """Fields of common.variant.Workload that describe this training. ValueError where it does not fit on a CPU."""
     config = args.config
     if device.type == "cpu":
-        require(config, environment.available_host_bytes())
+        rnnt_config.require(config, host_state.available_host_bytes())
     flops_per_step = nominal_flops(config)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
-        "card": card(config, device.type, flops_per_step),
-        "notes": notes(config, device.type, args.run.variant),
+        "card": rnnt_config.card(config, device.type, flops_per_step),
+        "notes": rnnt_config.notes(config, device.type, args.run.variant),
         "flops_per_step": flops_per_step,
         "flops_convention": "matrix products of the utterances' true lengths",
         "items_per_step": config.batch,
@@ -283,7 +264,7 @@ def said_of_run(args, device: torch.device, world_size: int) -> dict:
 def nominal_flops(config: Config) -> float:
     """FLOP of a step for utterances' true lengths; for speech --frames and --tokens stand in until it has been read."""
     if config.data != "lengths":
-        return config.batch * training_flops(config, config.frames, config.tokens)
-    frames, tokens = draw_lengths(np.random.default_rng(SEED), 4096, *limits(config))
+        return config.batch * rnnt_config.training_flops(config, config.frames, config.tokens)
+    frames, tokens = draw_lengths(np.random.default_rng(SEED), 4096, *rnnt_config.limits(config))
     pairs = zip(frames.tolist(), tokens.tolist(), strict=True)
-    return config.batch * sum(training_flops(config, *pair) for pair in pairs) / len(frames)
+    return config.batch * sum(rnnt_config.training_flops(config, *pair) for pair in pairs) / len(frames)

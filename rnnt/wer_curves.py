@@ -30,12 +30,13 @@ from pathlib import Path
 import pandas
 import torch
 
-from common import collectives, environment, measure
+from common import collectives, environment, host_state, measure
 from common.variant import CaptureError, Unsupported
 from rnnt.evaluation import SpeechEvaluator
 from rnnt.state import State
 from rnnt.train import MAKE_VARIANT
 
+STATUS = {Unsupported: "unsupported", CaptureError: "capture_failed", FloatingPointError: "numerics_failed"}
 NO_TIMING = "no timing: decoding stands between the steps"
 
 
@@ -84,15 +85,9 @@ def curves_of(values, config, device, rank, world_size):
                 curve["points"].append(point)
                 if rank == 0:
                     print(_line(name, point), flush=True)
-        except Unsupported as error:
-            curve.update(status="unsupported", message=str(error))
-        except CaptureError as error:
-            curve.update(status="capture_failed", message=str(error))
-        except FloatingPointError as error:
-            curve.update(status="numerics_failed", message=str(error))
-        except (ValueError, RuntimeError) as error:
+        except (*STATUS, ValueError, RuntimeError) as error:
             # The curves before it stand.
-            curve.update(status="failed", message=str(error)[:300])
+            curve.update(status=STATUS.get(type(error), "failed"), message=str(error)[:300])
         if rank == 0 and curve["message"]:
             print(f"{name}: {curve['status']}: {curve['message']}", flush=True)
         state.close()
@@ -132,7 +127,7 @@ def main(values, config) -> dict:
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     try:
         if kind == "cpu":
-            rnnt_config.require(config, environment.available_host_bytes())
+            rnnt_config.require(config, host_state.available_host_bytes())
         if rank == 0:
             print(f"rnnt/{values['preset']}  {rnnt_config.num_parameters(config) / 1e6:,.1f} M parameters  {NO_TIMING}")
         with measure.process_settings(device, False):
@@ -144,7 +139,7 @@ def main(values, config) -> dict:
             "steps": values["steps"],
             "target": values["target"],
             "config": vars(config).copy(),
-            "env": environment.describe_environment("rnnt", device, world_size),
+            "env": environment.describe_environment(device, world_size),
             "curves": curves,
         }
         if rank == 0:

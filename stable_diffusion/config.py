@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
-from common.fitting import blame, gib
+from common.fitting import require_batch
 
 TIMESTEPS = 1000
 LATENT_SCALE = 0.18215  # times latents of the VAE: variance one
@@ -238,13 +238,7 @@ def require(config: Config, available_bytes: int | None) -> None:
 
     Without a GPU's kernels the optimizer has the gradients in FP32 too, and norms and GEGLU keep more: a half on top.
     """
-    need = _host_bytes(config)
-    if available_bytes is not None and need > available_bytes:
-        raise ValueError(
-            blame(config, PRESETS, _host_bytes, available_bytes)
-            or f"--batch {config.batch} needs {gib(need)} GiB ({need:,} bytes), {gib(available_bytes)} GiB are free: "
-            "lower --batch, or run --preset tiny"
-        )
+    require_batch(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

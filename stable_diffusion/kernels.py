@@ -184,21 +184,9 @@ if triton:
 
     @triton.jit
     def _grad_moments(
-        grad,
-        x,
-        partial,
-        stats,
-        weight,
-        bias,
-        area,
-        c,
-        n,
-        groups,
-        chunks,
-        silu: constexpr,
-        rows: constexpr,
-        cols: constexpr,
-    ):
+        grad, x, partial, stats, weight, bias, area, c, n, groups, chunks,
+        silu: constexpr, rows: constexpr, cols: constexpr,
+    ):  # fmt: skip
         """partial [2, N, chunks, C]: sums over each chunk's rows of dz, and of dz times normalised x."""
         sample, chunk, inside, offset, channel = _tile(area, c, chunks, rows, cols)
         hat, w, b, _ = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
@@ -209,21 +197,9 @@ if triton:
 
     @triton.jit
     def _grad_sums(
-        partial,
-        weight,
-        grad_weight,
-        grad_bias,
-        area,
-        c,
-        n,
-        groups,
-        chunks,
-        rows: constexpr,
-        cols: constexpr,
-        p_chunks: constexpr,
-        p_size: constexpr,
-        num_loops: constexpr,
-    ):
+        partial, weight, grad_weight, grad_bias, area, c, n, groups, chunks,
+        rows: constexpr, cols: constexpr, p_chunks: constexpr, p_size: constexpr, num_loops: constexpr,
+    ):  # fmt: skip
         """Behind partial, sums [2, N, groups]: means over a group of w dz and w dz hat; then, in the last programs,
         weight and bias."""
         second = partial + n * chunks * c
@@ -252,22 +228,9 @@ if triton:
 
     @triton.jit
     def _grad_input(
-        grad,
-        x,
-        grad_x,
-        stats,
-        partial,
-        weight,
-        bias,
-        area,
-        c,
-        n,
-        groups,
-        chunks,
-        silu: constexpr,
-        rows: constexpr,
-        cols: constexpr,
-    ):
+        grad, x, grad_x, stats, partial, weight, bias, area, c, n, groups, chunks,
+        silu: constexpr, rows: constexpr, cols: constexpr,
+    ):  # fmt: skip
         sample, _, inside, offset, channel = _tile(area, c, chunks, rows, cols)
         hat, w, b, rstd = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
         dz = _grad_z(grad, hat, w, b, inside, offset, silu)

@@ -31,7 +31,7 @@ class State:
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank = config, device, rank
-        _require_memory(config, device)
+        memory.require_batch(config.batch, predicted_bytes(config), device)
         # For as long as the state is open: what is compiled or captured later must see it too.
         self.opened = contextlib.ExitStack()
         self.opened.enter_context(attention_kernels(config.attention))
@@ -78,12 +78,7 @@ class State:
         """End the data workers. For the record: steps skipped since the last reset, samples dropped."""
         self.opened.close()
         self.batches.close()
-        dropped = self.batches.dropped
-        return {
-            "num_skipped_steps": int(self.scaler.num_skipped),
-            "num_dropped_samples": len(dropped),
-            "dropped_samples": [str(one) for one in dropped[:20]],
-        }
+        return self.report.closing(self.batches.dropped)
 
     # -- one step, part by part; all but begin_step and end_step can be captured
 
@@ -179,12 +174,6 @@ def attention_kernels(name):
         "auto": None,
     }[name]
     return sdpa_kernel([*order, SDPBackend.MATH], set_priority=True) if order else contextlib.nullcontext()
-
-
-def _require_memory(config, device):
-    free, need = memory.free_bytes(device), predicted_bytes(config)
-    if free is not None and need > free:
-        raise torch.OutOfMemoryError(f"--batch {config.batch} needs {need:,} bytes, {free:,} are free: lower --batch")
 
 
 def _samples(config):

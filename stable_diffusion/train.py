@@ -40,7 +40,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from common import environment, flops
+from common import flops, host_state
 
 # A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
 # pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before the replay; each replay
@@ -202,7 +202,7 @@ def workload(args, device: torch.device, rank: int, world_size: int):
     """(args, what is measured), for `common.main`."""
     config, on_gpu = args.config, device.type == "cuda"
     if not on_gpu:
-        sd_config.require(config, environment.available_host_bytes())
+        sd_config.require(config, host_state.available_host_bytes())
     num_flops = config.batch * sd_config.flops_per_sample(config)
     name = "UNet of Stable Diffusion v2" if config.channels == 320 else "toy widths"
     memory = f" | memory predicted {sd_config.predicted_bytes(config) / 2**30:.1f} GiB" if on_gpu else ""

@@ -11,7 +11,7 @@ from llama31.config import PRESETS, ROPE_SCALING
 from llama31.state import State
 
 CPU = torch.device("cpu")
-TINY = replace(PRESETS["tiny"], layer="torch", recompute=0)
+TINY = replace(PRESETS["tiny"], layer="torch")
 # What config.json of a Llama 3.1 says beside what Llama 2's does.
 LLAMA3 = {"rope_theta": 500000.0, "rope_scaling": {**ROPE_SCALING, "rope_type": "llama3"}}
 

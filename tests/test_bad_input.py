@@ -74,7 +74,7 @@ def test_values_that_look_like_it_are_taken():
 def test_numbers_of_steps_at_their_bounds():
     config.Run(preset="tiny", variant="eager", steps=config.MAX_STEPS, profile_steps=config.MAX_PROFILE_STEPS)
     for name, value in (("steps", 10**6 + 1), ("profile_steps", 1001)):
-        with pytest.raises(ValueError, match=fitting.flag(name)):
+        with pytest.raises(ValueError, match=config.flag_of(name)):
             config.Run(preset="tiny", variant="eager", **{name: value})
     with pytest.raises(ValueError, match="--parity-steps 1000001"):
         config.Run(preset="tiny", variant="eager", parity=True, parity_steps=10**6 + 1)
@@ -102,6 +102,8 @@ FREE = (
 )
 # Bounded, or bound to another one.
 BOUNDED = ("workers", "frames", "tokens")
+# Ranks and stages, which sizes are divided by.
+DIVIDING = ("tp", "pp", "cp", "chunks", "pp_rank")
 
 
 @pytest.mark.parametrize("value", [10**9, 2**53 - 2**53 % 96])
@@ -109,13 +111,16 @@ BOUNDED = ("workers", "frames", "tokens")
 def test_a_shape_too_large_blames_its_flag(model, name, value):
     value = value - value % 96 if name == "channels" else value
     module = MODELS[model]
-    flag = fitting.flag(name)
+    flag = config.flag_of(name)
 
     def ask():
         module.require(dataclasses.replace(module.PRESETS["tiny"], **{name: value}), 24 * GIB)
 
     if name in FREE:
         ask()
+    elif name in DIVIDING:
+        with pytest.raises(ValueError, match=rf"^(?=.*{flag}\b)(?=.*\b{value}\b)"):
+            ask()
     elif name == "head_dim" and model == "stable_diffusion":
         with pytest.raises(ValueError, match=f"multiple of 32 and of {flag} {value}"):
             ask()

@@ -28,7 +28,7 @@ def wait_until(condition, timeout_s=10):
 
 
 def test_env_has_exactly_the_keys_of_the_record():
-    env = environment.describe_environment("gpt3", "cpu", 2)
+    env = environment.describe_environment("cpu", 2)
     assert list(env) == list(record.TEMPLATE["env"])
     assert env["world_size"] == 2 and env["num_gpus"] == 0 and env["gpu_name"] is None
     assert env["source_hash"] == source.source_hash() and env["run_hash"] is None
@@ -40,11 +40,11 @@ def test_env_has_exactly_the_keys_of_the_record():
 
 def test_env_does_not_tell_the_machines_name(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "secret-node-17")
-    env = environment.describe_environment("gpt3", "cpu", 1)
+    env = environment.describe_environment("cpu", 1)
     assert re.fullmatch(r"[0-9a-f]{12}", env["host"])
     assert "secret-node-17" not in str(env)
     monkeypatch.setattr(socket, "gethostname", lambda: "secret-node-18")
-    assert environment.describe_environment("gpt3", "cpu", 1)["host"] != env["host"]
+    assert environment.describe_environment("cpu", 1)["host"] != env["host"]
 
 
 def test_env_keeps_the_variables_that_matter(monkeypatch):
@@ -62,22 +62,22 @@ def test_env_keeps_the_variables_that_matter(monkeypatch):
     }
     unwanted = {"PATH": os.environ["PATH"], "MY_CUDA_": "1", "API_TOKEN": "t", "TORCHELASTIC_RUN_ID": "7"}
     monkeypatch.setattr(os, "environ", wanted | unwanted)
-    assert environment.describe_environment("gpt3", "cpu", 1)["variables"] == wanted
+    assert environment.describe_environment("cpu", 1)["variables"] == wanted
 
 
 def test_slurm_is_described_inside_a_job_only(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert environment.describe_environment("gpt3", "cpu", 1)["slurm"] == {}
+    assert environment.describe_environment("cpu", 1)["slurm"] == {}
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    slurm = environment.describe_environment("gpt3", "cpu", 1)["slurm"]
+    slurm = environment.describe_environment("cpu", 1)["slurm"]
     assert slurm["job_id"] == "42" and slurm["nodelist"] == "n[1-2]" and slurm["num_tasks"] == "8"
 
 
 def test_torch_is_not_imported_on_the_cpu():
     code = (
-        "import sys; from common.environment import describe_environment as d; d('gpt3', 'cpu', 1); "
+        "import sys; from common.environment import describe_environment as d; d('cpu', 1); "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -94,7 +94,7 @@ def test_gpu_fields(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(environment, "driver_version", lambda: "580.1")
-    env = environment.describe_environment("gpt3", torch.device("cuda:3"), 1)
+    env = environment.describe_environment(torch.device("cuda:3"), 1)
     assert list(env) == list(record.TEMPLATE["env"])
     seen = {key: env[key] for key in ("gpu_name", "gpu_uuid", "num_gpus", "driver", "cuda", "cudnn", "nccl")}
     assert seen == {
@@ -139,7 +139,7 @@ def test_sampler_between_and_latest(nvidia_smi):
         "a line of another kind",
         "1800, [N/A], [N/A], [N/A]",
     )
-    sampler = environment.GpuSampler("GPU-1")
+    sampler = gpu_state.GpuSampler("GPU-1")
     t0 = time.monotonic()
     sampler.start()
     wait_until(lambda: sampler.latest_sm_mhz() == 1800)
@@ -170,7 +170,7 @@ def test_sampler_between_and_latest(nvidia_smi):
 
 def test_latest_reads_on_past_many_samples(nvidia_smi):
     nvidia_smi("1980, 345.67, 45, 0x0000000000000004")
-    sampler = environment.GpuSampler(0)
+    sampler = gpu_state.GpuSampler(0)
     sampler.start()
     wait_until(lambda: sampler.latest_sm_mhz() == 1980)
     sampler.stop()
@@ -185,7 +185,7 @@ def test_latest_reads_on_past_many_samples(nvidia_smi):
 
 def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
     nvidia_smi("1000, 1, 1, 0x00000000000001FF")
-    sampler = environment.GpuSampler(0)
+    sampler = gpu_state.GpuSampler(0)
     sampler.start()
     wait_until(lambda: sampler.latest_sm_mhz())
     sampler.stop()
@@ -205,7 +205,7 @@ def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
 def test_sampler_without_nvidia_smi_or_samples(nvidia_smi, monkeypatch, tmp_path):
     nothing = {"sm_mhz": None, "power_w": None, "temperature_c": None, "throttle": []}
     monkeypatch.setattr(gpu_state.shutil, "which", lambda name: None)
-    sampler = environment.GpuSampler(0)
+    sampler = gpu_state.GpuSampler(0)
     sampler.start()
     assert sampler.between(0, 1e9) == nothing and sampler.latest_sm_mhz() is None
     sampler.stop()
@@ -220,7 +220,7 @@ def test_sampler_without_nvidia_smi_or_samples(nvidia_smi, monkeypatch, tmp_path
 def test_sampler_ends_with_a_killed_parent(nvidia_smi):
     folder = nvidia_smi("1000, 1, 1, 0x0")
     code = (
-        "import time; from common.environment import GpuSampler; s = GpuSampler(0); s.start(); "
+        "import time; from common.gpu_state import GpuSampler; s = GpuSampler(0); s.start(); "
         "print(s._child.pid, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -272,15 +272,15 @@ def no_cached_nvml():
 
 def test_energy_is_in_joules(monkeypatch, no_cached_nvml):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    assert environment.energy_joules("GPU-1") == 12.345
-    assert environment.energy_joules("GPU-2") is None
-    assert environment.energy_joules(None) is None
+    assert gpu_state.energy_joules("GPU-1") == 12.345
+    assert gpu_state.energy_joules("GPU-2") is None
+    assert gpu_state.energy_joules(None) is None
     assert gpu_state.driver_version() == "580.1"
 
 
 def test_energy_without_nvml(monkeypatch, no_cached_nvml):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert environment.energy_joules("GPU-1") is None
+    assert gpu_state.energy_joules("GPU-1") is None
 
 
 # --- who else is on the GPU
@@ -318,9 +318,9 @@ OTHERS = [
 @pytest.mark.parametrize("processes, used_bytes, own, told", [*OTHERS, ({123: None}, 5 * GIB, (), ["process 123"])])
 def test_other_processes_by_nvml(monkeypatch, no_cached_nvml, processes, used_bytes, own, told):
     monkeypatch.setitem(sys.modules, "pynvml", FakeGpu(processes, used_bytes))
-    assert environment.other_processes("GPU-1", own) == told
-    assert environment.other_processes("GPU-2", own) == []
-    assert environment.other_processes(None, own) == []
+    assert gpu_state.other_processes("GPU-1", own) == told
+    assert gpu_state.other_processes("GPU-2", own) == []
+    assert gpu_state.other_processes(None, own) == []
 
 
 @pytest.mark.parametrize("processes, used_bytes, own, told", OTHERS)
@@ -334,14 +334,14 @@ def test_other_processes_by_nvidia_smi(monkeypatch, tmp_path, no_cached_nvml, pr
             --query-gpu=memory.used) echo {used_bytes // MIB} ;;
         esac"""
     put_on_path(monkeypatch, tmp_path, script)
-    assert environment.other_processes("GPU-1", own) == told
-    assert environment.other_processes("GPU-2", own) == []
+    assert gpu_state.other_processes("GPU-1", own) == told
+    assert gpu_state.other_processes("GPU-2", own) == []
 
 
 def test_other_processes_without_nvml_and_command(monkeypatch, no_cached_nvml):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setenv("PATH", "")
-    assert environment.other_processes("GPU-1") == []
+    assert gpu_state.other_processes("GPU-1") == []
 
 
 def put_on_path(monkeypatch, folder, script):
@@ -391,23 +391,23 @@ def two_nodes(monkeypatch, tmp_path):
 )
 def test_cores_are_those_of_the_gpus_node(two_nodes, monkeypatch, uuids, allowed, told):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
-    assert environment.cores_of(uuids, two_nodes) == told
+    assert host_state.cores_of(uuids, two_nodes) == told
 
 
 def test_cores_where_the_system_has_no_nodes(two_nodes, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     (two_nodes / "devices/system/node/node1/cpulist").unlink()
-    assert environment.cores_of(["GPU-1"], two_nodes) == ([0, 1], 0)
+    assert host_state.cores_of(["GPU-1"], two_nodes) == ([0, 1], 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5})
-    assert environment.cores_of(["GPU-1", "GPU-3"], two_nodes) == ([0, 5], None)
-    assert environment.cores_of(["GPU-1"], tmp_path / "none") == ([0, 5], None)
+    assert host_state.cores_of(["GPU-1", "GPU-3"], two_nodes) == ([0, 5], None)
+    assert host_state.cores_of(["GPU-1"], tmp_path / "none") == ([0, 5], None)
 
 
 def test_cores_without_a_gpu_ask_no_nvidia_smi(monkeypatch, tmp_path):
     put_on_path(monkeypatch, tmp_path, f"#!/bin/sh\ntouch {tmp_path}/asked")
-    assert environment.cores_of([]) == (sorted(os.sched_getaffinity(0)), None)
+    assert host_state.cores_of([]) == (sorted(os.sched_getaffinity(0)), None)
     assert not (tmp_path / "asked").exists()
-    assert environment.cores_of(["GPU-1"]) == (sorted(os.sched_getaffinity(0)), None)
+    assert host_state.cores_of(["GPU-1"]) == (sorted(os.sched_getaffinity(0)), None)
     assert (tmp_path / "asked").exists()
 
 
@@ -426,7 +426,7 @@ def write_proc(folder, ticks, load):
 
 def test_host_activity_is_a_difference(tmp_path):
     write_proc(tmp_path, "1000 10 100 5000 50 5 5 30 7 0", 0.5)
-    activity = environment.HostActivity(tmp_path)
+    activity = host_state.HostActivity(tmp_path)
     activity.start()
     # user +100, nice +10, system +20, idle +40, iowait +10, irq +4, softirq +6, steal +10: 200; guest is part of user.
     write_proc(tmp_path, "1100 20 120 5040 60 9 11 40 99 0", 1.5)
@@ -440,7 +440,7 @@ def test_host_activity_is_a_difference(tmp_path):
 
 
 def test_host_activity_without_proc_or_time(tmp_path):
-    activity = environment.HostActivity(tmp_path)
+    activity = host_state.HostActivity(tmp_path)
     activity.start()
     assert activity.stop()["steal_fraction"] is None and activity.stop()["load_1m_end"] is None
     write_proc(tmp_path, "1 1 1 1 1 1 1 1", 0.1)
@@ -449,7 +449,7 @@ def test_host_activity_without_proc_or_time(tmp_path):
 
 
 def test_host_activity_on_this_machine():
-    activity = environment.HostActivity()
+    activity = host_state.HostActivity()
     activity.start()
     end = time.monotonic() + 0.2
     while time.monotonic() < end:

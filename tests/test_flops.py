@@ -103,11 +103,6 @@ def test_formula_agrees_with_torchs_counter(kv_heads, mlp_matrices, weight_gradi
     assert counter.get_total_flops() == expected
 
 
-def test_convention():
-    assert flops.convention(True) == "causal half counted"
-    assert flops.convention(False) == "full attention counted"
-
-
 @pytest.mark.parametrize(
     "gpu_name, precision, peak",
     [

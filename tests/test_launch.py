@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from benchmarks import ROOT, children, launch, run, sessions, supervisor
-from tests.harness import MODEL, TWO_NODES, go, only, processes_with, read, stop_at, until
+from tests.harness import TWO_NODES, go, only, processes_with, read, stop_at, until
 
 pytest_plugins = ["tests.machines"]
 pytestmark = pytest.mark.usefixtures("no_gpu")
@@ -90,7 +90,7 @@ def test_the_command_says_a_mistake_in_one_line(tmp_path, capsys):
 def ask(tmp_path, prefix, nnodes=2, **more):
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **more}
     asked = arguments(nnodes=nnodes, launch=prefix, out="x")
-    return launch.ask_nodes(launch.parse(asked), MODEL, tmp_path / "out", environment)
+    return launch.ask_nodes(launch.parse(asked), tmp_path / "out", environment)
 
 
 def test_every_node_answers_and_nothing_is_left(tmp_path, launcher):
@@ -129,7 +129,7 @@ def test_a_launcher_that_does_not_do_its_part(tmp_path, launcher, monkeypatch, t
     ],
 )
 def test_nodes_that_differ_are_named(tmp_path, monkeypatch, where, value, expected):
-    first = launch.describe_here(MODEL) | {"name": "n0", "gpus": {"names": ["NVIDIA H200"] * 2, "uuids": []}}
+    first = launch.describe_here() | {"name": "n0", "gpus": {"names": ["NVIDIA H200"] * 2, "uuids": []}}
     second = json.loads(json.dumps(first | {"name": "n1"}))
     second[where[0]][where[1]] = value
 
@@ -144,7 +144,7 @@ def test_nodes_that_differ_are_named(tmp_path, monkeypatch, where, value, expect
     environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     first["env"]["variables"].pop("CUBLAS_WORKSPACE_CONFIG", None)
     with pytest.raises(launch.NodesDiffer, match=expected):
-        launch.ask_nodes(launched, MODEL, tmp_path, environment)
+        launch.ask_nodes(launched, tmp_path, environment)
 
 
 def test_nodes_that_differ_end_the_command_with_1(tmp_path, launcher, monkeypatch, capsys):
@@ -182,7 +182,7 @@ def test_ranks_that_were_not_asked_for_fail_the_record(tmp_path, monkeypatch):
 
 def two_nodes(monkeypatch, *hosts):
     """A launcher of two nodes by these names, each of one boot; their runs are this process's own."""
-    here = launch.describe_here(MODEL)
+    here = launch.describe_here()
     answers = [
         here | {"name": host, "env": here["env"] | {"host": host, "boot_id": f"{rank}{host}"}}
         for rank, host in enumerate(hosts)

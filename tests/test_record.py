@@ -146,12 +146,13 @@ def test_a_failing_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch,
     old = record.blank(status="pass", message="old")
     record.write(path, old)
 
-    def interrupt(*args):
+    def interrupt(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(record if interrupted == "dumps" else os, interrupted, interrupt)
     with pytest.raises(KeyboardInterrupt):
         record.write(path, record.blank(message="new"))
+    monkeypatch.undo()
     assert record.read(path) == old
     assert os.listdir(tmp_path) == ["graph.r1.json"]
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import ROOT, children, compare, frame, intervals, locks, run, script, sessions
 from benchmarks.request import Request
-from common import environment
+from common import environment, host_state
 from common import record as records
 from tests import harness
 from tests.harness import (
@@ -512,7 +512,7 @@ def test_a_second_attempt_that_was_stopped_is_made_by_the_next_call(out, gpu, qu
 def test_all_runs_of_a_session_have_the_same_cores(out, quick, monkeypatch):
     mine = sorted(os.sched_getaffinity(0))
     cores, seen = mine[:1], []
-    monkeypatch.setattr(environment, "cores_of", lambda uuids: (cores, 0))
+    monkeypatch.setattr(host_state, "cores_of", lambda uuids: (cores, 0))
     watched(monkeypatch, lambda name, words: seen.append(os.sched_getaffinity(0)))
     stop_at(monkeypatch, "graph.r1")
     assert go(out) == 130

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from common import environment, measure, memory
+from common import host_state, measure, memory
 from common import record as records
 from common.config import Arguments, Run
 from common.variant import Unsupported
@@ -325,7 +325,7 @@ def test_compiled_variants_are_unsupported_on_the_host(name, graphed):
 
 def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**6)
-    monkeypatch.setattr(environment, "available_host_bytes", lambda: None)
+    monkeypatch.setattr(host_state, "available_host_bytes", lambda: None)
     args = Arguments(config=TINY, run=Run(preset="tiny", variant="graph", record=str(tmp_path / "r.json")))
     args, made = workload(args, CPU, rank=0, world_size=1)
     record = measure.run(made, args, CPU)

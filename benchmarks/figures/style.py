@@ -14,7 +14,7 @@ from matplotlib.textpath import text_to_path
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from benchmarks.frame import family
-from common import record as records
+from common.files import write_text
 
 DPI = 120
 INK, FAINT, BAND, GRID, FAILURE = "#222222", "#666666", "#ececec", "#e4e4e4", "#b5402f"
@@ -259,7 +259,7 @@ def save(page: Page, folder: Path, name: str, has_png: bool = True) -> list[Path
         drawing = io.BytesIO()
         page.figure.savefig(drawing, format=path.suffix[1:], dpi=DPI, metadata=metadata)
         data = drawing.getvalue()
-        records.write_text(path, for_pages(data.decode()) if path.suffix == ".svg" else data)
+        write_text(path, for_pages(data.decode()) if path.suffix == ".svg" else data)
     return files
 
 

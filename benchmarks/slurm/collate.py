@@ -8,11 +8,11 @@ sessions and prints the tables. Exit status: 0 when every task ended with 0 and 
 records, 1 otherwise, with a line for each that did not.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from benchmarks import compare, frame
+from benchmarks.command import parser_of
 
 
 def outcome(folder: Path, job: str) -> str | None:
@@ -46,9 +46,7 @@ def collate(folder: Path, job: str) -> list[str]:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.slurm.collate", description="Tables of a batch job's records.", allow_abbrev=False
-    )
+    parser = parser_of("slurm.collate", "Tables of a batch job's records.")
     parser.add_argument("job", metavar="JOB", help="id of the job that measured")
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="root of one task's sessions")
     args = parser.parse_args(argv)

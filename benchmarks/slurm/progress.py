@@ -7,11 +7,11 @@ newer than the file STARTED, which was written when this start began, and they m
 before, which FOLDER/logs remembers. Prints one line. Exit status: 0 for a requeue, 1 when it would lead nowhere.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from benchmarks import sessions
+from benchmarks.command import parser_of
 
 # benchmarks.run measures these again.
 NOT_KEPT = ("failed", "timeout")
@@ -47,9 +47,7 @@ def judge(folder: Path, job: str, started: Path) -> tuple[bool, str]:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.slurm.progress", description="Whether a job may be queued again.", allow_abbrev=False
-    )
+    parser = parser_of("slurm.progress", "Whether a job may be queued again.")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="the task's records")
     parser.add_argument("job", metavar="JOB", help="id of the job")
     parser.add_argument("started", metavar="STARTED", type=Path, help="a file as old as this start of the job")

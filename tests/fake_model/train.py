@@ -165,7 +165,7 @@ def count_failures(path):
 
 
 def new_record(run, settings):
-    env = environment.describe_environment("tests.fake_model", "cpu", 1)
+    env = environment.describe_environment("cpu", 1)
     if settings.pretend_gpu:
         env.update(gpu_name="NVIDIA H200", gpu_uuid="GPU-0", num_gpus=1, driver="580.1")
     record = records.blank(

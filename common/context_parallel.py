@@ -1,0 +1,16 @@
+"""Context parallelism: which tokens of a sequence each of the ranks that share it has."""
+
+import torch
+
+
+def places(sequence: int, ranks: int, rank: int, balanced: bool = True) -> torch.Tensor:
+    """int64 [sequence / ranks]: the places in the sequence of the tokens that a context rank has.
+
+    balanced: of 2 x ranks runs the ranks have one from the front and one from the back, as Transformer Engine wants it,
+    so that under a causal mask all see equally many keys. Else each has one run.
+    """
+    every = torch.arange(sequence)
+    if ranks == 1 or not balanced:
+        return every.chunk(ranks)[rank]
+    runs = every.chunk(2 * ranks)
+    return torch.cat((runs[rank], runs[2 * ranks - 1 - rank]))

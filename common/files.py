@@ -1,0 +1,46 @@
+"""Files that appear whole: a reader sees the old file or the new one, never a half."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_whole(path, write) -> int:
+    """Let `write(file)` fill a new binary file beside `path`, then move it there; returns its size in bytes.
+
+    Missing folders are made. Processes that write the same file at once each move a whole one. Raises OSError, whose
+    filename is `path`, where the disk is full or the folder cannot be written; the old file is then as it was.
+    """
+    path, temporary = Path(path), None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            num_bytes = file.seek(0, os.SEEK_END)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            # Errors of an open file name none.
+            raise type(error)(error.errno, error.strerror, str(path)) from None
+        raise
+    return num_bytes
+
+
+def write_text(path, text: str | bytes) -> None:
+    """Write text, or bytes, whole."""
+    write_whole(path, lambda file: file.write(text.encode() if isinstance(text, str) else text))
+
+
+def sync(path) -> None:
+    """Wait until a file, or the names in a folder, would survive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
