@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from common.safetensors_file import open_file, write_atomically, write_file
+from common.files import write_whole
+from common.safetensors_file import open_file, write_file
 from llama2_lora.config import Config
 
 FLAG, SAVE_FLAG = "--adapter", "--save-adapter"
@@ -60,7 +61,7 @@ def save(folder, masters: dict[str, torch.Tensor], config: Config, state: dict[s
         state_file = f"training_state-{secrets.token_hex(4)}.safetensors"
         write_file(folder / state_file, state, {"step": str(step)})
         described = json.dumps(_describe(config), indent=2).encode()
-        write_atomically(folder / CONFIG_FILE, lambda file: file.write(described))
+        write_whole(folder / CONFIG_FILE, lambda file: file.write(described))
         write_file(folder / MODEL_FILE, tensors, {"format": "pt", "training_state": state_file})
         for path in folder.glob("training_state-*.safetensors"):
             if path.name != state_file:

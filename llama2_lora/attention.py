@@ -1,6 +1,8 @@
 """Causal attention as two calls, forward and backward, so that a layer may compute q k v again between them.
 
-q [s, heads, dim], k and v [s, kv, dim] are views of one tensor. The forward returns the output [s, heads dim] and what
+q [s, heads, dim], k and v [s, kv, dim] are views of one tensor; with --cp there are more keys and values than queries
+(llama2_lora/context.py). inputs: name -> static tensor, as of LeanStack. own, keys: int64, places in the window of the
+queries and of the keys; None: both are all of it. The forward returns the output [s, heads dim] and what
 the backward needs besides, a tuple; the backward returns gradients [heads, s, dim] and [kv, s, dim], strided.
 """
 
@@ -21,14 +23,16 @@ def split_qkv(config: Config, qkv):
 class PlainAttention:
     """Matrix products and a softmax in FP32, for any device: scores of all pairs, memory s^2 heads.
 
-    positions: int64 [s], the place of a token in its document; a token sees its own document up to itself.
+    inputs: of them positions, int64 [s], the place of a token in its document; a token sees its own document up to
+    itself.
     """
 
     name = "plain"
 
-    def __init__(self, config: Config, positions, cu_seqlens):
-        self.config, self.positions = config, positions
-        self._index = torch.arange(config.sequence, device=positions.device)
+    def __init__(self, config: Config, inputs, own=None, keys=None):
+        self.config, self.positions = config, inputs["positions"]
+        every = torch.arange(config.sequence, device=self.positions.device)
+        self._own, self._keys = (every if own is None else own)[:, None], every if keys is None else keys
 
     def forward(self, q, k, v):
         scores = self._scores(q, k)
@@ -40,9 +44,9 @@ class PlainAttention:
     def backward(self, grad, q, k, v, out, rest):
         (log_sum,) = rest
         c = self.config
-        grad, out = (tensor.view(c.sequence, c.heads, c.head_dim) for tensor in (grad, out))
+        grad, out = (tensor.view(c.tokens, c.heads, c.head_dim) for tensor in (grad, out))
         # The row sums of grad_probability * probability, from the output as it was rounded.
-        row = (grad.float() * out.float()).sum(-1).t().reshape(c.kv_heads, -1, c.sequence, 1)
+        row = (grad.float() * out.float()).sum(-1).t().reshape(c.kv_heads, -1, c.tokens, 1)
         probability = (self._scores(q, k) - log_sum).exp()
         grad = self._grouped(grad)
         grad_v = (probability.transpose(-1, -2) @ grad).sum(1)
@@ -54,16 +58,16 @@ class PlainAttention:
     def _grouped(self, tensor):
         """[s, heads, dim] -> FP32 [kv, heads / kv, s, dim]."""
         c = self.config
-        return _heads_first(tensor).view(c.kv_heads, -1, c.sequence, c.head_dim)
+        return _heads_first(tensor).view(c.kv_heads, -1, c.tokens, c.head_dim)
 
     def _scores(self, q, k):
         scores = self._grouped(q) @ _heads_first(k)[:, None].transpose(-1, -2) / math.sqrt(self.config.head_dim)
-        start = (self._index - self.positions)[:, None]
-        hidden = (self._index > self._index[:, None]) | (self._index < start)
+        start = self._own - self.positions[:, None]
+        hidden = (self._keys > self._own) | (self._keys < start)
         return scores.masked_fill(hidden, -math.inf)
 
     def _tokens_first(self, out):
-        return out.flatten(0, 1).transpose(0, 1).reshape(self.config.sequence, -1)
+        return out.flatten(0, 1).transpose(0, 1).reshape(self.config.tokens, -1)
 
 
 def _heads_first(tensor):
@@ -75,7 +79,7 @@ class CudnnAttention:
 
     name = "cudnn"
 
-    def __init__(self, config: Config, positions, cu_seqlens):
+    def __init__(self, config: Config, inputs):
         self.config = config
 
     def forward(self, q, k, v):
@@ -98,38 +102,39 @@ class CudnnAttention:
 class FlashAttention:
     """Flash attention of torch over documents of changing lengths: their bounds are read on the device. CUDA, bf16.
 
-    cu_seqlens: int32 [documents + 1], padded with s, so that a captured launch serves every packing.
+    inputs: of them cu_seqlens, int32 [documents + 1], padded with s, so that a captured launch serves every packing;
+    cu_seqlens_k: the same of the keys, where they are others. Of a document's queries the last one sees all its keys.
     """
 
     name = "flash"
 
-    def __init__(self, config: Config, positions, cu_seqlens):
-        self.config, self.cu_seqlens = config, cu_seqlens
+    def __init__(self, config: Config, inputs, own=None, keys=None):
+        self.config, bounds = config, inputs["cu_seqlens"]
+        self._documents = bounds, inputs.get("cu_seqlens_k", bounds), config.tokens, config.sequence
 
     def forward(self, q, k, v):
-        s, bounds = self.config.sequence, self.cu_seqlens
         # No dropout, causal, no debug mask.
-        out, *rest = torch.ops.aten._flash_attention_forward(q, k, v, bounds, bounds, s, s, 0.0, True, False)
-        return out.view(s, -1), tuple(rest[:3])
+        out, *rest = torch.ops.aten._flash_attention_forward(q, k, v, *self._documents, 0.0, True, False)
+        return out.view(self.config.tokens, -1), tuple(rest[:3])
 
     def backward(self, grad, q, k, v, out, rest):
         log_sum, state, unused = rest
-        s, bounds = self.config.sequence, self.cu_seqlens
-        grad, out = (tensor.view(s, self.config.heads, self.config.head_dim) for tensor in (grad, out))
+        grad, out = (tensor.view(-1, self.config.heads, self.config.head_dim) for tensor in (grad, out))
         grads = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, log_sum, bounds, bounds, s, s, 0.0, True, state, unused
+            grad, q, k, v, out, log_sum, *self._documents, 0.0, True, state, unused
         )
         return [each.transpose(0, 1) for each in grads]
 
 
 def attention_for(config: Config, device):
-    """The class for a device: on a GPU cuDNN's for whole windows, which is the faster one, flash for packed ones.
+    """The class for a device: on a GPU cuDNN's for whole windows, which is the faster one, flash for packed ones and
+    where ranks share a window.
 
     cuDNN's backward is not deterministic (torch's own selection leaves it out under deterministic algorithms, in
     sdp_utils.cpp). Where these are asked for, as in round 0, flash attention takes its place.
     """
     if device.type == "cpu":
         return PlainAttention
-    if config.documents == "whole" and not torch.are_deterministic_algorithms_enabled():
+    if config.documents == "whole" and config.cp == 1 and not torch.are_deterministic_algorithms_enabled():
         return CudnnAttention
     return FlashAttention

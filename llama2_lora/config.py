@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from common.config import TINY_TIMING, Timing, option, require_folder_of_its_own
-from common.fitting import flag
+from common.config import TINY_TIMING, Timing, flag_of, option, require_folder_of_its_own
+from common.parallel import Ranks
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4", "nvfp4_emulated")
 # Operands of the frozen GEMMs are stored in FP8, whose dgrad needs the transposed weight (see llama2_lora/lean.py).
@@ -13,7 +13,7 @@ FP8 = ("fp8", "fp8_current")
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
 BACKWARD_SCALES = ("qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank", "batches")
-_COUNTS += ("min_steps", "amax_history")
+_COUNTS += ("min_steps", "amax_history", "cp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,9 @@ class Config(Timing):
     ffn: int = option(28672, "feed-forward width, of the gate and of the up projection each")
     vocab: int = option(32000, "rows of embedding and head")
     sequence: int = option(8192, "tokens in a window")
+    cp: int = option(
+        1, "ranks that share each window (context parallelism, of lean layers); each has two runs of its tokens"
+    )
     rank: int = option(16, "rank of the adapters")
     alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank")
     dropout: float = option(0.1, "probability that the adapters drop an element of their input")
@@ -84,21 +87,36 @@ class Config(Timing):
         for told, (fits, names) in ranges.items():
             for name in names:
                 if not fits(getattr(self, name)):
-                    raise ValueError(f"{flag(name)} {getattr(self, name)}: {told}")
+                    raise ValueError(f"{flag_of(name)} {getattr(self, name)}: {told}")
         for name in ("data", "checkpoint", "adapter", "save_adapter"):
-            require_folder_of_its_own(flag(name), getattr(self, name))
+            require_folder_of_its_own(flag_of(name), getattr(self, name))
         if self.fc1_store == "fp8" and self.precision not in FP8:
             raise ValueError(f"--fc1-store fp8 needs --precision fp8 or fp8_current, not {self.precision}")
         if self.heads % self.kv_heads:
             raise ValueError(f"--heads {self.heads}: takes a multiple of --kv-heads {self.kv_heads}")
-        if self.sequence % 16:
-            raise ValueError(f"--sequence {self.sequence}: takes a multiple of 16")
+        if self.sequence % (16 * self.cp):
+            by = f" x --cp {self.cp}" if self.cp > 1 else ""
+            raise ValueError(f"--sequence {self.sequence}: takes a multiple of 16{by}")
         if self.head_dim & (self.head_dim - 1) or self.head_dim < 2:
             raise ValueError(f"--head-dim {self.head_dim}: takes a power of two, 64 or 128 in models of this kind")
         if self.rank > (most := min(self.hidden, self.q_width)):
             raise ValueError(f"--rank {self.rank}: takes a number from 1 to {most}, the narrowest width it is between")
         if any(width % 16 for width in (self.hidden, self.ffn, self.q_width, self.qkv_width)):
             raise ValueError("--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim take multiples of 16")
+
+    @property
+    def tokens(self) -> int:
+        """Of a window, on one rank."""
+        return self.sequence // self.cp
+
+    def ranks(self, world_size: int) -> Ranks:
+        """Sizes for a run of `world_size` processes. ValueError where it is no multiple of --cp."""
+        if world_size % self.cp:
+            raise ValueError(
+                f"--cp {self.cp} needs a multiple of {self.cp} ranks, this run has {world_size}: change it or torchrun "
+                "--nproc-per-node"
+            )
+        return Ranks(world_size // self.cp, cp=self.cp)
 
     @property
     def q_width(self) -> int:
@@ -136,7 +154,7 @@ class Config(Timing):
 
 
 # Widths, LoRA and optimizer of MLPerf Training v5.0's llama2_70b_lora (NVIDIA's configs); 1024 tokens are a GPU's share
-# of its largest, graphed runs (context-parallel size 8), 8192 its run on 8 GPUs.
+# of its largest, graphed runs (mlperf_cp8: context-parallel size 8), 8192 its run on 8 GPUs.
 PRESETS = {
     "tiny": Config(
         layers=3,
@@ -157,6 +175,7 @@ PRESETS = {
     "full": Config(min_steps=8, min_window_s=20.0, batches=4),
     "slice": Config(layers=8, sequence=1024),
     "mlperf": Config(min_steps=8, min_window_s=20.0),
+    "mlperf_cp8": Config(cp=8),
 }
 
 VARIANTS = {
@@ -188,7 +207,13 @@ ABOUT = {
         **dict.fromkeys(("compile", "reduce_overhead"), "compile"),
     },
     "promises": promises,
-    "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
+    "presets_need": {
+        name: {
+            "gpus": 0 if name == "tiny" else 1,
+            "world_size": "any" if preset.cp == 1 else f"a multiple of {preset.cp}",
+        }
+        for name, preset in PRESETS.items()
+    },
 }
 
 # ------------------------------------------------------------------------------------------------
@@ -212,11 +237,12 @@ def num_parameters(config: Config) -> int:
 
 
 def flops_per_step(config: Config) -> float:
-    """Model FLOP of a step on one window of s tokens.
+    """Model FLOP of a step on one window of s tokens, of one of the ranks that share it.
 
     Frozen weights have no gradient: 4 s W a layer and 4 s h V for the head instead of 6; attention 3 times its causal
     half, 2 s^2 q; the adapters 6 s P. Recomputed work is not counted. 2,517.7 TFLOP for 8192 tokens of the whole model.
     """
     s = config.sequence
     layer = 4 * s * layer_weights(config) + 3 * 2 * s * s * config.q_width
-    return float(config.layers * layer + 4 * s * config.hidden * config.vocab + 6 * s * num_trainable(config))
+    window = config.layers * layer + 4 * s * config.hidden * config.vocab + 6 * s * num_trainable(config)
+    return window / config.cp

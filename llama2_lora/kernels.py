@@ -361,7 +361,7 @@ class TritonOperators(Operators):
 
     def rope(self, qkv, positions):
         c = self.config
-        grid = (c.sequence, (c.heads + c.kv_heads) // self._heads)
+        grid = (c.tokens, (c.heads + c.kv_heads) // self._heads)
         constants = {"WIDTH": c.qkv_width, "HEADS": self._heads, "HALF": c.head_dim // 2, "num_warps": 4}
         self._launch(_rope, grid, (qkv, self.cos, self.sin, positions), **constants)
 
@@ -370,7 +370,7 @@ class TritonOperators(Operators):
         operand, recording = self._operand(written, out)
         assert all(grad.stride(2) == 1 for grad in grads)
         strides = [grad.stride(dim) for grad in grads for dim in (0, 1)]
-        grid = (c.sequence, (c.heads + 2 * c.kv_heads) // self._heads)
+        grid = (c.tokens, (c.heads + 2 * c.kv_heads) // self._heads)
         tensors = (*grads, self.cos, self.sin, positions, out, *operand)
         constants = {"NUM_Q": c.heads // self._heads, "HEADS": self._heads, "HALF": c.head_dim // 2, **recording}
         self._launch(_rope_backward, grid, tensors, strides, WIDTH=c.qkv_width, **constants, num_warps=4)

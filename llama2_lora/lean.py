@@ -33,8 +33,8 @@ class LeanStack:
 
     A step: embed, forward(0), forward(1), ..., head, backward(last), ..., backward(0), update_scales.
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
-    loss. plan: `common.memory_plan.Plan`. operators, attention: classes for this device. loss: FP32, 0-d, of the last
-    step. Gradients go to adapters.grads.
+    loss. plan: `common.memory_plan.Plan`. operators, attention: classes for this device, or what makes them. loss:
+    FP32, 0-d, of the last step, this rank's part of it. Gradients go to adapters.grads.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LeanStack:
         self.device = weights.device
         self.scaling = Scaling(config, self.device)
         self.operators = operators(config, formats, self.scaling, self.device)
-        self.attention = attention(config, inputs["positions"], inputs["cu_seqlens"])
+        self.attention = attention(config, inputs)
         self.ratio = config.alpha / config.rank
         # How W^T is made for a GEMM; without_transposes.py puts here what makes none.
         self.transpose = self.operators.transpose
@@ -74,7 +74,7 @@ class LeanStack:
         fc1 = torch.float8_e4m3fn if c.fc1_fp8 else main
         shapes = {"qkv": (c.qkv_width, main), "residual": (c.hidden, main), "fc1": (2 * c.ffn, fc1)}
         return {
-            name: torch.zeros(c.sequence, width, dtype=dtype, device=self.device)
+            name: torch.zeros(c.tokens, width, dtype=dtype, device=self.device)
             for name, (width, dtype) in shapes.items()
             if name in keeps
         }
@@ -97,7 +97,7 @@ class LeanStack:
 
     def _view(self, name, width):
         """The first `width` columns' worth of a flat workspace: [s, width]."""
-        return self.work[name][: self.config.sequence * width].view(self.config.sequence, width)
+        return self.work[name][: self.config.tokens * width].view(self.config.tokens, width)
 
     # -- GEMMs of the frozen weights ---------------------------------------------------------------
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from common import nvfp4
 from common.marks import mark
-from common.precision import NoScaling, TransformerEngineScaling, transformer_engine
+from common.precision import (
+    NoScaling,
+    TransformerEngineScaling,
+    require_fp8,
+    require_nvfp4,
+    transformer_engine,
+    usable_transformer_engine,
+)
 from common.variant import Unsupported
 from llama2_lora.config import FP8, Config
 from llama2_lora.operators import Operators, TorchOperators, rope_angles
@@ -202,30 +209,20 @@ def require_kind(kind: str, config: Config, device) -> None:
     """Raises Unsupported where this device does not compute the config with this kind of layer, in Transformer
     Engine's words where it has some."""
     if config.precision == "nvfp4":
-        reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
-        if device.type == "cuda":
-            available, said = _transformer_engine().is_nvfp4_available(return_reason=True)
-            reason = "lean layers have no NVFP4 GEMM" if available else said
-        raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+        require_nvfp4(device, "lean layers have no NVFP4 GEMM")
+    if kind != "lean" and config.cp > 1:
+        raise Unsupported(f"--cp {config.cp} is built for lean layers alone: take --cp 1, or --layer lean")
     if kind != "te":
         return
     if device.type != "cuda":
         raise Unsupported("Transformer Engine's layers need a GPU")
-    te = _transformer_engine()
+    usable_transformer_engine()
     if config.precision not in ("fp8", "bf16"):
         raise Unsupported(f"Transformer Engine's layers take --precision fp8 or bf16 here, not {config.precision}")
     if config.documents != "whole":
         raise Unsupported("Transformer Engine's layers take --documents whole here")
-    available, reason = te.is_fp8_available(return_reason=True)
-    if config.precision == "fp8" and not available:
-        raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
-
-
-def _transformer_engine():
-    try:
-        return transformer_engine()
-    except (ImportError, OSError) as error:
-        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None
+    if config.precision == "fp8":
+        require_fp8()
 
 
 # ------------------------------------------------------------------------------------------------

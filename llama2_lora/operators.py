@@ -49,7 +49,7 @@ class Operators:
         self.one, self.unused = torch.ones(1, device=device), torch.zeros(1, device=device)
         widest = max(config.hidden, config.q_width, config.qkv_width, 2 * config.ffn)
         two_passes = scaling.kind == "current"
-        self._unscaled = torch.empty(config.sequence * widest if two_passes else 0, dtype=formats.main, device=device)
+        self._unscaled = torch.empty(config.tokens * widest if two_passes else 0, dtype=formats.main, device=device)
 
     @contextlib.contextmanager
     def no_dropout(self):
@@ -150,7 +150,7 @@ class TorchOperators(Operators):
     def __init__(self, config, formats, scaling, device):
         super().__init__(config, formats, scaling, device)
         widest = max(config.hidden, config.q_width)
-        self._positions = torch.arange(config.sequence * widest, dtype=torch.int64, device=device) * _GOLDEN & _MASK
+        self._positions = torch.arange(config.tokens * widest, dtype=torch.int64, device=device) * _GOLDEN & _MASK
 
     def _write(self, written, value):
         """value FP32 -> an operand's tensor."""
@@ -214,7 +214,7 @@ class TorchOperators(Operators):
         """q and k of qkv [s, (heads + 2 kv) dim] turned in place. positions: int64 [s], each below `sequence`."""
         c = self.config
         part = qkv[:, : (c.heads + c.kv_heads) * c.head_dim]
-        part.copy_(self._turned(part.float().view(c.sequence, -1, c.head_dim), positions, 1.0).view(part.shape))
+        part.copy_(self._turned(part.float().view(c.tokens, -1, c.head_dim), positions, 1.0).view(part.shape))
 
     def _turned(self, rows, positions, sign):
         """[s, heads, dim] FP32, halves as pairs (Hugging Face's order)."""

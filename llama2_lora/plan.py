@@ -10,13 +10,21 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from common import memory_plan
-from common.fitting import blame, flag, gib
-from common.memory_plan import GIB, Item, Plan, copy_ms, gemm_ms
+from common.config import flag_of
+from common.fitting import blame, gib
+from common.memory_plan import (
+    ATTENTION_TFLOPS,
+    BF16_TFLOPS,
+    COPY_GB_PER_S,
+    FP8_TFLOPS,
+    GIB,
+    Item,
+    Plan,
+    copy_ms,
+    gemm_ms,
+)
 from llama2_lora.config import BACKWARD_SCALES, FORWARD_SCALES, FP8, PRESETS, Config, layer_weights, num_trainable
 
-# Measured on an H200 at 690 W with this model's shapes: FP8 GEMMs 1,400 to 1,600 TFLOP/s, cuDNN's causal attention
-# 644 forward, elementwise kernels and transposes at 4 of the 4.8 TB/s of the data sheet. bf16: H200's usual 750.
-FP8_TFLOPS, BF16_TFLOPS, ATTENTION_TFLOPS, COPY_GB_PER_S = 1500.0, 750.0, 644.0, 4000.0
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = int(1.5 * GIB)
 # Of the scores of all pairs, FP32, that are alive at a time in plain attention's backward.
@@ -35,7 +43,7 @@ def element_bytes(config: Config, kind: str) -> int:
 
 def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, kind) of what all lean layers share, and of what each always keeps: x and the adapters' a."""
-    c, s = config, config.sequence
+    c, s = config, config.tokens
     wide = max(c.hidden, c.q_width)
     shapes = {
         "operand": ((s * wide,), "operand"),
@@ -70,7 +78,7 @@ def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def items(config: Config) -> list[Item]:
     """What a lean layer may keep beside x, in the order of its forward, with the time to compute it again."""
-    c, s = config, config.sequence
+    c, s = config, config.tokens
     rate = FP8_TFLOPS if c.precision in FP8 else BF16_TFLOPS
 
     def gemm(name):
@@ -89,7 +97,7 @@ def items(config: Config) -> list[Item]:
             "attention",
             2 * s * c.q_width + 4 * s * c.heads,
             None,
-            gemm_ms(2 * s * s * c.q_width, ATTENTION_TFLOPS),
+            gemm_ms(2 * s * c.sequence * c.q_width, ATTENTION_TFLOPS),
             needs=("qkv",),
         ),
         Item(
@@ -119,10 +127,10 @@ def built_sizes(config: Config) -> list[int]:
     sizes += [math.prod(shape) * element_bytes(c, kind) for shape, kind in workspace(c).values()]
     if c.precision == "fp8_current":
         # What an operand is before its scale is known (llama2_lora/operators.py).
-        sizes.append(2 * c.sequence * max(c.hidden, c.q_width, c.qkv_width, 2 * c.ffn))
+        sizes.append(2 * c.tokens * max(c.hidden, c.q_width, c.qkv_width, 2 * c.ffn))
     # The history of amaxes; tables of RoPE; tokens, targets, positions; mask and shares of the loss.
     sizes.append(4 * c.amax_history * c.layers * len(FORWARD_SCALES + BACKWARD_SCALES))
-    return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.sequence] * 3 + [4 * c.sequence] * 2
+    return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.tokens] * 3 + [4 * c.tokens] * 2
 
 
 def fixed_bytes(config: Config) -> int:
@@ -133,7 +141,11 @@ def fixed_bytes(config: Config) -> int:
     # Attention's backward: three gradients, and the FP32 sums of the one of q. Its output, where no layer keeps it.
     # Twice: in a graph's pool, and beside it for the eager steps that graphs are checked by.
     q_width, kv_width = c.q_width, c.kv_heads * c.head_dim
-    sizes = [2 * c.sequence * width for width in (q_width, kv_width, kv_width, 2 * q_width, q_width, 2 * c.heads)] * 2
+    sizes = [2 * c.tokens * width for width in (q_width, kv_width, kv_width, 2 * q_width, q_width, 2 * c.heads)] * 2
+    if c.cp > 1:
+        # Keys and values of all ranks, once as gathered and once as attention takes them; their gradients in both
+        # forms, in bf16 and FP32.
+        sizes += [2 * c.sequence * 2 * kv_width * factor for factor in (1, 2, 2, 4, 2, 1)] * 2
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 
@@ -186,8 +198,8 @@ def require(config: Config, available_bytes: int) -> None:
 def host_bytes(config: Config) -> int:
     """On a CPU: the smallest plan, the windows that rotate, and the scores of all pairs that plain attention makes."""
     c = config
-    windows = c.batches * c.sequence * (3 * 8 + 4)
-    return needed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.sequence**2
+    windows = c.batches * c.tokens * (3 * 8 + 4)
+    return needed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.tokens * c.sequence
 
 
 def _require_indexable(config):
@@ -196,9 +208,9 @@ def _require_indexable(config):
     name, width = max(
         [("ffn", 2 * c.ffn), ("vocab", c.vocab), ("heads", c.qkv_width), ("hidden", c.hidden)], key=lambda each: each[1]
     )
-    if c.sequence * width >= 2**31:
+    if c.tokens * width >= 2**31:
         raise ValueError(
-            f"--sequence {c.sequence} with {flag(name)} {getattr(c, name)}: takes fewer, a tensor of a layer has "
+            f"--sequence {c.sequence} with {flag_of(name)} {getattr(c, name)}: takes fewer, a tensor of a layer has "
             "2^31 elements at most"
         )
 
@@ -220,7 +232,7 @@ def table() -> str:
             plan = make_plan(config, budget)
             kept = [row["kept"] + row["fp8"] for row in plan.items().values()]
             free = f"{free_gib} ({gpu})"
-            lines.append([config.sequence, free, config.layers, *kept, gib(plan.bytes), f"{plan.ms:.0f}"])
+            lines.append([config.tokens, free, config.layers, *kept, gib(plan.bytes), f"{plan.ms:.0f}"])
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 

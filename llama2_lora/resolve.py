@@ -4,20 +4,21 @@ from dataclasses import replace
 
 import torch
 
-from common import environment
+from common import host_state
+from common.llama_checkpoint import open_checkpoint
 from common.memory_plan import GIB
 from llama2_lora import adapters
 from llama2_lora import config as lora_config
 from llama2_lora import plan as plans
-from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import ABOUT, FP8
 
 
-def resolve(args, device: torch.device):
+def resolve(args, device: torch.device, world_size: int = 1):
     """(Arguments as they can run here, notes on what changed.)
 
     ValueError where they cannot, or where checkpoint or adapter do not fit: nothing has been built then.
     """
+    args.config.ranks(world_size)
     args, notes = _fit(args, device)
     config = args.config
     if config.checkpoint:
@@ -33,7 +34,7 @@ def _fit(args, device):
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer lean or torch")
     if device.type == "cpu":
-        available = environment.available_host_bytes()
+        available = host_state.available_host_bytes()
         if available is not None:
             plans.require(config, available)
         if config.precision in FP8:
@@ -63,13 +64,14 @@ def kind_of_layers(args) -> str:
 def card(config, kind: str, device: torch.device) -> list[str]:
     """Lines that say what runs; on a GPU with the plan of lean layers."""
     known = {(8192, 80): "Llama 2 70B", (8192, config.layers): f"{config.layers} of 80 layers of Llama 2 70B"}
+    of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
     lines = [
         f"{config.layers} layers, hidden {config.hidden}, heads {config.heads} ({config.kv_heads} groups), "
         f"ffn {config.ffn}: {known.get((config.hidden, config.layers), 'toy widths')}",
         f"{lora_config.num_parameters(config) / 1e6:,.1f} M frozen parameters, "
         f"{'of ' + config.checkpoint if config.checkpoint else 'random'}; "
         f"{lora_config.num_trainable(config) / 1e6:,.2f} M trainable ones",
-        f"{config.sequence} tokens | {kind} layers, {config.precision} | "
+        f"{config.tokens} tokens{of_window} | {kind} layers, {config.precision} | "
         f"{lora_config.flops_per_step(config) / 1e12:.4g} TFLOP/step",
     ]
     if device.type == "cuda" and kind == "lean":

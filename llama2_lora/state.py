@@ -1,18 +1,22 @@
 """What Llama 2 LoRA's training reads and writes: built once, reset in place, the same for every variant."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from common import collectives
 from common.capture import StaticInputs
+from common.llama_checkpoint import open_checkpoint
 from common.marks import section
 from common.memory_plan import GIB
 from common.optimizers import MasterAdam
+from common.parallel import make_groups
 from common.variant import Unsupported
 from llama2_lora import adapters
 from llama2_lora.attention import attention_for
-from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import Config
+from llama2_lora.context import AcrossRanks, own_part
 from llama2_lora.data import open_windows
 from llama2_lora.lean import LeanStack
 from llama2_lora.modules import ModuleStack, operators_for, plain_operators, require_kind
@@ -40,16 +44,23 @@ class State:
 
     def __init__(self, config: Config, device: torch.device, kind: str, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.kind, self.rank, self.world_size = config, device, kind, rank, world_size
+        self.ranks = config.ranks(world_size)
+        self.place = self.ranks.place(rank)
         # What cannot run, or does not fit, is said before weights are read or made.
         require_kind(kind, config, device)
         budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
         self.plan = make_plan(config, budget) if kind == "lean" else None
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
         self.start, self.first_step = _start_of(config)
-        self.windows = open_windows(config, CACHE, rank, world_size, HELD_OUT_WINDOWS)
-        self.batches = [_host_batch(self.windows.batch(index), device) for index in range(config.batches)]
+        # Names of the groups that share a window, and that have a window each.
+        self.context, self.data = collectives.ALONE, ""
+        if config.cp > 1:
+            groups = make_groups(self.ranks, device.type)
+            self.context, self.data = groups.context, groups.data
+        self.windows = open_windows(config, CACHE, self.place.data_rank, self.ranks.dp, HELD_OUT_WINDOWS)
+        self.batches = [self._host_batch(self.windows.batch(index)) for index in range(config.batches)]
         self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
-        self.weights_of_tokens = torch.zeros(config.sequence, device=device)
+        self.weights_of_tokens = torch.zeros(config.tokens, device=device)
         formats = Formats.of(config)
         self.adapters = Adapters(config, formats.main, device)
         weights = FrozenWeights(config, formats, device, checkpoint)
@@ -58,7 +69,10 @@ class State:
             torch.cuda.empty_cache()
         inputs = {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if kind == "lean":
-            parts = operators_for(device), attention_for(config, device)
+            attention = attention_for(config, device)
+            if config.cp > 1:
+                attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
+            parts = operators_for(device), attention
             self.stack = LeanStack(config, formats, weights, self.adapters, inputs, self.plan, *parts)
         else:
             operators = plain_operators(config, formats, device) if kind == "torch" else None
@@ -85,7 +99,7 @@ class State:
         self.grad_norms.zero_()
 
     def load_window(self, index: int):
-        """Copy the window of step `index` into the static buffers. The loss is the mean over this rank's tokens that
+        """Copy the window of step `index` into the static buffers. The loss is the mean over the window's tokens that
         are not masked out."""
         with section("data"):
             self._load(self.batches[(index + self.first_step) % len(self.batches)])
@@ -93,12 +107,29 @@ class State:
     def _load(self, batch):
         self.inputs.load(batch)
         mask = self.inputs["loss_mask"]
-        torch.div(mask, mask.sum().clamp_(min=1.0), out=self.weights_of_tokens)
+        count = mask.sum()
+        collectives.all_reduce_sum_(count, self.context)
+        torch.div(mask, count.clamp_(min=1.0), out=self.weights_of_tokens)
+
+    def _host_batch(self, window):
+        """This rank's part of a window as the step loads it: name -> host tensor, pinned for an asynchronous copy."""
+        batch = own_part(window, self.config, self.place.context_rank)
+        return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """The gradients' sum over the ranks that share a window, and their mean over windows."""
+        if self.config.cp > 1:
+            collectives.all_reduce_sum_(self.adapters.main_grad, self.context)
+        if self.ranks.dp > 1:
+            collectives.all_reduce_mean_(self.adapters.main_grad, self.data)
 
     def note(self, index: int):
         """Loss and gradient norm of step `index`, on the device. A run beyond num_losses overwrites the last place."""
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.stack.loss)
+        # Each rank has the part of its tokens.
+        collectives.all_reduce_sum_(self.losses[place], self.context)
         self.grad_norms[place].copy_(self.adam.grad_norm)
 
     @torch.no_grad()
@@ -111,9 +142,11 @@ class State:
             raise Unsupported(f"{self.windows.name} is too short to hold windows out")
         loss = 0.0
         for index in range(self.windows.num_held_out):
-            self._load(_host_batch(self.windows.held_out(index), self.device))
+            self._load(self._host_batch(self.windows.held_out(index)))
             self.stack.evaluate()
-            loss += float(self.stack.loss)
+            part = self.stack.loss.clone()
+            collectives.all_reduce_sum_(part, self.context)
+            loss += float(part)
         return loss / self.windows.num_held_out
 
     def finish(self, variant, record):
@@ -164,20 +197,14 @@ def _start_of(config):
     return {**{f"masters.{name}": master for name, master in masters.items()}, **moments}, step
 
 
-def _host_batch(window, device):
-    """A window as the step loads it: name -> host tensor, pinned for an asynchronous copy."""
-    batch = window._asdict()
-    return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
-
-
-def hyperparameters(config: Config, world_size: int) -> dict:
+def hyperparameters(config: Config, data_ranks: int) -> dict:
     """What the MLPerf log says of this training."""
     return {
         "seed": SEED,
-        "global_batch_size": world_size,
+        "global_batch_size": data_ranks,
         "gradient_accumulation_steps": 1,
         "max_sequence_length": config.sequence,
-        "train_samples": world_size * config.batches,
+        "train_samples": data_ranks * config.batches,
         "eval_samples": HELD_OUT_WINDOWS,
         "opt_name": "adamw",
         "opt_base_learning_rate": config.lr,

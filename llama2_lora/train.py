@@ -29,6 +29,7 @@ rate and updates adapters, FP32 masters, moments and scales. All of these lie ou
     python -m llama2_lora.train --preset tiny --variant graph
     python -m llama2_lora.train --preset bench --variant graph --record runs/graph.r1.json
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph      # data parallel
+    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph --cp 2
 """
 
 from common.config import parse
@@ -43,7 +44,7 @@ from functools import partial
 
 import torch
 
-from common import collectives, flops
+from common import flops
 
 # A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
 # pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before the replay; each replay
@@ -90,8 +91,7 @@ def update(state: State):
     """Average the gradients over the ranks in FP32, clip them, update the FP32 masters by AdamW and the FP8 scales."""
     with section("reduction"):
         state.adapters.collect()  # from bf16 grads to FP32 main_grad
-        if state.world_size > 1:
-            collectives.all_reduce_mean_(state.adapters.main_grad)
+        state.reduce_gradients()
     with section("optimizer"):
         state.adam.step()  # clips; reads the learning rate on the device, where a schedule could change it
         state.stack.update_scales()
@@ -214,7 +214,7 @@ MAKE_VARIANT = {
 
 def workload(args, device, rank, world_size):
     """(arguments as they can run on this device, what is measured)"""
-    args, notes = resolve(args, device)
+    args, notes = resolve(args, device, world_size)
     config, kind = args.config, kind_of_layers(args)
     count = lora_config.flops_per_step(config)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -227,10 +227,10 @@ def workload(args, device, rank, world_size):
         notes=notes,
         flops_per_step=count,
         flops_convention=flops.CAUSAL_HALF,
-        items_per_step=config.sequence,
+        items_per_step=config.tokens,
         unit="tokens",
         peak_flops=flops.peak_flops(gpu, "fp8" if config.precision in FP8 else "bf16"),
-        hyperparameters=hyperparameters(config, world_size),
+        hyperparameters=hyperparameters(config, config.ranks(world_size).dp),
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
     )

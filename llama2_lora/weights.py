@@ -29,7 +29,7 @@ class Matrix:
 
 
 class RandomWeights:
-    """What llama2_lora/checkpoint.py's Checkpoint gives, drawn on the device: normal, those that add to the residual
+    """What common/llama_checkpoint.py's Checkpoint gives, drawn on the device: normal, those that add to the residual
     stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew."""
 
     def __init__(self, config: Config, device, seed: int = 1):

@@ -1,11 +1,9 @@
 """Llama 3.1: what can be set, the presets, and arithmetic on them (no torch here)."""
 
 import math
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
-from common.fitting import blame, gib
 from common.flops import gpt
 from common.parallel import Parallel, require_divisible
 from llama31.capturable import Setting, refuse
@@ -59,8 +57,11 @@ class Config(Parallel, Timing):
     layer: str = option(
         "auto", "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs", ("auto", "te", "torch")
     )
-    recompute: int = option(
-        -1, "layers of a stage whose forward runs again in the backward (-1: as many as memory asks for)"
+    memory_gib: float = option(0.0, "bytes to reserve at most, for the plan of what layers keep (0: all that is free)")
+    fc1_store: str = option(
+        "bf16",
+        "format in which plain layers take fc1's output into SwiGLU, and keep it. fp8: rounded with a scale of its own",
+        ("bf16", "fp8"),
     )
     clip: str = option(
         "device", "where the factor that clips gradients is computed; host: the norm is read", ("device", "host")
@@ -77,8 +78,7 @@ class Config(Parallel, Timing):
     def __post_init__(self):
         require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("validate_every",), lambda value: value >= 0, "a number from 0 up")
-        require_fields(self, ("recompute",), lambda value: -1 <= value <= self.layers, "-1, or 0 to --layers")
-        require_fields(self, ("lr",), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        require_fields(self, ("lr", "memory_gib"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
@@ -100,6 +100,8 @@ class Config(Parallel, Timing):
                 f"--precision {self.precision} needs --hidden, a GPU's feed-forward width, heads x head-dim and tokens "
                 "of a microbatch divisible by 16"
             )
+        if self.fc1_store == "fp8" and self.layer == "te":
+            raise ValueError("--fc1-store fp8 needs --layer torch: te.TransformerLayer keeps bf16")
         if self.zero and (self.main_grad, self.moments, self.weights) != ("fp32", "fp32", "bf16"):
             raise ValueError("--zero true takes --main-grad fp32 --moments fp32 --weights bf16")
         layers_of_stages(self.layers, self.pp)
@@ -209,9 +211,10 @@ def num_validations(config: Config, index: int) -> int:
 
 def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
     """(graphs, replays a step) of a variant; None: at least one, known only later."""
-    layers = 2 * len(layers_of_stages(config.layers, config.pp)[0]) * config.microbatches
-    training = {"layer": layers, "chunk": config.microbatches, "graph": 1, "full_step": 1}
-    if variant == "reduce_overhead":
+    stages = {len(stage) for stage in layers_of_stages(config.layers, config.pp)}
+    passes = config.microbatches * (2 if config.pp > 1 else 1)
+    training = {"layer": 2 * max(stages) * config.microbatches, "chunk": passes, "graph": 1, "full_step": 1}
+    if variant == "reduce_overhead" or (variant == "layer" and len(stages) > 1):
         return None, None
     if variant not in training:
         return 0, 0
@@ -259,8 +262,6 @@ def setting(config: Config, variant: str, environment) -> Setting:
 def require_capturable(config: Config, variant: str, environment) -> None:
     """ValueError in one line where `variant` cannot capture a step of this config; asked before any work on the GPU."""
     refuse(setting(config, variant, environment))
-    if variant in ("layer", "chunk") and config.pp > 1:
-        raise ValueError(f"--variant {variant} takes --pp 1; graph and full_step capture a pipeline's schedule")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -299,100 +300,3 @@ def flops_per_step(config: Config, causal_half: bool = True) -> float:
         causal_half=causal_half,
     )
     return per_sequence / ranks * c.microbatch * sum(c.counts) / len(c.counts)
-
-
-def state_bytes(config: Config) -> dict[str, int]:
-    """Bytes of a parameter of the layers by what they are for.
-
-    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read.
-    """
-    c = config
-    weight = 2 if c.weights == "fp8" else 4 if c.precision in ("fp8", "nvfp4") else 2
-    widths = {"bf16": 2, "fp32": 4}
-    return {"weight": weight, "main_grad": widths[c.main_grad], "master": 4, "moments": 2 * widths[c.moments]}
-
-
-def activation_bytes(config: Config) -> int:
-    """What one layer keeps of a microbatch for its backward.
-
-    Per token: both norms' inputs and both residual sums in bf16, the inputs of q k v and fc1 in FP8 or bf16, q k v and
-    attention's output with its input to the projection, fc1's output and SwiGLU's.
-    """
-    c = config
-    operand = 1 if c.precision == "fp8" else 2
-    tokens, heads = c.local_sequence * c.microbatch, c.local_heads + 2 * c.local_kv_heads
-    shared = c.hidden * (8 // c.tp + 2 * operand)
-    return tokens * (shared + c.head_dim * (2 * heads + (2 + operand) * c.local_heads) + c.local_ffn * (4 + operand))
-
-
-CONTEXT_BYTES = 2 * 2**30
-
-
-def predicted_bytes(config: Config, recompute: int | None = None) -> int:
-    """Device memory that a step needs, from sizes alone. recompute: layers whose forward runs again; default: as set.
-
-    Parameters with all that Adam keeps of them, embedding and head with a bf16 weight; what layers keep of a microbatch
-    (in a pipeline of as many as there are stages); a layer that runs again, its input. Logits in bf16 and FP32 with
-    their gradients, the batches, a tenth of what is not parameters for workspaces and fragments, and CONTEXT_BYTES.
-    """
-    c, per = config, state_bytes(config)
-    recompute = max(c.recompute, 0) if recompute is None else recompute
-    layers = max(map(len, layers_of_stages(c.layers, c.pp)))
-    recompute, in_flight = min(recompute, layers), min(c.pp, c.microbatches)
-    in_layers, tokens = layers * layer_parameters(c), c.local_sequence * c.microbatch
-    replicas = c.cp if c.zero else 1
-    state = per["main_grad"] + (per["master"] + per["moments"]) // replicas
-    parameters = in_layers * (per["weight"] + state) + (num_parameters(c) - in_layers) * (2 + state)
-    kept = (layers - recompute) * activation_bytes(c) + recompute * tokens * c.hidden * 2 // c.tp
-    rest = kept * in_flight + (activation_bytes(c) if recompute else 0) + tokens * c.local_vocab * 10
-    return parameters + (rest + 16 * c.microbatches * tokens) * 110 // 100 + CONTEXT_BYTES
-
-
-def fit(config: Config, available_bytes: int) -> Config:
-    """The config with as few recomputed layers as let it fit, and where none does with as many layers as fit.
-
-    A given --recompute stays. ValueError where not even one layer for each stage fits.
-    """
-
-    def least(layers):
-        return replace(
-            config, layers=layers, recompute=layers if config.recompute < 0 else min(config.recompute, layers)
-        )
-
-    def need(layers):
-        return predicted_bytes(least(layers))
-
-    layers = config.layers
-    if need(layers) > available_bytes:
-        numbers = range(config.pp, layers, config.pp)
-        fitting = bisect_right(numbers, available_bytes, key=need)
-        if not fitting:
-            raise ValueError(
-                blame(least(layers), PRESETS, predicted_bytes, available_bytes)
-                or f"one layer a stage needs {gib(need(config.pp))} GiB, {gib(available_bytes)} GiB are free: lower "
-                "--sequence, raise --share-tp or run --preset tiny"
-            )
-        layers = numbers[fitting - 1]
-    smaller = least(layers)
-    if config.recompute >= 0:
-        return smaller
-    of_a_stage = range(max(map(len, layers_of_stages(layers, config.pp))) + 1)
-    return replace(
-        smaller, recompute=bisect_left(of_a_stage, -available_bytes, key=lambda count: -predicted_bytes(smaller, count))
-    )
-
-
-def require(config: Config, available_bytes: int | None) -> None:
-    """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    if available_bytes is not None and _host_bytes(config) > available_bytes:
-        raise ValueError(
-            blame(config, PRESETS, _host_bytes, available_bytes)
-            or f"this preset needs {gib(_host_bytes(config))} GiB on a GPU, there is none, and the host has "
-            f"{gib(available_bytes)} GiB free: run --preset tiny"
-        )
-
-
-def _host_bytes(config):
-    """Without CUDA's context; or the batches that rotate, where those are larger."""
-    batch = 16 * config.microbatches * config.microbatch * config.local_sequence
-    return max(predicted_bytes(config) - CONTEXT_BYTES, config.batches * batch)

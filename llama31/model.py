@@ -14,10 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from common import collectives, nvfp4
+from common.context_parallel import places
+from common.memory_plan import Configuration
 from common.parallel import Groups, Place, fill_
 from common.precision import E4M3_MAX, E5M2_MAX, transformer_engine
 from common.regions import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
 from llama31.config import ROPE_SCALING, Config
+from llama31.recompute import run_again
 
 INIT_STD = 0.02
 
@@ -39,15 +42,8 @@ def rope_angles(config: Config) -> torch.Tensor:
 
 
 def positions_of(config: Config, context_rank: int) -> torch.Tensor:
-    """int64 [local_sequence]: the places in the sequence of the tokens that a context rank has.
-
-    balanced: of 2 cp runs the ranks have one from the front and one from the back, as Transformer Engine wants it.
-    """
-    every = torch.arange(config.local_sequence * config.cp)
-    if config.cp == 1 or config.cp_order == "causal":
-        return every.chunk(config.cp)[context_rank]
-    runs = every.chunk(2 * config.cp)
-    return torch.cat((runs[context_rank], runs[2 * config.cp - 1 - context_rank]))
+    """int64 [local_sequence]: the places in the sequence of the tokens that a context rank has."""
+    return places(config.sequence // config.share_cp, config.cp, context_rank, config.cp_order == "balanced")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -63,32 +59,38 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight)
 
 
-def quantize_fp8(tensor, dtype, largest):
-    """(values in `dtype`, FP32 0-d inverse scale) of current scaling: the largest magnitude becomes `largest`."""
+def quantize_fp8(tensor, dtype, largest, group=collectives.ALONE):
+    """(values in `dtype`, FP32 0-d inverse scale) of current scaling: the largest magnitude becomes `largest`.
+
+    group: of ranks with parts of one tensor, which get one scale.
+    """
     amax = tensor.detach().abs().amax().float()
+    if collectives.group_size(group) > 1:
+        collectives.all_reduce_max_(amax, group)
     scale = torch.where((amax > 0) & torch.isfinite(amax), largest / amax, torch.ones_like(amax))
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
     return (tensor.float() * scale).clamp(-largest, largest).to(dtype), 1.0 / scale
 
 
-def rounded_fp8(tensor, dtype=torch.float8_e4m3fn, largest=E4M3_MAX):
+def rounded_fp8(tensor, dtype=torch.float8_e4m3fn, largest=E4M3_MAX, group=collectives.ALONE):
     """`tensor` rounded to FP8 with current scaling, in its own dtype again."""
-    values, inverse = quantize_fp8(tensor, dtype, largest)
+    values, inverse = quantize_fp8(tensor, dtype, largest, group)
     return (values.float() * inverse).to(tensor.dtype)
 
 
 class QuantizedLinear(nn.Module):
     """y = x W^T whose operands are rounded to FP8 or NVFP4; weight gradients are added to weight.main_grad.
 
+    group: of the ranks that share its matrix. An amax is that of all their parts, so that they round as one rank would.
     The weight is rounded in a step's first microbatch, into `forward_weight` (blocks along the inputs) and
     `backward_weight` (along the outputs; the same tensor in FP8), which the other microbatches read.
     """
 
     adds_to_main_grad, write = True, None
 
-    def __init__(self, in_features, out_features, dtype, device, precision):
+    def __init__(self, in_features, out_features, dtype, device, precision, group):
         super().__init__()
-        self.precision = precision
+        self.precision, self.group = precision, group
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
         self.register_buffer("forward_weight", torch.empty_like(self.weight), persistent=False)
         backward = torch.empty_like(self.weight) if precision == "nvfp4_emulated" else self.forward_weight
@@ -97,7 +99,7 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def round_weight(self):
         if self.precision == "fp8":
-            self.forward_weight.copy_(rounded_fp8(self.weight))
+            self.forward_weight.copy_(rounded_fp8(self.weight, group=self.group))
         else:
             for buffer, value in zip(
                 (self.forward_weight, self.backward_weight), nvfp4.frozen_weight(self.weight), strict=True
@@ -119,8 +121,9 @@ class StoredFP8Linear(nn.Module):
     adds_to_main_grad = True
     precision = "fp8"
 
-    def __init__(self, in_features, out_features, dtype, device):
+    def __init__(self, in_features, out_features, dtype, device, group):
         super().__init__()
+        self.group = group
         values = torch.zeros(out_features, in_features, dtype=torch.float8_e4m3fn, device=device)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("inverse", torch.ones((), device=device), persistent=False)
@@ -128,7 +131,7 @@ class StoredFP8Linear(nn.Module):
 
     @torch.no_grad()
     def write(self, master):
-        values, inverse = quantize_fp8(master, torch.float8_e4m3fn, E4M3_MAX)
+        values, inverse = quantize_fp8(master, torch.float8_e4m3fn, E4M3_MAX, self.group)
         self.weight.copy_(values)
         self.inverse.copy_(inverse)
 
@@ -147,7 +150,7 @@ class _QuantizedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, linear):
         ctx.linear = linear
         if linear.precision == "fp8":
-            x = rounded_fp8(x)
+            x = rounded_fp8(x, group=linear.group)
             ctx.save_for_backward(x)
             return F.linear(x, linear.forward_weight)
         ctx.save_for_backward(x)
@@ -158,7 +161,7 @@ class _QuantizedLinear(torch.autograd.Function):
         (x,), linear = ctx.saved_tensors, ctx.linear
         rows, columns = grad.flatten(0, -2), x.flatten(0, -2)
         if linear.precision == "fp8":
-            grad = rounded_fp8(grad, torch.float8_e5m2, E5M2_MAX)
+            grad = rounded_fp8(grad, torch.float8_e5m2, E5M2_MAX, linear.group)
             grad_weight = grad.flatten(0, -2).t() @ columns
         else:
             # This GEMM sums over tokens, so its blocks lie along them.
@@ -168,13 +171,51 @@ class _QuantizedLinear(torch.autograd.Function):
         return grad @ linear.backward_weight, None, None
 
 
-def make_linear(config: Config, in_features, out_features, dtype, device):
-    """A linear without bias of the config's precision and format of stored weights."""
+def make_linear(config: Config, in_features, out_features, dtype, device, group=collectives.ALONE):
+    """A linear without bias of the config's precision and format of stored weights. group: as in QuantizedLinear."""
     if config.weights == "fp8":
-        return StoredFP8Linear(in_features, out_features, dtype, device)
+        return StoredFP8Linear(in_features, out_features, dtype, device, group)
     if config.precision != "bf16":
-        return QuantizedLinear(in_features, out_features, dtype, device, config.precision)
+        return QuantizedLinear(in_features, out_features, dtype, device, config.precision, group)
     return Linear(in_features, out_features, bias=False, dtype=dtype, device=device)
+
+
+# ------------------------------------------------------------------------------------------------
+# SwiGLU
+
+# One operator, so that llama31/recompute.py can keep its results.
+_library = torch.library.Library("llama31", "DEF")
+_library.define("to_fp8(Tensor x, str group) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(_library, "to_fp8", "CompositeExplicitAutograd")
+def _to_fp8(x, group):
+    return quantize_fp8(x, torch.float8_e4m3fn, E4M3_MAX, group)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) up of fc1's output [s, b, 2 ffn], which is all that is kept. store: "fp8" rounds it to FP8 before."""
+
+    @staticmethod
+    def forward(ctx, fc1, store, group):
+        kept = torch.ops.llama31.to_fp8(fc1, group) if store == "fp8" else (fc1,)
+        ctx.dtype = fc1.dtype
+        ctx.save_for_backward(*kept)
+        gate, up = _restored(kept, ctx.dtype)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = (part.float() for part in _restored(ctx.saved_tensors, ctx.dtype))
+        grad, sigmoid = grad.float(), torch.sigmoid(gate)
+        grads = grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+        return torch.cat(grads, -1).to(ctx.dtype), None, None
+
+
+def _restored(kept, dtype):
+    """(gate, up) of what _SwiGLU keeps."""
+    fc1 = kept[0] if len(kept) == 1 else (kept[0].float() * kept[1]).to(dtype)
+    return fc1.chunk(2, -1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -200,10 +241,10 @@ class PlainLayer(nn.Module):
         c, heads = config, config.local_heads * config.head_dim
         self.config, self.groups = config, groups
         self.norm1, self.norm2 = (nn.Parameter(torch.empty(c.hidden, dtype=dtype, device=device)) for _ in range(2))
-        self.qkv = make_linear(c, c.hidden, heads + 2 * c.local_kv_heads * c.head_dim, dtype, device)
-        self.proj = make_linear(c, heads, c.hidden, dtype, device)
-        self.fc1 = make_linear(c, c.hidden, 2 * c.local_ffn, dtype, device)
-        self.fc2 = make_linear(c, c.local_ffn, c.hidden, dtype, device)
+        self.qkv = make_linear(c, c.hidden, heads + 2 * c.local_kv_heads * c.head_dim, dtype, device, groups.tensor)
+        self.proj = make_linear(c, heads, c.hidden, dtype, device, groups.tensor)
+        self.fc1 = make_linear(c, c.hidden, 2 * c.local_ffn, dtype, device, groups.tensor)
+        self.fc2 = make_linear(c, c.local_ffn, c.hidden, dtype, device, groups.tensor)
         self.cos, self.sin = rope
         # Which keys of all context ranks, in their order, a token of this one sees; one causal run without ranks.
         self.visible = None
@@ -212,7 +253,7 @@ class PlainLayer(nn.Module):
             self.visible = (keys[None] <= positions_of(c, place.context_rank)[:, None]).to(device)
 
     def parts(self) -> dict[str, "Part"]:
-        """By the names that llama2_lora/checkpoint.py gives them."""
+        """By the names that common/llama_checkpoint.py gives them."""
         linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
         parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}
@@ -221,8 +262,13 @@ class PlainLayer(nn.Module):
         first, group = is_first_microbatch, self.groups.tensor
         out = self._attention(self.qkv(gather_from_sequence(self._norm(x, self.norm1), group), first))
         x = x + reduce_scatter_to_sequence(self.proj(out, first), group)
-        gate, up = self.fc1(gather_from_sequence(self._norm(x, self.norm2), group), first).chunk(2, -1)
-        return x + reduce_scatter_to_sequence(self.fc2(F.silu(gate) * up, first), group)
+        up = self.fc1(gather_from_sequence(self._norm(x, self.norm2), group), first)
+        up = _SwiGLU.apply(up, self.config.fc1_store, group)
+        return x + reduce_scatter_to_sequence(self.fc2(up, first), group)
+
+    def keep(self, way: Configuration, scaling):
+        """What is called instead of this layer, so that it keeps what `way` says (llama31/plan.py)."""
+        return run_again(self, scaling, None if way.keeps == ("x",) and not way.keeps_fp8 else way)
 
     def _norm(self, x, gain):
         return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
@@ -298,6 +344,16 @@ class TransformerEngineLayer(nn.Module):
 
     def forward(self, x, is_first_microbatch: bool):
         return self.layer(x, rotary_pos_emb=self.angles, is_first_microbatch=is_first_microbatch)
+
+    def keep(self, way: Configuration, scaling):
+        """As PlainLayer.keep."""
+        if way.keeps == ("x",):
+            return run_again(self, scaling)
+        self.layer.layernorm_mlp.checkpoint = "mlp" in way.recomputes
+        if "attention" in way.recomputes:
+            attention = self.layer.self_attention.core_attention
+            attention.forward = run_again(attention.forward, scaling)
+        return self
 
 
 # ------------------------------------------------------------------------------------------------
@@ -395,7 +451,7 @@ def random_part(config: Config, place: Place, name: str, layer: int | None, like
 
 
 def checkpoint_part(config: Config, place: Place, name: str, whole):
-    """This rank's part of a tensor of llama2_lora/checkpoint.py: q, k, v rows come by group here, fc1's in halves."""
+    """This rank's part of a tensor of common/llama_checkpoint.py: q, k, v rows come by group here, fc1's in halves."""
     c, rank = config, place.tensor_rank
     if name == "qkv":
         dim, groups = c.head_dim, c.kv_heads

@@ -11,52 +11,64 @@ from common.marks import mark, section
 from common.schedule import communications, numbered, order
 
 
-def forward_and_backward(state, count: int) -> None:
+class Called:
+    """A stage's passes, kernels launched one by one. llama31/stage_graphs.py has the same methods by replays."""
+
+    def __init__(self, state):
+        self.state, self._saved = state, {}
+
+    def buffer(self, step: int, microbatch: int):
+        """What an activation (step 1) or a gradient (step -1) is received into."""
+        return self.state.empty_hidden()
+
+    def forward(self, microbatch: int, hidden):
+        """What goes to the next stage, or the loss. hidden: received, None on the first stage."""
+        state = self.state
+        with section("forward"):
+            first = hidden is None
+            hidden = state.embedding(state.inputs["tokens"][microbatch]) if first else hidden.requires_grad_()
+            output = state.run_layers(hidden, first=microbatch == 0)
+        if state.head is not None:
+            with section("loss"):
+                output = state.microbatch_loss(output, microbatch)
+        self._saved[microbatch] = hidden, output
+        return output.detach()
+
+    def backward(self, microbatch: int, gradient):
+        """What goes to the stage before. gradient: received, None on the last stage, whose output is the loss."""
+        hidden, output = self._saved.pop(microbatch)
+        with section("backward"):
+            output.backward(gradient)
+        return hidden.grad
+
+
+def forward_and_backward(state, count: int, passes=None) -> None:
     """What llama31/train.py does for one stage alone: gradients of `count` microbatches into main_grad."""
     pp, stage = state.config.pp, state.place.stage
+    passes = passes or Called(state)
     steps = numbered(order(pp, stage, 1, count))
-    inputs, outputs, received, gradients = {}, {}, {}, {}
+    made, received = {}, {}
     # Entry i is exchanged before step i, the last one after all of them.
     for transfers, step in zip(communications(pp, stage, 1, count), [*steps, None], strict=True):
-        _exchange(state, transfers, inputs, outputs, received, gradients)
+        _exchange(state, transfers, passes, made, received)
         if step is None:
             break
-        forward, microbatch = step[0] > 0, step[1]
-        if forward:
-            inputs[microbatch], outputs[microbatch] = _forward(state, microbatch, received.pop(microbatch, None))
-        else:
-            gradient = gradients.pop(microbatch, None)
-            with section("backward"):
-                # The last stage's output is the loss.
-                outputs.pop(microbatch).backward(gradient)
+        run = passes.forward if step[0] > 0 else passes.backward
+        made[step] = run(step[1], received.pop(step, None))
         mark()
 
 
-def _forward(state, microbatch, hidden):
-    """(what came in, what goes out or the loss) of a microbatch on this stage; hidden: received, None on the first."""
-    with section("forward"):
-        first = hidden is None
-        hidden = state.embedding(state.inputs["tokens"][microbatch]) if first else hidden.requires_grad_()
-        output = state.run_layers(hidden, first=microbatch == 0)
-    if state.head is None:
-        return hidden, output
-    with section("loss"):
-        return hidden, state.microbatch_loss(output, microbatch)
-
-
-def _exchange(state, transfers, inputs, outputs, received, gradients):
+def _exchange(state, transfers, passes, made, received):
     """Send and receive in one batch: outputs forward, gradients of inputs backward."""
     sent, destinations, arriving, sources = [], [], [], []
     for transfer in transfers:
-        microbatch = transfer.microbatch
+        key = transfer.step, transfer.microbatch
         if transfer.sends:
-            # The gradient of an input is ready, and its activations are no longer needed.
-            sent.append(outputs[microbatch].detach() if transfer.step > 0 else inputs.pop(microbatch).grad)
+            sent.append(made.pop(key))
             destinations.append(transfer.peer)
         else:
-            place = received if transfer.step > 0 else gradients
-            place[microbatch] = state.empty_hidden()
-            arriving.append(place[microbatch])
+            received[key] = passes.buffer(*key)
+            arriving.append(received[key])
             sources.append(transfer.peer)
     with section("pipeline"):
         collectives.exchange_(sent, destinations, arriving, sources, state.groups.pipeline)

@@ -2,7 +2,7 @@
 
 import torch
 
-from common.precision import transformer_engine
+from common.precision import require_fp8, require_nvfp4, usable_transformer_engine
 from common.variant import Unsupported
 from llama31.config import Config
 
@@ -25,33 +25,19 @@ def recipe_of(config: Config):
 def require_precision(config: Config, device: torch.device) -> None:
     """Unsupported, in Transformer Engine's words where it has some, where this device does not compute the config."""
     if config.layer == "te":
-        te = _transformer_engine()
+        usable_transformer_engine()
         if config.precision == "nvfp4_emulated":
             raise Unsupported("--precision nvfp4_emulated needs --layer torch")
-        available, reason = te.is_fp8_available(return_reason=True)
-        if config.precision == "fp8" and not available:
-            raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
+        if config.precision == "fp8":
+            require_fp8()
     if config.precision == "nvfp4":
-        reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
-        if device.type == "cuda":
-            available, said = _transformer_engine().is_nvfp4_available(return_reason=True)
-            if available and config.layer == "te":
-                return
-            reason = "plain layers have no NVFP4 GEMM, take --layer te" if available else said
-        raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+        require_nvfp4(device, "" if config.layer == "te" else "plain layers have no NVFP4 GEMM, take --layer te")
 
 
 def te_fault() -> str | None:
     """Why te.TransformerLayer cannot run on this GPU, in FP8 too; None where it can."""
     try:
-        available, reason = _transformer_engine().is_fp8_available(return_reason=True)
+        available, reason = usable_transformer_engine().is_fp8_available(return_reason=True)
     except Unsupported as error:
         return str(error)
     return None if available else f"no FP8 on this GPU ({reason})"
-
-
-def _transformer_engine():
-    try:
-        return transformer_engine()
-    except (ImportError, OSError) as error:
-        raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None

@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from common import collectives, token_files
 from common.capture import StaticInputs
 from common.marks import mark, section
+from common.memory_plan import GIB
 from common.mixed_adam import MixedAdam, Weight
 from common.parallel import make_groups
 from common.precision import transformer_engine
 from common.variant import Unsupported
 from common.zero import ZeroAdam, reduce_norm_
 from llama31 import validation
-from llama31.config import Config, layers_of_stages, num_validations, predicted_bytes
+from llama31.config import Config, layers_of_stages, num_validations
 from llama31.model import (
     Embedding,
     Head,
@@ -29,6 +29,7 @@ from llama31.model import (
     random_part,
     rope_angles,
 )
+from llama31.plan import make_plan
 from llama31.precision import recipe_of, require_precision
 from llama31.weights import open_checkpoint
 
@@ -44,14 +45,16 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class State:
     """This rank's layers, ends, optimizer, rotating batches and the losses seen.
 
-    config must be resolved (llama31/workload.py): layer is "te" or "torch", recompute from 0 up. dtype: of activations
+    config must be resolved (llama31/workload.py): layer is "te" or "torch". dtype: of activations
     and of weights that are not FP8.
     """
 
     num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, dtype=torch.bfloat16):
+        # What cannot run, or does not fit, is said before weights are read or made.
         require_precision(config, device)
+        self.plan = make_plan(config)
         self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.ranks = config.ranks(world_size)
         self.place = self.ranks.place(rank)
@@ -87,6 +90,13 @@ class State:
             own = angles[positions_of(c, self.place.context_rank)][:, None, None].to(self.device)
             rope, make, more = (own.cos(), own.sin()), PlainLayer, ()
         self.layers = torch.nn.ModuleList(make(*parts, rope, dtype, self.device, *more) for _ in self.numbers)
+        # The plan is of the widest stage. Its last layers keep most, which all stages have.
+        spare = len(self.plan.layers) - len(self.layers)
+        ways = [self.plan.of(spare + index) for index in range(len(self.layers))]
+        self.calls = [
+            layer.keep(way, self.scaling) if way.recomputes else layer
+            for layer, way in zip(self.layers, ways, strict=True)
+        ]
         first, last = self.place.stage == 0, self.place.stage == c.pp - 1
         self.embedding = Embedding(*parts, dtype, self.device) if first else None
         self.head = Head(*parts, dtype, self.device) if last else None
@@ -199,18 +209,8 @@ class State:
         return hidden
 
     def run_layer(self, index: int, hidden, first: bool | None):
-        """One layer; the first --recompute ones keep their input alone and run again in the backward."""
-        layer = self.layers[index]
-        if index >= self.config.recompute or not torch.is_grad_enabled():
-            return layer(hidden, is_first_microbatch=first)
-        return checkpoint(
-            layer,
-            hidden,
-            is_first_microbatch=first,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (contextlib.nullcontext(), self.scaling()),
-        )
+        """One layer, which keeps for its backward what the plan says."""
+        return self.calls[index](hidden, is_first_microbatch=first)
 
     def microbatch_loss(self, hidden, microbatch: int):
         """This microbatch's part of the step's mean loss, differentiable; its value is kept."""
@@ -320,10 +320,10 @@ class State:
             yield checkpoint_part(self.config, self.place, name, whole).to(self.device, torch.float32)
 
     def finish(self, variant, record) -> None:
-        """After the window: the memory that was predicted, beside what was measured."""
+        """After the window: the plan for the record, the memory that it predicts beside what was measured."""
         if self.device.type == "cuda":
-            predicted = round(predicted_bytes(self.config) / 2**30, 2)
-            record["extra"]["report"] = {"predicted GiB": predicted, "layers recomputed": self.config.recompute}
+            record["extra"]["memory_plan"] = self.plan.as_dict()
+            record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
 
     def named_state(self):
         for name, number, part in self.parts:

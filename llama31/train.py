@@ -14,6 +14,7 @@ What is trained, without graphs:
 
 Captured by `graph`, as NVIDIA submits 405B (MLPerf v5.1, FullCudaGraphWrapper): the loop over microbatches and the
 average after it, with all communication in them, in ONE graph. FP8 scales are computed inside the layers.
+What layers keep for their backward, and what runs again in it, is a plan that all variants share (plan.py).
 
 Not captured, and why:
     the batch           it comes from the host; all microbatches are pulled ahead into static buffers, on a side stream
@@ -44,6 +45,7 @@ from common.main import main
 from common.marks import mark, section
 from common.variant import Capture, Eager, warm_up
 from llama31 import pipeline, variants
+from llama31.stage_graphs import StageGraphs
 from llama31.state import State
 from llama31.validation import GraphedValidation, validate
 from llama31.workload import workload
@@ -209,11 +211,16 @@ class GraphedMicrobatches(Graphed):
         return self.state.num_microbatches(index) + self.state.validates(index)
 
 
-# Graphs of single layers, torch.compile and the NaN checks that no graph can hold are in variants.py.
+def graphed_microbatches(state: State):
+    """In a pipeline a microbatch goes forward and backward at different times, so it has a graph for each."""
+    return StageGraphs(state, eager_step, whole=True) if state.config.pp > 1 else GraphedMicrobatches(state)
+
+
+# Graphs of single layers are in stage_graphs.py, torch.compile and eager with NaN checks in variants.py.
 MAKE_VARIANT = {
     "eager": partial(Eager, step=eager_step),
-    "layer": partial(variants.GraphedLayers, step=eager_step),
-    "chunk": GraphedMicrobatches,
+    "layer": partial(StageGraphs, step=eager_step),
+    "chunk": graphed_microbatches,
     "graph": Graphed,
     "full_step": GraphedStep,
     "compile": partial(variants.compiled, step=eager_step, mode="default"),

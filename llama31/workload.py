@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from common import environment, flops
+from common import flops, host_state
+from common.memory_plan import GIB
 from common.variant import Workload
 from llama31 import config as llama_config
+from llama31 import plan
 from llama31.config import ABOUT
 from llama31.precision import te_fault
 from llama31.state import State, hyperparameters
 from llama31.weights import open_checkpoint
 
-GIB = 2**30
 KNOWN = {(16384, 53248): ("Llama 3.1 405B", 126), (4096, 14336): ("Llama 3.1 8B", 32)}
 
 
@@ -43,7 +44,7 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
 
 
 def resolve(args, device: torch.device, world_size: int = 1):
-    """(Arguments with layer, precision, recomputed layers and number of layers as they can run on `device`, notes.)
+    """(Arguments with layer, precision, memory and number of layers as they can run on `device`, notes.)
 
     ValueError where they cannot, or where the variant cannot capture them: nothing has been done on the GPU then.
     """
@@ -66,15 +67,20 @@ def resolve(args, device: torch.device, world_size: int = 1):
     if config.layer == "torch" and config.precision == "fp8":
         notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
     if device.type == "cpu":
-        llama_config.require(config, environment.available_host_bytes())
-        config = replace(config, recompute=max(config.recompute, 0))
+        plan.require(config, host_state.available_host_bytes())
     else:
         free, _ = torch.cuda.mem_get_info(device)
-        fitted = llama_config.fit(config, free)
-        if fitted.layers < config.layers:
-            run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
-            notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {free / GIB:.0f} GiB")
-        config = fitted
+        budget = plan.budget_bytes(free) // GIB
+        if config.memory_gib > free / GIB:
+            raise ValueError(f"--memory-gib {config.memory_gib}: {free / GIB:.1f} GiB are free, take at most {budget}")
+        if not config.memory_gib:
+            fitted = plan.fit(config, budget * GIB)
+            if fitted.layers < config.layers:
+                run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
+                notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {budget} GiB")
+            config = replace(fitted, memory_gib=float(budget))
+    if config.memory_gib:
+        plan.make_plan(config)
     notes.append(
         f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, masters fp32, "
         f"moments {config.moments}"
@@ -95,13 +101,13 @@ def card(config, device: torch.device) -> list[str]:
     share = f", a GPU's share at TP{c.share_tp * c.tp} CP{c.share_cp * c.cp}" if c.share_tp * c.share_cp > 1 else ""
     slice_of = f"{c.layers} of {layers} layers of " if c.layers != layers else ""
     counts = [llama_config.flops_per_step(c, causal) / 1e12 for causal in (True, False)]
-    predicted = llama_config.predicted_bytes(c) / GIB
     lines = [
         f"{c.layers} layers, hidden {c.hidden}, heads {c.local_heads} ({c.local_kv_heads} groups), ffn {c.local_ffn}, "
         f"{llama_config.num_parameters(c) / 1e6:,.1f} M parameters: {slice_of}{name}{share}",
         f"{c.ramp or c.microbatches} microbatches of {c.microbatch} x {c.local_sequence} tokens | {c.layer} layer, "
         f"{c.precision} | {counts[0]:.4g} TFLOP/step (MLPerf's count, attention in full: {counts[1]:.4g})",
-        f"weights {c.weights}, main_grad {c.main_grad}, moments {c.moments}, {c.recompute} layers recomputed"
-        + (f" | memory predicted {predicted:.1f} GiB" if device.type == "cuda" else ""),
+        f"weights {c.weights}, main_grad {c.main_grad}, moments {c.moments}",
     ]
+    if c.memory_gib:
+        lines += ["", *plan.make_plan(c).text().splitlines()]
     return lines

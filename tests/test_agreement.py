@@ -31,8 +31,8 @@ def run_jobs(folder, jobs):
     return {job: (json.loads((folder / f"{job}.json").read_text()), folder / job / "graph.json") for job in jobs}
 
 
-FEW = ("none:window:0:2", "killed:window:1:2", "oom:capture:1:2", "stalled:window:2:4", "stalled:build:1:2")
-FEW += ("refused:build:1:2", "raised:profile:0:2")
+FEW = ("none:window:0:2", "killed:window:1:2", "oom:capture:1:4", "refused:build:1:2", "raised:profile:0:2")
+STALLS = ("stalled:window:2:4", "stalled:build:1:2")
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,12 @@ def test_a_rank_that_fails_ends_all_ranks_and_the_record_names_it(job, few):
     check(job, *few[job])
 
 
-def test_a_stall_is_told_with_its_place(few):
-    message = records.read(few["stalled:window:2:4"][1])["message"]
+@pytest.mark.slow
+def test_a_stall_is_told_with_its_place(tmp_path):
+    stalls = run_jobs(tmp_path, STALLS)
+    message = records.read(stalls["stalled:window:2:4"][1])["message"]
     assert message.startswith("rank 2: stalled in window, step 3, at tests/rank_job.py:")
-    message = records.read(few["stalled:build:1:2"][1])["message"]
+    message = records.read(stalls["stalled:build:1:2"][1])["message"]
     assert message.startswith("rank 1: stalled in build, at tests/rank_job.py:")
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import safetensors_file
+from common import files
+from common.llama_checkpoint import open_checkpoint
 from common.safetensors_file import open_file, write_file
 from llama2_lora import adapters
-from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import Config
 from llama2_lora.state import State
 from tests.llama2_lora_case import CPU, TINY, follow_eager, weights, write_checkpoint
@@ -85,7 +85,7 @@ def test_a_later_save_replaces_adapter_and_training_state(folder):
 @pytest.mark.parametrize("place", range(6))
 def test_a_save_that_is_cut_anywhere_leaves_a_whole_adapter(folder, monkeypatch, place):
     """Three files are moved into place; a cut before the last move leaves the old adapter, after it the new one."""
-    calls, replace_file = [], safetensors_file.os.replace
+    calls, replace_file = [], files.os.replace
 
     def cut(source, target):
         if len(calls) * 2 == place:
@@ -95,7 +95,7 @@ def test_a_save_that_is_cut_anywhere_leaves_a_whole_adapter(folder, monkeypatch,
         if len(calls) * 2 - 1 == place:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(safetensors_file.os, "replace", cut)
+    monkeypatch.setattr(files.os, "replace", cut)
     with pytest.raises(KeyboardInterrupt):
         adapters.save(folder, masters(1), CONFIG, state(1), 9)
     monkeypatch.undo()

@@ -47,7 +47,7 @@ def test_flop_of_a_step():
 
 
 def test_presets():
-    assert set(PRESETS) == {"tiny", "bench", "full", "slice", "mlperf"}
+    assert set(PRESETS) == {"tiny", "bench", "full", "slice", "mlperf", "mlperf_cp8"}
     assert (BENCH.layers, BENCH.sequence) == (80, 1024)
     assert (FULL.layers, FULL.sequence) == (80, 8192) == (PRESETS["mlperf"].layers, PRESETS["mlperf"].sequence)
     assert (PRESETS["slice"].layers, PRESETS["slice"].hidden) == (8, 8192)

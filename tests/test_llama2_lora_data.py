@@ -13,6 +13,7 @@ from common import token_files
 from common.capture import Pool, StaticInputs
 from llama2_lora.config import Config
 from llama2_lora.data import MAX_DOCUMENTS, open_windows
+from tests.megatron_files import write_megatron
 
 CONFIG = Config(
     layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64, vocab=256, sequence=32, rank=4, documents="separate"
@@ -280,14 +281,14 @@ def test_a_folder_of_text_is_packed_by_its_files(tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "uint8"])
 def test_megatron_files_are_packed_by_their_sequences(tmp_path, dtype):
     documents = [np.arange(1, 21), np.arange(0, 8), np.arange(100, 132)]
-    token_files.write_megatron(tmp_path / "c4", documents, dtype)
+    write_megatron(tmp_path / "c4", documents, dtype)
     windows = open_windows(replace(CONFIG, data=str(tmp_path / "c4")), tmp_path, num_held_out=0)
     layouts = sorted(lengths_of(windows.batch(index)) for index in range(2))
     assert layouts == [[20, 8, 4], [32]] and windows.num_windows == 2
 
 
 def test_megatron_tokens_beyond_the_vocabulary_are_found_in_their_window(tmp_path):
-    token_files.write_megatron(tmp_path / "c4", [np.full(64, 300)], "uint16")
+    write_megatron(tmp_path / "c4", [np.full(64, 300)], "uint16")
     config = replace(CONFIG, data=str(tmp_path / "c4"))
     assert "c4 has the token 300, beyond --vocab 256: take --vocab 301 or more" in refused(config, tmp_path)
 

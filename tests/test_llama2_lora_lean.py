@@ -194,7 +194,7 @@ def test_attention_sees_its_own_document_up_to_itself():
     config, generator = with_fields(), torch.Generator().manual_seed(0)
     qkv = torch.randn(64, config.qkv_width, generator=generator)
     inputs = inputs_of(config, lengths=LENGTHS)
-    attention = PlainAttention(config, inputs["positions"], inputs["cu_seqlens"])
+    attention = PlainAttention(config, inputs)
     together, _ = attention.forward(*split_qkv(config, qkv))
     for start, stop in itertools.pairwise([0, *torch.tensor(LENGTHS).cumsum(0).tolist()]):
         q, k, v = (part[start:stop].transpose(0, 1)[None] for part in split_qkv(config, qkv))

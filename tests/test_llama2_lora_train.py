@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from common.config import Arguments, Run
+from common.llama_checkpoint import open_checkpoint
 from common.memory_plan import GIB
 from common.variant import Unsupported
 from llama2_lora import adapters, resolve, train
 from llama2_lora import plan as plans
-from llama2_lora.checkpoint import open_checkpoint
 from llama2_lora.config import ABOUT, PRESETS, VARIANTS
 from llama2_lora.state import ADAM, State, hyperparameters
 from tests import forked

@@ -126,7 +126,7 @@ WHOLE = ("chunk", "graph", "full_step")
         ({}, EXPANDABLE, ("layer", *WHOLE)),
         ({}, {**EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"}, ()),
         ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, ("layer", *WHOLE)),
-        ({"pp": 2}, {}, ("layer", "chunk")),
+        ({"pp": 2}, {}, ()),
     ],
 )
 def test_flags_meet_the_table(changes, environment, refused):

@@ -1,4 +1,4 @@
-"""llama31/config: sizes, FLOP, memory, presets, promises, and flags that do not fit together."""
+"""llama31/config: sizes, FLOP, presets, promises, and flags that do not fit together."""
 
 from dataclasses import replace
 
@@ -9,20 +9,15 @@ from llama31.config import (
     PRESETS,
     VARIANTS,
     Config,
-    activation_bytes,
-    fit,
     flops_per_step,
     layers_of_stages,
     num_parameters,
     num_validations,
-    predicted_bytes,
     promises,
-    state_bytes,
 )
 
 TINY, BENCH, FULL, MLPERF = (PRESETS[name] for name in ("tiny", "bench", "full", "mlperf"))
 WHOLE = replace(BENCH, layers=126, share_tp=1, share_cp=1)
-GIB = 2**30
 
 
 def test_parameters_are_those_of_metas_models():
@@ -56,38 +51,13 @@ def test_layers_of_stages():
         layers_of_stages(5, 2)
 
 
-def test_eight_billion_parameters_take_twelve_bytes_each():
-    assert sum(state_bytes(FULL).values()) == 12
-    assert sum(state_bytes(replace(FULL, moments="fp32")).values()) == 16
-    assert sum(state_bytes(replace(BENCH, precision="bf16")).values()) == 2 + 2 + 4 + 8
-    assert 130 * GIB < predicted_bytes(FULL) < 145 * GIB
-
-
-def test_fit_recomputes_before_it_leaves_layers_out():
-    roomy = fit(FULL, 200 * GIB)
-    assert (roomy.recompute, roomy.layers) == (0, 32)
-    tight = fit(FULL, 137 * GIB)
-    assert tight.layers == 32 and 0 < tight.recompute < 32
-    assert predicted_bytes(tight) <= 137 * GIB < predicted_bytes(replace(tight, recompute=tight.recompute - 1))
-    small = fit(FULL, 60 * GIB)
-    assert 0 < small.layers < 32
-    assert predicted_bytes(small) <= 60 * GIB < predicted_bytes(replace(small, layers=small.layers + 1))
-    assert fit(replace(FULL, recompute=2), 140 * GIB).recompute == 2
-    with pytest.raises(ValueError, match="GiB are free"):
-        fit(FULL, 4 * GIB)
-    with pytest.raises(ValueError, match="--layers 1000000000"):
-        fit(replace(BENCH, layers=10**9, recompute=10**9, hidden=2**20), 60 * GIB)
-
-
-def test_recomputing_saves_what_a_layer_keeps():
-    saved = predicted_bytes(FULL, 0) - predicted_bytes(FULL, 2)
-    assert 0 < saved < 2.2 * activation_bytes(FULL)
-
-
 def test_promises():
     assert promises(TINY, "graph") == promises(TINY, "full_step") == (2, 1)
     assert promises(TINY, "chunk") == (4, 3)
     assert promises(TINY, "layer") == (13, 12)
+    assert promises(replace(TINY, pp=2), "chunk") == promises(replace(TINY, pp=2), "layer") == (7, 6)
+    # Stages of 15 and 16 layers.
+    assert promises(MLPERF, "layer") == (None, None)
     assert promises(replace(TINY, ramp="1,2,3"), "chunk") == (4, None)
     assert promises(replace(TINY, validate_every=2), "graph") == (2, None)
     assert promises(TINY, "reduce_overhead") == (None, None)
@@ -115,7 +85,8 @@ def test_the_submission_runs_on_a_multiple_of_its_ranks():
         ({"zero": True}, "--zero true takes --main-grad fp32"),
         ({"ramp": "4,6"}, "--ramp 4,6: takes numbers up to --microbatches 3"),
         ({"ramp": "1,x"}, "--ramp 1,x: takes numbers from 1 up"),
-        ({"recompute": 3}, "--recompute 3: takes -1, or 0 to --layers"),
+        ({"memory_gib": -1.0}, "--memory-gib -1.0: takes a finite number"),
+        ({"fc1_store": "fp8", "layer": "te"}, "--fc1-store fp8 needs --layer torch"),
         ({"pp": 3}, "--layers 2: takes a multiple of --pp 3"),
         ({"lr": float("nan")}, "--lr nan: takes a finite number"),
         ({"data": "/"}, "whole file system"),

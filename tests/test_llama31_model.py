@@ -1,4 +1,4 @@
-"""llama31/model and state: against a Llama 3.1 written from its definition, precisions, shards, recomputed layers."""
+"""llama31/model and state: against a Llama 3.1 written from its definition, precisions, shards."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from common.parallel import Place
 from common.precision import E4M3_MAX
 from common.variant import Unsupported
 from llama31 import model, train
-from llama31.config import PRESETS, ROPE_SCALING, predicted_bytes, state_bytes
+from llama31.config import PRESETS, ROPE_SCALING
 from llama31.precision import require_precision
 from tests.llama2_lora_case import weights, write_checkpoint
 from tests.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
@@ -185,38 +185,3 @@ def test_precisions_differ_and_all_learn():
     for name, each in losses.items():
         assert each[-1] < each[0] - 0.5, name
         assert each == pytest.approx(losses["bf16"], rel=0.03), name
-
-
-# --- memory
-
-
-def test_recomputed_layers_change_no_number_and_keep_less():
-    assert follow_eager(make(recompute=0), 3)[:2] == follow_eager(make(recompute=2), 3)[:2]
-    kept = []
-    for recompute in (0, 2):
-        state, sizes = make(recompute=recompute), {}
-        state.begin_step(0)
-
-        def keep(tensor, sizes=sizes):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            state.run_layers(state.embedding(state.inputs["tokens"][0]), first=True)
-        kept.append(sum(sizes.values()))
-    assert kept[1] < kept[0] / 4
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"weights": "fp8", "moments": "bf16"}, {"precision": "bf16", "main_grad": "fp32"}]
-)
-def test_predicted_bytes_of_the_parameters_are_those_allocated(changes):
-    """But for the copy that Hopper's GEMMs read, which plain layers do not have, and for rounding in buckets."""
-    state = make(**changes)
-    of_parameter = state_bytes(state.config)
-    num = sum(grad.numel() for grad in state.main_grads)
-    optimizer = sum(t.nbytes for name, t in state.adam.named_state() if name != "optimizer.step")
-    assert optimizer == num * (of_parameter["master"] + of_parameter["moments"])
-    grads = sum(flat.nbytes for flat in state.buckets.flats)
-    assert num * of_parameter["main_grad"] <= grads <= num * of_parameter["main_grad"] * 1.05
-    assert predicted_bytes(state.config) > grads + optimizer

@@ -1,17 +1,23 @@
 """llama31 on several gloo ranks: against one process, and graphed against eager, bit for bit."""
 
+import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from common import collectives
+from common.memory_plan import GIB
+from common.schedule import communications, numbered, order
 from llama31 import train
+from llama31.plan import make_plan, needed_bytes
 from tests import gloo_ranks
-from tests.llama31_case import difference, follow, follow_eager, make
+from tests.llama31_case import TINY, difference, follow, follow_eager, make
 
 # FP32 throughout: what is left is the order of sums.
 EXACT = {"precision": "bf16", "main_grad": "fp32", "microbatches": 4}
+FP8 = ({"microbatches": 2}, {"microbatches": 2, "fc1_store": "fp8", "weights": "fp8"})
 STEPS = 4
 SPLITS = {
     "tp2": {"tp": 2},
@@ -39,6 +45,15 @@ def fp32_losses(split):
 
 def tp2():
     return fp32_losses("tp2")
+
+
+def fp8_tp2():
+    """FP8 emulated around FP32 GEMMs, FP8 kept of fc1's output, and layers that run again."""
+    losses = []
+    for changes in FP8:
+        state = make(*own_rank(), torch.float32, tp=2, **changes)
+        losses.append(follow_eager(state, STEPS)[:2])
+    return losses
 
 
 def cp2():
@@ -75,6 +90,15 @@ def test_two_ranks_of_one_replica_train_as_one_process_does(alone, split):
         assert norms == pytest.approx(alone[1], rel=1e-4)
 
 
+def test_two_tensor_ranks_round_to_fp8_as_one_process_does():
+    torch.use_deterministic_algorithms(False)
+    alone = [follow_eager(make(dtype=torch.float32, **changes), STEPS)[:2] for changes in FP8]
+    for ranks in gloo_ranks.run(__name__, "fp8_tp2", 2):
+        for (losses, norms), (alone_losses, alone_norms) in zip(ranks, alone, strict=True):
+            assert losses == pytest.approx(alone_losses, rel=2e-3)
+            assert norms == pytest.approx(alone_norms, rel=2e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["tp2_pp2", "tp2_cp2"])
 def test_four_ranks_of_one_replica_train_as_one_process_does(alone, split):
@@ -102,7 +126,42 @@ def differences(variants):
 
 
 def graphed():
-    return differences({"dp2": ("graph", "full_step"), "tp2": ("graph",), "pp2": ("graph",)})
+    return differences({"dp2": ("graph", "full_step"), "tp2": ("graph",), "pp2": ("graph", "layer", "chunk")})
+
+
+def pipeline_ramp():
+    """Steps of other numbers of microbatches replay a part of the captured order; layers run again in the backward."""
+    changes = {"pp": 2, "layers": 4, "microbatches": 4, "ramp": "3,1,4,2"}
+    config = replace(TINY, **changes)
+    some = (needed_bytes(config) + make_plan(config).bytes) / 2
+    state = make(*own_rank(), memory_gib=some / GIB, **changes)
+    assert any(way.recomputes for way in state.plan.configurations.values())
+    found, eager = {}, follow_eager(state, 8)
+    for name in ("layer", "chunk"):
+        variant = train.MAKE_VARIANT[name](state)
+        found[name] = difference(follow(state, variant.step, 8), eager, state)
+        variant.close()
+    return found
+
+
+def test_a_ramp_in_a_pipeline_replays_as_many_graphs_as_asked():
+    for found in gloo_ranks.run(__name__, "pipeline_ramp", 2, timeout_s=200):
+        assert list(found) == ["layer", "chunk"] and not any(found.values()), found
+
+
+@pytest.mark.parametrize("pp", [2, 3, 8])
+def test_buffers_that_stages_receive_into_are_free(pp):
+    """Of what is received a stage reads the last in the microbatch's backward; llama31/stage_graphs.py has pp buffers
+    for activations and pp for gradients."""
+    for count, stage in itertools.product((1, pp - 1, pp, 2 * pp, 3 * pp + 1), range(pp)):
+        place = {step: index for index, step in enumerate(numbered(order(pp, stage, 1, count)))}
+        read_last = {}
+        for index, transfers in enumerate(communications(pp, stage, 1, count)):
+            for transfer in transfers:
+                if not transfer.sends:
+                    buffer = transfer.step, transfer.microbatch % pp
+                    assert read_last.get(buffer, -1) < index, (count, stage, transfer)
+                    read_last[buffer] = place[-1, transfer.microbatch]
 
 
 def graphed_otherwise():

@@ -29,7 +29,7 @@ def test_variants_are_those_of_the_config():
         pytest.param(
             {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
         ),
-        {"recompute": 1, "precision": "bf16", "zero": True, "main_grad": "fp32"},
+        {"precision": "bf16", "zero": True, "main_grad": "fp32"},
     ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",
 )
@@ -197,6 +197,7 @@ def said(*arguments):
         (["--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
         (["--variant", "graph", "--nan-checks", "true"], "--variant eager_nan_checks"),
         (["--variant", "full_step", "--clip", "host"], "--clip device"),
+        (["--memory-gib", "0.001"], "bytes (0.0 GiB) of memory are given, the smallest plan needs"),
         (["--layer", "te"], "--layer te needs a GPU"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
@@ -217,8 +218,9 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
 
 
 def test_cards_name_models_shares_and_both_counts():
-    text = "\n".join(card(replace(PRESETS["bench"], layer="te", recompute=0), CPU))
+    text = "\n".join(card(replace(PRESETS["bench"], layer="te"), CPU))
     assert "4 of 126 layers of Llama 3.1 405B, a GPU's share at TP8 CP2" in text and "MLPerf's count" in text
-    text = "\n".join(card(replace(PRESETS["full"], layer="te", recompute=1), CPU))
+    text = "\n".join(card(replace(PRESETS["full"], layer="te", memory_gib=120.0), CPU))
     assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
+    assert re.search(r"\nmlp +8 +0 +24 ", text) and "sum, of 120.00 GiB" in text
     assert len(KNOWN) == 2 and variants.__doc__

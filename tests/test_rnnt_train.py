@@ -115,7 +115,8 @@ def test_without_dropout_padding_changes_little():
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
 
 
-@pytest.mark.parametrize("lstm", [pytest.param("persistent", marks=pytest.mark.slow), "wavefront"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lstm", ["persistent", "wavefront"])
 def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(lstm, monkeypatch):
     # Two layers run side by side, in stretches of 8 steps.
     monkeypatch.setattr(lstm_module, "TURN_COST", 0)

@@ -1,0 +1,194 @@
+"""What layers keep of a microbatch for their backward, from sizes and rates alone: items, memory, the plan (no torch).
+
+A plain layer (llama31/model.py) that keeps everything runs as it is. Any other runs again in the backward, with the
+results of the GEMMs and of attention that it has kept in the place of those operators (llama31/recompute.py). Parts of
+te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
+"""
+
+from bisect import bisect_right
+from dataclasses import replace
+
+from common import memory_plan
+from common.fitting import blame, gib
+from common.memory_plan import (
+    ATTENTION_TFLOPS,
+    BF16_TFLOPS,
+    COPY_GB_PER_S,
+    FP8_TFLOPS,
+    GIB,
+    Configuration,
+    Item,
+    Plan,
+    copy_ms,
+    gemm_ms,
+)
+from llama31.config import PRESETS, Config, layer_parameters, layers_of_stages, num_parameters
+
+# What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
+CONTEXT_BYTES = 2 * GIB
+# Items of a layer that are not the result of one operator: what norms, RoPE, SwiGLU and the GEMMs' inputs keep.
+REST = "rest"
+
+
+def items(config: Config) -> list[Item]:
+    """What a layer may keep of a microbatch, in the order of its forward, with the milliseconds to compute it again.
+
+    Communication of --tp and --cp is not counted in them. te keeps inputs of FP8 GEMMs in FP8.
+    """
+    c = config
+    tokens = c.local_sequence * c.microbatch
+    q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
+    quantized = c.precision in ("fp8", "nvfp4") and c.layer != "torch"
+    operand, rate = (1, FP8_TFLOPS) if quantized else (2, BF16_TFLOPS)
+
+    def gemm(outputs, inputs):
+        return gemm_ms(2 * tokens * outputs * inputs, rate)
+
+    def passes(elements):
+        """Elementwise work over bf16 elements of a token, read or written."""
+        return copy_ms(2 * tokens * elements, COPY_GB_PER_S)
+
+    # A token's tensor rank has its part of what lies outside of attention and MLP.
+    residual = 2 * tokens * c.hidden // c.tp
+    qkv_bytes, fc1_bytes = 2 * tokens * (q_width + 2 * kv_width), 4 * tokens * c.local_ffn
+    attention_bytes = 2 * tokens * q_width + 4 * tokens * c.local_heads
+    qkv_ms, proj_ms = gemm(q_width + 2 * kv_width, c.hidden), gemm(c.hidden, q_width)
+    fc1_ms = gemm(2 * c.local_ffn, c.hidden)
+    attention_ms = gemm_ms(2 * tokens * (c.sequence // c.share_cp) * q_width, ATTENTION_TFLOPS)
+    if c.layer == "torch":
+        # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
+        rounded = 0 if c.precision == "bf16" else q_width
+        attention_rest = 2 * tokens * (c.hidden + q_width + kv_width + rounded)
+        mlp_rest = 2 * tokens * (c.hidden + c.local_ffn)
+    else:
+        # Normalised inputs of qkv and fc1, and what is kept between norms and sums; inputs of proj and fc2.
+        attention_rest = residual + tokens * operand * (c.hidden + q_width)
+        mlp_rest = residual + tokens * operand * (c.hidden + c.local_ffn)
+    attention_passes = passes(3 * c.hidden + 2 * q_width + 4 * (q_width + kv_width))
+    mlp_passes = passes(3 * c.hidden + 3 * c.local_ffn)
+    x = Item("x", residual, None, None)
+    if c.layer == "te":
+        layer = qkv_bytes + residual + attention_rest
+        if quantized and c.weights == "bf16":
+            # The MLP casts its weights once more: bf16 is read, FP8 and its transpose are written.
+            mlp_passes += copy_ms(4 * 3 * c.hidden * c.local_ffn, COPY_GB_PER_S)
+        return [
+            x,
+            Item("attention", attention_bytes, None, attention_ms),
+            Item("mlp", fc1_bytes + mlp_rest, None, fc1_ms + mlp_passes),
+            Item(REST, layer, None, qkv_ms + proj_ms + attention_passes, needs=("x",)),
+        ]
+    return [
+        x,
+        Item("qkv", qkv_bytes, None, qkv_ms, needs=("x",)),
+        Item("attention", attention_bytes, None, attention_ms, needs=("qkv",)),
+        Item("residual", residual, None, proj_ms, needs=("attention",)),
+        Item("fc1", fc1_bytes, fc1_bytes // 2, fc1_ms, needs=("residual",)),
+        Item(REST, attention_rest + mlp_rest, None, attention_passes + mlp_passes),
+    ]
+
+
+def ways(config: Config) -> list[Configuration]:
+    """The ways to run a layer, the one that keeps everything first.
+
+    A plain layer that runs again computes all of the rest again; te.TransformerLayer runs again as a whole for it.
+    """
+    found = memory_plan.configurations(
+        items(config),
+        in_flight=min(config.pp, config.microbatches),
+        allow_fp8=("fc1",) if config.fc1_store == "fp8" else (),
+    )
+    if config.layer == "te":
+        return [way for way in found if REST not in way.recomputes or {"attention", "mlp"} <= set(way.recomputes)]
+    return [way for way in found if REST in way.recomputes or not way.recomputes]
+
+
+def state_bytes(config: Config) -> dict[str, int]:
+    """Bytes of a parameter of the layers by what they are for.
+
+    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read.
+    """
+    c = config
+    weight = 2 if c.weights == "fp8" else 4 if c.precision in ("fp8", "nvfp4") else 2
+    widths = {"bf16": 2, "fp32": 4}
+    return {"weight": weight, "main_grad": widths[c.main_grad], "master": 4, "moments": 2 * widths[c.moments]}
+
+
+def fixed_bytes(config: Config) -> int:
+    """Bytes that torch reserves whatever layers keep.
+
+    Parameters with all that Adam keeps of them, embedding and head with a bf16 weight. What the running layer has, as
+    much as one that keeps everything. Logits in bf16 and FP32 with their gradients, the batches, a tenth of what is not
+    parameters for workspaces and fragments.
+    """
+    c, per = config, state_bytes(config)
+    tokens = c.local_sequence * c.microbatch
+    in_layers = _layers(c) * layer_parameters(c)
+    replicas = c.cp if c.zero else 1
+    state = per["main_grad"] + (per["master"] + per["moments"]) // replicas
+    parameters = in_layers * (per["weight"] + state) + (num_parameters(c) - in_layers) * (2 + state)
+    running = sum(item.bytes for item in items(c))
+    return parameters + (running + tokens * (c.local_vocab * 10 + 16 * c.microbatches)) * 110 // 100
+
+
+def _layers(config):
+    """Of the widest stage."""
+    return max(map(len, layers_of_stages(config.layers, config.pp)))
+
+
+def budget_bytes(free_bytes: int) -> int:
+    """What torch may reserve of a GPU's free memory, in whole GiB, so that runs of one session get one plan."""
+    return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
+
+
+def make_plan(config: Config, budget: int | None = None) -> Plan:
+    """The fastest plan of the widest stage's layers within `budget` bytes of reserved memory.
+
+    budget: default --memory-gib, which 0 leaves without a bound. ValueError, with the bytes, where no plan fits.
+    """
+    if budget is None:
+        budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
+    return memory_plan.choose(ways(config), _layers(config), budget, fixed_bytes(config))
+
+
+def needed_bytes(config: Config) -> int:
+    """Reserved by the smallest plan."""
+    layers = _layers(config)
+    smallest = min(way.bytes for way in ways(config))
+    return fixed_bytes(config) + layers * smallest
+
+
+def fit(config: Config, budget: int) -> Config:
+    """The config with as many of its layers as the smallest plan fits. ValueError where not one for each stage does."""
+
+    def need(layers):
+        return needed_bytes(replace(config, layers=layers))
+
+    layers = config.layers
+    if need(layers) > budget:
+        numbers = range(config.pp, layers, config.pp)
+        fitting = bisect_right(numbers, budget, key=need)
+        if not fitting:
+            raise ValueError(
+                blame(config, PRESETS, needed_bytes, budget)
+                or f"one layer a stage needs {gib(need(config.pp))} GiB, {gib(budget)} GiB are free: lower "
+                "--sequence, raise --share-tp or run --preset tiny"
+            )
+        layers = numbers[fitting - 1]
+    return replace(config, layers=layers)
+
+
+def require(config: Config, available_bytes: int | None) -> None:
+    """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
+    if available_bytes is not None and _host_bytes(config) > available_bytes:
+        raise ValueError(
+            blame(config, PRESETS, _host_bytes, available_bytes)
+            or f"this preset needs {gib(_host_bytes(config))} GiB on a GPU, there is none, and the host has "
+            f"{gib(available_bytes)} GiB free: run --preset tiny"
+        )
+
+
+def _host_bytes(config):
+    """Of the smallest plan; or the batches that rotate, where those are larger."""
+    batch = 16 * config.microbatches * config.microbatch * config.local_sequence
+    return max(needed_bytes(config), config.batches * batch)
