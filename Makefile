@@ -31,7 +31,7 @@ help: ## this list
 	@echo
 	@echo "models: $(models)"
 
-# MODEL      ## bench, sweep, submit: the folder of the model, as in MODEL=gpt3; so are PRESET to OUT
+# MODEL      ## bench, sweep, submit, scale: the folder of the model, as in MODEL=gpt3; so are PRESET to OUT
 # PRESET     ## bench: tiny, bench, or another of the model's (bench where a GPU is found, else tiny)
 # VARIANTS   ## bench: some of the model's, as in VARIANTS=eager,graph (all)
 # ROUNDS     ## bench: number of timed rounds, or auto (5; tiny: 2)

@@ -1,6 +1,7 @@
 """Child processes as the harness sees them: run one with a limit and a log, keep the host busy meanwhile."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,10 +103,14 @@ def waiting_passively(environment: dict) -> dict:
 
 
 def last_lines(log: Path, num_lines: int = 3, limit: int = 400) -> str:
-    """The end of a log as one line of text, for a record's message."""
+    """The end of a log as one line of text, for a record's message; of what a script says of itself the last line."""
     if not log.exists():
         return ""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    # Below it stands what torchrun prints of a rank that failed, which says nothing of why.
+    said = [line for line in lines if re.match(r"python -m \w+\.train: ", line)]
+    if said:
+        return said[-1][-limit:]
     # Records of earlier attempts tell nothing that their files do not.
     lines = [line for line in lines if line and not line.startswith("{")]
     return " | ".join(lines[-num_lines:])[-limit:]

@@ -179,7 +179,7 @@ CASES = (
         what={"eager_sync": "eager, reading"},
     ),
     Case(
-        step="gradient accumulation, pipelines",
+        step="gradient accumulation; pipelines: unmeasured",
         expect="a graph a layer and microbatch",
         model="gpt3",
         what={"graph": "accumulation"},

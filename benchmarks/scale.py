@@ -25,6 +25,10 @@ from common import schedule
 from common.config import Parser
 
 NUM_BOOT, SEED = 20, 0
+LEGEND = (
+    "runs: of eager + of the variant, on so many hosts or sessions. spread: a step's delay lies on all its "
+    "microbatches alike; burst: on one of them. 95 %: over runs, of both."
+)
 SPREADS = ("spread", "burst")
 # Of a chunk's forward and backward pass.
 FORWARD_SHARE = 1 / 3
@@ -222,7 +226,7 @@ def main(argv=None) -> int:
     if not runs_of(found, "eager", False):
         parser.error(f"no timed eager runs of {args.model}/{args.preset} with their optimizer's time in {args.results}")
     made = rows(found, args.model, args.variant, args.steps)
-    print("\n".join([*table(made), "", *skews(found)]))
+    print("\n".join([*table(made), "", LEGEND, *skews(found)]))
     try:
         from benchmarks.figures import scale as figure
     except ModuleNotFoundError as error:

@@ -101,7 +101,15 @@ def run(workload: Workload, args, device: torch.device, rank: int = 0, world_siz
         ranks.tell(record["status"], record["message"])
         if rank == 0:
             _hand_over(record, workload, options)
+        elif rank == 1:
+            _speak_for_first_rank(workload, record["message"])
     return record
+
+
+def _speak_for_first_rank(workload, message):
+    """Say what became of rank 0, which can neither write a record nor say so itself."""
+    if message.startswith("rank 0: "):
+        print(f"python -m {workload.model}.train: {message}", file=sys.stderr, flush=True)
 
 
 def _give_up(record, workload, options, rank, fault):
@@ -110,8 +118,8 @@ def _give_up(record, workload, options, rank, fault):
         record.update(status=fault.status, message=str(fault))
     if rank == 0:
         _hand_over(record, workload, options)
-    elif rank == 1 and fault.rank == 0:
-        print(f"python -m {workload.model}.train: {fault}", file=sys.stderr)
+    elif rank == 1:
+        _speak_for_first_rank(workload, str(fault))
 
 
 def _measure(record, workload, config, options, device, rank, log, clock):

@@ -61,6 +61,15 @@ def test_a_rank_that_fails_ends_all_ranks_and_the_record_names_it(job, few):
 
 
 @pytest.mark.slow
+def test_rank_1_says_that_rank_0_died(tmp_path):
+    """Which has no record, since rank 0 writes it."""
+    job = "killed:window:0:2"
+    (answer, path) = run_jobs(tmp_path, [job])[job]
+    assert not path.exists() and answer["statuses"] == [-9, 1]
+    assert "python -m rank_job.train: rank 0: died in window" in (path.parent / "1.txt").read_text()
+
+
+@pytest.mark.slow
 def test_a_stall_is_told_with_its_place(tmp_path):
     stalls = run_jobs(tmp_path, STALLS)
     message = records.read(stalls["stalled:window:2:4"][1])["message"]

@@ -33,6 +33,8 @@ def test_output_and_exit_status_of_a_child(tmp_path):
     assert (outcome.exit_status, outcome.timed_out) == (7, False)
     assert "exit status 7" in outcome.describe()
     assert set(children.last_lines(log).split(" | ")) == {"one", "two"}
+    log.write_text("python -m gpt3.train: --tp 2 needs 2 ranks\n=====\nerror_file: <N/A>\ntraceback: see there\n")
+    assert children.last_lines(log) == "python -m gpt3.train: --tp 2 needs 2 ranks"
 
 
 def test_a_signal_is_named(tmp_path):
