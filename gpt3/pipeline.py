@@ -14,6 +14,8 @@ A stage may run alone (--pp-rank): what it would receive is then copied from fix
 would send is dropped, and the root mean squares of that are added to its loss, which most stages have none of.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from common import collectives
@@ -23,7 +25,7 @@ from common.variant import Eager
 from gpt3.state import State
 
 
-class Passes:
+class Passes(ABC):
     """A stage's passes with what goes from one to another. A subclass runs the layers: `run_forward`, `run_backward`.
 
     received, made: {(step, microbatch): tensor}, step as in common/schedule.py: what a pass takes and what it gives,
@@ -36,13 +38,13 @@ class Passes:
         self.state = state
         self.received, self.made, self.embedded = {}, {}, {}
 
+    @abstractmethod
     def run_forward(self, chunk: int, microbatch: int, x):
         """The output of a chunk's layers, without autograd's graph. Chunks count from 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_backward(self, chunk: int, microbatch: int, grad):
         """The gradient of the chunk's input; weight gradients go to main_grad."""
-        raise NotImplementedError
 
     def buffer(self, step: int, microbatch: int):
         """What a tensor is received into."""
