@@ -99,8 +99,11 @@ class Agreement:
     # --- what a run says
 
     def enter(self, phase: str) -> None:
-        """This rank begins `phase`."""
+        """This rank begins `phase`. Told at once: a rank may die before its next beat."""
         self._phase, self._count = phase, 0
+        if self._thread is not None:
+            with contextlib.suppress(RuntimeError):
+                self._own_store.set(f"phase/{self.rank}", phase)
 
     def note_steps_of(self, variant) -> None:
         """Each step that the variant has issued is progress."""
@@ -212,7 +215,7 @@ class Agreement:
         ended = [rank for rank in last if self._store.check([f"ended/{rank}"])]
         for rank, known in last.items():
             if rank not in ended and now - known["alive_s"] > dead_s:
-                phase = (known["progress"] or ("start",))[0]
+                phase = self._store.get(f"phase/{rank}").decode() if self._store.check([f"phase/{rank}"]) else "start"
                 _post(self._store, RankFaultData(rank, "failed", f"died in {phase}: no sign of life"))
                 return
         limit = max(STALL_S, STALL_STEPS * self._slowest_s)

@@ -127,6 +127,8 @@ def _measure(record, workload, config, options, device, rank, log, clock):
     state = variant = None
     try:
         with contextlib.ExitStack() as settings:
+            # torchrun stops all ranks once one has died: each must be able to say so before one may die.
+            clock.ranks.agree()
             with clock.phase("build"):
                 settings.enter_context(process_settings(device, options.parity))
                 state = workload.build(config, device)
