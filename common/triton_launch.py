@@ -44,7 +44,8 @@ class Launch:
 
     def __init__(self, kernel, *fixed, **options):
         self.kernel, self.fixed, self.options = kernel, fixed, options
-        self.direct = isinstance(kernel, JITFunction) and None not in (_current_device, _current_stream)
+        # Before anything that torch.compile cannot trace: torch 2.11 cannot tell the type of a kernel.
+        self.direct = not _is_compiling() and isinstance(kernel, JITFunction) and _current_stream is not None
         self.prepared = {}
 
     def __call__(self, grid, tensors, numbers=()) -> None:
