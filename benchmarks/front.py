@@ -4,23 +4,25 @@
 
 A row enters with a ratio only if its sessions ran all eagers of the model. The ratio is that of the 10th percentiles,
 or of the medians where steps exceed 0.4 s. Where several groups of sessions could stand in one place, the one with
-the most hosts stands there, then the most pairs, then the newer records.
+the most hosts stands there, then the most pairs, then the newer records, then the GPU type of most rows. A row of
+another GPU type names it.
 """
 
+import re
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
-from benchmarks import frame, law, tables
-from benchmarks.overview_rows import rows_of, strategies
+from benchmarks import bases, frame, law, tables
+from benchmarks.overview_rows import rows_of, short_gpu, strategies
 from benchmarks.overview_tables import linked
-from benchmarks.published import PUBLISHED, of_model
+from benchmarks.published import PUBLISHED, of_model, stem
 from benchmarks.rows import is_short
 
 PARTS = ("law", "decide", "bought", "minutes", "lacks", "published")
 NOT_YET = "not measured yet"
 INCOMPLETE = "not measured yet against all eagers"
-NO_HOST = "no host with 3"
 NUM_BOUGHT = 7
 
 
@@ -28,11 +30,13 @@ def text_of(part: str, root, runs, blocks, place) -> str:
     """One part as Markdown. runs: `frame.read(root)`; blocks: of these runs. place: the folder that links are from."""
     sentences = {"law": law_sentence, "minutes": minutes_sentence, "lacks": lacks_sentence}
     if part in sentences:
-        text = sentences[part](runs)
-        return textwrap.fill(text, 120, subsequent_indent="  " if text.startswith("- ") else "")
+        lines = sentences[part](runs).splitlines()
+        return "\n".join(textwrap.fill(line, 120, subsequent_indent="  " * line.startswith("- ")) for line in lines)
     # The quiet rows of one GPU; what has a `linked` name can be shown.
     rows = [row for row in rows_of(blocks) if row["device"] == "cuda" and not row["host_load"] and row["num_gpus"] == 1]
-    rows = [row | {"linked": linked(root, row, place)} for row in rows]
+    usual = [gpu for gpu, _ in Counter(row["gpu"] for row in rows).most_common(1)]
+    rows = [row | {"linked": linked(root, row, place), "is_usual": row["gpu"] in usual} for row in rows]
+    rows.sort(key=lambda row: not row["is_usual"])
     found, columns = {"decide": (decide, DECIDE), "bought": (bought, BOUGHT), "published": (beside, BESIDE)}[part]
     return tables.piped(tables.cells(found(rows), columns), len(columns))
 
@@ -57,17 +61,19 @@ def first_of(variants, rows: list[dict], **wanted) -> dict | None:
 
 
 def ratio(row: dict) -> str:
-    return tables.interval("speedup" if row["quiet_speedup"] is None else "quiet_speedup")(row)
+    """With its interval, and the hosts and pairs that it rests on. Hosts are those with 3 pairs; pairs of other hosts
+    enter only where there is no such host."""
+    text = tables.interval("speedup" if row["quiet_speedup"] is None else "quiet_speedup")(row)
+    return f"{text} ({row['num_hosts'] or 'none'}, {row['num_pairs']})"
 
 
 def counted(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def rests_on(row: dict) -> str:
-    """Hosts and pairs. Hosts are those with 3 pairs; pairs of other hosts enter only where there is no such host."""
-    pairs = counted(row["num_pairs"], "pair")
-    return f"{counted(row['num_hosts'], 'host')}, {pairs}" if row["num_hosts"] else f"{pairs}, {NO_HOST}"
+def named(row: dict) -> str:
+    """`[gpt3/bench](...) graph`, and the GPU where it is not that of most rows."""
+    return f"{row['linked']} {row['variant']}" + ("" if row["is_usual"] else f", {short_gpu(row['gpu'])}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -117,19 +123,33 @@ def minutes_sentence(runs) -> str:
     part, minutes = spans[max(spans)]
     first, num_rounds, num_variants = part.iloc[0], part["round"].nunique(), part["variant"].nunique()
     what = f"{first['model']}/{first['preset']} ({num_variants} variants, {num_rounds} rounds)"
-    return f"A session of {what} took {minutes:.0f} minutes on one {first['gpu_name'].removeprefix('NVIDIA ')}."
+    return f"A session of {what} took {minutes:.0f} minutes on one {short_gpu(first['gpu_name'])}."
 
 
 def lacks_sentence(runs) -> str:
-    """What the records lack, counted over all timed runs on GPUs."""
-    timed = frame.timed(frame.records_of(runs.frame[runs.frame["device"] == "cuda"]))
+    """What the records lack, over all timed runs on GPUs, and the models none of whose sessions ran all eagers."""
+    on_gpu = runs.frame[runs.frame["device"] == "cuda"]
+    timed = frame.timed(frame.records_of(on_gpu))
     old = sum(record["schema"] == 1 for record in timed)
     short = sum(map(is_short, timed))
     unsettled = sum(record["conditions"]["settled"] is False for record in timed)
-    return (
-        f"- Of {len(timed)} timed runs {old} are of schema 1, {short} have a window shorter than we ask for, "
-        f"{unsettled} had not settled."
+    text = (
+        f"- Of {len(timed)} timed runs {old} are of schema 1, {short} have short windows, {unsettled} had not settled."
     )
+    lacking = _without_all_eagers(on_gpu)
+    names = " and ".join(f"{of_model(model).title if of_model(model) else model}'s" for model in lacking)
+    return text + (
+        f"\n- {names} sessions lack an eager variant: the overview has their ratios, marked." if names else ""
+    )
+
+
+def _without_all_eagers(runs) -> list[str]:
+    is_whole: dict[str, bool] = {}
+    for (_, model), part in runs.groupby(["group", "model"], sort=True):
+        group = bases.group_of(part)
+        for session in set(part[part["is_timed"].astype(bool)]["session"]):
+            is_whole[model] = is_whole.get(model, False) or not group.missing(session)
+    return [model for model, is_any_whole in is_whole.items() if not is_any_whole]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,58 +157,60 @@ def lacks_sentence(runs) -> str:
 
 
 @dataclass(frozen=True)
-class Case:
-    """A kind of step, what to expect of a graph, and which row shows it: the first of `variants` that was measured.
+class Proof:
+    """What shows a case: the row of the first of its variants that was measured.
 
     what: by variant, what it is, in words of the table.
     """
 
-    step: str
-    expect: str
     model: str
     what: dict[str, str]
     preset: str = "bench"
     beside_load: bool = False
 
 
+@dataclass(frozen=True)
+class Case:
+    """A kind of step, what to expect of a graph, and what shows it."""
+
+    step: str
+    expect: str
+    proofs: tuple[Proof, ...]
+
+
 CASES = (
     Case(
         step="many small kernels, issue above busy",
         expect="at most about issue / busy (figure)",
-        model="stable_diffusion",
-        what={"graph": "the whole step"},
+        proofs=(Proof("stable_diffusion", {"graph": "the whole step"}),),
     ),
     Case(
         step="large kernels, issue below busy",
         expect="little; steadier steps on a noisy host",
-        model="gpt3",
-        what={"graph": "each layer"},
-        beside_load=True,
+        proofs=(Proof("gpt3", {"graph": "each layer"}, beside_load=True),),
     ),
     Case(
         step="lengths change",
         expect="a graph a bucket; padding may cost the gain",
-        model="rnnt",
-        what={"full": "the whole step", "graph": "encoder and prediction"},
-        preset="bench_lengths",
+        proofs=(Proof("rnnt", {"full": "the whole step", "graph": "encoder and prediction"}, preset="bench_lengths"),),
     ),
     Case(
         step="the host reads each loss",
         expect="remove the reads",
-        model="rnnt",
-        what={"eager_sync": "eager, reading"},
+        proofs=(Proof("rnnt", {"eager_sync": "eager, reading"}),),
     ),
     Case(
-        step="gradient accumulation; pipelines: unmeasured",
+        step="gradient accumulation; pipelines",
         expect="a graph a layer and microbatch",
-        model="gpt3",
-        what={"graph": "accumulation"},
+        proofs=(
+            Proof("gpt3", {"graph": "accumulation"}),
+            Proof("gpt3", {"graph": "a stage alone"}, preset="rank"),
+        ),
     ),
     Case(
         step="torch.compile not tried",
         expect='try it too; `mode="reduce-overhead"` captures graphs itself',
-        model="rnnt",
-        what={"reduce_overhead": "its own graphs", "compile": "no graphs"},
+        proofs=(Proof("rnnt", {"reduce_overhead": "its own graphs", "compile": "no graphs"}),),
     ),
 )
 
@@ -196,19 +218,19 @@ CASES = (
 def decide(rows: list[dict]) -> list[dict]:
     found = []
     for case in CASES:
-        found.append({"case": case, "row": first_of(case.what, rows, model=case.model, preset=case.preset)})
+        shown = [first_of(proof.what, rows, model=proof.model, preset=proof.preset) for proof in case.proofs]
+        found.append({"case": case, "proofs": list(zip(case.proofs, shown, strict=True))})
     return found
 
 
-def _proof(line):
-    row, case = line["row"], line["case"]
+def _proof(proof, row):
     if row is None:
-        return f"{of_model(case.model).title}: {NOT_YET}"
-    name = f"{row['linked']} {row['variant']} ({case.what[row['variant']]})"
+        return f"{of_model(proof.model).title} ({next(iter(proof.what.values()))}): {NOT_YET}"
+    name = f"{named(row)} ({proof.what[row['variant']]})"
     if row["missing_eagers"]:
         return f"{name}: {INCOMPLETE}"
-    text = f"{name}: {ratio(row)}, {rests_on(row)}"
-    if case.beside_load and row["contended_tail"] and row["contended_eager_tail"]:
+    text = f"{name}: {ratio(row)}"
+    if proof.beside_load and row["contended_tail"] and row["contended_eager_tail"]:
         text += (
             f"; beside {row['contended_host_load']} busy processes p95/p50 "
             f"{row['contended_eager_tail']:.3f} eager, {row['contended_tail']:.3f} graph"
@@ -219,7 +241,7 @@ def _proof(line):
 DECIDE = (
     ("your step", lambda line: line["case"].step),
     ("what to expect", lambda line: line["case"].expect),
-    ("measured", _proof),
+    ("measured (hosts, pairs)", lambda line: "; ".join(_proof(*each) for each in line["proofs"])),
 )
 
 
@@ -237,7 +259,8 @@ def bought(rows: list[dict]) -> list[dict]:
     rest = [place for place in places if place not in first and places[place]]
     rest.sort(key=lambda place: (evidence(places[place]), places[place]["base_ms"]), reverse=True)
     order = [*dict.fromkeys([each.model for each in PUBLISHED] + [model for model, _ in places])]
-    chosen = sorted((*first, *rest[: NUM_BOUGHT - len(first)]), key=lambda place: (order.index(place[0]), place[1]))
+    chosen = [*first, *rest[: max(0, NUM_BOUGHT - len(first))]]
+    chosen.sort(key=lambda place: (order.index(place[0]), place[1]))
     return [{"model": model, "preset": preset, "row": places[model, preset]} for model, preset in chosen]
 
 
@@ -250,11 +273,7 @@ def _workload(line):
     row = line["row"]
     if row is None:
         return f"{line['model']}/{line['preset']}"
-    return f"{row['linked']} {row['variant']}, {row['gpu'].removeprefix('NVIDIA ')}"
-
-
-def _hosts_pairs(row):
-    return f"{row['num_hosts'] or 'none'}, {row['num_pairs']}"
+    return f"{row['linked']} {row['variant']}, {short_gpu(row['gpu'])}"
 
 
 def _caveat(line):
@@ -265,15 +284,16 @@ def _caveat(line):
         return INCOMPLETE
     few = "no verdict" if row["num_hosts"] else "no interval"
     word = tables.verdict(row) if row["scope"] else few
-    return f"{word}; {row['lacks']}" if row["lacks"] else word
+    # 5 of 5 -> 5/5
+    lacks = re.sub(r"(\d+) of (\d+)", r"\1/\2", row["lacks"])
+    return f"{word}; {lacks}" if lacks else word
 
 
 BOUGHT = (
     ("workload", _workload),
     ("best eager ms", _known(tables.field("base_ms", tables.number(1)))),
     ("graph ms", _known(tables.field("step_ms", tables.number(1)))),
-    ("ratio [95 %]", _known(ratio)),
-    ("hosts, pairs", _known(_hosts_pairs)),
+    ("ratio [95 %] (hosts, pairs)", _known(ratio)),
     ("caveat", _caveat),
 )
 
@@ -304,13 +324,13 @@ def _here(line):
     row = line["row"]
     if row is None:
         return INCOMPLETE if line["is_partly"] else NOT_YET
-    return f"{row['linked']} {row['variant']}: {ratio(row)}, {rests_on(row)}"
+    return f"{named(row)}: {ratio(row)}"
 
 
 BESIDE = (
     ("workload", lambda line: line["published"].title),
     ("NVIDIA's mechanism", lambda line: line["published"].mechanism),
     ("NVIDIA's gain", lambda line: f"[{line['published'].gain_range}]({line['published'].source})"),
-    ("here, same scope", _here),
-    ("same configuration?", lambda line: line["published"].same),
+    ("here, same scope (hosts, pairs)", _here),
+    ("what differs", lambda line: line["row"] and line["published"].presets[stem(line["row"]["preset"])]),
 )

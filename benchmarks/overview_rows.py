@@ -3,6 +3,8 @@
 Each group is a block of rows. A group measured beside busy processes joins the quiet group of the same work.
 """
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +12,16 @@ import pandas
 
 from benchmarks import frame, rows
 from benchmarks.bases import MEASURING
-from benchmarks.published import PUBLISHED, of_model
-
-# Presets from the largest share of a model to the smallest, for the table of strategies.
-PRESET_ORDER = ("mlperf", "full", "rank", "bench", "tiny", "tiny_pp")
+from benchmarks.published import PUBLISHED, beside, stem
 
 # What a row says of its base as well, as eager_...
 OF_BOTH = ("tail", "issue_ms", "busy_ms", "idle_fraction", "num_kernels", "peak_reserved_gib", "energy_j", "sm_mhz")
+
+
+def short_gpu(name: str) -> str:
+    """NVIDIA H100 80GB HBM3 -> H100"""
+    return re.sub(r" \d+GB.*", "", name.removeprefix("NVIDIA "))
+
 
 # ------------------------------------------------------------------------------------------------
 # Reading
@@ -133,7 +138,7 @@ def labels_of(blocks: list[Block]) -> dict[int, str]:
         gpus = f" x{block.num_gpus}" if block.num_gpus > 1 else ""
         load = f" load {block.host_load}" if block.host_load else ""
         labels[id(block)] = f"{block.model}/{block.preset}{gpus}{load}"
-        if block.folder.name.startswith(f"{block.model}-{block.preset}-") and not block.host_load:
+        if block.folder.name.startswith(f"{block.model}-{stem(block.preset)}-") and not block.host_load:
             labels[id(block)] += f" {_short_name(block)}"
     for name_of in (_short_name, lambda block: f"({block.name})"):
         texts = [(block.device, block.gpu, labels[id(block)]) for block in blocks]
@@ -144,8 +149,12 @@ def labels_of(blocks: list[Block]) -> dict[int, str]:
 
 
 def _short_name(block):
+    return suffix_of(block.folder.name, block.model, block.preset)
+
+
+def suffix_of(folder: str, model: str, preset: str) -> str:
     """What a folder's name says beyond model and preset: gpt3-bench-overlap -> overlap."""
-    return block.folder.name.removeprefix(f"{block.model}-{block.preset}").strip("-_ ")
+    return folder.removeprefix(f"{model}-{stem(preset)}").strip("-_ ")
 
 
 def _fold(blocks):
@@ -168,7 +177,7 @@ def _fold(blocks):
 
 def _row(block, row, label, loaded):
     eager = block.base_of(row) or dict.fromkeys(row)
-    published = of_model(block.model)
+    published = beside(block.model, block.preset)
     result = {"label": label, "folder": block.name}
     result |= {key: getattr(block, key) for key in ("model", "preset", "device", "gpu", "num_gpus", "host_load")}
     result |= {key: value for key, value in row.items() if key not in ("report", "layer")}
@@ -189,10 +198,10 @@ def _row(block, row, label, loaded):
 
 
 def _under_load(variant, loaded):
-    """The speed-up beside the most busy processes that this variant was measured with."""
+    """Step and speed-up beside the most busy processes that this variant was measured with."""
     found = [(block, row) for block in loaded for row in block.rows if row["variant"] == variant]
     block, row = found[0] if found else (None, {})
-    keys = ("speedup", "speedup_low", "speedup_high", "speedup_half_width", "verdict", "scope", "tail")
+    keys = ("step_ms", "speedup", "speedup_low", "speedup_high", "speedup_half_width", "verdict", "scope", "tail")
     return {
         "contended_host_load": block and block.host_load,
         "contended_folder": block and block.name,
@@ -230,14 +239,16 @@ def strategies(rows: list[dict]) -> list[dict]:
     """Rows for each submission of NVIDIA's: what it captured and gained, and beside it what was measured here.
 
     First the variant that stands for NVIDIA's mechanism (is_nvidias), measured or not; then, where there is one, the
-    best other capture of this suite's own. Both are `here`: of rows of one GPU type or CPU, quiet ones before those
-    under load, those with an interval before those of one round, then the model's largest preset on the most GPUs. Of
+    best other capture of this suite's own. Both are `here`: of rows of one GPU type or CPU, of presets that may stand
+    beside the submission (on a CPU of any), quiet ones before those under load, those with an interval before those of
+    one round, then the preset nearest to the submission on the most GPUs. Of
     several folders NVIDIA's is of the one with the most rounds; best is the highest lower end of the speed-up's
     interval at the same preset, if it was measured there, without what torch.compile made.
     """
     found = []
     for published in PUBLISHED:
         own = [row for row in rows if row["model"] == published.model]
+        own = [row for row in own if row["device"] == "cpu" or stem(row["preset"]) in published.presets]
         theirs = [row for row in own if row["variant"] == published.variant]
         captured = [row for row in own if row["status"] == "pass" and row["num_graphs"] and row["kind"] == "graph"]
         others = [row for row in captured if row not in theirs]
@@ -251,10 +262,9 @@ def strategies(rows: list[dict]) -> list[dict]:
 
 
 def _share(row):
-    # A GPU that holds fewer layers names its preset bench-l6.
-    preset = row["preset"].partition("-")[0]
-    size = PRESET_ORDER.index(preset) if preset in PRESET_ORDER else len(PRESET_ORDER)
-    return bool(row["host_load"]), row["speedup_low"] is None, size, -row["num_gpus"]
+    published = beside(row["model"], row["preset"])
+    place = list(published.presets).index(stem(row["preset"])) if published else math.inf
+    return bool(row["host_load"]), row["speedup_low"] is None, place, -row["num_gpus"]
 
 
 def _lower_end(row):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import frame, tables
 from benchmarks.overview_rows import labels_of, rows_of, strategies
-from benchmarks.published import PUBLISHED
+from benchmarks.published import PUBLISHED, rate_of
 from benchmarks.tables import counted, field, interval, number, plain_ratio
 
 # ------------------------------------------------------------------------------------------------
@@ -27,6 +27,12 @@ def _from_to(key, text):
         return " -> ".join(tables.NOTHING if value is None else text(value) for value in values)
 
     return cell
+
+
+def _quiet_to_busy(row):
+    """The variant's step on a quiet host, and beside busy processes."""
+    known = row["step_ms"] and row["contended_step_ms"]
+    return f"{row['step_ms']:,.2f} -> {row['contended_step_ms']:,.2f}" if known else None
 
 
 def _verdict(row):
@@ -76,6 +82,7 @@ HOST = (
         lambda row: tables.verdict({"verdict": row["contended_verdict"], "scope": row["contended_scope"]}),
     ),
     ("processes", field("contended_host_load")),
+    ("step ms, there", _quiet_to_busy),
     ("p95/p50", _from_to("tail", number(3))),
     ("issue ms", _from_to("issue_ms", number(1))),
 )
@@ -164,9 +171,10 @@ MEASURED = (
 PARTS = ("speed", "host", "capture", "cost", "submitted", "measured", "sources", "notes")
 
 
-def text_of(root, blocks, faults, parts=PARTS, markdown=False, link_from=None, sweeps=()) -> str:
-    """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links)."""
-    rows = rows_of(blocks)
+def text_of(root, blocks, faults, parts=PARTS, markdown=False, link_from=None, sweeps=(), all_rows=True) -> str:
+    """The overview as text. link_from: the folder that links to records start from (Markdown; None: no links).
+    Not all_rows: without rows of sessions that did not run all eagers of their model."""
+    rows = [row for row in rows_of(blocks) if all_rows or not row["missing_eagers"]]
     sections: dict[str, list[dict]] = {}
     for row in rows:
         title = row["gpu"] if row["device"] == "cuda" else f"CPU: {row['gpu']}"
@@ -192,6 +200,10 @@ def text_of(root, blocks, faults, parts=PARTS, markdown=False, link_from=None, s
             link = links[each.model] if markdown else f"{links[each.model]} {each.source}"
             memory = f"; memory {each.memory}" if each.memory else ""
             texts.append(f"{link}: {each.gain}{memory}; {each.remark}")
+            rate = rate_of(each.model)
+            if rate:
+                source = f"[{rate.where}]({rate.source})" if markdown else f"{rate.where}, {rate.source}"
+                texts.append(f"{each.title}, {source}: {rate.tflops:.0f} TFLOP/s a GPU; {rate.remark}")
         lines.append(_list(texts, markdown))
     if "notes" in parts:
         notes = [*_notes(root, blocks, rows, sweeps), *(f"left out: {fault}" for fault in faults)]

@@ -1,11 +1,12 @@
-"""All figures of a folder of results: README's three as SVG, the others as SVG and PNG.
+"""All figures of a folder of results: those of READMEs as SVG, the others as SVG and PNG.
 
     python -m benchmarks.plot results
-    python -m benchmarks.plot results --readme          README's three alone
+    python -m benchmarks.plot results --readme          those of READMEs alone
     python -m benchmarks.plot runs/h200x1/gpt3-bench --out /tmp/figures
 
 Reads every folder of records (benchmarks.run) and every sweep (benchmarks.sweep) at or below ROOT. README's three
-(law, why, steady) go to ROOT/figures, the others to ROOT/figures/more. A figure whose data is not there is not drawn,
+(law, why, steady) and throughput-MODEL, which the model's own README shows, go to ROOT/figures, the others to
+ROOT/figures/more. A figure whose data is not there is not drawn,
 which is said in one line. CPU records show parity and replays, never a speed-up, and are not drawn. The same records
 give the same bytes. Exit status: 0, 1 when a record, a folder or a sweep was refused or nothing was found, 2 for a
 mistake on the command line, 130 after Ctrl-C.
@@ -19,16 +20,20 @@ from pathlib import Path
 
 from benchmarks.command import parser_of
 from benchmarks.figures import evidence
+from benchmarks.published import RATES
 
 MORE = "more"
 
 
 def readme_figures(collection):
-    """(file name, function without arguments that makes the page) of README's three figures."""
-    from benchmarks.figures import front
+    """(file name, function without arguments that makes the page) of README's three figures, and of the one of each
+    model that has a published rate."""
+    from benchmarks.figures import front, throughput
 
     for draw in (front.law, front.why, front.steady):
         yield draw.__name__, lambda draw=draw: draw(collection.blocks)
+    for rate in RATES:
+        yield f"throughput-{rate.model}", lambda rate=rate: throughput.throughput(collection.blocks, rate)
 
 
 def more_figures(collection):
@@ -85,7 +90,7 @@ def main(argv=None) -> int:
     parser = parser_of("plot", "All figures of a folder of results.")
     parser.add_argument("root", metavar="ROOT", nargs="?", default="results", help="results, or a folder of records")
     parser.add_argument("--out", metavar="DIR", help="where the figures go (ROOT/figures)")
-    parser.add_argument("--readme", action="store_true", help="draw README's three figures alone")
+    parser.add_argument("--readme", action="store_true", help="draw the figures of READMEs alone")
     args = parser.parse_args(argv)
     start = time.monotonic()
     root = Path(args.root)

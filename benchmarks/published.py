@@ -8,13 +8,15 @@ numbers for programs, as (ratio, where). Where page and submission disagree, `re
 from dataclasses import dataclass
 
 _GUIDE = "https://docs.nvidia.com/dl-cuda-graph/latest/examples"
+_RESULTS_4_1 = "https://github.com/mlcommons/training_results_v4.1/tree/main/NVIDIA/benchmarks"
+_MLPERF = {"mlperf": "fewer GPUs"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """One submission. model: the folder of the suite's own version of it, variant: what stands there for NVIDIA's
-    mechanism. memory is None where not given. gain_range: the gain in one cell of a table. same: whether what was
-    measured here has the submission's configuration.
+    mechanism. memory is None where not given. gain_range: the gain in one cell of a table. presets: those of the model
+    here that may stand beside the submission, the nearest first, and in words what is different in each.
     """
 
     model: str
@@ -32,7 +34,7 @@ class Published:
     speedups: tuple[tuple[float, str], ...]
     source: str
     remark: str
-    same: str
+    presets: dict[str, str]
 
 
 PUBLISHED = (
@@ -52,7 +54,12 @@ PUBLISHED = (
         speedups=((1.022, "256 GPUs"), (1.030, "11,616 GPUs")),
         source=f"{_GUIDE}/introduction.html",
         remark="submitted with graphs on 64 B200 and 11,616 H100 only; on 256 and 512 H100 they are off",
-        same="no: a GPU's share of 8 of 96 layers",
+        presets={
+            **_MLPERF,
+            "rank": "1 stage: 16 of 96 layers, no optimizer",
+            "bench": "a GPU's share of 8 of 96 layers",
+            "full": "4 undivided layers of 96",
+        },
     ),
     Published(
         model="llama2_lora",
@@ -70,7 +77,12 @@ PUBLISHED = (
         speedups=((1.2, "64 B200"), (2.7, "768 B200"), (2.4, "36 GB200"), (6.6, "576 GB200")),
         source=f"{_GUIDE}/llama2-70b-lora.html",
         remark="submitted with graphs on 72, 144 and 512 GB200; on 8 GPUs they are off",
-        same="no: 1 GPU, all 80 layers",
+        # At 8192 tokens a GPU the submission captures nothing.
+        presets={
+            "mlperf_cp8": "fewer GPUs",
+            "bench": "1 GPU, all 80 layers",
+            "slice": "1 GPU, 8 of 80 layers",
+        },
     ),
     Published(
         model="llama31",
@@ -88,7 +100,8 @@ PUBLISHED = (
         speedups=((1.15, "512 B200, FP4"), (1.54, "512 GB200, FP4"), (1.79, "512 GB300, FP4")),
         source=f"{_GUIDE}/llama-31-405b.html",
         remark="the guide's overview says instead: about 15 to 25 % at large scale, preliminary",
-        same="no: a GPU's share of 4 of 126 layers",
+        # full is another model, 8B.
+        presets=_MLPERF | {"bench": "a GPU's share of 4 of 126 layers"},
     ),
     Published(
         model="rnnt",
@@ -106,7 +119,7 @@ PUBLISHED = (
         speedups=(),
         source=f"{_GUIDE}/rnnt.html",
         remark="submitted with graphs in training on 512 H100 only",
-        same="no: 1 GPU, the same model",
+        presets=_MLPERF | dict.fromkeys(("full", "bench", "bench_b32", "bench_lengths"), "1 GPU, the same model"),
     ),
     Published(
         model="stable_diffusion",
@@ -129,10 +142,49 @@ PUBLISHED = (
         ),
         source=f"{_GUIDE}/stable-diffusion-v2.html",
         remark="the base of 1.58x still synchronises in every step, which eager here does not",
-        same="no: 1 GPU, the same model",
+        presets=_MLPERF | dict.fromkeys(("full", "bench", "bench_b1"), "1 GPU, the same model"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Useful TFLOP/s that a submission reached on each GPU, counted as the records of `model` here count (a record's
+    flops_per_step). where: which run of which GPUs; remark: what the number is made of.
+    """
+
+    model: str
+    tflops: float
+    where: str
+    source: str
+    remark: str
+
+
+RATES = (
+    Rate(
+        model="llama2_lora",
+        tflops=778.0,
+        where="MLPerf v4.1, 8 H200, eager, 8192 tokens a GPU",
+        source=f"{_RESULTS_4_1}/llama2_70b_lora/implementations/h200_ngc24.09_nemo",
+        remark="2.472 samples/s on 8 GPUs, 2,517.7 TFLOP a sample: LoRA, the causal half of attention",
     ),
 )
 
 
 def of_model(model: str) -> Published | None:
     return next((published for published in PUBLISHED if published.model == model), None)
+
+
+def rate_of(model: str) -> Rate | None:
+    return next((rate for rate in RATES if rate.model == model), None)
+
+
+def beside(model: str, preset: str) -> Published | None:
+    """The submission that runs of this preset may stand beside; None where they train something else."""
+    published = of_model(model)
+    return published if published and stem(preset) in published.presets else None
+
+
+def stem(preset: str) -> str:
+    """The preset as it was asked for: a GPU that holds fewer layers names it bench-l6."""
+    return preset.partition("-")[0]

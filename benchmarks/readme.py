@@ -6,8 +6,9 @@ A block in README.md or <folder>/README.md stands between two markers:
     <!-- end -->
 
 `compare FOLDER` takes the parts headline, gain and cost (of CPU records: parity); no part means all of them. Rows of
-sessions that did not run all eagers of their model are left out. `front FOLDER` takes the parts of the front page
-(`benchmarks.front`). `python -m benchmarks.overview --readme` fills the blocks, and tests/test_readme.py fails where
+sessions that did not run all eagers of their model are left out. `model FOLDER NAME` is all that was measured of one
+model on GPUs, and its figure where it has one. `front FOLDER` takes the parts of the front page (`benchmarks.front`).
+`python -m benchmarks.overview --readme` fills the blocks, and tests/test_readme.py fails where
 one is not what its records say.
 """
 
@@ -15,7 +16,9 @@ import os
 import re
 from pathlib import Path
 
-from benchmarks import ROOT, frame, front, overview_rows, tables
+from benchmarks import ROOT, frame, front, overview_rows, overview_tables, tables
+from benchmarks.figures import evidence
+from benchmarks.published import rate_of
 from benchmarks.rows import missing_base, summarise
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -51,9 +54,10 @@ def render(path: Path, root=ROOT) -> str:
 
 def _table(words, root, place):
     kind, folder, parts = words[0], words[1:2], words[2:]
-    if kind not in ("compare", "front") or not folder:
-        raise ValueError("takes 'compare FOLDER [part ...]' or 'front FOLDER [part ...]'")
-    return (_compare if kind == "compare" else _front)(root / folder[0], parts, place)
+    kinds = {"compare": _compare, "front": _front, "model": _model}
+    if kind not in kinds or not folder or (kind == "model" and len(parts) != 1):
+        raise ValueError("takes 'compare FOLDER [part ...]', 'model FOLDER NAME' or 'front FOLDER [part ...]'")
+    return kinds[kind](root / folder[0], parts, place)
 
 
 def _compare(folder, parts, place):
@@ -76,11 +80,32 @@ def _compare(folder, parts, place):
     return _chosen(texts, parts)
 
 
-def _front(folder, parts, place):
+def _blocks(folder):
+    """Runs and blocks of a folder. Raises ValueError where one is no sound record or there is none."""
     runs = frame.read(folder)
     blocks, faults, refused = overview_rows.blocks_of(runs, folder)
     if faults or refused or not blocks:
         raise ValueError([*refused, *faults, f"no records in or below {folder}"][0])
+    return runs, blocks
+
+
+def _model(folder, parts, place):
+    runs, blocks = _blocks(folder)
+    (model,) = parts
+    own = [block for block in blocks if block.model == model and block.device == "cuda"]
+    text = overview_tables.text_of(folder, own, [], parts=("speed",), markdown=True, link_from=place, all_rows=False)
+    if not text:
+        if own:
+            return "Nothing has been measured on a GPU against all eagers yet."
+        return "Nothing has been measured on a GPU yet: this code has run on CPUs, at toy widths, with FP8 emulated."
+    if rate_of(model) and evidence.rates(runs.frame, model):
+        figure = os.path.relpath(folder / "figures" / f"throughput-{model}.svg", place)
+        text += f"\n\n![Useful TFLOP/s of its variants against the GiB that they reserve]({figure})"
+    return text
+
+
+def _front(folder, parts, place):
+    runs, blocks = _blocks(folder)
     _refuse_unknown(parts, front.PARTS)
     return _chosen({name: front.text_of(name, folder, runs, blocks, place) for name in parts or front.PARTS}, parts)
 

@@ -139,6 +139,9 @@ def test_the_folder_under_load_is_a_column_found_by_its_records_not_by_its_name(
     assert row["contended_speedup"] == pytest.approx((14.0 / 8.0 * 14.2 / 8.1) ** 0.5)
     assert row["speedup"] == pytest.approx(SPEEDUP)
     assert (row["contended_verdict"], row["contended_scope"]) == ("two pairs", "")
+    assert (row["step_ms"], row["contended_step_ms"]) == (8.0, pytest.approx(8.05))
+    heading, line = text_of(tmp_path, parts=("host",)).splitlines()[-2:]
+    assert "step ms, there" in heading and " 8.00 -> 8.05 " in line
 
 
 @pytest.mark.parametrize(
@@ -311,6 +314,19 @@ def test_labels_have_what_a_folders_name_adds_once(tmp_path):
         "fake/bench shared (one/fake-bench-shared)",
         "fake/bench shared (two/fake-bench-shared)",
     ]
+
+
+def test_the_label_of_fewer_layers_than_asked_for_has_no_preset_twice(tmp_path):
+    """A GPU that holds 6 layers names its preset bench-l6, in the folder of what was asked for."""
+    put(tmp_path / "fake-bench", *graphed(preset="bench-l6"))
+    put(tmp_path / "fake-bench-memory-gib-9", *graphed(preset="bench-l6", config={"memory_gib": 9}))
+    assert [row["label"] for row in rows_of(tmp_path)] == ["fake/bench-l6", "fake/bench-l6 memory-gib-9"]
+
+
+def test_published_gains_stand_beside_presets_of_the_same_model(tmp_path):
+    for preset in ("bench", "full"):
+        put(tmp_path / preset, *graphed(model="llama31", preset=preset))
+    assert [row["published_gain_range"] for row in rows_of(tmp_path)] == ["FP4 1.15x to 1.79x", None]
 
 
 def test_our_best_is_of_the_preset_at_which_nvidias_mechanism_was_measured(tmp_path):

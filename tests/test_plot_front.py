@@ -1,11 +1,9 @@
 """README's three figures: what is drawn of sessions made by hand, and colours that read on light and dark pages."""
 
-import re
-from xml.etree import ElementTree
-
 import pytest
 
 from benchmarks.figures import evidence, front, style
+from tests.drawn_pages import assert_apart, assert_inside, assert_reads_on_both_pages
 from tests.figure_records import both, everything, make, put
 from tests.table_records import packed
 
@@ -26,7 +24,8 @@ def marks(page):
 
 def legend(page):
     """Texts of the figure's one legend."""
-    [found] = [axes.get_legend() for axes in page.figure.axes if axes.get_legend()]
+    found, *others = [*page.figure.legends, *(axes.get_legend() for axes in page.figure.axes if axes.get_legend())]
+    assert not others
     return [text.get_text() for text in found.get_texts()]
 
 
@@ -88,7 +87,7 @@ def test_the_law_says_which_sessions_did_not_run_all_eagers(root):
 def test_gpu_types_have_marks_of_their_own(root):
     put(root / "h100-bench", *both(12.0, 10.0, 8.5, 10.0, env={"gpu_name": "NVIDIA H100"}))
     page = page_of(front.law, root)
-    assert legend(page) == ["GPT-3", "RNN-T", "NVIDIA H100", "NVIDIA H200"]
+    assert legend(page) == ["GPT-3", "RNN-T", "NVIDIA H200", "NVIDIA H100"]
     markers = {str(line.get_marker()) for line in page.figure.axes[0].lines if line.get_gid()}
     assert markers == {"o", "s", "D"}
 
@@ -186,7 +185,32 @@ def test_steady_of_one_session_and_of_very_many_hosts(tmp_path):
     assert page.title == "No workload has two sessions of equal code: how much their steps differ is not known yet"
     for hour in range(12):
         packed(tmp_path / "rnnt-bench", both(20.0, 10.0, 9.0, 8.0, model="rnnt"), hour=hour, boot=f"{hour:06}")
-    assert legend(page_of(front.steady, tmp_path))[-1] == "4 more hosts"
+    page = page_of(front.steady, tmp_path)
+    assert legend(page)[-1] == "3 more hosts"
+    assert_inside(page, "steady")
+    assert_apart(page, "steady")
+
+
+def test_steady_leaves_out_folders_with_one_session_where_others_have_more(tmp_path):
+    put(tmp_path / "one" / "llama31-bench", *both(20.0, 10.0, 9.0, 8.0, model="llama31"))
+    put(
+        tmp_path / "two" / "llama31-bench",
+        *both(20.0, 10.0, 9.0, 8.0, model="llama31", env={"gpu_name": "NVIDIA H100"}),
+    )
+    shown = page_of(front.steady, tmp_path).figure
+    names = [label.get_text() for axes in shown.axes for label in axes.get_yticklabels()]
+    assert sorted(names) == ["bench", "bench, H200"] and "Left out" not in str(words_of(shown))
+    # A session beside busy processes is one more of its folder.
+    put(tmp_path / "gpt3-bench", *both(26.0, 10.4, 25.0, 10.0))
+    put(tmp_path / "gpt3-bench-load16", *both(30.0, 10.4, 25.0, 10.0, host_load=16))
+    shown = page_of(front.steady, tmp_path).figure
+    names = [label.get_text() for axes in shown.axes for label in axes.get_yticklabels()]
+    assert names == ["bench", "bench, 16 busy processes"]
+    assert "Left out: 2 folders with one session." in words_of(shown)
+
+
+def words_of(figure):
+    return " ".join(text.get_text() for text in figure.texts)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -206,39 +230,9 @@ def test_why_needs_one_of_its_workloads(tmp_path):
         page_of(front.why, tmp_path)
 
 
-def luminance(colour):
-    parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def colours_of(svg):
-    """(colours of text, all colours) of an SVG as a light page shows it."""
-    texts = [element.get("style") for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-    found = [set(re.findall(r"(?:fill|stroke): (#\w{6})", part)) for part in (" ".join(texts), svg)]
-    # matplotlib leaves out black, which no rule would turn light.
-    assert all("fill: " in text for text in texts)
-    return found
-
-
 @pytest.mark.parametrize("draw", [front.law, front.why, front.steady])
 def test_a_dark_page_has_colours_of_its_own(tmp_path, draw):
     page = page_of(draw, everything(tmp_path / "all"))
     with style.applied():
         [path] = style.save(page, tmp_path, "figure", has_png=False)
-    svg = path.read_text()
-    of_text, every = colours_of(svg)
-    assert len(re.findall("<style", svg)) == 1 and svg.count("@media (prefers-color-scheme: dark)") == 1
-    for colour in of_text:
-        assert contrast(colour, "#ffffff") > 4.5, colour
-        assert contrast(style.DARK[colour], style.DARK["#ffffff"]) > 4.5, colour
-        assert f'[style*="fill: {colour}"]' in svg
-    faint = {"#ffffff", style.BAND, style.GRID}
-    for colour in every - faint:
-        assert contrast(colour, "#ffffff") > 1.6, colour
-        assert contrast(style.DARK.get(colour, colour), style.DARK["#ffffff"]) > 3, colour
+    assert_reads_on_both_pages(path.read_text())

@@ -3,8 +3,10 @@
 import importlib
 import re
 
+import pytest
+
 from benchmarks import ROOT
-from benchmarks.published import PUBLISHED, of_model
+from benchmarks.published import PUBLISHED, RATES, beside, of_model, rate_of
 
 
 def test_the_five_models_once_each():
@@ -40,6 +42,23 @@ def test_numbers_are_those_of_the_words():
     assert of_model("rnnt").speedups == ()
 
 
-def test_what_was_measured_here_is_nowhere_called_the_same_configuration():
-    """Each submission ran on tens of GPUs or more."""
-    assert all(each.same.startswith("no: ") for each in PUBLISHED)
+def test_what_stands_beside_a_submission_are_presets_of_its_model_and_each_says_what_differs():
+    for each in PUBLISHED:
+        presets = importlib.import_module(f"{each.model}.config").PRESETS
+        assert set(each.presets) <= set(presets) and "bench" in each.presets and all(each.presets.values())
+        assert beside(each.model, "bench") is each is beside(each.model, "bench-l6")
+        assert not any(preset.startswith("tiny") for preset in each.presets)
+    assert [beside(model, "full") for model in ("llama31", "llama2_lora", "other")] == [None] * 3
+
+
+def test_a_rate_names_where_it_was_reached_and_has_its_source():
+    [rate] = RATES
+    assert rate_of("llama2_lora") is rate and rate_of("gpt3") is None
+    assert rate.source.startswith("https://github.com/mlcommons/training_results_v4.1/") and "8 H200" in rate.where
+    samples, tflop = (
+        float(number.replace(",", "")) for number in re.findall(r"([\d.,]+) (?:samples|TFLOP)", rate.remark)
+    )
+    assert round(samples * tflop / 8) == rate.tflops
+    # The model here counts the same.
+    config = importlib.import_module("llama2_lora.config")
+    assert config.flops_per_step(config.PRESETS["full"]) / 1e12 == pytest.approx(tflop, rel=1e-4)

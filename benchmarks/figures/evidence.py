@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import crossover, frame
 from benchmarks import rows as table_rows
 from benchmarks.figures import words
+from benchmarks.overview_rows import suffix_of
 from common import record as records
 from common import trace
 
@@ -140,6 +141,30 @@ def main_variant(rows: list[dict]) -> str | None:
     return "graph" if "graph" in names else (names[0] if names else None)
 
 
+def rates(found, model: str) -> list[dict]:
+    """Rows (`benchmarks.rows`) of the model's eager and graphed variants on quiet GPUs, with useful TFLOP/s a GPU.
+
+    found: a frame of `benchmarks.frame`, or sound records as of one folder. Useful: a record's flops_per_step, the
+    closed formula of the model, over the median step; recomputed work does not count. Each row has besides: tflops,
+    group, preset, gpu, num_gpus, items (tokens or samples of a step) and unit. Rows without a timed run, FLOP or peak
+    of reserved memory are left out.
+    """
+    runs = frame.of(found)
+    quiet = (runs["device"] == "cuda") & (runs["model"] == model) & (runs["host_load"] == 0)
+    result = []
+    for group, part in runs[quiet].groupby("group", sort=True):
+        newest = {run.variant: run.record for run in part.itertuples() if run.is_timed}
+        for row in table_rows.summarise(part):
+            record = newest.get(row["variant"])
+            known = record and record["flops_per_step"] and row["peak_reserved_gib"]
+            if known and row["kind"] in ("eager", "graph"):
+                env = record["env"]
+                row |= {"group": group, "preset": record["preset"], "gpu": env["gpu_name"] or ""}
+                row |= {"num_gpus": env["world_size"], "items": record["items_per_step"], "unit": record["unit"]}
+                result.append(row | {"tflops": record["flops_per_step"] / row["step_ms"] / 1e9})
+    return result
+
+
 # ------------------------------------------------------------------------------------------------
 # Reading
 
@@ -166,7 +191,7 @@ def collect(root: Path) -> Collection:
         members.sort(key=lambda evidence: (evidence.load, evidence.path.name))
         speaker = members[0].speaker
         inside = [] if members[0].path == root else parent.relative_to(root).parts
-        suffix = stem.removeprefix(f"{speaker['model']}-{speaker['preset']}").strip("-")
+        suffix = suffix_of(stem, speaker["model"], speaker["preset"])
         result.blocks.append(Block("-".join([*inside, stem]), suffix, members))
     # The plain folder of a model before its relatives, and one GPU type after the other.
     result.blocks.sort(

@@ -12,8 +12,20 @@ from benchmarks import law as points_of
 from benchmarks import rows
 from benchmarks.figures import words
 from benchmarks.figures.evidence import Block, Evidence, Missing
-from benchmarks.figures.style import BAND, FAINT, INK, Page, beside, ratio_axis, rows_page, width_of
+from benchmarks.figures.style import (
+    BAND,
+    FAINT,
+    INK,
+    Page,
+    beside,
+    legend,
+    legend_height,
+    ratio_axis,
+    rows_page,
+    width_of,
+)
 from benchmarks.law import NEAR, Point
+from benchmarks.overview_rows import short_gpu
 
 MIN_PAIRS = 5
 # A workload's colour; others take FAINT.
@@ -37,7 +49,8 @@ INCOMPLETE = "not all eagers run"
 class Session:
     """One session's main graphed variant beside its base: the point of the law, and both records of each pair.
 
-    name: preset and what the folder's name adds, `bench wavefront x2`. is_pooled: the folder's table rests on it.
+    name: preset and what the folder's name adds, `bench wavefront x2`, and the GPU where most are of another type.
+    is_pooled: the folder's table rests on it. block: key of the folder and the same beside host load.
     """
 
     evidence: Evidence
@@ -46,6 +59,7 @@ class Session:
     pairs: list[tuple[dict, dict]]
     is_incomplete: bool
     is_pooled: bool
+    block: str
 
     def ms(self, side: int, key: str) -> float:
         """Median of a time over the pairs; side 0 is the base, 1 the variant."""
@@ -54,22 +68,27 @@ class Session:
 
 def sessions_of(blocks: list[Block]) -> list[Session]:
     """Sessions with a graph beside its base, with issue and busy time. Raises Missing where there is none."""
-    found = []
-    for block in blocks:
-        for evidence in block.members:
-            group = rows.group_of(evidence.whole)
-            for point in points_of.points(evidence.whole):
-                if point.is_main:
-                    pairs = rows.pairs(group, point.session, point.variant, point.base)
-                    gpus = f"x{point.num_gpus}" if point.num_gpus > 1 else ""
-                    name = " ".join(filter(None, (point.preset, block.suffix, gpus)))
-                    name += f", {point.host_load} busy processes" if point.host_load else ""
-                    is_pooled = point.session in rows.standing(group, point.variant)[0]
-                    incomplete = bool(group.missing(point.session))
-                    found.append(Session(evidence, name, point, pairs, incomplete, is_pooled))
+    found = [
+        (block, evidence, rows.group_of(evidence.whole), point)
+        for block in blocks
+        for evidence in block.members
+        for point in points_of.points(evidence.whole)
+        if point.is_main
+    ]
     if not found:
         raise Missing("no graph beside its base with issue and busy time")
-    return found
+    [(usual, _)] = Counter(point.gpu for *_, point in found).most_common(1)
+    sessions = []
+    for block, evidence, group, point in found:
+        gpus = f"x{point.num_gpus}" if point.num_gpus > 1 else ""
+        name = " ".join(filter(None, (point.preset, block.suffix, gpus)))
+        name += "" if point.gpu == usual else f", {short_gpu(point.gpu)}"
+        name += f", {point.host_load} busy processes" if point.host_load else ""
+        pairs = rows.pairs(group, point.session, point.variant, point.base)
+        is_pooled = point.session in rows.standing(group, point.variant)[0]
+        incomplete = bool(group.missing(point.session))
+        sessions.append(Session(evidence, name, point, pairs, incomplete, is_pooled, block.key))
+    return sessions
 
 
 def _provenance(sessions):
@@ -119,7 +138,8 @@ def law(blocks: list[Block]) -> Page:
     axes.plot(corner, line, color=INK, linewidth=1.0, zorder=1)
     axes.set_xlabel("x = issue time of the base / busy time of the graph's kernels (log scale)")
     axes.set_ylabel("gain over the base (log scale)")
-    gpus = sorted({point.gpu for point in points})
+    of_gpu = Counter(point.gpu for point in points)
+    gpus = sorted(of_gpu, key=lambda gpu: (-of_gpu[gpu], gpu))
     marker_of = {gpu: MARKERS[min(index, len(MARKERS) - 1)] for index, gpu in enumerate(gpus)}
     # Few of a workload stand in front of many.
     num = Counter(point.model for point in points)
@@ -195,8 +215,13 @@ def why(blocks: list[Block]) -> Page:
         point = session.point
         if point.preset == WHY_PRESET and point.num_gpus == 1 and not point.host_load and session.is_pooled:
             panels.setdefault(point.model, {}).setdefault(point.gpu, []).append(session)
+    of_gpu = Counter(session.point.gpu for types in panels.values() for own in types.values() for session in own)
     # Of several GPU types that with most sessions.
-    shown = {model: max(panels[model].values(), key=len) for model in WHY if model in panels}
+    shown = {
+        model: max(panels[model].values(), key=lambda own: (len(own), of_gpu[own[0].point.gpu]))
+        for model in WHY
+        if model in panels
+    }
     if not shown:
         names = " or ".join(words.of_model(model) for model in WHY)
         raise Missing(f"no session of {names} {WHY_PRESET} on one GPU with a graph beside eager")
@@ -249,9 +274,12 @@ def _median(sessions, side, key):
 
 def steady(blocks: list[Block]) -> Page:
     """Two dots a session, the medians of its base's and its graph's step over the folder's shortest graphed step."""
-    sessions = sessions_of(blocks)
+    every_session = sessions_of(blocks)
+    of_block = Counter(session.block for session in every_session)
+    sessions = [session for session in every_session if of_block[session.block] > 1] or every_session
+    left_out = len(set(of_block)) - len({session.block for session in sessions})
     panels: dict[str, dict[str, list[Session]]] = {}
-    for session in sessions:
+    for session in sorted(sessions, key=lambda session: words.order(session.point.model)):
         panels.setdefault(session.point.model, {}).setdefault(session.point.group, []).append(session)
     shortest = {
         group: min(session.ms(1, "statistic_ms") for session in own)
@@ -261,16 +289,22 @@ def steady(blocks: list[Block]) -> Page:
     num = Counter(session.point.boot for session in sessions)
     hosts = sorted(num, key=lambda boot: (-num[boot], boot))
     colour_of = dict(zip(hosts, (*HOSTS, *[FAINT] * len(hosts)), strict=False))
+    signs = [("eager", FAINT, "s"), ("graph", FAINT, "o")]
+    signs += [(boot, colour_of[boot], "o") for boot in hosts[: len(HOSTS)]]
+    more = len(hosts) - len(HOSTS)
+    signs += [(f"{more} more host{'s' if more > 1 else ''}", FAINT, "o")] if more > 0 else []
+    below = legend_height([label for label, *_ in signs], Page.MARGIN) + 0.1
     page, every = rows_page(
         _steady_title([own for folders in panels.values() for own in folders.values()]),
         "Each session's median step over the shortest graphed one of its row, which the right column states. Square: "
         "eager, the session's base; circle: graph. Colour: host, named by its boot. Hollow, and not in the title: of "
-        "other code than the row's newest session.",
+        "other code than the row's newest session."
+        + (f" Left out: {left_out} folders with one session." if left_out else ""),
         _provenance(sessions),
         [(_workload(model, sessions), "", [own[0].name for own in panels[model].values()]) for model in panels],
         "step time over the row's shortest graphed step (log scale)",
         [f"{words.ms_text(ms)} ms" for ms in shortest.values()],
-        below=0.3,
+        below=below,
     )
     limits = _limits([s.ms(side, "statistic_ms") / shortest[s.point.group] for s in sessions for side in (0, 1)])
     for axes, folders in zip(every, panels.values(), strict=True):
@@ -285,20 +319,7 @@ def steady(blocks: list[Block]) -> Page:
                     style = {"color": colour, "markerfacecolor": face, "markersize": 4.5, "gid": f"{kind}-{group}"}
                     x = session.ms(side, "statistic_ms") / shortest[group]
                     axes.plot([x], [y - 0.22 + 0.44 * side], marker, **style)
-    signs = [
-        ("eager", FAINT, "s"),
-        ("graph", FAINT, "o"),
-        *((boot, colour_of[boot], "o") for boot in hosts[: len(HOSTS)]),
-    ]
-    if len(hosts) > len(HOSTS):
-        signs.append((f"{len(hosts) - len(HOSTS)} more hosts", FAINT, "o"))
-    style = {"handletextpad": 0.1, "columnspacing": 0.9, "fontsize": 8, "loc": "upper left", "ncols": 12}
-    axes.legend(
-        handles=[_sign(*sign) for sign in signs],
-        bbox_to_anchor=(page.MARGIN / page.WIDTH, 0.66 / page.height),
-        bbox_transform=page.figure.transFigure,
-        **style,
-    )
+    legend(page, [_sign(*sign) for sign in signs], page.MARGIN, page.height - page.foot - below + 0.06)
     return page
 
 

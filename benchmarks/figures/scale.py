@@ -17,13 +17,17 @@ def page(rows: list[dict], model: str, variant: str, found: list[dict]) -> style
     shown = {host: [row for row in rows if row["host"] == host and row["ratios"]] for host in ("quiet", "busy")}
     shown = {host: own for host, own in shown.items() if own}
     panels = [
-        (f"{host} host", f"runs of eager + {variant}, hosts: {own[0]['count']}", [_name(row) for row in own])
+        (
+            f"{host} host",
+            f"runs of eager + {variant}, hosts: {own[0]['count']}; times of {own[0]['times']}",
+            [_name(row) for row in own],
+        )
         for host, own in shown.items()
     ]
     page, every = rows_page(
         _title(words.of_model(model), shown),
-        "Eager's mean step over the graphed one's, simulated from steps of single GPUs. Thick: between a step's delays "
-        "spread over its microbatches and in one burst; thin: 95 %, over runs. Diamond: published by NVIDIA.",
+        "Eager's mean step over the graphed one's, simulated from steps of single GPUs. Thick: between delays that are "
+        "spread over what was timed and those in one burst; thin: 95 %, over runs. Diamond: published by NVIDIA.",
         ", ".join(words.versions([record["env"] for record in found])),
         panels,
         f"eager's step over {variant}'s (log scale)",

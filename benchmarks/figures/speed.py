@@ -7,6 +7,7 @@ from matplotlib.ticker import FixedLocator
 from benchmarks.figures import style, words
 from benchmarks.figures.evidence import Block, Missing, main_variant
 from benchmarks.figures.style import BAND, FAILURE, FAINT, INK, Page, log_axis, look, ratio_axis
+from benchmarks.overview_rows import short_gpu
 
 SIGNIFICANT = ("faster", "slower")
 VERDICTS = {"faster": "faster for", "slower": "slower for", "same": "the same for", "unclear": "unclear for"}
@@ -82,11 +83,7 @@ def speedup(blocks: list[Block]) -> Page:
         "verdict of faster or slower. Diamond: beside busy host processes. Grey band: within 0.5 %.",
         words.provenance([evidence for block in blocks for evidence in block.members]),
         [
-            (
-                block.name,
-                ", ".join(filter(None, (f"on {block.first.gpu}", _ceiling_text(block.first)))),
-                [name for name, _, _ in points] + [""] * len(failures),
-            )
+            (block.name, _fainter(block.first), [name for name, _, _ in points] + [""] * len(failures))
             for block, points, failures in panels
         ],
         "speed-up over eager (log scale)",
@@ -136,13 +133,14 @@ def _load_text(evidence):
     return f", {evidence.load} busy processes" if evidence.load else ""
 
 
-def _ceiling_text(evidence):
-    eager = evidence.eager
+def _fainter(evidence):
+    """GPU, and what a variant could gain."""
+    where, eager = f"{short_gpu(evidence.gpu_name)} x{evidence.num_gpus}", evidence.eager
     if eager is None or eager["ceiling"] is None:
-        return ""
+        return where
     stretch = max((row["profile_stretch"] or 1.0 for row in evidence.rows), default=1.0)
     low, high = f"{eager['ceiling']:.2f}x", f"{eager['ceiling'] * stretch:.2f}x"
-    return f"removing gaps can gain at most {low}" + (f" to {high}" if high > low else "")
+    return f"{where}, at most {low}" + (f" to {high}" if high > low else "") + " without gaps"
 
 
 def _point(axes, row, y, appearance, load, low, high):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -115,7 +116,7 @@ class Page:
     """A figure whose parts are placed in inches from its top left corner, under a title and above a footer.
 
     title states the finding, note says how to read the figure; both are wrapped to the width, which is that of a
-    repository's page, 830 pixels.
+    repository's page, 830 pixels. top: inches above the body; foot: inches below it.
     """
 
     WIDTH = 8.6
@@ -127,6 +128,7 @@ class Page:
         heads, notes, feet = wrap(title, room, 10.5, "bold"), wrap(note, room, 8), wrap(footer, room, 7)
         self.top = 0.14 + 0.21 * len(heads) + 0.155 * len(notes)
         self.height = self.top + body + 0.13 * len(feet) + 0.22
+        self.foot = self.height - self.top - body
         self.title = title
         self.figure = Figure(figsize=(self.WIDTH, self.height))
         FigureCanvasAgg(self.figure)
@@ -195,6 +197,29 @@ def beside(axes, y: float, text: str, color: str = INK):
 def in_row(axes, y: float, text: str, x: float = 0.0, size: float = 8.0, color: str = FAILURE):
     """Text right of x, in data units, in a row: what came to nothing and why, or the number of a bar."""
     axes.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=size, color=color)
+
+
+def legend(page: Page, signs, left: float, top: float):
+    """A legend of these artists, in as many rows as it takes, at inches from the page's left and top."""
+    page.figure.legend(
+        handles=signs,
+        loc="upper left",
+        bbox_to_anchor=(left / page.WIDTH, 1 - top / page.height),
+        ncols=_legend_columns([sign.get_label() for sign in signs], left),
+        fontsize=8,
+        handletextpad=0.1,
+        columnspacing=0.9,
+        borderpad=0,
+    )
+
+
+def legend_height(names: list[str], left: float) -> float:
+    """Inches that a legend with these names takes."""
+    return 0.19 * math.ceil(len(names) / _legend_columns(names, left))
+
+
+def _legend_columns(names, left):
+    return max(1, int((Page.WIDTH - left - Page.MARGIN) / (width_of(names, 8) + 0.3)))
 
 
 def bar(axes, y: float, value: float, appearance: tuple, height: float = 0.62):

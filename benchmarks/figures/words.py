@@ -18,6 +18,11 @@ def of_model(model: str) -> str:
     return NAMES.get(model, model)
 
 
+def order(model: str) -> tuple:
+    """Models with a name in its order, then others by theirs."""
+    return (list(NAMES).index(model) if model in NAMES else len(NAMES)), model
+
+
 def percent(ratio: float) -> str:
     """0.009 -> `0.9 %`: one digit behind the point below 10."""
     value = 100 * ratio
