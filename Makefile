@@ -49,7 +49,7 @@ help: ## this list
 # OVER       ## sweep, submit: what is varied, as in OVER=batch; the model says what it has
 # VALUES     ## sweep, submit: just these values, as in VALUES=1,2,4
 # VARIANT    ## sweep, submit: what stands against eager (graph)
-# NODES      ## submit: nodes of one job, NGPU ranks on each (1)
+# NODES      ## submit: nodes of one job, NGPU ranks on each (1; of PRESET=mlperf those of the submission)
 # PARTITION  ## submit: of Slurm (its default), and so are ACCOUNT and TIME, as in TIME=2:00:00
 # ACCOUNT    ## submit: see PARTITION
 # TIME       ## submit: time limit of a job, which is queued again when it is over
@@ -100,13 +100,15 @@ submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as
 	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
 
 # Two processes of one thread each: two that share two cores would wait for each other. ARGS="-n 0" runs all in one.
+# Bytecode is kept: pytest takes ten seconds to rewrite all assertions, and the tests start hundreds of processes.
+pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2
 test: ## tests of what runs anywhere, in minutes
 	$(setup) core dev plots lightning speech dali
-	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
+	$(pytest) --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
 	$(setup) core dev plots lightning speech dali parquet peft
-	OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
+	$(pytest) --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
 
 lint: ## ruff: rules and format
 	$(setup) dev

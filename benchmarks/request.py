@@ -44,6 +44,8 @@ class Request:
             script.kind_of(self.description, variant)
         if self.gpus.names and args.ngpu > len(self.gpus.names):
             raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(self.gpus.names)}")
+        asked = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
+        script.require_world_size(self.description, self.preset, self.launch.world_size, asked)
         kind = "tiny" if self.preset == "tiny" else "other"
         self.rounds = args.rounds or ROUNDS[kind]
         self.limit_s = args.limit_s or LIMIT_S[kind]

@@ -35,7 +35,9 @@ class Rounds:
         self.session, self.request = session, session.request
         self.runner = Runner(session, self._say)
         self.out_of_time = False
-        self.num_left = 0
+        # Rounds that the session gets at least, and repeats to come of runs of this round that did not settle.
+        self.least_rounds = intervals.AUTO_MIN_ROUNDS if self.request.rounds == "auto" else self.request.rounds
+        self.num_repeats = 0
         self.start = time.monotonic()
 
     def measure(self) -> None:
@@ -91,13 +93,11 @@ class Rounds:
                 missing.append(base)
         missing.sort(key=lambda variant: bases.index(variant) if variant in bases else len(bases))
         unsure = [base for base in bases if with_controls and (base in missing or self._lacks_control(base))]
-        self.num_left = len(missing) + len(unsure)
         for variant in dict.fromkeys([*unsure, *missing]):
             record, seconds, note = self._record(variant), 0.0, ""
             if record is None:
                 record, seconds = self._run(variant, 0)
                 record["numerics"]["reference"] = request.base(variant)
-                self.num_left -= 1
             if record["status"] == "pass" and variant in bases and not with_controls:
                 note = "its second run comes after round 1"
             elif record["status"] == "pass" and parity.is_run_twice(request.description, variant):
@@ -106,7 +106,6 @@ class Rounds:
                 base = request.base(variant)
                 sidecars = self.session.sidecar(variant), self.session.sidecar(base)
                 parity.judge(record, self._record(base), *sidecars, request.description)
-            self.num_left -= variant in unsure
             self.session.keep(record)
             self._print_line(record, seconds, note)
             if variant not in bases:
@@ -183,9 +182,8 @@ class Rounds:
 
     def _run_all(self, names, number, attempt, wanted):
         for index, variant in enumerate(names):
-            least = max(wanted, intervals.AUTO_MIN_ROUNDS) if self.request.rounds == "auto" else wanted
-            later = itertools.product(self._active(), range(number + 1, least + 1))
-            self.num_left = len(names) - index - 1 + sum(self._record(*which) is None for which in later)
+            self.least_rounds = max(wanted, self.least_rounds)
+            self.num_repeats = len(names) - index - 1 if attempt > 1 else 0
             record, seconds = self._run(variant, number, attempt)
             self._take_over_parity(record)
             self.session.keep(record)
@@ -260,7 +258,7 @@ class Rounds:
         name = f"round {record['round']}" if is_timed else "parity "
         status = record["numerics"]["parity"] if not is_timed and record["status"] == "pass" else None
         width = max(len(variant) for variant in self.request.variants)
-        left = self._left(is_timed) if with_left and self.num_left else ""
+        left = self._left() if with_left else ""
         line = f"{name:8s}  {record['variant']:{width}s}  {status or record['status']:16s}{step}"
         print(f"{line}  {duration(seconds):>7s}  {', '.join(filter(None, [note, left]))}".rstrip())
         phases = progress.phases(record, self.runner.took_s.get(name_of(record))) if self.request.args.verbose else ""
@@ -268,12 +266,29 @@ class Rounds:
             print(f"          {text}")
         sys.stdout.flush()
 
-    def _left(self, is_timed):
-        seconds = self.runner.seconds
-        left_s = self.num_left * statistics.fmean(seconds[is_timed])
-        if is_timed and seconds[False]:
-            left_s += len(self._without_parity()) * statistics.fmean(seconds[False])
-        return f"{'at least' if self.request.rounds == 'auto' else 'about'} {duration(left_s)} left"
+    def _left(self):
+        """How long all runs to come take, of round 0 and timed; nothing after the last one."""
+        num_parity, num_timed = self._num_parity_left(), self._num_timed_left()
+        if not num_parity + num_timed:
+            return ""
+        means = {is_timed: statistics.fmean(own) for is_timed, own in self.runner.seconds.items() if own}
+        is_guess = num_timed and True not in means
+        # A timed run takes longer than one of round 0.
+        left_s = sum(
+            number * means.get(is_timed, means.get(not is_timed, 0.0))
+            for is_timed, number in ((False, num_parity), (True, num_timed))
+        )
+        return f"{'at least' if is_guess or self.request.rounds == 'auto' else 'about'} {duration(left_s)} left"
+
+    def _num_parity_left(self):
+        """Runs of round 0 to come, second ones of what others are compared with among them."""
+        missing = [v for v in self._active() if v != CONTROL and self._record(v) is None]
+        twice = [v for v in missing if parity.is_run_twice(self.request.description, v)]
+        return len(missing) + len(twice) + sum(map(self._lacks_control, self.request.bases))
+
+    def _num_timed_left(self):
+        every = itertools.product(self._active(), range(1, self.least_rounds + 1))
+        return self.num_repeats + sum(self._record(*which) is None for which in every)
 
     def _say(self, text):
         root = self.request.root

@@ -19,6 +19,7 @@ import argparse
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 from benchmarks import command, compare, frame, launch, law, locks, open_session, sessions
@@ -154,6 +155,8 @@ def finish(session: OpenSession, out_of_time: bool) -> int:
         print(f"\n{shown(session.out)}/: the session\n{shown(request.group)}/table.md: all sessions of this kind")
     except compare.Mixed as error:
         print(f"\n{shown(session.out)}/: the session\nno table of {shown(request.group)}/: {error}")
+    for text, num_runs in beside(session).items():
+        print(f"beside   {text}, in {num_runs} of {len(session.records)} runs")
     if out_of_time:
         again = f"CLOSE=1 SESSION={shlex.quote(sessions.session_name(session.out))}"
         print(f"the session stays open: the same command goes on with it for a day, make bench {again} closes it")
@@ -172,6 +175,11 @@ def finish(session: OpenSession, out_of_time: bool) -> int:
     elif not is_timed:
         print("no timed round: no variant got beyond round 0")
     return 1 if bad or not is_timed else 0
+
+
+def beside(session: OpenSession) -> Counter:
+    """Other sessions on this host, and in how many runs of this one each was there; some began after it."""
+    return Counter(text for record in session.records.values() for text in record["conditions"]["other_sessions"])
 
 
 def main(argv=None) -> int:

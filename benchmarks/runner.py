@@ -76,7 +76,7 @@ class Runner:
             variables = children.waiting_passively(variables)
         variables[announce.VARIABLE] = str(session.partial / f"{name}.wait")
         load = request.args.host_load if number else 0
-        others = self._others()
+        others, sessions_here = self._others(), locks.others_here()
         with children.HostLoad(load):
             outcome = children.run_child(
                 request.launch.command([*command, *request.flags]),
@@ -92,7 +92,8 @@ class Runner:
         record.update(variant=variant, round=number, attempt=attempt, session=session.meta["session"], host_load=load)
         record["extra"].update(request=request.data, **script.said(request.description, variant))
         conditions = record["conditions"]
-        conditions.update(numa_node=session.meta["numa_node"], other_sessions=locks.others_here())
+        sessions_here = sorted({*sessions_here, *locks.others_here()})
+        conditions.update(numa_node=session.meta["numa_node"], other_sessions=sessions_here)
         conditions["others_on_gpu"] = sorted({*conditions["others_on_gpu"], *others, *self._others()})
         if session.meta["probes"]:
             conditions.update({key: session.meta["probes"][0].get(key) for key in PROBED})

@@ -52,6 +52,22 @@ def needs_gpu(description: dict, preset: str) -> bool:
     return bool(description.get("presets_need", {}).get(preset, {}).get("gpus"))
 
 
+def submitted(description: dict, preset: str) -> tuple[int, int] | None:
+    """(nodes, GPUs of each) of the MLPerf submission whose preset it is, None for others."""
+    found = description.get("presets_need", {}).get(preset, {}).get("submitted")
+    return (found["nodes"], found["gpus_per_node"]) if found else None
+
+
+def require_world_size(description: dict, preset: str, world_size: int, asked: str) -> None:
+    """Raises Mistake where a preset, with its flags, does not run on so many ranks, which the flags `asked` chose."""
+    takes = description.get("presets_need", {}).get(preset, {}).get("world_size", {})
+    multiple_of, at_most = takes.get("multiple_of", 1), takes.get("at_most")
+    if world_size % multiple_of == 0 and (at_most is None or world_size <= at_most):
+        return
+    words = f"a multiple of {multiple_of} ranks" if multiple_of > 1 else f"{at_most} rank" + "s" * (at_most > 1)
+    raise Mistake(f"{description['model']}/{preset} runs on {words}, {asked} make {world_size}: change one of them")
+
+
 def choose_preset(asked: str | None, description: dict, gpus: Gpus) -> str:
     """The preset to run. Raises Mistake for an unknown one, or one that needs a GPU where there is none."""
     presets = description["presets"]

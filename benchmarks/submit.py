@@ -1,14 +1,17 @@
 """Submit a benchmark to Slurm: one job for all variants and rounds of a model, then one that makes the tables.
 
     python -m benchmarks.submit --model gpt3 --nodes 2 --ngpu 8 --partition gpu
+    python -m benchmarks.submit --model gpt3 --preset mlperf --dry-run                the submission's 1,452 nodes of 8
     python -m benchmarks.submit --model gpt3,rnnt --time 2:00:00 -- --layers 4        an array over models
     python -m benchmarks.submit --model gpt3 --over batch --values 1,2,4              an array over sweep points
 
 Settings are checked, Slurm's by `sbatch --test-only`, and printed before anything is submitted; --dry-run ends there.
-Where there is no sbatch, all is printed unchecked. Variants and rounds are never
-spread over jobs: two nodes may differ by more than what is measured. The jobs' own settings are in
-benchmarks/slurm/README.md. The first job is held until Slurm has taken the second, and both are cancelled when that
-fails or this command is stopped before. Exit status: 0, 1 when Slurm refuses, 2 for a mistake, 130 when stopped.
+Where there is no sbatch, and with --dry-run where it reaches no cluster, all is printed unchecked. Nodes and GPUs that
+are not given are those of the MLPerf submission whose preset it is, else 1; a number of ranks on which the preset does
+not run is refused. Variants and rounds are never spread over jobs: two nodes may differ by more than what is measured.
+The jobs' own settings are in benchmarks/slurm/README.md. The first job is held until Slurm has taken the second, and
+both are cancelled when that fails or this command is stopped before. Exit status: 0, 1 when Slurm refuses, 2 for a
+mistake, 130 when stopped.
 """
 
 import argparse
@@ -43,8 +46,9 @@ def parse(argv=None) -> argparse.Namespace:
     parser = command.parser_of("submit", about, command.TO_SCRIPT)
     add = parser.add_argument
     add("--model", metavar="A,B", required=True, help=f"an array over {', '.join(script.models())}")
-    add("--nodes", metavar="N", type=command.positive, default=1, help="nodes of one job (1)")
-    add("--ngpu", metavar="N", type=command.positive, default=1, help="GPUs, or ranks on the CPU, of a node (1)")
+    theirs = "of the submission whose preset it is, else 1"
+    add("--nodes", metavar="N", type=command.positive, help=f"nodes of one job (as many as give the GPUs {theirs})")
+    add("--ngpu", metavar="N", type=command.positive, help=f"GPUs, or ranks on the CPU, of a node (those {theirs})")
     add("--preset", metavar="NAME", default="bench", help="bench unless told, as jobs are for GPUs")
     for name in HANDED_ON:
         add(flag_of(name), metavar="X", help="as in benchmarks.run")
@@ -94,13 +98,15 @@ class Plan:
             raise Mistake("--variant eager: a sweep compares eager with another variant")
         if args.mounts and not args.image:
             raise Mistake("--mounts is for a container, --image is missing")
-        if args.nodes > 1 and args.host_load not in (None, "0"):
-            raise Mistake("--host-load with --nodes > 1: only the first node would be busy")
         self.more = _more(args.sbatch)
         if "SBATCH_CLUSTERS" in os.environ:
             raise Mistake("SBATCH_CLUSTERS is set: use SLURM_CLUSTERS, which scontrol and scancel know too")
+        descriptions = {model: self._described(model) for model in self.models}
+        self.nodes, self.ngpu, self.is_submitted = self._machines(descriptions)
+        if self.nodes > 1 and args.host_load not in (None, "0"):
+            raise Mistake(f"--host-load with --nodes {self.nodes}: only the first node would be busy")
         for model in self.models:
-            self._check_script(model)
+            self._check_script(model, descriptions[model])
         self.items = [str(value) for value in args.values or []] or self.models
         self.base, self.records = self._folders()
         self.folders = [Path(str(self.records).replace("{}", item)) for item in self.items]
@@ -111,11 +117,39 @@ class Plan:
         for folder in (self.base, *self.folders):
             self._require_writable(folder / "logs")
 
-    def _check_script(self, model):
+    def _described(self, model):
+        """What the script says of itself with the preset and the flags."""
         args, presets = self.args, script.describe(model, [])["presets"]
         if args.preset not in presets:
             raise Mistake(f"{model} has no preset {args.preset!r}, --preset takes one of {', '.join(presets)}")
-        description = script.describe(model, args.flags, args.preset)
+        return script.describe(model, args.flags, args.preset)
+
+    def _machines(self, descriptions) -> tuple[int, int, bool]:
+        """(nodes, GPUs or ranks of each, whether they are the MLPerf submission's own).
+
+        What is not given is the submission's: GPUs of a node, and nodes for as many GPUs as it had.
+        """
+        nodes, ngpu, preset = self.args.nodes, self.args.ngpu, self.args.preset
+        theirs = {model: script.submitted(description, preset) for model, description in descriptions.items()}
+        if len(set(theirs.values())) > 1 and not (nodes and ngpu):
+            said = ", ".join(f"{model} {' x '.join(map(str, own or (1, 1)))}" for model, own in theirs.items())
+            raise Mistake(f"--nodes and --ngpu are missing, and models of {preset} differ: {said}; submit each alone")
+        submitted = next(iter(theirs.values()))
+        if submitted is None:
+            nodes, ngpu = nodes or 1, ngpu or 1
+        else:
+            ngpu, num_gpus = ngpu or submitted[1], submitted[0] * submitted[1]
+            if not nodes:
+                nodes, rest = divmod(num_gpus, ngpu)
+                if rest:
+                    raise Mistake(f"--ngpu {ngpu}: the submission's {num_gpus} GPUs are no multiple; give --nodes")
+        asked = f"--nodes {nodes} x --ngpu {ngpu} (NODES, NGPU)"
+        for description in descriptions.values():
+            script.require_world_size(description, preset, nodes * ngpu, asked)
+        return nodes, ngpu, (nodes, ngpu) == submitted
+
+    def _check_script(self, model, description):
+        args = self.args
         self.on_gpu = script.needs_gpu(description, args.preset)
         script.choose_variants(args.variant or args.variants, description["variants"])
         if args.over:
@@ -134,7 +168,7 @@ class Plan:
     def _folders(self):
         args = self.args
         load = f"-load{args.host_load}" if args.host_load not in (None, "0") else ""
-        base = Path(args.out).resolve() if args.out else RUNS / "slurm" / f"{args.nodes}x{args.ngpu}"
+        base = Path(args.out).resolve() if args.out else RUNS / "slurm" / f"{self.nodes}x{self.ngpu}"
         if "{}" in str(base):
             raise Mistake(f"--out {base}: without braces, they stand for a task's item")
         if args.values:
@@ -149,7 +183,7 @@ class Plan:
         """What this command sets for the jobs."""
         python = ROOT / ".venv" / "bin" / "python"
         chosen = {"RECORDS": str(self.records), "PYTHON": str(python) if python.exists() else sys.executable}
-        chosen["NGPU"] = str(self.args.ngpu)
+        chosen["NGPU"] = str(self.ngpu)
         if self.args.image:
             mounts = ",".join([f"{self.base}:{self.base}", *words_of(self.args.mounts or "")])
             chosen |= {"IMAGE": self.args.image, "MOUNTS": mounts}
@@ -158,9 +192,9 @@ class Plan:
     def sbatch_bench(self) -> list[str]:
         args, is_array = self.args, len(self.items) > 1
         words = self._sbatch("slurm-%A_%a.out" if is_array else "slurm-%j.out", args.partition, "--hold")
-        words += [f"--job-name=bench-{'sweep' if args.values else '-'.join(self.models)}", f"--nodes={args.nodes}"]
+        words += [f"--job-name=bench-{'sweep' if args.values else '-'.join(self.models)}", f"--nodes={self.nodes}"]
         words += [f"--array=0-{len(self.items) - 1}"] * is_array
-        words += [f"--gpus-per-node={args.ngpu}"] * (self.on_gpu and not self._names_gpus())
+        words += [f"--gpus-per-node={self.ngpu}"] * (self.on_gpu and not self._names_gpus())
         words += [f"--time={args.time}"] * bool(args.time)
         words += [*self.more, str(SCRIPTS / "bench.sbatch")]
         if args.over:
@@ -216,7 +250,7 @@ class Plan:
         print(f"jobs     {', '.join(self.models)}  preset {args.preset}{over}  {asked}".rstrip())
         site = (("partition", "SBATCH_PARTITION"), ("account", "SBATCH_ACCOUNT"), ("time", "SBATCH_TIMELIMIT"))
         chosen = "  ".join(f"{name} {self._in_effect(name, variable)}" for name, variable in site)
-        print(f"nodes    {args.nodes} x {args.ngpu} {unit}  {chosen}")
+        print(f"nodes    {self.nodes} x {self.ngpu} {unit}{', as submitted' * self.is_submitted}  {chosen}")
         print(f"image    {args.image or 'none'}{f'  mounts {args.mounts}' if args.mounts else ''}")
         for folder in self.folders:
             print(f"records  {shown(folder)}")
@@ -232,8 +266,8 @@ class Plan:
 
         The rest reaches the job too, as it does by hand.
         """
-        read = ["MAX_REQUEUES"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.args.nodes > 1)
-        read += ["NODE_PYTHON"] * (self.args.nodes > 1 or bool(self.args.image))
+        read = ["MAX_REQUEUES"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.nodes > 1)
+        read += ["NODE_PYTHON"] * (self.nodes > 1 or bool(self.args.image))
         # An option on the command line is stronger.
         said = {word.partition("=")[0].lstrip("-") for word in self.sbatch_bench() if word.startswith("--")}
         for name in sorted(os.environ):
@@ -249,7 +283,14 @@ class Plan:
             print("nothing submitted: no sbatch on PATH, so that Slurm has not checked this", flush=True)
             return 0 if self.args.dry_run else 1
         collate = [word for word in self.sbatch_collate("JOB") if "dep" not in word.partition("=")[0]]
-        queue.check(self.sbatch_bench(), collate, environment=environment)
+        try:
+            queue.check(self.sbatch_bench(), collate, environment=environment)
+        except queue.Refused as refusal:
+            if not self.args.dry_run or queue.reaches_cluster(environment):
+                raise
+            why = str(refusal).splitlines()[-1]
+            print(f"nothing submitted (--dry-run); Slurm has not checked this, no cluster answers: {why}", flush=True)
+            return 0
         if self.args.dry_run:
             print("nothing submitted (--dry-run); Slurm would take both jobs", flush=True)
             return 0

@@ -205,16 +205,20 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
     that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of round 0), "sweeps"
     (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
     field that is text takes the value as it is), "kinds" (variant -> "eager", "graph", or "compile" for what
-    torch.compile makes), "traits" (variant -> {name in TRAITS: what it is here}), "presets_need" (preset ->
-    {"gpus": 0 where it runs on a CPU, else 1, "world_size": "any"}) and "promises", a function of a config and a
-    variant's name: (graphs, replays a step), None for a number from 1 up that is known only later, 0 and 0 without
-    graphs. It answers as "promised": preset -> variant -> {"graphs", "replays_per_step"}. asked: preset -> the config
-    that flags made of it, for its promises.
+    torch.compile makes), "traits" (variant -> {name in TRAITS: what it is here}), "presets_need", a function of a
+    preset's name and its config that gives `needs`, and "promises", a function of a config and a variant's name:
+    (graphs, replays a step), None for a number from 1 up that is known only later, 0 and 0 without graphs. It answers
+    as "promised": preset -> variant -> {"graphs", "replays_per_step"}. asked: preset -> the config that flags made of
+    it, for its needs and promises.
     """
     types = typing.get_type_hints(config_class)
     about = dict(about or {})
     for variant, traits in about.get("traits", {}).items():
         assert variant in variants and set(traits) <= set(TRAITS), (variant, traits)
+    configs = {**presets, **(asked or {})}
+    if "presets_need" in about:
+        of_preset = about["presets_need"]
+        about["presets_need"] = {name: of_preset(name, config) for name, config in configs.items()}
     promises = about.pop("promises", None)
     if promises:
         about["promised"] = {
@@ -222,7 +226,7 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
                 variant: dict(zip(("graphs", "replays_per_step"), promises(config, variant), strict=True))
                 for variant in variants
             }
-            for name, config in {**presets, **(asked or {})}.items()
+            for name, config in configs.items()
         }
     return {
         "model": model,
@@ -239,6 +243,19 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
             for field in dataclasses.fields(config_class)
         ],
         **about,
+    }
+
+
+def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:
+    """What a preset needs of machines, for "presets_need" in `describe`.
+
+    gpus: whether it runs on GPUs alone. multiple_of, at_most (None: any): the numbers of ranks that it takes.
+    submitted: (nodes, GPUs of each node) of the MLPerf submission whose preset it is, None for others.
+    """
+    return {
+        "gpus": int(gpus),
+        "world_size": {"multiple_of": multiple_of, "at_most": at_most},
+        "submitted": dict(zip(("nodes", "gpus_per_node"), submitted, strict=True)) if submitted else None,
     }
 
 

@@ -124,7 +124,8 @@ def _give_up(record, workload, options, rank, fault):
 
 def _measure(record, workload, config, options, device, rank, log, clock):
     """Build, capture and all passes; what goes wrong becomes the record's status and message."""
-    state = variant = None
+    # opened: the variant, until it is closed.
+    state = variant = opened = compare = None
     try:
         with contextlib.ExitStack() as settings:
             # torchrun stops all ranks once one has died: each must be able to say so before one may die.
@@ -134,7 +135,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
                 state = workload.build(config, device)
             log.say(state.hyperparameters if isinstance(state, HasHyperparameters) else {})
             with clock.phase("prepare"):
-                variant = workload.variants[options.variant](state)
+                variant = opened = workload.variants[options.variant](state)
             for name in CAPTURE_PHASES:
                 clock.add("prepare", -getattr(variant.capture, f"{name}_s"))
             clock.ranks.note_steps_of(variant)
@@ -145,16 +146,24 @@ def _measure(record, workload, config, options, device, rank, log, clock):
                 _gather_ranks(record, workload, rank)
             elif options.profile:
                 with clock.phase("canary"):
-                    _canary(state, variant, workload.reference, device)
+                    compare = _canary(state, variant, workload.reference, device)
                 with clock.phase("profile"):
                     _traced_pass(record, state, variant, config, options, device, rank)
             else:
                 peaks = memory.Peaks(device)
                 # Its eager steps beside a graph's memory are no part of the variant.
                 with clock.phase("canary"), peaks.set_aside():
-                    _canary(state, variant, workload.reference, device)
+                    compare = _canary(state, variant, workload.reference, device)
                 _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank)
                 _gather_ranks(record, workload, rank)
+            if compare is not None:
+                with clock.phase("canary"):
+                    opened = None
+                    _close(variant, record)
+                    gc.collect()
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+                    compare()
     except RankFault as fault:
         record.update(status=fault.status, message=str(fault))
     except Unsupported as error:
@@ -178,7 +187,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
     clock.ranks.tell(record["status"], record["message"])
     with clock.phase("close", agree=False):
         # Graphs end before what they were captured over.
-        _close(variant, record)
+        _close(opened, record)
         _close(state, record)
         log.finish(record)
         record["env"]["run_hash"] = run_hash()
@@ -302,23 +311,40 @@ def _canary(state, variant, reference, device):
     Raises CaptureError. On the host the losses must be equal. On a GPU timed runs use the fastest kernels,
     which may reorder sums, so they must agree to 1e-3 relative (round 0 asks for bitwise equality there);
     a replay of stale data misses that by far.
+
+    Where a rank's GPU has no memory for eager steps beside the graphs, it returns what runs and compares them, to be
+    called when the variant is closed; else None.
     """
     if not variant.capture.pools:
-        return
-    losses, tolerance = [], 0.0 if device.type == "cpu" else 1e-3
+        return None
+    ours = _two_losses(state, variant.step)
+    compare = functools.partial(_compare_with_eager, state, variant, reference, device, ours)
+    free = memory.free_bytes(device)
+    # An eager step needs about what the graphs hold.
+    fits = free is None or sum(pool.bytes() for pool in variant.capture.pools) < free
+    if not all(of_all_ranks(fits)):
+        return compare
+    compare()
+    return None
+
+
+def _compare_with_eager(state, variant, reference, device, ours):
     # A variant that changes the layers themselves, as torch.compile does, changes them back for the reference.
-    as_eager = variant.as_eager if isinstance(variant, ReplacesModel) else contextlib.nullcontext
-    for step, context in ((variant.step, contextlib.nullcontext), (lambda index: reference(state, index), as_eager)):
-        state.reset()
-        with context():
-            for index in range(2):
-                step(index)
-        losses.append(state.read_losses(2))
+    with variant.as_eager() if isinstance(variant, ReplacesModel) else contextlib.nullcontext():
+        losses = _two_losses(state, functools.partial(reference, state))
     # Where eager diverges as well, the capture is not to blame.
-    _require_finite(losses[1])
-    for index, (ours, eager) in enumerate(zip(*losses, strict=True)):
-        if not abs(ours - eager) <= tolerance * abs(eager):
-            raise CaptureError(f"canary: step {index} replayed gives loss {ours:.6g}, eager {eager:.6g}")
+    _require_finite(losses)
+    tolerance = 0.0 if device.type == "cpu" else 1e-3
+    for index, (our, eager) in enumerate(zip(ours, losses, strict=True)):
+        if not abs(our - eager) <= tolerance * abs(eager):
+            raise CaptureError(f"canary: step {index} replayed gives loss {our:.6g}, eager {eager:.6g}")
+
+
+def _two_losses(state, step):
+    state.reset()
+    for index in range(2):
+        step(index)
+    return state.read_losses(2)
 
 
 def _timed_passes(record, workload, state, variant, config, options, device, log, peaks, clock, rank):
@@ -364,13 +390,12 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
                 _evaluate(record, state, variant, log)
             if isinstance(state, Finishes):
                 state.finish(variant, record)
-        num_section_steps = 0
         if device.type == "cuda":
             with clock.phase("issue"):
                 passes.issue_pass(record, variant, "after")
-            with clock.phase("sections"):
-                num_section_steps = passes.num_section_steps(record)
-                passes.section_pass(record, variant, num_section_steps)
+        with clock.phase("sections"):
+            num_section_steps = passes.num_section_steps(record)
+            passes.section_pass(record, variant, num_section_steps)
         if device.type == "cuda" and options.profile_steps:
             with clock.phase("profile"):
                 passes.profile_pass(record, variant, options, sampler, num_section_steps)

@@ -43,10 +43,9 @@ class Parallel:
             )
         return Ranks(world_size // each, self.tp, self.pp, self.cp)
 
-    def world_sizes(self) -> str:
-        """Which numbers of ranks a run takes, as --describe says it of a preset ("presets_need", "world_size")."""
-        each = self.tp * self.pp * self.cp
-        return "any" if each == 1 else f"a multiple of {each}"
+    def world_sizes(self) -> dict[str, int]:
+        """Which numbers of ranks a run takes: multiple_of and at_most of `common.config.needs`."""
+        return {"multiple_of": self.tp * self.pp * self.cp}
 
 
 def require_divisible(flag: str, size: int, by: str, count: int) -> int:

@@ -272,8 +272,8 @@ def num_warm_steps(batch_class) -> int:
 
 
 def num_section_steps(record) -> int:
-    """No more than fit in the time that heats the GPU before its profile, as these do."""
-    return max(LEAST_STEPS, min(SECTION_STEPS, _heat_steps(record)))
+    """No more than fit in the time that heats the GPU before its profile, as these do; on the CPU few."""
+    return max(LEAST_STEPS, min(SECTION_STEPS, _heat_steps(record))) if record["device"] == "cuda" else LEAST_STEPS
 
 
 def _heat_steps(record):
@@ -281,28 +281,71 @@ def _heat_steps(record):
 
 
 def section_pass(record, variant, num_steps=SECTION_STEPS):
-    """Device time a step of its sections, from events around them; two that overlap on two streams both count."""
-    steps = [[] for _ in range(num_steps)]
-    for index, pairs in enumerate(steps):
-        with marks.opening_sections(functools.partial(_between_events, pairs)):
+    """Device time a step of its sections, from events around them; two that overlap on two streams both count.
+
+    extra.microbatches: what `microbatch_times` makes of them; on the CPU, by the host's clock, this alone.
+    """
+    on_gpu = record["device"] == "cuda"
+    steps = []
+    for index in range(num_steps):
+        spans = []
+        begin = _moment(on_gpu)
+        with marks.opening_sections(functools.partial(_between, spans, on_gpu)):
             variant.step(index)
-    torch.cuda.synchronize()
-    totals = defaultdict(lambda: [0.0] * num_steps)
-    for index, pairs in enumerate(steps):
-        for name, begin, end in pairs:
-            totals[name][index] += begin.elapsed_time(end)
-    times = {name: statistics.median(per_step) for name, per_step in totals.items()}
-    record["optimizer_ms"] = times.pop("optimizer", None)
-    record["extra"]["sections_ms"] = times
+        steps.append((begin, _moment(on_gpu), spans))
+    synchronize()
+    times = [
+        (_ms_between(begin, end), [(name, _ms_between(*ends)) for name, *ends in spans]) for begin, end, spans in steps
+    ]
+    record["extra"]["microbatches"] = microbatch_times(times)
+    if on_gpu:
+        totals = defaultdict(lambda: [0.0] * num_steps)
+        for index, (_, sections) in enumerate(times):
+            for name, ms in sections:
+                totals[name][index] += ms
+        medians = {name: statistics.median(per_step) for name, per_step in totals.items()}
+        record["optimizer_ms"] = medians.pop("optimizer", None)
+        record["extra"]["sections_ms"] = medians
+
+
+def microbatch_times(steps) -> dict | None:
+    """Of each step the ms of its forward and of its backward passes in their order, and of all that is neither.
+
+    steps: of each (its ms, [(name, ms) of each section]). A pass is a section of that name: of a microbatch, or of a
+    microbatch in a chunk of a pipeline's stage. None where the numbers of both passes differ, or differ between steps,
+    as where one graph holds several.
+    """
+    found = {
+        f"{name}_ms": [[round(ms, 4) for own, ms in sections if own == name] for _, sections in steps]
+        for name in ("forward", "backward")
+    }
+    numbers = {len(own) for every in found.values() for own in every}
+    if len(numbers) != 1 or numbers == {0}:
+        return None
+    passes_ms = [sum(forward) + sum(backward) for forward, backward in zip(*found.values(), strict=True)]
+    rest_ms = [round(step_ms - own, 4) for (step_ms, _), own in zip(steps, passes_ms, strict=True)]
+    return found | {"rest_ms": rest_ms}
+
+
+def _moment(on_gpu):
+    """A place in the step: an event on the GPU's current stream, or seconds of the host's clock."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _ms_between(begin, end):
+    """Of two moments; on a GPU after a synchronisation."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
 @contextlib.contextmanager
-def _between_events(pairs, name):
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
+def _between(spans, on_gpu, name):
+    begin = _moment(on_gpu)
     yield
-    end.record()
-    pairs.append((name, begin, end))
+    spans.append((name, begin, _moment(on_gpu)))
 
 
 def profile_pass(record, variant, options, sampler, num_warm_steps=0):

@@ -123,7 +123,8 @@ TEMPLATE = {
         "growth_bytes": None,
         "graph_kernel_share": None,
     },
-    # What not every run has, such as issue (the issue passes), profile, and queue_model (see common/passes.py).
+    # What not every run has, such as issue (the issue passes), microbatches (ms of forward and backward passes in
+    # the steps of the section pass, and of the rest of these steps), profile, and queue_model: see common/passes.py.
     "extra": {},
     # SHA-256 of the rest; `write` fills it in. It shows an edit by hand, not a forger's.
     "digest": None,

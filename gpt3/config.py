@@ -4,15 +4,12 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from common import schedule
-from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
 from common.fitting import blame, gib
 from common.parallel import Parallel, Ranks, require_divisible
 
-PRECISIONS = {
-    "fp8": "fp8: delayed scaling, emulated where there is no FP8 hardware",
-    "bf16": "bf16",
-    "fp32": "fp32: the plain layer, to compare decompositions",
-}
+PRECISIONS = ("fp8", "fp8_current", "bf16", "fp32")
+FP8 = ("fp8", "fp8_current")
 SCOPES = ("attn", "mlp", "layer", "chunk", "none")
 
 
@@ -36,7 +33,12 @@ class Config(Parallel, Timing):
         "layer", "of graph: what is captured; attn, mlp: that half of each layer; none: see eager", SCOPES
     )
     zero1: bool = option(False, "with data parallelism, split masters and moments over the data ranks (ZeRO-1)")
-    precision: str = option("fp8", "; ".join(PRECISIONS.values()), tuple(PRECISIONS))
+    precision: str = option(
+        "fp8",
+        "of the layers. fp8: delayed scaling, fp8_current: current scaling, emulated without FP8 hardware; "
+        "fp32: plain layers, to compare decompositions",
+        PRECISIONS,
+    )
     layer: str = option(
         "auto", "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs", ("auto", "te", "torch")
     )
@@ -53,8 +55,10 @@ class Config(Parallel, Timing):
         require_fields(self, counts, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("lr",), lambda value: 0 <= value < float("inf"), "a finite number from 0 up")
         require_folder_of_its_own("--data", self.data)
-        if self.precision == "fp8" and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
-            raise ValueError("--precision fp8 needs --hidden, --ffn and --heads x --head-dim divisible by 16")
+        if self.precision in FP8 and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
+            raise ValueError(
+                f"--precision {self.precision} needs --hidden, --ffn and --heads x --head-dim divisible by 16"
+            )
         if (self.precision, self.layer) == ("fp32", "te"):
             raise ValueError("--precision fp32 needs --layer torch")
         self._require_parallel()
@@ -99,8 +103,8 @@ class Config(Parallel, Timing):
             raise ValueError(f"--pp-rank {self.pp_rank} runs one stage by itself, this run has {world_size} ranks")
         return Ranks(1)
 
-    def world_sizes(self) -> str:
-        return "1" if self.alone else super().world_sizes()
+    def world_sizes(self) -> dict[str, int]:
+        return {"at_most": 1} if self.alone else super().world_sizes()
 
 
 _TINY = {
@@ -115,8 +119,8 @@ _TINY = {
     "batches": 4,
     **TINY_TIMING,
 }
-# MLPerf v4.1's largest graphed submission, 11,616 GPUs: 96 heads, ffn 49152 and a vocabulary padded to 50,688 over 4
-# tensor ranks, 6 stages of 8 chunks of 2 layers, as many microbatches as stages.
+# MLPerf v4.1's largest graphed submission, 1,452 nodes of 8 GPUs: 96 heads, ffn 49152 and a vocabulary padded to 50,688
+# over 4 tensor ranks, 6 stages of 8 chunks of 2 layers, as many microbatches as stages.
 _SUBMITTED = {"layers": 96, "heads": 24, "ffn": 12288, "vocab": 12672, "pp": 6, "chunks": 8, "microbatches": 6}
 
 # bench: one GPU's share at tensor-parallel size 8 (96 heads, ffn 49152, vocabulary 51200 divided by 8) of
@@ -167,10 +171,9 @@ ABOUT = {
     "sweeps": SWEEPS,
     "kinds": KINDS,
     "promises": promises,
-    "presets_need": {
-        name: {"gpus": 0 if name in ON_CPU else 1, "world_size": config.world_sizes()}
-        for name, config in PRESETS.items()
-    },
+    "presets_need": lambda preset, config: needs(
+        preset not in ON_CPU, **config.world_sizes(), submitted=(1452, 8) if preset == "mlperf" else None
+    ),
 }
 
 CONTEXT_BYTES = 2 * 2**30
@@ -206,12 +209,12 @@ def predicted_bytes(config: Config, dp: int = 1) -> int:
     """
     c, tokens, attention = config, config.sequence * config.microbatch, config.heads * config.head_dim
     parameters, hidden = num_parameters(c), -(-c.hidden // c.tp)
-    states = parameters * {"fp8": 8, "bf16": 6, "fp32": 8}[c.precision]
+    states = parameters * (6 if c.precision == "bf16" else 8)
     if not c.alone:
         states += -(-12 * parameters // (dp if c.zero1 else 1))
     activations = c.stage_layers * tokens * (12 * hidden + 12 * attention + 8 * c.ffn)
     in_flight = schedule.peak_in_flight(c.pp, max(c.pp_rank, 0), c.chunks, c.microbatches) if c.staged else 1
-    saved = 6 * hidden + 7 * attention + 3 * c.ffn if c.precision == "fp8" else 8 * (hidden + attention + c.ffn)
+    saved = 6 * hidden + 7 * attention + 3 * c.ffn if c.precision in FP8 else 8 * (hidden + attention + c.ffn)
     activations += max(0, in_flight - c.chunks) * (c.stage_layers // c.chunks) * tokens * saved
     logits = tokens * c.vocab * 12
     rest = batch_bytes(c) + (c.stage_layers * 8 * c.amax_history * 4 if c.precision == "fp8" else 0)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from common.config import TINY_TIMING, Timing, flag_of, option, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, flag_of, needs, option, require_folder_of_its_own
 from common.parallel import Ranks
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4", "nvfp4_emulated")
@@ -12,6 +12,8 @@ FP8 = ("fp8", "fp8_current")
 # What a layer quantises (see llama2_lora/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
 BACKWARD_SCALES = ("qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
+# Of a window, padding counted as one.
+MAX_DOCUMENTS = 16
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank", "batches")
 _COUNTS += ("min_steps", "amax_history", "cp")
 
@@ -28,9 +30,7 @@ class Config(Timing):
     ffn: int = option(28672, "feed-forward width, of the gate and of the up projection each")
     vocab: int = option(32000, "rows of embedding and head")
     sequence: int = option(8192, "tokens in a window")
-    cp: int = option(
-        1, "ranks that share each window (context parallelism, of lean layers); each has two runs of its tokens"
-    )
+    cp: int = option(1, "ranks that share each window (context parallelism); each has two runs of its tokens")
     rank: int = option(16, "rank of the adapters")
     alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank")
     dropout: float = option(0.1, "probability that the adapters drop an element of their input")
@@ -207,13 +207,9 @@ ABOUT = {
         **dict.fromkeys(("compile", "reduce_overhead"), "compile"),
     },
     "promises": promises,
-    "presets_need": {
-        name: {
-            "gpus": 0 if name == "tiny" else 1,
-            "world_size": "any" if preset.cp == 1 else f"a multiple of {preset.cp}",
-        }
-        for name, preset in PRESETS.items()
-    },
+    "presets_need": lambda preset, config: needs(
+        preset != "tiny", multiple_of=config.cp, submitted={"mlperf": (1, 8), "mlperf_cp8": (128, 4)}.get(preset)
+    ),
 }
 
 # ------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
+from common import schedule
+from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
 from common.flops import gpt
 from common.parallel import Parallel, require_divisible
 from llama31.capturable import Setting, refuse
@@ -17,7 +18,7 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "microbatch")
-_COUNTS += ("microbatches", "share_tp", "share_cp", "batches", "min_steps", "tp", "pp", "cp")
+_COUNTS += ("microbatches", "share_tp", "share_cp", "batches", "min_steps", "tp", "pp", "cp", "chunks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Config(Parallel, Timing):
     microbatch: int = option(1, "sequences in a microbatch")
     microbatches: int = option(8, "microbatches in a step, accumulated into main_grad")
     ramp: str = option("", "numbers of microbatches that steps have in turn, such as 4,6,8 (empty: --microbatches)")
+    chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     share_tp: int = option(8, "a tensor-parallel share without ranks: widths and vocabulary are divided by this too")
     share_cp: int = option(2, "a context-parallel share without ranks: the sequence is divided by this too")
     cp_order: str = option(
@@ -104,9 +106,14 @@ class Config(Parallel, Timing):
             raise ValueError("--fc1-store fp8 needs --layer torch: te.TransformerLayer keeps bf16")
         if self.zero and (self.main_grad, self.moments, self.weights) != ("fp32", "fp32", "bf16"):
             raise ValueError("--zero true takes --main-grad fp32 --moments fp32 --weights bf16")
-        layers_of_stages(self.layers, self.pp)
         if max(self.counts) > self.microbatches:
             raise ValueError(f"--ramp {self.ramp}: takes numbers up to --microbatches {self.microbatches}")
+        if self.chunks > 1 and self.pp == 1:
+            raise ValueError(f"--chunks {self.chunks} needs --pp 2 or more: chunks are a pipeline's")
+        if self.chunks > 1 and self.ramp:
+            raise ValueError("--ramp needs --chunks 1: with another number an interleaved stage has another order")
+        schedule.require(self.pp, 0, self.chunks, self.microbatches)
+        layers_of_stages(self.layers, self.pp, self.chunks)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -144,26 +151,34 @@ class Config(Parallel, Timing):
         return self.heads * self.head_dim
 
 
-def layers_of_stages(layers: int, pp: int) -> list[range]:
-    """Numbers of the layers of each pipeline stage.
+def layers_of_stages(layers: int, pp: int, chunks: int = 1) -> list[list[range]]:
+    """Of each pipeline stage the numbers of the layers in its chunks: chunk c of stage s is part (c - 1) pp + s of all.
 
-    Equal numbers, else NVIDIA's split, in which embedding and loss count as a layer each. ValueError where neither
-    works out.
+    Parts of equal size, else NVIDIA's split, in which embedding and loss count as a layer each. ValueError where
+    neither works out.
     """
-    if layers % pp == 0:
-        sizes = [layers // pp] * pp
-    elif (layers + 2) % pp == 0 and (layers + 2) // pp > 1:
-        each = (layers + 2) // pp
-        sizes = [each - 1, *[each] * (pp - 2), each - 1]
+    parts = pp * chunks
+    if layers % parts == 0:
+        sizes = [layers // parts] * parts
+    elif (layers + 2) % parts == 0 and (layers + 2) // parts > 1:
+        each = (layers + 2) // parts
+        sizes = [each - 1, *[each] * (parts - 2), each - 1]
     else:
-        raise ValueError(f"--layers {layers}: takes a multiple of --pp {pp}, or two less than one")
-    starts = [sum(sizes[:stage]) for stage in range(pp)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        by = f"--pp {pp}" if chunks == 1 else f"--pp {pp} x --chunks {chunks}"
+        raise ValueError(f"--layers {layers}: takes a multiple of {by}, or two less than one")
+    starts = [sum(sizes[:part]) for part in range(parts)]
+    ranges = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return [ranges[stage::pp] for stage in range(pp)]
+
+
+def stage_sizes(config: Config) -> list[int]:
+    """Layers of each pipeline stage."""
+    return [sum(map(len, chunks)) for chunks in layers_of_stages(config.layers, config.pp, config.chunks)]
 
 
 _WHOLE_8B = {"hidden": 4096, "heads": 32, "ffn": 14336, "layers": 32, "share_tp": 1, "share_cp": 1}
 # bench: one GPU's share of 405B at the submission's TP8 CP2, 4 of 126 layers. full: 8B whole, 12 bytes a parameter.
-# mlperf: NVIDIA's 512 GPUs of MLPerf Training v5.1 (tensor 4, pipeline 8, context 2, 144 microbatches), without
+# mlperf: NVIDIA's 512 B200 of MLPerf Training v5.1 (tensor 4, pipeline 8, context 2, 144 microbatches), without
 # interleaved stages.
 PRESETS = {
     "tiny": Config(
@@ -211,8 +226,8 @@ def num_validations(config: Config, index: int) -> int:
 
 def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
     """(graphs, replays a step) of a variant; None: at least one, known only later."""
-    stages = {len(stage) for stage in layers_of_stages(config.layers, config.pp)}
-    passes = config.microbatches * (2 if config.pp > 1 else 1)
+    stages = set(stage_sizes(config))
+    passes = config.microbatches * (2 * config.chunks if config.pp > 1 else 1)
     training = {"layer": 2 * max(stages) * config.microbatches, "chunk": passes, "graph": 1, "full_step": 1}
     if variant == "reduce_overhead" or (variant == "layer" and len(stages) > 1):
         return None, None
@@ -233,10 +248,9 @@ ABOUT = {
         **dict.fromkeys(("compile", "reduce_overhead"), "compile"),
     },
     "promises": promises,
-    "presets_need": {
-        name: {"gpus": 0 if name == "tiny" else 1, "world_size": preset.world_sizes()}
-        for name, preset in PRESETS.items()
-    },
+    "presets_need": lambda preset, config: needs(
+        preset != "tiny", **config.world_sizes(), submitted=(64, 8) if preset == "mlperf" else None
+    ),
 }
 
 
@@ -246,14 +260,12 @@ ABOUT = {
 
 def setting(config: Config, variant: str, environment) -> Setting:
     """What `variant` would capture, in the words of llama31/capturable.py. environment: such as os.environ."""
-    impl = {"layer": "layer", "chunk": "chunk", "graph": "full_iteration", "full_step": "full_iteration"}
     allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     return Setting(
-        impl=impl.get(variant, "none"),
-        optimizer=variant == "full_step",
-        nan_check=config.nan_checks or variant == "eager_nan_checks",
-        clip_on_host=config.clip == "host",
-        changing_microbatches=len(set(config.counts)) > 1,
+        variant=variant,
+        nan_checks=config.nan_checks,
+        clip=config.clip,
+        ramp=config.ramp,
         expandable_segments="expandable_segments:True" in allocator,
         nccl_graph_register=environment.get("NCCL_GRAPH_REGISTER", "") != "0",
     )
@@ -276,7 +288,7 @@ def layer_parameters(config: Config) -> int:
 
 def num_parameters(config: Config) -> int:
     """Elements on a GPU of the widest stage: 8,030,261,248 of the whole 8B, 405,853,388,800 of 405B."""
-    layers = max(map(len, layers_of_stages(config.layers, config.pp)))
+    layers = max(stage_sizes(config))
     ends = (2 if config.pp == 1 else 1) * config.local_vocab * config.hidden + config.hidden
     return layers * layer_parameters(config) + ends
 

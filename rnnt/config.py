@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import TINY_TIMING, Timing, flag_of, option, require_fields, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, flag_of, needs, option, require_fields, require_folder_of_its_own
 from common.fitting import require_batch
 from rnnt import buckets
 
@@ -260,7 +260,9 @@ ABOUT = {
         "eager_padded": {"extra_work": "computes the padding of the graphs' shapes"},
     },
     "promises": promises,
-    "presets_need": {name: {"gpus": 0 if name in CPU_PRESETS else 1, "world_size": "any"} for name in PRESETS},
+    "presets_need": lambda preset, config: needs(
+        preset not in CPU_PRESETS, submitted=(64, 8) if preset == "mlperf" else None
+    ),
 }
 
 # ------------------------------------------------------------------------------------------------

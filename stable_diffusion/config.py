@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import TINY_TIMING, Timing, option, require_fields, require_folder_of_its_own
+from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
 from common.fitting import require_batch
 
 TIMESTEPS = 1000
@@ -120,7 +120,7 @@ ABOUT = {
         "eager_sync": {"extra_work": "reads loss, overflow and loss scale on the host"},
     },
     "promises": promises,
-    "presets_need": {name: {"gpus": 0 if name == "tiny" else 1, "world_size": "any"} for name in PRESETS},
+    "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(8, 8) if preset == "mlperf" else None),
 }
 
 # ------------------------------------------------------------------------------------------------

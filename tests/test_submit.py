@@ -3,48 +3,20 @@
 pytest tests/test_submit.py
 """
 
-import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import ROOT, script, sessions, submit
-from benchmarks.slurm import collate, queue
-from common import record as records
+from benchmarks import ROOT, script, submit
+from benchmarks.slurm import queue
 from tests.harness import describe_here
+from tests.slurm_shims import shims
 
 FAKE = "tests.fake_model"
-SCRIPTS = ROOT / "benchmarks" / "slurm"
-
-# Logs its name, words and settings; $LOG/<name>.fails holds a word of the calls that it refuses.
-SHIM = r"""#!/bin/bash
-name=${0##*/}
-python3 - "$name" "$@" >>"$LOG/calls" <<'PROGRAM'
-import json, os, sys
-names = ("RECORDS", "PYTHON", "NGPU", "IMAGE", "MOUNTS", "SBATCH_WAIT", "SBATCH_QOS")
-settings = {key: os.environ[key] for key in names if key in os.environ}
-print(json.dumps([sys.argv[1:], settings]))
-PROGRAM
-# $LOG/<name>.does is run by the calls that hold the word in its first line.
-if [ -e "$LOG/$name.does" ] && [[ " $* " == *"$(head -n 1 "$LOG/$name.does")"* ]]; then
-    source <(tail -n +2 "$LOG/$name.does")
-fi
-if [ -e "$LOG/$name.fails" ] && [[ " $* " == *"$(cat "$LOG/$name.fails")"* ]]; then
-    echo "$name: error: this is refused" >&2
-    exit 1
-fi
-case "$name $*" in
-squeue*) cat "$LOG/limit" 2>/dev/null ;;
-*--test-only*) ;;
-*collate.sbatch*) echo 43 ;;
-sbatch*) echo "42;cluster" ;;
-esac
-"""
 
 
 @pytest.fixture
@@ -60,29 +32,6 @@ def slurm(tmp_path, monkeypatch):
 def described(monkeypatch):
     """--describe without a process each time."""
     monkeypatch.setattr(script, "describe", describe_here)
-
-
-class shims:
-    def __init__(self, folder, monkeypatch, *names):
-        self.folder = folder
-        folder.mkdir()
-        for name in names:
-            (folder / name).write_text(SHIM)
-            (folder / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-        monkeypatch.setenv("LOG", str(folder))
-
-    def refuse(self, name, word):
-        (self.folder / f"{name}.fails").write_text(word)
-
-    def do(self, name, word, script):
-        """Make the calls of `name` that hold `word` run `script` first."""
-        (self.folder / f"{name}.does").write_text(f"{word}\n{script}\n")
-
-    def calls(self, name=None):
-        path = self.folder / "calls"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [call for call in found if name in (None, call[0][0])]
 
 
 def go(*arguments, flags=()):
@@ -177,6 +126,53 @@ def test_the_default_folder_names_nodes_and_gpus(slurm, capsys):
     assert f"runs/slurm/2x4/{FAKE}-bench" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("model", "preset", "asked", "nodes", "ngpu"),
+    [
+        ("gpt3", "mlperf", [], 1452, 8),
+        ("gpt3", "mlperf", ["--ngpu", 4], 2904, 4),
+        ("gpt3", "mlperf", ["--nodes", 3], 3, 8),
+        ("gpt3", "mlperf", ["--nodes", 6, "--ngpu", 4], 6, 4),
+        ("llama31", "mlperf", [], 64, 8),
+        ("llama2_lora", "mlperf", [], 1, 8),
+        ("llama2_lora", "mlperf_cp8", [], 128, 4),
+        ("rnnt", "mlperf", [], 64, 8),
+        ("stable_diffusion", "mlperf", [], 8, 8),
+        ("gpt3", "bench", [], 1, 1),
+        ("gpt3", "bench", ["--nodes", 2], 2, 1),
+        ("gpt3,rnnt", "bench", ["--ngpu", 8], 1, 8),
+        ("gpt3,llama31", "mlperf", ["--nodes", 24, "--ngpu", 8], 24, 8),
+    ],
+)
+def test_nodes_and_gpus_that_are_not_given_are_the_submissions(slurm, capsys, model, preset, asked, nodes, ngpu):
+    assert go("--model", model, "--preset", preset, *asked, "--dry-run") == 0
+    text = capsys.readouterr().out
+    assert f"--nodes={nodes} " in text and f"--gpus-per-node={ngpu} " in text and f"NGPU={ngpu} " in text
+    assert f"nodes    {nodes} x {ngpu} GPUs" in text and f"runs/slurm/{nodes}x{ngpu}/" in text
+    assert ("as submitted" in text) == (preset != "bench" and not asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "preset", "asked", "flags", "said"),
+    [
+        ("gpt3", "mlperf", ["--nodes", 2], (), "a multiple of 24 ranks, --nodes 2 x --ngpu 8 (NODES, NGPU) make 16"),
+        ("gpt3", "mlperf", ["--ngpu", 7], (), "--ngpu 7: the submission's 11616 GPUs are no multiple"),
+        ("gpt3", "mlperf", ["--ngpu", 20_000], (), "--ngpu 20000: the submission's 11616 GPUs are no multiple"),
+        ("gpt3", "rank", ["--ngpu", 2], (), "gpt3/rank runs on 1 rank, --nodes 1 x --ngpu 2"),
+        ("gpt3", "bench", ["--ngpu", 3], ("--tp", "2"), "a multiple of 2 ranks"),
+        ("gpt3", "mlperf", [], ("--pp", "5", "--layers", "80", "--microbatches", "5"), "a multiple of 20 ranks"),
+        ("llama31", "mlperf", ["--nodes", 3], (), "a multiple of 64 ranks"),
+        ("llama2_lora", "mlperf_cp8", ["--nodes", 1], (), "a multiple of 8 ranks"),
+        ("gpt3,llama31", "mlperf", [], (), "models of mlperf differ: gpt3 1452 x 8, llama31 64 x 8"),
+        ("rnnt", "mlperf", ["--host-load", 8], (), "--host-load with --nodes 64"),
+    ],
+)
+def test_a_number_of_ranks_on_which_a_preset_does_not_run_is_refused(slurm, capsys, model, preset, asked, flags, said):
+    assert go("--model", model, "--preset", preset, *asked, flags=flags) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and slurm.calls() == []
+
+
 def test_an_image_reaches_the_job_and_a_stray_one_does_not(slurm, tmp_path, monkeypatch):
     assert go("--image", "nvcr.io#nvidia/pytorch:25.09-py3", "--mounts", "/data:/data", "--out", tmp_path / "a") == 0
     settings = slurm.calls("sbatch")[2][1]
@@ -252,6 +248,18 @@ def test_a_dry_run_asks_and_leaves_nothing(slurm, tmp_path, capsys):
     assert "collate.sbatch" in " ".join(calls[1]) and "afterany" not in " ".join(calls[1])
     text = capsys.readouterr().out
     assert "nothing submitted" in text and "sbatch --parsable" in text and "collate.sbatch JOB" in text
+
+
+def test_a_dry_run_shows_the_jobs_where_no_cluster_answers(slurm, tmp_path, capsys):
+    slurm.refuse("sbatch", "--test-only")
+    slurm.refuse("scontrol", "ping")
+    assert go("--out", tmp_path / "out", "--dry-run") == 0
+    text = capsys.readouterr().out
+    assert "Slurm has not checked this, no cluster answers: sbatch: error: this is refused" in text
+    assert "sbatch --parsable" in text and "collate.sbatch JOB" in text
+    # Without --dry-run it is a failure, and nothing is asked that would submit.
+    assert go("--out", tmp_path / "out") == 1
+    assert all("--test-only" in call for call, _ in slurm.calls("sbatch")) and not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -443,191 +451,3 @@ def test_help_needs_no_torch():
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout == "False\n"
-
-
-# ------------------------------------------------------------------------------------------------
-# The batch script: how it starts runs, with a recording srun and interpreter
-
-PYTHON_SHIM = '#!/bin/bash\nprintf "%s\\n" "$@" >"$LOG/python"\n'
-
-
-@pytest.fixture
-def batch(tmp_path, monkeypatch):
-    """Runs bench.sbatch as one task of a job; returns (result, words that reach Python, srun's calls)."""
-    shim = shims(tmp_path / "bin", monkeypatch, "srun", "scontrol")
-    (shim.folder / "python-shim").write_text(PYTHON_SHIM)
-    (shim.folder / "python-shim").chmod(0o755)
-
-    def run(*words, **settings):
-        environment = {
-            "PATH": os.environ["PATH"],
-            "LOG": str(shim.folder),
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "PYTHON": str(shim.folder / "python-shim"),
-            "RECORDS": f"{tmp_path}/out-{{}}",
-            **settings,
-        }
-        result = subprocess.run(
-            ["bash", SCRIPTS / "bench.sbatch", *words],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        path = shim.folder / "python"
-        return result, path.read_text().splitlines() if path.exists() else [], [c for c, _ in shim.calls("srun")]
-
-    return run
-
-
-WORDS = ["benchmarks.run", "a", "b", "--", "--model", "{}", "--out", "x/{}", "--", "--text", "two words"]
-
-
-def test_one_node_without_image_needs_no_srun(batch, tmp_path):
-    result, words, sruns = batch(*WORDS, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="1", NGPU="4")
-    assert result.returncode == 0, result.stderr
-    assert " ".join(words[:-1]) == "-m benchmarks.run --ngpu 4 --model b --out x/b -- --text"
-    assert words[-1] == "two words"
-    assert sruns == []
-    assert (tmp_path / "out-b" / "logs" / "job-5.status").read_text() == "0\n"
-
-
-def test_several_nodes_go_through_srun(batch):
-    _, words, sruns = batch(*WORDS, SLURM_JOB_NUM_NODES="2", MASTER_ADDR="n1", MASTER_PORT="1234")
-    launch = shlex.split(words[words.index("--launch") + 1])
-    assert words[2:4] == ["--nnodes", "2"] and words[words.index("--rendezvous") + 1] == "n1:1234"
-    assert launch[0] == "srun" and launch[-1] == "benchmarks/slurm/node.sh" and "--ntasks-per-node=1" in launch
-    assert "--kill-on-bad-exit=1" in launch and not any("container" in word for word in launch)
-    assert sruns == []
-
-
-def test_an_image_is_had_once_and_used_by_name(batch, tmp_path):
-    result, words, sruns = batch(*WORDS, IMAGE="some#image", MOUNTS="/data:/data:ro")
-    assert result.returncode == 0, result.stderr
-    first, last = sruns
-    assert "--container-image=some#image" in first and "--container-name=bench-7" in first and first[-1] == "true"
-    launch = shlex.split(words[words.index("--launch") + 1])
-    assert "--container-name=bench-7" in launch and not any("container-image" in word for word in launch)
-    assert f"--container-mounts={ROOT}:{ROOT},/data:/data:ro" in launch
-    # Of one node too, and the container goes when the job does.
-    assert words[2:4] == ["--nnodes", "1"] and "--rendezvous" not in words
-    assert "enroot remove" in " ".join(last)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID: is not set"),
-        ({"RECORDS": ""}, "RECORDS: is not set"),
-        ({"PYTHON": "/no/python"}, "no interpreter /no/python"),
-        ({"SLURM_ARRAY_TASK_ID": "2"}, "no item for array task 2: there are 2"),
-    ],
-)
-def test_settings_that_are_missing_are_named(batch, change, expected):
-    result, words, _ = batch(*WORDS, **change)
-    assert result.returncode != 0 and expected in result.stderr and words == []
-
-
-def test_a_failing_command_is_the_jobs_status(batch, tmp_path):
-    (tmp_path / "bin" / "python-shim").write_text("#!/bin/bash\nexit 7\n")
-    result, _, _ = batch(*WORDS)
-    assert result.returncode == 7 and (tmp_path / "out-a" / "logs" / "job-7.status").read_text() == "7\n"
-
-
-def test_node_sh_sets_the_rank_and_takes_another_interpreter(tmp_path):
-    node = [SCRIPTS / "node.sh", sys.executable, "-c", "import os; print(os.environ['PET_NODE_RANK'], os.getcwd())"]
-    environment = {"PATH": os.environ["PATH"], "SLURM_NODEID": "3"}
-    answer = subprocess.run(node, env=environment, cwd="/", capture_output=True, text=True)
-    assert answer.stdout == f"3 {ROOT}\n"
-    answer = subprocess.run(node, env={**environment, "NODE_PYTHON": "echo"}, capture_output=True, text=True)
-    assert answer.stdout.startswith("-c import os")
-    answer = subprocess.run(node, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
-    assert answer.returncode != 0 and "SLURM_NODEID" in answer.stderr
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck on PATH")
-def test_scripts_pass_shellcheck():
-    paths = [*SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("*.sh"), ROOT / ".ci" / "run", ROOT / "setup.sh"]
-    answer = subprocess.run(["shellcheck", *paths], capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stdout
-
-
-# ------------------------------------------------------------------------------------------------
-# Collate
-
-
-def session(root, boot, *numbers, device="cpu", gpu=None, closed=True):
-    """A session of eager below a task's root, packed or open."""
-    group = root / ("h200x1" if gpu else "cpux1") / "m-tiny"
-    path = sessions.create(group, boot, gpu, {"request": {}, "nodes": [], "source": {}})
-    for number in numbers:
-        record = records.blank(model="m", preset="tiny", variant="eager", round=number, status="pass", device=device)
-        record["env"].update(gpu_name="NVIDIA H200" if gpu else None, gpu_uuid=gpu, boot_id=boot)
-        records.write(path / records.file_name("eager", number), record)
-    return sessions.pack(path, "complete") if closed else path
-
-
-def ended(root, status):
-    (root / "logs").mkdir(parents=True, exist_ok=True)
-    (root / "logs" / "job-9.status").write_text(status)
-
-
-def test_collate_writes_tables_and_names_what_failed(tmp_path, capsys):
-    for name, status in (("good", "0\n"), ("bad", "1\n"), ("killed", None)):
-        session(tmp_path / name, "aa", 0)
-        if status:
-            ended(tmp_path / name, status)
-    (tmp_path / "empty").mkdir()
-    folders = [tmp_path / name for name in ("good", "bad", "killed", "empty", "missing")]
-    assert collate.main(["9", *map(str, folders)]) == 1
-    text = capsys.readouterr().out
-    failed = [line for line in text.splitlines() if line.startswith("failed: ")]
-    assert failed == [
-        f"failed: {tmp_path}/bad: ended with exit status 1",
-        f"failed: {tmp_path}/killed: did not come to its end (killed, cancelled, or never started)",
-        f"failed: {tmp_path}/empty: did not come to its end (killed, cancelled, or never started)",
-        f"failed: {tmp_path}/empty: no records",
-        f"failed: {tmp_path}/missing: did not come to its end (killed, cancelled, or never started)",
-        f"failed: {tmp_path}/missing: no records",
-    ]
-    assert "job 9: 1 of 5 tasks ended well" in text
-    assert all((tmp_path / name / "cpux1" / "m-tiny" / "table.md").exists() for name in ("good", "bad", "killed"))
-    assert collate.main(["9", str(tmp_path / "good")]) == 0
-
-
-def test_collate_counts_sessions_of_several_boots(tmp_path, capsys):
-    """A job that went on on another node left an open session on the first."""
-    session(tmp_path, "aa", 0, closed=False)
-    session(tmp_path, "bb", 0, 1)
-    ended(tmp_path, "0\n")
-    assert collate.main(["9", str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert f"{tmp_path}/cpux1/m-tiny: 2 sessions, 3 records\n" in text and "job 9: 1 of 1 tasks ended well" in text
-    assert len(sessions.find(tmp_path)) == 2
-
-
-def test_collate_goes_on_after_a_folder_that_mixes_machines(tmp_path, capsys):
-    session(tmp_path / "mixed", "aa", 0)
-    other = session(tmp_path / "mixed" / "elsewhere", "bb", 1, device="cuda", gpu="GPU-0")
-    shutil.move(other, tmp_path / "mixed" / "cpux1" / "m-tiny")
-    session(tmp_path / "good", "aa", 0)
-    for name in ("mixed", "good"):
-        ended(tmp_path / name, "0\n")
-    assert collate.main(["9", str(tmp_path / "mixed"), str(tmp_path / "good")]) == 1
-    text = capsys.readouterr().out
-    assert f"failed: {tmp_path}/mixed: cpux1/m-tiny: " in text and "job 9: 1 of 2 tasks ended well" in text
-    assert (tmp_path / "good" / "cpux1" / "m-tiny" / "table.md").exists()
-
-
-def test_collate_names_a_damaged_archive_and_shows_the_rest(tmp_path, capsys):
-    session(tmp_path, "aa", 0)
-    damaged = session(tmp_path, "bb", 0, 1)
-    (damaged / sessions.RECORDS).write_bytes((damaged / sessions.RECORDS).read_bytes()[:200])
-    ended(tmp_path, "0\n")
-    assert collate.main(["9", str(tmp_path)]) == 1
-    text = capsys.readouterr().out
-    (failed,) = [line for line in text.splitlines() if line.startswith("failed: ")]
-    assert f"cpux1/m-tiny/{damaged.name}/records.jsonl.xz: not a whole archive" in failed
-    assert "1 sessions, 1 records" in text

@@ -28,6 +28,11 @@ def check(*commands: list[str], environment: dict) -> None:
         _call([*command[:2], "--test-only", *command[2:]], environment)
 
 
+def reaches_cluster(environment: dict) -> bool:
+    """Whether a controller of Slurm answers."""
+    return _run(["scontrol", "ping"], environment).returncode == 0
+
+
 def submit(jobs: list[str], bench: list[str], collate, environment: dict, lead_s: int) -> None:
     """Submit both jobs, the first held until the second is in the queue; their ids are appended to `jobs`.
 

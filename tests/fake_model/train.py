@@ -59,7 +59,7 @@ ABOUT = {
     "sweeps": {"batch": ["batch"], "width": ["width", "inner"], "kind": ["kind"]},
     "reference": {"shifted": "shifted", "on_shifted": "shifted"},
     "promises": promises,
-    "presets_need": {"tiny": {"gpus": 0, "world_size": "any"}, "bench": {"gpus": 1, "world_size": "any"}},
+    "presets_need": lambda preset, settings: config.needs(preset == "bench"),
 }
 VARIANTS = {
     "eager": "the reference",
@@ -87,7 +87,7 @@ DROPS_AFTER, DROPPED_MS = 50, 0.03
 
 
 def main():
-    arguments = config.parse("tests.fake_model", Config, PRESETS, VARIANTS, about=ABOUT)
+    arguments = config.parse(__package__, Config, PRESETS, VARIANTS, about=ABOUT)
     run, settings = arguments.run, arguments.config
     print(f"fake {run.variant} round {run.round}", flush=True)
     time.sleep(settings.seconds)
@@ -169,7 +169,7 @@ def new_record(run, settings):
     if settings.pretend_gpu:
         env.update(gpu_name="NVIDIA H200", gpu_uuid="GPU-0", num_gpus=1, driver="580.1")
     record = records.blank(
-        model="tests.fake_model",
+        model=__package__,
         preset=run.preset,
         variant=run.variant,
         round=run.round,
