@@ -28,9 +28,8 @@ import numpy as np
 import torch
 
 from common import token_files
-from llama2_lora.config import Config
+from llama2_lora.config import MAX_DOCUMENTS, Config
 
-MAX_DOCUMENTS = 16  # of a window, padding counted as one
 _PAIRS = (("prompt", "completion"), ("input", "output"))
 _CHUNK_TOKENS = 1 << 24
 

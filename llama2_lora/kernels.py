@@ -148,22 +148,25 @@ def _rope(qkv, cos, sin, positions, WIDTH: tl.constexpr, HEADS: tl.constexpr, HA
 
 @triton.jit
 def _rope_backward(
-    grad_q, grad_k, grad_v, cos, sin, positions, out, operand, scale, amax, q_head, q_row, k_head, k_row, v_head, v_row,
-    WIDTH: tl.constexpr, NUM_Q: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, RECORD: tl.constexpr,
-    LARGEST: tl.constexpr,
+    grad_q, grad_k, grad_v, cos, sin, positions, out, operand, scale, amax, Q_HEAD: tl.constexpr, Q_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr, K_ROW: tl.constexpr, V_HEAD: tl.constexpr, V_ROW: tl.constexpr, WIDTH: tl.constexpr,
+    NUM_Q: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, RECORD: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one row: NUM_Q blocks of q's, then as many as k has, then v's, which is not turned."""
+    """HEADS heads of one row: NUM_Q blocks of q's, then as many as k has, then v's, which is not turned.
+
+    Q_HEAD, Q_ROW and so on: strides. Constants, so that the compiler knows how loads are aligned.
+    """
     row, block = tl.program_id(0), tl.program_id(1)
     num_k = (tl.num_programs(1) - NUM_Q) // 2
     if block < NUM_Q:
-        source = grad_q + row * q_row + block * HEADS * q_head
-        stride = q_head
+        source = grad_q + row * Q_ROW + block * HEADS * Q_HEAD
+        stride = Q_HEAD
     elif block < NUM_Q + num_k:
-        source = grad_k + row * k_row + (block - NUM_Q) * HEADS * k_head
-        stride = k_head
+        source = grad_k + row * K_ROW + (block - NUM_Q) * HEADS * K_HEAD
+        stride = K_HEAD
     else:
-        source = grad_v + row * v_row + (block - NUM_Q - num_k) * HEADS * v_head
-        stride = v_head
+        source = grad_v + row * V_ROW + (block - NUM_Q - num_k) * HEADS * V_HEAD
+        stride = V_HEAD
     head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
     source = source + head * stride + pair
     low, high = tl.load(source).to(tl.float32), tl.load(source + HALF).to(tl.float32)
@@ -369,11 +372,15 @@ class TritonOperators(Operators):
         c, grads = self.config, (grad_q, grad_k, grad_v)
         operand, recording = self._operand(written, out)
         assert all(grad.stride(2) == 1 for grad in grads)
-        strides = [grad.stride(dim) for grad in grads for dim in (0, 1)]
+        strides = {
+            f"{name}_{what}": grad.stride(dim)
+            for name, grad in zip("QKV", grads, strict=True)
+            for dim, what in enumerate(("HEAD", "ROW"))
+        }
         grid = (c.tokens, (c.heads + 2 * c.kv_heads) // self._heads)
         tensors = (*grads, self.cos, self.sin, positions, out, *operand)
         constants = {"NUM_Q": c.heads // self._heads, "HEADS": self._heads, "HALF": c.head_dim // 2, **recording}
-        self._launch(_rope_backward, grid, tensors, strides, WIDTH=c.qkv_width, **constants, num_warps=4)
+        self._launch(_rope_backward, grid, tensors, **strides, WIDTH=c.qkv_width, **constants, num_warps=4)
 
     def _swiglu(self, fc1, written, kept):
         rows, ffn = fc1.shape[0], fc1.shape[1] // 2

@@ -55,6 +55,7 @@ class LeanStack:
             name: torch.zeros(shape, dtype=types[kind], device=self.device)
             for name, (shape, kind) in workspace(config).items()
         }
+        self._views = {}
         self.kept = [self._kept(keeps) for keeps in self.keeps]
         self.holds_transposes = ["transpose" in plan.of(layer).keeps for layer in range(config.layers)]
         self.transposes = [self._transposes(layer) for layer in range(config.layers)]
@@ -96,8 +97,11 @@ class LeanStack:
         return found
 
     def _view(self, name, width):
-        """The first `width` columns' worth of a flat workspace: [s, width]."""
-        return self.work[name][: self.config.tokens * width].view(self.config.tokens, width)
+        """The first `width` columns' worth of a flat workspace: [s, width]. Made once, as views cost host time."""
+        if (name, width) not in self._views:
+            tokens = self.config.tokens
+            self._views[name, width] = self.work[name][: tokens * width].view(tokens, width)
+        return self._views[name, width]
 
     # -- GEMMs of the frozen weights ---------------------------------------------------------------
 

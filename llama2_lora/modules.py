@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import nvfp4
+from common import collectives, nvfp4
+from common.context_parallel import places
 from common.marks import mark
 from common.precision import (
     NoScaling,
@@ -19,7 +20,9 @@ from common.precision import (
     usable_transformer_engine,
 )
 from common.variant import Unsupported
+from llama2_lora.attention import attention_for
 from llama2_lora.config import FP8, Config
+from llama2_lora.context import AcrossRanks
 from llama2_lora.operators import Operators, TorchOperators, rope_angles
 from llama2_lora.scaling import Scaling, restored
 
@@ -88,12 +91,31 @@ class FrozenLinear(nn.Module):
         return F.linear(x, self.matrix.value)
 
 
-class PlainLayer(nn.Module):
-    """[s, hidden] -> [s, hidden]. inputs: name -> static tensor, of which it reads positions, int64 [s]."""
+class _AcrossRanks(torch.autograd.Function):
+    """Output [s, heads dim] of q [s, heads, dim], k and v [s, kv, dim] by `attention`, an `AcrossRanks`."""
 
-    def __init__(self, config: Config, layer: int, weights, adapters, operators: Operators, inputs):
+    @staticmethod
+    def forward(ctx, attention, q, k, v):
+        out, ctx.rest = attention.forward(q, k, v)
+        ctx.attention = attention
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = ctx.attention.backward(grad.contiguous(), *ctx.saved_tensors, ctx.rest)
+        return None, *(each.transpose(0, 1).to(grad.dtype) for each in grads)
+
+
+class PlainLayer(nn.Module):
+    """[s, hidden] -> [s, hidden]. inputs: name -> static tensor, of which it reads positions, int64 [s].
+
+    across: attention over the ranks that share a window, an `AcrossRanks`; None: this rank has all of it.
+    """
+
+    def __init__(self, config: Config, layer: int, weights, adapters, operators: Operators, inputs, across):
         super().__init__()
-        self.config, self.norms, self.inputs = config, weights.norms[layer], inputs
+        self.config, self.norms, self.inputs, self.across = config, weights.norms[layer], inputs, across
         self.cos, self.sin = operators.cos, operators.sin
         for name, matrix in weights.layers[layer].items():
             slots = [operators.scaling.slot(layer, f"{name}_{kind}") for kind in ("in", "grad")]
@@ -103,21 +125,26 @@ class PlainLayer(nn.Module):
     def forward(self, x):
         c = self.config
         normed = self._norm(x, self.norms[0])
-        qkv = (self.qkv(normed) + self.qkv_adapter(normed)).view(c.sequence, -1, c.head_dim)
+        qkv = (self.qkv(normed) + self.qkv_adapter(normed)).view(c.tokens, -1, c.head_dim)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 1)
-        positions = self.inputs["positions"]
-        cos, sin = (table[positions][:, None] for table in (self.cos, self.sin))
-        q, k, v = (each.transpose(0, 1)[None] for each in (_turned(q, cos, sin), _turned(k, cos, sin), v))
-        if c.documents == "whole":
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
-            index = torch.arange(c.sequence, device=x.device)
-            visible = (index <= index[:, None]) & (index >= (index - positions)[:, None])
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-        out = out[0].transpose(0, 1).reshape(c.sequence, -1)
+        cos, sin = (table[self.inputs["positions"]][:, None] for table in (self.cos, self.sin))
+        out = self._attention(_turned(q, cos, sin), _turned(k, cos, sin), v)
         x = x + (self.proj(out) + self.proj_adapter(out))
         gate, up = self.fc1(self._norm(x, self.norms[1])).chunk(2, 1)
         return x + self.fc2(F.silu(gate) * up)
+
+    def _attention(self, q, k, v):
+        c = self.config
+        if self.across is not None:
+            return _AcrossRanks.apply(self.across, q, k, v)
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        if c.documents == "whole":
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            index = torch.arange(c.sequence, device=q.device)
+            visible = (index <= index[:, None]) & (index >= (index - self.inputs["positions"])[:, None])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(c.sequence, -1)
 
     def _norm(self, x, gain):
         return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
@@ -139,9 +166,12 @@ class TransformerEngineLayer(nn.Module):
     63.75 GiB in all, unless a module is wrapped by FSDP2, whose flag frees it after the GEMM (module/base.py,
     `is_fsdp2`; module/linear.py, `clear_columnwise_cache`): the flag is set here. TE has no public name for it, nor
     for the memory of a weight.
+
+    frequencies: FP32 [s, 1, 1, head_dim], angles of RoPE at the places of this rank's tokens. across: None, or the
+    process group that shares a window, and a stream.
     """
 
-    def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies):
+    def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies, across):
         super().__init__()
         te = transformer_engine()
         c = config
@@ -155,6 +185,10 @@ class TransformerEngineLayer(nn.Module):
         self.attention = te.DotProductAttention(
             c.heads, c.head_dim, num_gqa_groups=c.kv_heads, attn_mask_type="causal", qkv_format="sbhd"
         )
+        if across:
+            group, stream = across
+            ranks = torch.distributed.get_process_group_ranks(group)
+            self.attention.set_context_parallel_group(group, ranks, stream, "a2a")
         self.requires_grad_(False)
         norms, matrices = weights.norms[layer], weights.layers[layer]
         with torch.no_grad():
@@ -173,7 +207,7 @@ class TransformerEngineLayer(nn.Module):
         c = self.config
         x = x[:, None]
         qkv, normed = self.qkv(x)
-        qkv = (qkv + self.qkv_adapter(normed)).view(c.sequence, 1, -1, c.head_dim)
+        qkv = (qkv + self.qkv_adapter(normed)).view(c.tokens, 1, -1, c.head_dim)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
         q, k = (
             apply_rotary_pos_emb(each.contiguous(), self.frequencies, tensor_format="sbhd", fused=True)
@@ -210,10 +244,13 @@ def require_kind(kind: str, config: Config, device) -> None:
     Engine's words where it has some."""
     if config.precision == "nvfp4":
         require_nvfp4(device, "lean layers have no NVFP4 GEMM")
-    if kind != "lean" and config.cp > 1:
-        raise Unsupported(f"--cp {config.cp} is built for lean layers alone: take --cp 1, or --layer lean")
     if kind != "te":
         return
+    if config.cp > 1 and (config.kv_heads % config.cp or config.kv_heads % 2):
+        raise Unsupported(
+            f"Transformer Engine's layers share an even number of groups of keys and values out over --cp {config.cp} "
+            f"ranks: --kv-heads {config.kv_heads} is no multiple of both"
+        )
     if device.type != "cuda":
         raise Unsupported("Transformer Engine's layers need a GPU")
     usable_transformer_engine()
@@ -235,17 +272,27 @@ class ModuleStack:
     forward_all and backward_all are one autograd graph, as anyone would run it. forward(layer) and backward(layer),
     for captures, cut it between layers: hidden states and gradients are chained by memory, and `head_of_chain` is what
     lies between the two halves.
+
+    group, rank: with --cp, the name of the group of ranks that share a window, and this rank's number in it.
     """
 
-    def __init__(self, kind: str, config: Config, weights, adapters, inputs, operators: Operators | None):
+    def __init__(
+        self, kind: str, config: Config, weights, adapters, inputs, operators: Operators | None,
+        group: str = collectives.ALONE, rank: int = 0,
+    ):  # fmt: skip
         self.config, self.weights, self.adapters, self.inputs = config, weights, adapters, inputs
         device, recipe = weights.device, _recipe(config) if kind == "te" else None
+        across = None
         if kind == "te":
-            # Both halves of a head alike, [s, 1, 1, dim].
-            angles = rope_angles(config).repeat(1, 2).float().to(device)[:, None, None]
-            layer_class, parts = TransformerEngineLayer, (recipe, angles)
+            if config.cp > 1:
+                across = collectives.process_group(group), torch.cuda.Stream(device)
+            # Both halves of a head alike.
+            angles = rope_angles(config)[places(config.sequence, config.cp, rank)].repeat(1, 2)
+            layer_class, parts = TransformerEngineLayer, (recipe, angles.float().to(device)[:, None, None], across)
         else:
-            layer_class, parts = PlainLayer, (operators, inputs)
+            if config.cp > 1:
+                across = AcrossRanks(attention_for(config, device), config, inputs, group, rank)
+            layer_class, parts = PlainLayer, (operators, inputs, across)
         self.layers = nn.ModuleList(
             layer_class(config, layer, weights, adapters, *parts) for layer in range(config.layers)
         )
@@ -255,7 +302,7 @@ class ModuleStack:
         # The plain twin's; Transformer Engine updates its own in the contexts of self.fp8.
         self.scalings = [operators.scaling] if operators else []
         # The embedding is frozen: nothing needs the gradient of its output, in graphs as little as without.
-        self.x = torch.zeros(config.sequence, config.hidden, dtype=weights.embedding.dtype, device=device)
+        self.x = torch.zeros(config.tokens, config.hidden, dtype=weights.embedding.dtype, device=device)
         self.grad = torch.zeros_like(self.x)
         self.loss = torch.zeros((), device=device)
         self.saved, self.chain, self.chain_grad = {}, self.x, self.grad

@@ -23,7 +23,16 @@ from common.memory_plan import (
     copy_ms,
     gemm_ms,
 )
-from llama2_lora.config import BACKWARD_SCALES, FORWARD_SCALES, FP8, PRESETS, Config, layer_weights, num_trainable
+from llama2_lora.config import (
+    BACKWARD_SCALES,
+    FORWARD_SCALES,
+    FP8,
+    MAX_DOCUMENTS,
+    PRESETS,
+    Config,
+    layer_weights,
+    num_trainable,
+)
 
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -138,10 +147,17 @@ def fixed_bytes(config: Config) -> int:
     c = config
     if c.layers > MOST_LAYERS:
         return math.ceil(fixed_bytes(replace(c, layers=MOST_LAYERS)) * c.layers / MOST_LAYERS)
-    # Attention's backward: three gradients, and the FP32 sums of the one of q. Its output, where no layer keeps it.
-    # Twice: in a graph's pool, and beside it for the eager steps that graphs are checked by.
-    q_width, kv_width = c.q_width, c.kv_heads * c.head_dim
-    sizes = [2 * c.tokens * width for width in (q_width, kv_width, kv_width, 2 * q_width, q_width, 2 * c.heads)] * 2
+    # Attention's backward: three gradients. Its output, where no layer keeps it. Besides, in flash attention, which
+    # needs more than cuDNN's and which round 0 takes: FP32 sums of q's gradient, 128 rows more for each document, and
+    # gradients of keys and values of every head. Twice: in a graph's pool, and beside it for the eager steps that
+    # graphs are checked by.
+    q_width, kv_width, keys = c.q_width, c.kv_heads * c.head_dim, c.tokens
+    padding = 128 * MAX_DOCUMENTS
+    if c.cp > 1:
+        # Of the keys that two runs of queries see; each run has its own part of a document.
+        keys, padding = c.sequence + c.tokens // 2, 2 * padding
+    sizes = [2 * c.tokens * width for width in (q_width, kv_width, kv_width, q_width, 2 * c.heads)] * 2
+    sizes += [4 * (c.tokens + padding) * q_width, *[2 * keys * q_width] * 2] * 2
     if c.cp > 1:
         # Keys and values of all ranks, once as gathered and once as attention takes them; their gradients in both
         # forms, in bf16 and FP32.

@@ -7,6 +7,7 @@ Both formats as Transformer Engine's HYBRID: E4M3 forward, E5M2 for gradients.
 """
 
 import contextlib
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +40,12 @@ class Scaling:
         self.history = torch.zeros(config.amax_history, count, device=device)
         largest = [E4M3_MAX if name in FORWARD_SCALES else E5M2_MAX for name in NAMES] * config.layers
         self.largest = torch.tensor(largest, device=device)
+        # Made once: a step asks for some 20 a layer, and views cost host time.
+        columns = (tensor[:, :1].unbind() for tensor in (self.scale, self.inverse, self.amax))
+        self._slots = list(itertools.starmap(Slot, zip(*columns, largest, strict=True)))
 
     def slot(self, layer: int, name: str) -> Slot:
-        row = layer * len(NAMES) + NAMES.index(name)
-        largest = E4M3_MAX if name in FORWARD_SCALES else E5M2_MAX
-        return Slot(self.scale[row, :1], self.inverse[row, :1], self.amax[row, :1], largest)
+        return self._slots[layer * len(NAMES) + NAMES.index(name)]
 
     def update(self) -> None:
         """Scales of the next step, from the amaxes of this one and of those before it.

@@ -76,7 +76,8 @@ class State:
             self.stack = LeanStack(config, formats, weights, self.adapters, inputs, self.plan, *parts)
         else:
             operators = plain_operators(config, formats, device) if kind == "torch" else None
-            self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators)
+            across = self.context, self.place.context_rank
+            self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators, *across)
         self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.lr, **ADAM)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)

@@ -28,7 +28,7 @@ def said(*arguments):
         (["--sequence", "1000"], "--sequence 1000: takes a multiple of 16"),
         (["--rank", "0"], "--rank 0: takes a number from 1 up"),
         (["--rank", "129"], "--rank 129: takes a number from 1 to 128"),
-        (["--memory-gib", "0.01"], "the smallest plan needs 69,206,016: 69,206,016 fixed and 3 layers of 0; --memory-"),
+        (["--memory-gib", "0.01"], "the smallest plan needs 90,177,536: 90,177,536 fixed and 3 layers of 0; --memory-"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
         (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),

@@ -27,10 +27,10 @@ EXACT = replace(TINY, precision="bf16", dropout=0.0)
 STEPS = 4
 
 
-def exact_losses(monkeypatch, config, rank=0, world_size=1):
+def exact_losses(monkeypatch, config, rank=0, world_size=1, kind="lean"):
     """(losses, gradient norms, held-out loss) of training in FP32."""
     monkeypatch.setattr(states.Formats, "of", lambda config: Formats(*[torch.float32] * 3))
-    state = State(config, CPU, "lean", rank, world_size)
+    state = State(config, CPU, kind, rank, world_size)
     losses, norms, _ = follow_eager(state, STEPS)
     return losses, norms, state.evaluate()
 
@@ -39,13 +39,16 @@ def own_rank():
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def trained(config):
+def trained(config, kind="lean"):
     with pytest.MonkeyPatch.context() as patch:
-        return exact_losses(patch, config, *own_rank())
+        return exact_losses(patch, config, *own_rank(), kind)
+
+
+WAYS = [(documents, kind) for documents in ("whole", "separate") for kind in ("lean", "torch")]
 
 
 def cp2():
-    return [trained(replace(EXACT, cp=2, documents=documents)) for documents in ("whole", "separate")]
+    return [trained(replace(EXACT, cp=2, documents=documents), kind) for documents, kind in WAYS]
 
 
 def dp2_cp2():
@@ -62,8 +65,8 @@ def close(ours, theirs):
 
 
 def test_two_ranks_of_a_window_train_as_one_process_does(monkeypatch):
-    alone = [exact_losses(monkeypatch, replace(EXACT, documents=each)) for each in ("whole", "separate")]
-    assert alone[0][0] != alone[1][0]
+    alone = [exact_losses(monkeypatch, replace(EXACT, documents=each), kind=kind) for each, kind in WAYS]
+    assert alone[0][0] != alone[2][0]
     for ranks in gloo_ranks.run(__name__, "cp2", 2):
         for ours, theirs in zip(ranks, alone, strict=True):
             close(ours, theirs)
@@ -77,11 +80,16 @@ def test_two_windows_of_two_ranks_each_train_as_two_data_ranks_do():
 
 
 def graphed():
-    """Of a plan of several ways, FP8 and dropout."""
+    """FP8 and dropout; lean layers by a plan of several ways."""
     config = replace(TINY, cp=2)
     some = needed_bytes(config) + config.layers * sum(item.bytes for item in items(config)) // 5
     state = State(replace(config, memory_gib=some / GIB), CPU, "lean", *own_rank())
     assert any(way.recomputes for way in state.plan.configurations.values())
+    return graphs_of(state), graphs_of(State(config, CPU, "torch", *own_rank()))
+
+
+def graphs_of(state):
+    """Losses of eager, which those of the graphed variants are."""
     eager = follow_eager(state, STEPS)
     for name in GRAPHED:
         variant = train.MAKE_VARIANT[name](state)
@@ -94,7 +102,7 @@ def graphed():
 
 def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit():
     first, second = gloo_ranks.run(__name__, "graphed", 2, timeout_s=200)
-    assert first == second and len(set(first)) == STEPS
+    assert first == second and all(len(set(losses)) == STEPS for losses in first)
 
 
 @pytest.mark.parametrize("lengths", [[64], [10, 1, 30, 23], [5] * 12 + [4]])
@@ -137,7 +145,7 @@ def test_what_does_not_fit_is_said():
         replace(TINY, cp=2).ranks(3)
     with pytest.raises(ValueError, match="--sequence 64: takes a multiple of 16 x --cp 3"):
         replace(TINY, cp=3)
-    for kind in ("torch", "te"):
-        with pytest.raises(Unsupported, match="--cp 2 is built for lean layers"):
-            require_kind(kind, replace(TINY, cp=2), CPU)
+    for cp, kv_heads in ((4, 2), (3, 3)):
+        with pytest.raises(Unsupported, match=f"--cp {cp} ranks: --kv-heads {kv_heads} is no multiple"):
+            require_kind("te", replace(TINY, cp=cp, heads=6, kv_heads=kv_heads, sequence=192), CPU)
     assert PlainAttention(TINY, inputs_of(TINY)).name == "plain"

@@ -11,8 +11,8 @@ import torch
 
 from common import token_files
 from common.capture import Pool, StaticInputs
-from llama2_lora.config import Config
-from llama2_lora.data import MAX_DOCUMENTS, open_windows
+from llama2_lora.config import MAX_DOCUMENTS, Config
+from llama2_lora.data import open_windows
 from tests.megatron_files import write_megatron
 
 CONFIG = Config(

@@ -1,8 +1,6 @@
 """llama2_lora/kernels against the plain operators, on a GPU and through Triton's interpreter without one."""
 
-import re
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -208,51 +206,16 @@ def test_transpose(rows, columns):
     assert torch.equal(out, weight.t())
 
 
-NAMES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-class Compiling:
-    """In place of a Launch: Triton's compiler for an H100 or H200 on what a call names, which needs no GPU."""
-
-    assembly: ClassVar = {}
-
-    def __init__(self, kernel, **options):
-        self.kernel, self.options = kernel, options
-
-    def __call__(self, grid, tensors, numbers=()):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        names, constants = self.kernel.arg_names, dict(self.options)
-        options = {"num_warps": constants.pop("num_warps")}
-        given = [*(NAMES[tensor.dtype] for tensor in tensors), *["i32"] * len(numbers)]
-        signature = dict(zip(names, given, strict=False)) | dict.fromkeys(constants, "constexpr")
-        assert list(signature) == names
-        # As at a launch on addresses of the allocator; of the numbers strides alone are multiples of 16.
-        aligned = range(len(given) if len(numbers) > 1 else len(tensors))
-        attributes = {(place,): [["tt.divisibility", 16]] for place in aligned}
-        source = ASTSource(self.kernel, signature=signature, constexprs=constants, attrs=attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        key = (self.kernel.__name__, *signature.values(), *constants.values())
-        self.assembly[key] = compiled.asm["ptx"]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_kernels_compile_for_hopper_with_wide_loads(precision, monkeypatch):
     """At the widths of the whole model: no kernel reads single numbers of 16 bits or less."""
     from llama2_lora import kernels
+    from tests.triton_compiling import Compiling, narrow_loads
 
     monkeypatch.setattr(kernels, "Launch", Compiling)
-    monkeypatch.setattr(Compiling, "assembly", {})
+    monkeypatch.setattr(Compiling, "compiled", {})
     meta, config = torch.device("meta"), replace(PRESETS["bench"], precision=precision)
     formats, scaling = Formats.of(config), Scaling(config, meta)
     op, slot = kernels.TritonOperators(config, formats, scaling, meta), scaling.slot(0, "qkv_in")
@@ -278,9 +241,9 @@ def test_kernels_compile_for_hopper_with_wide_loads(precision, monkeypatch):
     op.cross_entropy(empty(config.vocab), positions, empty(1, torch.float32)[:, 0], empty(1, torch.float32)[:, 0])
     weight = torch.empty(2 * ffn, h, dtype=torch.float8_e4m3fn, device=meta)
     op.transpose(weight, torch.empty(h, 2 * ffn, dtype=torch.float8_e4m3fn, device=meta))
-    assert len({key[0] for key in Compiling.assembly}) == 10
-    for key, ptx in Compiling.assembly.items():
-        narrow = re.findall(r"ld\.global[\w.:]*\.b(?:8|16)\b", ptx)
+    assert len({key[0] for key in Compiling.compiled}) == 10
+    for key, compiled in Compiling.compiled.items():
+        narrow = narrow_loads(compiled)
         assert not narrow, (key, narrow[:3])
 
 

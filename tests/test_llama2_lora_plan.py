@@ -79,6 +79,13 @@ def test_h100_holds_all_layers_at_1024_tokens():
     assert plans.fit(FULL, 77 * GIB).layers < 80
 
 
+def test_memory_of_flash_attention_in_round_0_is_counted():
+    """FP32 sums of q's gradient with 128 rows beside each of 16 documents, and gradients of k and v of all 64 heads."""
+    one = 4 * (8192 + 16 * 128) * 8192 + 2 * 2 * 8192 * 8192
+    bytes_of = plans.fixed_bytes(FULL) - plans.memory_plan.reserved_bytes(plans.built_sizes(FULL))
+    assert 2 * one < bytes_of < 2 * one + 1.2 * GIB
+
+
 def test_slice_fits_a_24_gb_gpu():
     small = 22 * GIB - plans.CONTEXT_BYTES
     for precision in ("fp8", "bf16"):
@@ -123,7 +130,7 @@ def test_the_documents_table_is_what_the_command_prints():
     ).stdout
     assert printed == plans.table() + "\n"
     assert printed in (ROOT / "docs/memory_plan.md").read_text()
-    assert [line.split(" | ")[2] for line in printed.splitlines()[2:]] == ["80", "80", "80", "75"]
+    assert [line.split(" | ")[2] for line in printed.splitlines()[2:]] == ["80", "80", "80", "74"]
 
 
 def test_transposes_in_memory_of_their_own_are_counted():
