@@ -2,7 +2,8 @@
 knows their format writes, such as FP8 with a scale. Nothing is read on the host, unless clipping is asked to.
 
     adam = MixedAdam([Weight(p), Weight(fp8, fp8.quantize_)], grads, lr=..., moments=torch.bfloat16, ...)
-    adam.load(values)                    masters, and from them the weights
+    ... fill adam.masters
+    adam.reset()                         the weights, from the masters
     adam.step()
 
 Bytes a parameter beside its weight and gradient: 8 with bf16 moments, 12 with FP32 ones. On a GPU norm and update are
@@ -68,10 +69,8 @@ class MixedAdam:
             self._fused = FusedUpdate(*states, betas, eps, weight_decay, self.grads)
 
     @torch.no_grad()
-    def load(self, values: Iterable[torch.Tensor]) -> None:
-        """As after construction, with these FP32 values of the weights; one of them is there at a time."""
-        for master, value in zip(self.masters, values, strict=True):
-            master.copy_(value)
+    def reset(self) -> None:
+        """As after construction, with the masters' present values, which the weights get too."""
         torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.step_count, self.grad_norm])
         self.lr.fill_(self._initial_lr)
         self._write_weights()

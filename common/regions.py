@@ -129,7 +129,9 @@ def cross_entropy(logits, targets, group=""):
     logits = logits - largest[:, None]
     log_sum = reduce_from_region(logits.exp().sum(-1), group).log()
     rows, inside = _own_part(targets, logits.shape[1], group)
-    of_target = logits.gather(-1, rows[:, None])[:, 0] * inside
+    # Not gather: where algorithms are deterministic its backward is index_put, which sorts and, in some releases of
+    # torch, reads the largest index on the host.
+    of_target = -F.nll_loss(logits, rows, reduction="none") * inside
     return (log_sum - reduce_from_region(of_target, group)).mean()
 
 

@@ -15,7 +15,7 @@ them: forward passes of a warm-up, then pairs of one forward and one backward pa
 as many microbatches as stages, interleaved, all forward passes come first.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 
@@ -101,7 +101,36 @@ def peak_in_flight(pp: int, stage: int, chunks: int, microbatches: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# Slots of captured graphs
+# Slots of captured graphs and of buffers
+
+
+def buffer_slots(steps, transfers) -> dict[tuple[int, int], int]:
+    """{(step, microbatch): slot} of the buffers that a stage's passes read: those of one slot are never there together.
+
+    steps: of `numbered`. transfers: of `communications`. An activation is read last in its chunk's backward pass, a
+    gradient in the pass that takes it. What is not received is written right before its pass.
+    """
+    place = {key: index for index, key in enumerate(steps)}
+    arrival = place | {
+        (transfer.step, transfer.microbatch): index
+        for index, batch in enumerate(transfers)
+        for transfer in batch
+        if not transfer.sends
+    }
+    slots, num_slots, free, busy = {}, 0, {True: deque(), False: deque()}, []
+    for key in sorted(steps, key=lambda key: (arrival[key], place[key])):
+        step, microbatch = key
+        for last, other in [each for each in busy if each[0] < arrival[key]]:
+            busy.remove((last, other))
+            free[other[0] > 0].append(slots[other])
+        # Activations and gradients apart, the oldest first: so that fewer microbatches, which leave out some passes,
+        # find them free as well.
+        if free[step > 0]:
+            slots[key] = free[step > 0].popleft()
+        else:
+            slots[key], num_slots = num_slots, num_slots + 1
+        busy.append((place[-abs(step), microbatch], key))
+    return slots
 
 
 def num_slots(steps) -> dict[int, int]:

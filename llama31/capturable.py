@@ -1,21 +1,28 @@
 """What a CUDA graph of a training step cannot hold: one table, asked before any work on the GPU.
 
-    refuse(Setting(impl="full_iteration", nan_check=True))        ValueError: what, why, and what to take instead
+    refuse(Setting(variant="graph", nan_checks=True))        ValueError: what, why, and what to take instead
 
-    python -m llama31.capturable --impl transformer_engine --scope attn,moe      is this one possible?
-    python -m llama31.capturable                                                 the table, as in docs/
+    python -m llama31.capturable --variant graph --ramp 4,6,8 --nan-checks true        is this one possible?
+    python -m llama31.capturable --variant transformer_engine --scope attn,moe         and this one, of Megatron's?
+    python -m llama31.capturable                                                       the table, as in docs/
 
-The rules are Megatron-Core 0.19's and Megatron Bridge's for dense models (transformer_config.py, cuda_graphs.py, and
-Bridge's config.py), and this repository's own. docs/what_cannot_be_captured.md is this table.
+Flags that llama31.train has too have its names. The rules are Megatron-Core 0.19's and Megatron Bridge's for dense
+models (transformer_config.py, cuda_graphs.py, and Bridge's config.py), and this repository's own.
+docs/what_cannot_be_captured.md is this table.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import Parser, mistakes_in_one_line, option, parse_with_fields
+from common.config import Parser, option, parse_with_fields
 
-IMPLEMENTATIONS = ("none", "layer", "chunk", "full_iteration", "local", "transformer_engine")
+# Those of llama31.train that capture nothing themselves, those that do, and Megatron's.
+NOT_CAPTURING, OURS = (
+    ("eager", "eager_nan_checks", "compile", "reduce_overhead"),
+    ("layer", "chunk", "graph", "full_step"),
+)
+VARIANTS = (*NOT_CAPTURING, *OURS, "local", "transformer_engine")
 DENSE_SCOPES, OTHER_SCOPES = ("attn", "mlp"), ("moe", "moe_router", "moe_preprocess", "mamba")
 SCOPES = ("full", "full_iteration", *DENSE_SCOPES, *OTHER_SCOPES)
 
@@ -24,18 +31,17 @@ SCOPES = ("full", "full_iteration", *DENSE_SCOPES, *OTHER_SCOPES)
 class Setting:
     """A training step and what shall be captured of it."""
 
-    impl: str = option(
-        "full_iteration",
-        "who captures what. layer, chunk (a microbatch), full_iteration (all microbatches): as here; local, "
-        "transformer_engine: Megatron's per layer or module; none: nothing",
+    variant: str = option(
+        "graph",
+        "who captures what: layer, chunk (a microbatch), graph (all microbatches), full_step (clipping and Adam too), "
+        "as in llama31.train, whose others capture nothing; local, transformer_engine: Megatron's per layer or module",
     )
     scope: str = option("", f"Megatron's cuda_graph_scope, with commas: {', '.join(SCOPES)}")
-    optimizer: bool = option(False, "clipping and the optimizer are captured too")
-    nan_check: bool = option(False, "loss or gradients are checked for NaN on the host")
+    nan_checks: bool = option(False, "loss or gradients are checked for NaN on the host")
     cpu_offload: bool = option(False, "activations or weights are moved to the host and back")
     changing_lengths: bool = option(False, "sequences or documents change in length from step to step")
-    changing_microbatches: bool = option(False, "the number of microbatches changes from step to step")
-    clip_on_host: bool = option(False, "clipping reads the gradient norm on the host")
+    ramp: str = option("", "numbers of microbatches that steps have in turn, such as 4,6,8 (empty: one number)")
+    clip: str = option("device", "host: clipping reads the gradient norm on the host", ("device", "host"))
     expandable_segments: bool = option(False, "PYTORCH_ALLOC_CONF has expandable_segments:True")
     nccl_graph_register: bool = option(True, "NCCL registers buffers in captures: all but NCCL_GRAPH_REGISTER=0")
     dropout: float = option(0.0, "probability of dropout in what is captured")
@@ -48,17 +54,21 @@ class Setting:
 
     @property
     def captures(self) -> bool:
-        return self.impl != "none"
+        return self.variant not in NOT_CAPTURING
+
+    @property
+    def changing_microbatches(self) -> bool:
+        return len({part.strip() for part in self.ramp.split(",")}) > 1
 
     @property
     def whole(self) -> bool:
         """Whether all of a microbatch, its loss too, is captured together."""
-        return self.impl in ("chunk", "full_iteration") or "full_iteration" in self.scopes
+        return self.variant == "chunk" or self.iteration
 
     @property
     def iteration(self) -> bool:
         """Whether all microbatches are captured together."""
-        return self.impl == "full_iteration" or "full_iteration" in self.scopes
+        return self.variant in ("graph", "full_step") or "full_iteration" in self.scopes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +83,10 @@ class Rule:
 
 RULES = (
     Rule(
-        what="an unknown implementation",
+        what="an unknown variant",
         why="it names who captures",
-        instead=f"one of {', '.join(IMPLEMENTATIONS)}",
-        refuses=lambda s: s.impl not in IMPLEMENTATIONS,
+        instead=f"one of {', '.join(VARIANTS)}",
+        refuses=lambda s: s.variant not in VARIANTS,
     ),
     Rule(
         what="an unknown scope",
@@ -88,7 +98,7 @@ RULES = (
         what="a NaN check with a graph over whole microbatches",
         why="it reads the loss or the gradients on the host, between kernels that the graph launches at once",
         instead="--nan-checks false (Megatron: --no-check-for-nan-in-loss-and-grad), or --variant eager_nan_checks",
-        refuses=lambda s: s.captures and s.whole and s.nan_check,
+        refuses=lambda s: s.captures and s.whole and s.nan_checks,
     ),
     Rule(
         what="CPU offload with graphs of layers or microbatches",
@@ -112,7 +122,7 @@ RULES = (
         what="clipping with a host read in a captured optimizer",
         why="the host would have to read the norm in the middle of the graph",
         instead="--clip device, whose factor stays on the GPU, or --variant graph, which leaves the optimizer eager",
-        refuses=lambda s: s.captures and s.optimizer and s.clip_on_host,
+        refuses=lambda s: s.variant == "full_step" and s.clip == "host",
     ),
     Rule(
         what="expandable segments while NCCL registers buffers in captures",
@@ -145,32 +155,37 @@ RULES = (
         refuses=lambda s: s.captures and bool(set(s.scopes) & set(OTHER_SCOPES)),
     ),
     Rule(
-        what="scopes of modules with implementation local",
+        what="scopes of modules with variant local",
         why="Megatron Bridge's local is the whole iteration only; Megatron-Core 0.19 captures the whole layer for attn "
         "and fails for mlp",
-        instead="implementation transformer_engine, or scope full_iteration",
-        refuses=lambda s: s.impl == "local" and bool(set(s.scopes) & {"full", *DENSE_SCOPES}),
+        instead="variant transformer_engine, or scope full_iteration",
+        refuses=lambda s: s.variant == "local" and bool(set(s.scopes) & {"full", *DENSE_SCOPES}),
     ),
     Rule(
-        what="scope full_iteration with implementation transformer_engine",
+        what="scope full_iteration with variant transformer_engine",
         why="make_graphed_callables captures layers and their modules",
-        instead="implementation local (Megatron-Core: full_iteration)",
-        refuses=lambda s: s.impl == "transformer_engine" and "full_iteration" in s.scopes,
+        instead="variant local (Megatron-Core: full_iteration)",
+        refuses=lambda s: s.variant == "transformer_engine" and "full_iteration" in s.scopes,
     ),
     Rule(
         what="recompute of full granularity with Megatron's graphs of layers",
         why="the layers that run again are called outside of the graphs",
         instead="recompute_granularity selective, or the whole iteration",
-        refuses=lambda s: s.impl in ("local", "transformer_engine") and not s.iteration and s.full_recompute,
+        refuses=lambda s: s.variant in ("local", "transformer_engine") and not s.iteration and s.full_recompute,
     ),
 )
 
 
+def faults(setting: Setting) -> list[str]:
+    """A line for each rule of the table that this setting breaks."""
+    return [f"{rule.what}: {rule.why}; take {rule.instead}" for rule in RULES if rule.refuses(setting)]
+
+
 def refuse(setting: Setting) -> None:
-    """ValueError, one line, with the first rule of the table that this setting breaks."""
-    for rule in RULES:
-        if rule.refuses(setting):
-            raise ValueError(f"cannot capture {rule.what}: {rule.why}; take {rule.instead}")
+    """ValueError, one line, with all rules of the table that this setting breaks."""
+    found = faults(setting)
+    if found:
+        raise ValueError(f"cannot capture {'. Nor '.join(found)}")
 
 
 def table() -> str:
@@ -185,8 +200,11 @@ def main(argv=None) -> None:
         print(table())
         return
     _, fields = parse_with_fields(Parser(prog="python -m llama31.capturable", allow_abbrev=False), Setting, given)
-    with mistakes_in_one_line("llama31", "capturable"):
-        refuse(Setting(**fields))
+    found = faults(Setting(**fields))
+    for fault in found:
+        print(f"python -m llama31.capturable: cannot capture {fault}", file=sys.stderr)
+    if found:
+        sys.exit(2)
     print("nothing in the table forbids it")
 
 

@@ -5,6 +5,7 @@ attention and MLP (sequence parallelism). Every parameter p has a buffer p.main_
 and FP8 or FP4 linears inside of their GEMMs' backward, all others by a hook that adds what autograd accumulated.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from common.context_parallel import places
 from common.memory_plan import Configuration
 from common.parallel import Groups, Place, fill_
 from common.precision import E4M3_MAX, E5M2_MAX, transformer_engine
-from common.regions import gather_from_sequence, reduce_from_region, reduce_scatter_to_sequence
+from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
 from llama31.config import ROPE_SCALING, Config
 from llama31.recompute import run_again
 
@@ -290,6 +291,13 @@ class PlainLayer(nn.Module):
         return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), -1).to(x.dtype)
 
 
+@functools.cache
+def context_stream(device: torch.device) -> torch.cuda.Stream:
+    """The second stream of attention over context ranks: of all layers, since memory of one stream is not used on
+    another, and since torch hands out 32 different ones."""
+    return torch.cuda.Stream(device)
+
+
 class TransformerEngineLayer(nn.Module):
     """te.TransformerLayer of the same shapes: weight gradients straight into main_grad, its own collectives."""
 
@@ -323,7 +331,7 @@ class TransformerEngineLayer(nn.Module):
         if c.cp > 1:
             context = collectives.process_group(groups.context)
             ranks = torch.distributed.get_process_group_ranks(context)
-            self.layer.set_context_parallel_group(context, ranks, torch.cuda.Stream(device), "p2p")
+            self.layer.set_context_parallel_group(context, ranks, context_stream(device), "p2p")
         # Both halves of a head turn by the same angles.
         self.angles = rope.repeat(1, 2).to(device)[:, None, None]
 
@@ -363,30 +371,21 @@ class TransformerEngineLayer(nn.Module):
 class Embedding(nn.Module):
     """Rows of this tensor rank. [s, b] int64 -> [s / tp, b, hidden]."""
 
-    def __init__(self, config: Config, groups: Groups, place: Place, dtype, device):
+    def __init__(self, config: Config, groups: Groups, dtype, device):
         super().__init__()
-        self.group, self.first_row = groups.tensor, place.tensor_rank * config.local_vocab
+        self.group = groups.tensor
         self.weight = nn.Parameter(torch.empty(config.local_vocab, config.hidden, dtype=dtype, device=device))
 
     def forward(self, tokens_sb):
-        if collectives.group_size(self.group) == 1:
-            return F.embedding(tokens_sb, self.weight)
-        rows = tokens_sb - self.first_row
-        inside = (rows >= 0) & (rows < self.weight.shape[0])
-        found = F.embedding(torch.where(inside, rows, 0), self.weight)
-        return reduce_scatter_to_sequence(found * inside[..., None], self.group)
+        return look_up(tokens_sb, self.weight, self.group)
 
 
 class Head(nn.Module):
     """Final norm, this tensor rank's rows of the output matrix, and the loss over the rows of all tensor ranks."""
 
-    def __init__(self, config: Config, groups: Groups, place: Place, dtype, device):
+    def __init__(self, config: Config, groups: Groups, dtype, device):
         super().__init__()
-        self.group, self.first_row, self.norm_eps = (
-            groups.tensor,
-            place.tensor_rank * config.local_vocab,
-            config.norm_eps,
-        )
+        self.group, self.norm_eps = groups.tensor, config.norm_eps
         self.norm = nn.Parameter(torch.empty(config.hidden, dtype=dtype, device=device))
         self.weight = nn.Parameter(torch.empty(config.local_vocab, config.hidden, dtype=dtype, device=device))
 
@@ -394,17 +393,7 @@ class Head(nn.Module):
         """Mean cross-entropy, FP32, of [s / tp, b, hidden] against [s, b]; alike on all tensor ranks."""
         normed = F.rms_norm(hidden, self.norm.shape, self.norm, self.norm_eps)
         logits = F.linear(gather_from_sequence(normed, self.group), self.weight).flatten(0, 1).float()
-        targets = targets_sb.flatten()
-        if collectives.group_size(self.group) == 1:
-            return F.cross_entropy(logits, targets)
-        largest = logits.detach().amax(-1)
-        collectives.all_reduce_max_(largest, self.group)
-        logits = logits - largest[:, None]
-        log_sum = reduce_from_region(logits.exp().sum(-1), self.group).log()
-        rows = targets - self.first_row
-        inside = (rows >= 0) & (rows < self.weight.shape[0])
-        of_target = logits.gather(-1, torch.where(inside, rows, 0)[:, None])[:, 0] * inside
-        return (log_sum - reduce_from_region(of_target, self.group)).mean()
+        return cross_entropy(logits, targets_sb.flatten(), self.group)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -412,9 +401,12 @@ class Head(nn.Module):
 
 
 def attach_main_grad(part: Part, dtype) -> None:
-    """Give a parameter its zeroed main_grad of `dtype`, and the hook that adds to it where nothing else does."""
+    """Give a parameter its main_grad of `dtype`, and the hook that adds to it where nothing else does.
+
+    It is zero and without memory of its own, which `collectives.GradientBuckets` gives it.
+    """
     parameter = part.parameter
-    parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+    parameter.main_grad = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     if not part.adds_to_main_grad:
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
@@ -426,28 +418,28 @@ def _add_to_main_grad(parameter):
     parameter.grad = None
 
 
-def random_part(config: Config, place: Place, name: str, layer: int | None, like, seed: int):
-    """A parameter's seeded initial value on this rank, FP32 of the shape of `like`.
+@torch.no_grad()
+def fill_at_random_(value, config: Config, place: Place, name: str, layer: int | None, seed: int) -> None:
+    """Fill this rank's part of a parameter with its seeded initial value, in place.
 
     Norms are one, matrices normal, those that add to the residual stream divided by sqrt(2 layers). It depends on the
     name, the layer's global number and the shard alone. name: "embedding", "head", "final_norm", or a layer's.
     """
-    c, rank = config, place.tensor_rank
-    value = torch.empty(like.shape, device=like.device)
+    c, rank, (num_rows, num_columns) = config, place.tensor_rank, (*value.shape, 1)[:2]
     if "norm" in name:
-        return value.fill_(1.0)
+        value.fill_(1.0)
+        return
     std = INIT_STD / math.sqrt(2 * c.layers) if name in ("proj", "fc2") else INIT_STD
-    own = slice(rank * like.shape[0], (rank + 1) * like.shape[0])
+    own = slice(rank * num_rows, (rank + 1) * num_rows)
     full = f"{name}" if layer is None else f"layers.{layer}.{name}"
     if name in ("embedding", "head", "qkv"):
-        fill_(value, full, seed, (like.shape[0] * c.tp, like.shape[1]), (own, slice(None)), std)
+        fill_(value, full, seed, (num_rows * c.tp, num_columns), (own, slice(None)), std)
     elif name == "fc1":
         view, rows = value.view(2, c.local_ffn, c.hidden), slice(rank * c.local_ffn, (rank + 1) * c.local_ffn)
         fill_(view, full, seed, (2, c.local_ffn * c.tp, c.hidden), (slice(None), rows, slice(None)), std)
     else:
-        columns = slice(rank * like.shape[1], (rank + 1) * like.shape[1])
-        fill_(value, full, seed, (like.shape[0], like.shape[1] * c.tp), (slice(None), columns), std)
-    return value
+        columns = slice(rank * num_columns, (rank + 1) * num_columns)
+        fill_(value, full, seed, (num_rows, num_columns * c.tp), (slice(None), columns), std)
 
 
 def checkpoint_part(config: Config, place: Place, name: str, whole):

@@ -1,8 +1,11 @@
-"""A step in the order of a pipeline's schedule (1F1B): this rank's stage runs microbatches forward and backward and
-exchanges activations and gradients with the stages beside it. Nothing waits for the host, so all of it can be captured.
+"""A step in the order of a pipeline's schedule (1F1B, interleaved with --chunks): this rank's stage runs microbatches
+forward and backward and exchanges activations and gradients with the stages beside it. Nothing waits for the host, so
+all of it can be captured.
 
-state: a llama31.state.State.
+state: a llama31.state.State. step, chunk: as in common/schedule.py; chunks count from 1.
 """
+
+import functools
 
 import torch
 
@@ -18,43 +21,48 @@ class Called:
         self.state, self._saved = state, {}
 
     def buffer(self, step: int, microbatch: int):
-        """What an activation (step 1) or a gradient (step -1) is received into."""
+        """What an activation (step +chunk) or a gradient (step -chunk) is received into."""
         return self.state.empty_hidden()
 
-    def forward(self, microbatch: int, hidden):
-        """What goes to the next stage, or the loss. hidden: received, None on the first stage."""
+    def forward(self, chunk: int, microbatch: int, hidden):
+        """What goes to the next stage, or the loss. hidden: received, None where a chunk begins with the embedding."""
         state = self.state
         with section("forward"):
-            first = hidden is None
-            hidden = state.embedding(state.inputs["tokens"][microbatch]) if first else hidden.requires_grad_()
-            output = state.run_layers(hidden, first=microbatch == 0)
-        if state.head is not None:
+            embeds = hidden is None
+            hidden = state.embedding(state.inputs["tokens"][microbatch]) if embeds else hidden.requires_grad_()
+            output = state.run_layers(hidden, microbatch == 0, chunk)
+        if state.is_last(chunk):
             with section("loss"):
                 output = state.microbatch_loss(output, microbatch)
-        self._saved[microbatch] = hidden, output
+        self._saved[chunk, microbatch] = None if embeds else hidden, output
         return output.detach()
 
-    def backward(self, microbatch: int, gradient):
-        """What goes to the stage before. gradient: received, None on the last stage, whose output is the loss."""
-        hidden, output = self._saved.pop(microbatch)
+    def backward(self, chunk: int, microbatch: int, gradient):
+        """What goes to the stage before. gradient: received, None of a chunk whose output is the loss."""
+        hidden, output = self._saved.pop((chunk, microbatch))
         with section("backward"):
             output.backward(gradient)
-        return hidden.grad
+        return None if hidden is None else hidden.grad
+
+
+@functools.cache
+def schedule(pp: int, stage: int, chunks: int, count: int):
+    """(steps with their microbatches, what is exchanged before each of them and after all)."""
+    return numbered(order(pp, stage, chunks, count)), communications(pp, stage, chunks, count)
 
 
 def forward_and_backward(state, count: int, passes=None) -> None:
     """What llama31/train.py does for one stage alone: gradients of `count` microbatches into main_grad."""
-    pp, stage = state.config.pp, state.place.stage
     passes = passes or Called(state)
-    steps = numbered(order(pp, stage, 1, count))
+    steps, exchanges = schedule(state.config.pp, state.place.stage, state.config.chunks, count)
     made, received = {}, {}
     # Entry i is exchanged before step i, the last one after all of them.
-    for transfers, step in zip(communications(pp, stage, 1, count), [*steps, None], strict=True):
+    for transfers, step in zip(exchanges, [*steps, None], strict=True):
         _exchange(state, transfers, passes, made, received)
         if step is None:
             break
         run = passes.forward if step[0] > 0 else passes.backward
-        made[step] = run(step[1], received.pop(step, None))
+        made[step] = run(abs(step[0]), step[1], received.pop(step, None))
         mark()
 
 
@@ -76,16 +84,17 @@ def _exchange(state, transfers, passes, made, received):
 
 @torch.no_grad()
 def forward_only(state) -> None:
-    """The validation: each microbatch through all stages, its loss kept on the last one."""
-    stage, group = state.place.stage, state.groups.pipeline
+    """The validation: each microbatch through all chunks of all stages, its loss kept behind the last one."""
+    pp, stage, group = state.config.pp, state.place.stage, state.groups.pipeline
     for microbatch in range(state.config.microbatches):
-        if stage == 0:
-            hidden = state.embedding(state.inputs["tokens"][microbatch])
-        else:
-            hidden = state.empty_hidden()
-            collectives.exchange_(received=[hidden], sources=[stage - 1], group=group)
-        hidden = state.run_layers(hidden, first=microbatch == 0)
-        if state.head is None:
-            collectives.exchange_([hidden], [stage + 1], group=group)
-        else:
-            state.keep_validation_loss(hidden, microbatch)
+        for chunk in range(1, state.config.chunks + 1):
+            if state.is_first(chunk):
+                hidden = state.embedding(state.inputs["tokens"][microbatch])
+            else:
+                hidden = state.empty_hidden()
+                collectives.exchange_(received=[hidden], sources=[(stage - 1) % pp], group=group)
+            hidden = state.run_layers(hidden, microbatch == 0, chunk)
+            if state.is_last(chunk):
+                state.keep_validation_loss(hidden, microbatch)
+            else:
+                collectives.exchange_([hidden], [(stage + 1) % pp], group=group)

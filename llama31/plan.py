@@ -8,7 +8,7 @@ te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 from bisect import bisect_right
 from dataclasses import replace
 
-from common import memory_plan
+from common import memory_plan, schedule
 from common.fitting import blame, gib
 from common.memory_plan import (
     ATTENTION_TFLOPS,
@@ -22,7 +22,7 @@ from common.memory_plan import (
     copy_ms,
     gemm_ms,
 )
-from llama31.config import PRESETS, Config, layer_parameters, layers_of_stages, num_parameters
+from llama31.config import PRESETS, Config, layer_parameters, num_parameters, stage_sizes
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = 2 * GIB
@@ -61,9 +61,9 @@ def items(config: Config) -> list[Item]:
         attention_rest = 2 * tokens * (c.hidden + q_width + kv_width + rounded)
         mlp_rest = 2 * tokens * (c.hidden + c.local_ffn)
     else:
-        # Normalised inputs of qkv and fc1, and what is kept between norms and sums; inputs of proj and fc2.
-        attention_rest = residual + tokens * operand * (c.hidden + q_width)
-        mlp_rest = residual + tokens * operand * (c.hidden + c.local_ffn)
+        # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2.
+        attention_rest = tokens * operand * (c.hidden + (q_width if quantized else 0))
+        mlp_rest = tokens * operand * (c.hidden + c.local_ffn)
     attention_passes = passes(3 * c.hidden + 2 * q_width + 4 * (q_width + kv_width))
     mlp_passes = passes(3 * c.hidden + 3 * c.local_ffn)
     x = Item("x", residual, None, None)
@@ -93,9 +93,11 @@ def ways(config: Config) -> list[Configuration]:
 
     A plain layer that runs again computes all of the rest again; te.TransformerLayer runs again as a whole for it.
     """
+    # Of the first stage, which has the most; a layer is in one of its chunks.
+    in_flight = schedule.peak_in_flight(config.pp, 0, config.chunks, config.microbatches) if config.pp > 1 else 1
     found = memory_plan.configurations(
         items(config),
-        in_flight=min(config.pp, config.microbatches),
+        in_flight=-(-in_flight // config.chunks),
         allow_fp8=("fc1",) if config.fc1_store == "fp8" else (),
     )
     if config.layer == "te":
@@ -133,7 +135,7 @@ def fixed_bytes(config: Config) -> int:
 
 def _layers(config):
     """Of the widest stage."""
-    return max(map(len, layers_of_stages(config.layers, config.pp)))
+    return max(stage_sizes(config))
 
 
 def budget_bytes(free_bytes: int) -> int:
@@ -166,12 +168,13 @@ def fit(config: Config, budget: int) -> Config:
 
     layers = config.layers
     if need(layers) > budget:
-        numbers = range(config.pp, layers, config.pp)
+        unit = config.pp * config.chunks
+        numbers = range(unit, layers, unit)
         fitting = bisect_right(numbers, budget, key=need)
         if not fitting:
             raise ValueError(
                 blame(config, PRESETS, needed_bytes, budget)
-                or f"one layer a stage needs {gib(need(config.pp))} GiB, {gib(budget)} GiB are free: lower "
+                or f"one layer in each chunk of a stage needs {gib(need(unit))} GiB, {gib(budget)} GiB are free: lower "
                 "--sequence, raise --share-tp or run --preset tiny"
             )
         layers = numbers[fitting - 1]

@@ -1,4 +1,4 @@
-"""A stage's passes as graphs: of each layer, or of all that the stage does to a microbatch, forward and backward apart.
+"""A stage's passes as graphs: of each layer, or of all that a chunk does to a microbatch, forward and backward apart.
 
 All have one pool and are captured in the order of the stage's schedule, in which they are replayed: what is free when a
 graph is captured is free when it is replayed. A step of fewer microbatches runs a part of that order. Buffers are
@@ -9,57 +9,59 @@ from functools import partial
 
 from common.capture import Pool
 from common.marks import mark, section
-from common.schedule import numbered, order
-from common.variant import Capture, warm_up
+from common.schedule import buffer_slots
+from common.variant import Capture
 from llama31 import pipeline
 from llama31.state import State
-from llama31.validation import GraphedValidation
+from llama31.validation import GraphedValidation, warm_up_all
 
 
 class GraphedPasses:
     """The methods of llama31/pipeline.py's Called by replays.
 
-    whole: a graph has all of a stage's pass, embedding or loss too; else there is one for each layer, and embedding and
+    whole: a graph has all of a chunk's pass, embedding or loss too; else there is one for each layer, and embedding and
     loss stay eager.
     """
 
     def __init__(self, state: State, pool: Pool, whole: bool):
         self.state, self.pool, self.whole = state, pool, whole
-        self.first, self.last = state.embedding is not None, state.head is not None
-        # A stage receives no more than pp activations before it has used the first, and gradients likewise.
-        self._x, self._grad = ([state.empty_hidden().zero_() for _ in range(state.config.pp)] for _ in range(2))
-        # By microbatch: graphs in the order of replay, what the last of them writes; and what is eager.
+        config = state.config
+        steps, exchanges = pipeline.schedule(config.pp, state.place.stage, config.chunks, config.microbatches)
+        self._slots, self._buffers = buffer_slots(steps, exchanges), {}
+        # By chunk and microbatch: graphs in the order of replay, what the last of them writes; and what is eager.
         self._forward, self._output, self._backward, self._gradient, self._embedded = {}, {}, {}, {}, {}
         saved = {}
-        for step, microbatch in numbered(order(state.config.pp, state.place.stage, 1, state.config.microbatches)):
+        for step, microbatch in steps:
+            key = abs(step), microbatch
             if step > 0:
-                saved[microbatch] = self._capture_forward(microbatch)
+                saved[key] = self._capture_forward(*key)
             else:
-                self._capture_backward(microbatch, saved.pop(microbatch))
+                self._capture_backward(*key, saved.pop(key))
 
-    def _capture_forward(self, microbatch):
+    def _capture_forward(self, chunk, microbatch):
         """(input, output) of each graph."""
         state, hidden, saved, graphs = self.state, None, [], []
         static = state.static if self.whole else ()
-        if not (self.whole and self.first):
+        if not (self.whole and state.is_first(chunk)):
             # Cut from autograd's graph, here and below: each backward is captured by itself.
-            hidden = self.buffer(1, microbatch).detach().requires_grad_()
+            hidden = self.buffer(chunk, microbatch).detach().requires_grad_()
             static = (*static, hidden)
-        units = [partial(_run_stage, state, microbatch)]
+        units = [partial(_run_chunk, state, chunk, microbatch)]
         if not self.whole:
-            units = [partial(_run_layer, state, layer, microbatch) for layer in range(len(state.layers))]
+            units = [partial(_run_layer, state, layer, microbatch) for layer in state.chunks[chunk - 1]]
         for unit in units:
             graph, output = self.pool.capture(lambda: unit(hidden), static)  # noqa: B023
             graphs.append(graph)
             saved.append((hidden, output))
             hidden, static = output.detach().requires_grad_(), ()
-        self._forward[microbatch], self._output[microbatch] = graphs, self.pool.borrow(output.detach())
+        key = chunk, microbatch
+        self._forward[key], self._output[key] = graphs, self.pool.borrow(output.detach())
         return saved
 
-    def _capture_backward(self, microbatch, saved):
+    def _capture_backward(self, chunk, microbatch, saved):
         grad, static, graphs = None, (), []
-        if not (self.whole and self.last):
-            grad = self.buffer(-1, microbatch)
+        if not (self.whole and self.state.is_last(chunk)):
+            grad = self.buffer(-chunk, microbatch)
             static = (grad,)
         while saved:
             x, output = saved.pop()
@@ -68,42 +70,48 @@ class GraphedPasses:
             # What is captured next may take the activations' memory.
             del x, output
             static = ()
-        self._backward[microbatch] = graphs
-        self._gradient[microbatch] = None if grad is None else self.pool.borrow(grad)
+        key = chunk, microbatch
+        self._backward[key] = graphs
+        self._gradient[key] = None if grad is None else self.pool.borrow(grad)
 
     def buffer(self, step: int, microbatch: int):
-        return (self._x if step > 0 else self._grad)[microbatch % self.state.config.pp]
+        slot = self._slots[step, microbatch]
+        if slot not in self._buffers:
+            self._buffers[slot] = self.state.empty_hidden().zero_()
+        return self._buffers[slot]
 
-    def forward(self, microbatch: int, hidden):
-        state = self.state
-        if self.first and not self.whole:
+    def forward(self, chunk: int, microbatch: int, hidden):
+        state, key = self.state, (chunk, microbatch)
+        if state.is_first(chunk) and not self.whole:
             with section("embedding"):
-                self._embedded[microbatch] = state.embedding(state.inputs["tokens"][microbatch])
-                self.buffer(1, microbatch).copy_(self._embedded[microbatch].detach())
+                self._embedded[key] = state.embedding(state.inputs["tokens"][microbatch])
+                self.buffer(*key).copy_(self._embedded[key].detach())
         with section("forward"):
-            for graph in self._forward[microbatch]:
+            for graph in self._forward[key]:
                 graph.replay()
-        return self._output[microbatch]
+        return self._output[key]
 
-    def backward(self, microbatch: int, gradient):
-        if self.last and not self.whole:
-            hidden = self._output[microbatch].detach().requires_grad_()
+    def backward(self, chunk: int, microbatch: int, gradient):
+        key = chunk, microbatch
+        if self.state.is_last(chunk) and not self.whole:
+            hidden = self._output[key].detach().requires_grad_()
             with section("loss"):
                 loss = self.state.microbatch_loss(hidden, microbatch)
             mark()
             with section("backward"):
                 loss.backward()
-                self.buffer(-1, microbatch).copy_(hidden.grad)
+                self.buffer(-chunk, microbatch).copy_(hidden.grad)
         with section("backward"):
-            for graph in self._backward[microbatch]:
+            for graph in self._backward[key]:
                 graph.replay()
-            if microbatch in self._embedded:
-                self._embedded.pop(microbatch).backward(self._gradient[microbatch])
-        return self._gradient[microbatch]
+            if key in self._embedded:
+                self._embedded.pop(key).backward(self._gradient[key])
+        return self._gradient[key]
 
     def replays(self, count: int) -> int:
         """Of a step of `count` microbatches."""
-        return sum(len(self._forward[each]) + len(self._backward[each]) for each in range(count))
+        graphs = [*self._forward.items(), *self._backward.items()]
+        return sum(len(found) for (_, microbatch), found in graphs if microbatch < count)
 
 
 class StageGraphs:
@@ -113,7 +121,7 @@ class StageGraphs:
         self.state, self.pool = state, Pool(state.device)
         what = "a microbatch" if whole else "layer x microbatch"
         self.capture = Capture(strategy=f"{what}, forward and backward; validation", pools=[self.pool])
-        warm_up(state, self.capture, step)
+        warm_up_all(state, self.capture, step)
         with self.capture.timed("capture_s"):
             self.passes = GraphedPasses(state, self.pool, whole)
             self.validation = GraphedValidation(state, self.pool)
@@ -137,11 +145,11 @@ class StageGraphs:
         self.pool.release()
 
 
-def _run_stage(state, microbatch, hidden):
-    if state.embedding is not None:
+def _run_chunk(state, chunk, microbatch, hidden):
+    if state.is_first(chunk):
         hidden = state.embedding(state.inputs["tokens"][microbatch])
-    hidden = state.run_layers(hidden, first=microbatch == 0)
-    return hidden if state.head is None else state.microbatch_loss(hidden, microbatch)
+    hidden = state.run_layers(hidden, microbatch == 0, chunk)
+    return state.microbatch_loss(hidden, microbatch) if state.is_last(chunk) else hidden
 
 
 def _run_layer(state, layer, microbatch, hidden):

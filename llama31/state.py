@@ -1,7 +1,6 @@
 """What Llama 3.1's training reads and writes: built once, reset in place, the same for every variant."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,8 +24,8 @@ from llama31.model import (
     TransformerEngineLayer,
     attach_main_grad,
     checkpoint_part,
+    fill_at_random_,
     positions_of,
-    random_part,
     rope_angles,
 )
 from llama31.plan import make_plan
@@ -59,7 +58,11 @@ class State:
         self.ranks = config.ranks(world_size)
         self.place = self.ranks.place(rank)
         self.groups = make_groups(self.ranks, device.type)
-        self.numbers = layers_of_stages(config.layers, config.pp)[self.place.stage]
+        chunks = layers_of_stages(config.layers, config.pp, config.chunks)[self.place.stage]
+        self.numbers = [number for chunk in chunks for number in chunk]
+        # Of each chunk the indices of its layers among this stage's.
+        starts = [sum(map(len, chunks[:index])) for index in range(len(chunks))]
+        self.chunks = [range(start, start + len(chunk)) for start, chunk in zip(starts, chunks, strict=True)]
         self.checkpoint = open_checkpoint(config) if config.checkpoint else None
         self.recipe = recipe_of(config)
         self._make_modules(dtype)
@@ -98,8 +101,8 @@ class State:
             for layer, way in zip(self.layers, ways, strict=True)
         ]
         first, last = self.place.stage == 0, self.place.stage == c.pp - 1
-        self.embedding = Embedding(*parts, dtype, self.device) if first else None
-        self.head = Head(*parts, dtype, self.device) if last else None
+        self.embedding = Embedding(c, self.groups, dtype, self.device) if first else None
+        self.head = Head(c, self.groups, dtype, self.device) if last else None
         # (name, number of the layer or None, part) of all parameters of this rank.
         self.parts: list[tuple[str, int | None, Part]] = []
         if first:
@@ -196,17 +199,26 @@ class State:
             return transformer_engine().autocast(enabled=True, recipe=self.recipe)
         return contextlib.nullcontext()
 
-    def run_layers(self, hidden, first: bool | None):
-        """All layers of this rank. first: the weights are new since their last cast, as in a step's microbatch 0."""
+    def run_layers(self, hidden, first: bool | None, chunk: int = 1):
+        """All layers of a chunk of this rank. first: their weights are new since their last cast, as in a step's
+        microbatch 0."""
         if self.config.layer == "te" and not torch.is_grad_enabled():
             # A fresh cast: the one that Transformer Engine keeps belongs to the training, whose graph reads it.
             first = None
         with self.scaling():
-            for index in range(len(self.layers)):
+            for index in self.chunks[chunk - 1]:
                 hidden = self.run_layer(index, hidden, first)
                 if (index + 1) % MARK_EVERY == 0:
                     mark(hidden)
         return hidden
+
+    def is_first(self, chunk: int) -> bool:
+        """Whether a chunk of this rank begins with the embedding."""
+        return self.embedding is not None and chunk == 1
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk of this rank ends with the loss."""
+        return self.head is not None and chunk == self.config.chunks
 
     def run_layer(self, index: int, hidden, first: bool | None):
         """One layer, which keeps for its backward what the plan says."""
@@ -292,24 +304,19 @@ class State:
 
     def reset(self):
         torch.manual_seed(SEED)
-        values = self._initial_values()
-        if self.config.zero:
-            with torch.no_grad():
-                for (_, _, part), value in zip(self.parts, values, strict=True):
-                    part.parameter.copy_(value)
-            self.adam.reset()
-        else:
-            self.adam.load(values)
+        self._initialise()
+        self.adam.reset()
         self.zero_grads()
         torch._foreach_zero_([self.losses, self.grad_norms, self.loss, self.validation_loss, self.microbatch_losses])
 
-    def _initial_values(self) -> Iterator[torch.Tensor]:
-        """FP32 values of the parameters in the order of `parts`: seeded, or of the checkpoint, one layer at a time."""
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Masters, or ZeRO's parameters, become seeded values or the checkpoint's, one layer at a time, in place."""
         layer, tensors = None, {}
-        for name, number, part in self.parts:
-            like = part.parameter.main_grad
+        targets = [part.parameter for _, _, part in self.parts] if self.config.zero else self.adam.masters
+        for (name, number, _), target in zip(self.parts, targets, strict=True):
             if self.checkpoint is None:
-                yield random_part(self.config, self.place, name, number, like, SEED)
+                fill_at_random_(target, self.config, self.place, name, number, SEED)
                 continue
             if number is None:
                 whole = getattr(self.checkpoint, name)()
@@ -317,7 +324,7 @@ class State:
                 if number != layer:
                     layer, tensors = number, self.checkpoint.layer(number)
                 whole = tensors[name]
-            yield checkpoint_part(self.config, self.place, name, whole).to(self.device, torch.float32)
+            target.copy_(checkpoint_part(self.config, self.place, name, whole))
 
     def finish(self, variant, record) -> None:
         """After the window: the plan for the record, the memory that it predicts beside what was measured."""

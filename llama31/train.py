@@ -43,11 +43,11 @@ from common import collectives
 from common.capture import Pool
 from common.main import main
 from common.marks import mark, section
-from common.variant import Capture, Eager, warm_up
+from common.variant import Capture, Eager
 from llama31 import pipeline, variants
 from llama31.stage_graphs import StageGraphs
 from llama31.state import State
-from llama31.validation import GraphedValidation, validate
+from llama31.validation import GraphedValidation, validate, warm_up_all
 from llama31.workload import workload
 
 # ------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class Graphed:
         self.pool = Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
         # Eager steps first: libraries choose kernels, communicators connect, autograd makes its nodes on this stream.
-        warm_up(state, self.capture, eager_step)
+        warm_up_all(state, self.capture, eager_step)
         barrier()  # no rank captures while another one waits for what it sends
         with self.capture.timed("capture_s"):
             self.graphs = self.capture_training()

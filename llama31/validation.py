@@ -7,6 +7,7 @@ import torch
 
 from common.capture import Pool
 from common.marks import section
+from common.variant import warm_up
 from llama31 import pipeline
 
 
@@ -29,16 +30,27 @@ def forward_only(state) -> None:
             state.keep_validation_loss(state.run_layers(hidden, first=microbatch == 0), microbatch)
 
 
+def warm_up_all(state, capture, step) -> None:
+    """`common.variant.warm_up`, and a validation's forward pass.
+
+    Both before the first capture: it empties the allocator's cache, so that no memory of an eager pass lies beside the
+    graphs'.
+    """
+    warm_up(state, capture, step)
+    with capture.timed("warmup_s"):
+        forward_only(state)
+
+
 class GraphedValidation:
     """`validate` with `forward_only` in one graph, captured behind the graphs of the training in their pool.
 
     They share memory because they never run at the same time, and nothing that one leaves in the pool is read after a
-    replay of the other: losses, gradients and weights lie in tensors that were there before the captures.
+    replay of the other: losses, gradients and weights lie in tensors that were there before the captures. It is made
+    after `warm_up_all`.
     """
 
     def __init__(self, state, pool: Pool):
         self.state = state
-        forward_only(state)
         self.graph, _ = pool.capture(lambda: forward_only(state), state.static)
 
     def run(self) -> None:

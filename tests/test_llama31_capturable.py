@@ -1,75 +1,85 @@
 """llama31/capturable: the table of what cannot be captured, row by row, its page, and the flags that meet it."""
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from llama31 import capturable
-from llama31.capturable import RULES, Setting, refuse
-from llama31.config import PRESETS, VARIANTS, require_capturable
+from llama31.capturable import RULES, Setting, faults, refuse
+from llama31.config import PRESETS, VARIANTS, Config, require_capturable
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a rule refuses -> (settings that it refuses, settings as near to them as can be that may be captured).
 CASES = {
-    "an unknown implementation": ([{"impl": "nope"}], [{"impl": "none"}, {"impl": "layer"}]),
+    "an unknown variant": ([{"variant": "nope"}], [{"variant": "eager"}, {"variant": "layer"}]),
     "an unknown scope": (
-        [{"impl": "transformer_engine", "scope": "attention"}],
-        [{"impl": "transformer_engine", "scope": "attn"}],
+        [{"variant": "transformer_engine", "scope": "attention"}],
+        [{"variant": "transformer_engine", "scope": "attn"}],
     ),
     "a NaN check with a graph over whole microbatches": (
-        [{"nan_check": True, **more} for more in ({}, {"impl": "chunk"}, {"impl": "local", "scope": "full_iteration"})],
-        [{"impl": "none", "nan_check": True}, {"impl": "layer", "nan_check": True}],
+        [
+            {"nan_checks": True, **more}
+            for more in ({}, {"variant": "chunk"}, {"variant": "local", "scope": "full_iteration"})
+        ],
+        [{"variant": "eager", "nan_checks": True}, {"variant": "layer", "nan_checks": True}],
     ),
     "CPU offload with graphs of layers or microbatches": (
-        [{"impl": impl, "cpu_offload": True} for impl in ("layer", "chunk", "local", "transformer_engine")],
-        [{"cpu_offload": True}, {"impl": "none", "cpu_offload": True}],
+        [{"variant": variant, "cpu_offload": True} for variant in ("layer", "chunk", "local", "transformer_engine")],
+        [{"cpu_offload": True}, {"variant": "eager", "cpu_offload": True}],
     ),
     "sequences of changing length": (
-        [{"impl": impl, "changing_lengths": True} for impl in ("layer", "chunk", "full_iteration", "local")],
-        [{"impl": "none", "changing_lengths": True}],
+        [{"variant": variant, "changing_lengths": True} for variant in ("layer", "chunk", "graph", "local")],
+        [{"variant": "eager", "changing_lengths": True}],
     ),
     "a number of microbatches that changes, with a graph over all of them": (
-        [{"changing_microbatches": True}],
-        [{"impl": "chunk", "changing_microbatches": True}, {"impl": "layer", "changing_microbatches": True}],
+        [{"ramp": "4,6,8"}, {"variant": "full_step", "ramp": "1, 2"}],
+        [{"variant": "chunk", "ramp": "4,6,8"}, {"variant": "layer", "ramp": "1,2"}, {"ramp": "4, 4"}, {"ramp": "4"}],
     ),
     "clipping with a host read in a captured optimizer": (
-        [{"optimizer": True, "clip_on_host": True}],
-        [{"clip_on_host": True}, {"optimizer": True}],
+        [{"variant": "full_step", "clip": "host"}],
+        [{"clip": "host"}, {"variant": "full_step"}],
     ),
     "expandable segments while NCCL registers buffers in captures": (
-        [{"expandable_segments": True}, {"impl": "transformer_engine", "expandable_segments": True}],
-        [{"expandable_segments": True, "nccl_graph_register": False}, {"impl": "none", "expandable_segments": True}],
+        [{"expandable_segments": True}, {"variant": "transformer_engine", "expandable_segments": True}],
+        [
+            {"expandable_segments": True, "nccl_graph_register": False},
+            {"variant": "eager", "expandable_segments": True},
+        ],
     ),
     "dropout whose generator is not registered": (
         [{"dropout": 0.1, "registered_generator": False}],
         [{"dropout": 0.1}, {"registered_generator": False}],
     ),
     "scope full beside other scopes": (
-        [{"impl": "transformer_engine", "scope": "full,attn"}],
-        [{"impl": "transformer_engine", "scope": "full"}, {"impl": "transformer_engine"}],
+        [{"variant": "transformer_engine", "scope": "full,attn"}],
+        [{"variant": "transformer_engine", "scope": "full"}, {"variant": "transformer_engine"}],
     ),
     "scopes of modules with the whole iteration": (
-        [{"scope": "attn"}, {"impl": "local", "scope": "full_iteration,mlp"}],
-        [{}, {"impl": "local", "scope": "full_iteration"}],
+        [{"scope": "attn"}, {"variant": "local", "scope": "full_iteration,mlp"}],
+        [{}, {"variant": "local", "scope": "full_iteration"}],
     ),
     "scopes of experts or Mamba in a dense model": (
-        [{"impl": "transformer_engine", "scope": scope} for scope in ("moe", "moe_router,moe_preprocess", "mamba")],
-        [{"impl": "transformer_engine", "scope": "attn,mlp"}],
+        [{"variant": "transformer_engine", "scope": scope} for scope in ("moe", "moe_router,moe_preprocess", "mamba")],
+        [{"variant": "transformer_engine", "scope": "attn,mlp"}],
     ),
-    "scopes of modules with implementation local": (
-        [{"impl": "local", "scope": "attn"}, {"impl": "local", "scope": "mlp"}, {"impl": "local", "scope": "full"}],
-        [{"impl": "local"}],
+    "scopes of modules with variant local": (
+        [
+            {"variant": "local", "scope": "attn"},
+            {"variant": "local", "scope": "mlp"},
+            {"variant": "local", "scope": "full"},
+        ],
+        [{"variant": "local"}],
     ),
-    "scope full_iteration with implementation transformer_engine": (
-        [{"impl": "transformer_engine", "scope": "full_iteration"}],
-        [{"impl": "local", "scope": "full_iteration"}],
+    "scope full_iteration with variant transformer_engine": (
+        [{"variant": "transformer_engine", "scope": "full_iteration"}],
+        [{"variant": "local", "scope": "full_iteration"}],
     ),
     "recompute of full granularity with Megatron's graphs of layers": (
-        [{"impl": "transformer_engine", "full_recompute": True}, {"impl": "local", "full_recompute": True}],
-        [{"full_recompute": True}, {"impl": "local", "scope": "full_iteration", "full_recompute": True}],
+        [{"variant": "transformer_engine", "full_recompute": True}, {"variant": "local", "full_recompute": True}],
+        [{"full_recompute": True}, {"variant": "local", "scope": "full_iteration", "full_recompute": True}],
     ),
 }
 
@@ -81,12 +91,14 @@ def test_every_row_has_its_cases():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
 def test_row(rule):
     refused, allowed = CASES[rule.what]
-    for fields in refused:
+    for given in refused:
+        fault = f"{rule.what}: {rule.why}; take {rule.instead}"
+        assert fault in faults(Setting(**given)), given
         with pytest.raises(ValueError) as caught:
-            refuse(Setting(**fields))
-        assert str(caught.value) == f"cannot capture {rule.what}: {rule.why}; take {rule.instead}", fields
-    for fields in allowed:
-        refuse(Setting(**fields))
+            refuse(Setting(**given))
+        assert str(caught.value).startswith("cannot capture ") and fault in str(caught.value), given
+    for given in allowed:
+        refuse(Setting(**given))
     for text in (rule.what, rule.why, rule.instead):
         assert text.isascii() and "|" not in text and "\n" not in text
 
@@ -99,13 +111,33 @@ def test_the_page_is_the_table():
 def test_the_command_answers(capsys):
     capturable.main([])
     assert capsys.readouterr().out == capturable.table() + "\n"
-    capturable.main(["--impl", "chunk", "--changing-microbatches", "true"])
+    capturable.main(["--variant", "chunk", "--ramp", "4,6,8"])
     assert "nothing in the table" in capsys.readouterr().out
     with pytest.raises(SystemExit) as caught:
-        capturable.main(["--impl", "transformer_engine", "--scope", "attn,moe"])
+        capturable.main(["--variant", "transformer_engine", "--scope", "attn,moe"])
     assert caught.value.code == 2
     answer = capsys.readouterr()
     assert answer.out == "" and answer.err.count("\n") == 1 and "in a dense model" in answer.err
+
+
+def test_all_faults_are_told(capsys):
+    arguments = ["--variant", "full_step", "--nan-checks", "true", "--ramp", "4,6", "--clip", "host"]
+    with pytest.raises(SystemExit) as caught:
+        capturable.main(arguments)
+    lines = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and len(lines) == 3
+    assert all(
+        line.startswith("python -m llama31.capturable: cannot capture a") or "clipping" in line for line in lines
+    )
+    with pytest.raises(ValueError) as refused:
+        refuse(Setting(variant="full_step", nan_checks=True, ramp="4,6", clip="host"))
+    assert "\n" not in str(refused.value) and str(refused.value).count(". Nor ") == 2
+
+
+def test_flags_and_variants_have_the_names_of_the_training_script():
+    assert set(VARIANTS) <= set(capturable.VARIANTS)
+    shared = {field.name for field in fields(Setting)} & {field.name for field in fields(Config)}
+    assert shared == {"nan_checks", "ramp", "clip"}
 
 
 # --- the script's own flags and environment

@@ -42,13 +42,32 @@ def test_a_share_is_what_one_gpu_of_the_ranks_does():
 
 
 def test_layers_of_stages():
-    assert layers_of_stages(4, 2) == [range(2), range(2, 4)]
+    assert layers_of_stages(4, 2) == [[range(2)], [range(2, 4)]]
+    assert layers_of_stages(8, 2, 2) == [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]
     # 126 layers with embedding and loss are 128 slots, as NVIDIA splits them.
-    sizes = [len(stage) for stage in layers_of_stages(126, 8)]
+    sizes = [len(chunk) for (chunk,) in layers_of_stages(126, 8)]
     assert sizes == [15, 16, 16, 16, 16, 16, 16, 15]
-    assert [layer for stage in layers_of_stages(126, 8) for layer in stage] == list(range(126))
-    with pytest.raises(ValueError, match="--layers 5: takes a multiple of --pp 2"):
+    assert [layer for (chunk,) in layers_of_stages(126, 8) for layer in chunk] == list(range(126))
+    sizes = [[len(chunk) for chunk in stage] for stage in layers_of_stages(126, 8, 8)]
+    assert sizes == [[1] + 7 * [2], *6 * [8 * [2]], 7 * [2] + [1]]
+    with pytest.raises(ValueError, match="--layers 5: takes a multiple of --pp 2,"):
         layers_of_stages(5, 2)
+    with pytest.raises(ValueError, match="--layers 9: takes a multiple of --pp 2 x --chunks 2,"):
+        layers_of_stages(9, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"chunks": 2}, "--chunks 2 needs --pp 2 or more"),
+        ({"chunks": 2, "pp": 2, "layers": 4, "microbatches": 3}, "--microbatches 3 is no multiple of --pp 2"),
+        ({"chunks": 2, "pp": 2, "layers": 4, "microbatches": 4, "ramp": "2,4"}, "--ramp needs --chunks 1"),
+        ({"chunks": 2, "pp": 2, "layers": 3, "microbatches": 4}, "--layers 3: takes a multiple of --pp 2 x --chunks 2"),
+    ],
+)
+def test_what_interleaved_stages_take(changes, told):
+    with pytest.raises(ValueError, match=told):
+        replace(TINY, **changes)
 
 
 def test_promises():
@@ -56,6 +75,8 @@ def test_promises():
     assert promises(TINY, "chunk") == (4, 3)
     assert promises(TINY, "layer") == (13, 12)
     assert promises(replace(TINY, pp=2), "chunk") == promises(replace(TINY, pp=2), "layer") == (7, 6)
+    interleaved = replace(TINY, pp=2, chunks=2, layers=8, microbatches=4)
+    assert promises(interleaved, "chunk") == (17, 16) and promises(interleaved, "layer") == (33, 32)
     # Stages of 15 and 16 layers.
     assert promises(MLPERF, "layer") == (None, None)
     assert promises(replace(TINY, ramp="1,2,3"), "chunk") == (4, None)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import nvfp4
+from common import collectives, nvfp4, parallel
 from common.parallel import Place
 from common.precision import E4M3_MAX
 from common.variant import Unsupported
@@ -100,16 +101,48 @@ def test_shards_are_parts_of_one_tensor():
     shapes = {"qkv": (256, 128), "proj": (128, 128), "fc1": (512, 128), "fc2": (128, 256), "embedding": (256, 128)}
     for name, (rows, columns) in shapes.items():
         by_columns = name in ("proj", "fc2")
-        whole = model.random_part(TINY, Place(0, 0, 0, 0, 0), name, 1, torch.empty(rows, columns), 7)
-        like = torch.empty(rows, columns // 2) if by_columns else torch.empty(rows // 2, columns)
-        split = replace(TINY, tp=2)
-        parts = [model.random_part(split, Place(r, 0, 0, 0, r), name, 1, like, 7) for r in range(2)]
+        whole = torch.empty(rows, columns)
+        parts = list(torch.empty(2, rows, columns // 2) if by_columns else torch.empty(2, rows // 2, columns))
+        model.fill_at_random_(whole, TINY, Place(0, 0, 0, 0, 0), name, 1, 7)
+        for rank, part in enumerate(parts):
+            model.fill_at_random_(part, replace(TINY, tp=2), Place(0, 0, 0, 0, rank), name, 1, 7)
         if name == "fc1":
             # Gate and up projection are split each.
             expected = [half.reshape(-1, columns) for half in whole.view(2, 256, columns).chunk(2, 1)]
         else:
             expected = whole.chunk(2, 1 if by_columns else 0)
         assert all(torch.equal(part, other) for part, other in zip(parts, expected, strict=True)), name
+
+
+class Allocated(TorchDispatchMode):
+    """The bytes of the largest tensor that is made in it."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+        result = operator(*arguments, **(named or {}))
+        if operator.name().startswith(("aten::empty", "aten::new_", "aten::zeros", "aten::_to_copy")):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
+
+
+def test_a_reset_takes_no_memory_for_a_second_copy_of_a_tensor(monkeypatch):
+    """An FP32 embedding of the 8B model is 2 GiB, which a GPU full of activations does not have."""
+    state = make(precision="bf16", layers=1, vocab=2048)
+    monkeypatch.setattr(parallel, "_BLOCK_ELEMENTS", 256)
+    with Allocated() as allocated:
+        state.reset()
+    # Half of fc1, which is drawn at once.
+    assert 0 < allocated.largest == 4 * TINY.ffn * TINY.hidden
+
+
+def test_main_grad_gets_its_memory_from_the_buckets():
+    part = model.Part(torch.nn.Parameter(torch.empty(64, 32)))
+    model.attach_main_grad(part, torch.bfloat16)
+    grad = part.parameter.main_grad
+    assert grad.shape == (64, 32) and grad.untyped_storage().nbytes() == 2
+    collectives.GradientBuckets([grad], 2**20, collectives.ALONE)
+    assert grad.is_contiguous() and grad.untyped_storage().nbytes() >= 2 * 64 * 32 and not grad.any()
 
 
 def test_shards_of_a_checkpoint_are_groups_of_heads(folder):

@@ -79,10 +79,22 @@ def test_ways_are_those_that_layers_can_run_in():
     assert all("fc1" not in way.keeps for way in stored) and sum("fc1" in way.keeps_fp8 for way in stored) == 9
 
 
+def test_a_te_layer_keeps_the_inputs_of_its_gemms_and_norms():
+    """8B, MiB: two residuals, q k v, attention's output and its softmax statistics, fc1's output, and inputs of GEMMs,
+    in FP8 a byte each; in bf16 the projection reads attention's output itself."""
+    fp8, bf16 = (items(replace(FULL, precision=name, weights=name, layer="te")) for name in ("fp8", "bf16"))
+    common = 64 + 64 + 96 + 64 + 1 + 448
+    assert sum(item.bytes for item in fp8) == (common + 32 + 32 + 32 + 112) * 2**20
+    assert sum(item.bytes for item in bf16) == (common + 64 + 64 + 224) * 2**20
+
+
 def test_a_stage_keeps_its_microbatches_in_flight():
     one, four = (ways(replace(BENCH, pp=pp)) for pp in (1, 4))
     assert [4 * way.bytes for way in one] == [way.bytes for way in four]
     assert sum(item.bytes for item in items(BENCH)) > 4096 * 16384 * 8
+    # Interleaved, four stages of two chunks hold 11 of their passes, each of half of the layers.
+    (interleaved, *_) = ways(replace(BENCH, pp=4, chunks=2, layers=8))
+    assert interleaved.bytes == 6 * one[0].bytes
 
 
 def test_memory_is_filled_with_what_saves_most():
@@ -152,7 +164,7 @@ def test_a_layer_keeps_and_computes_again_what_its_way_says(monkeypatch):
     state = make(precision="bf16", sequence=1024, hidden=256, ffn=512, heads=8, layers=1)
     layer, attention = state.layers[0], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     own = {p.data_ptr() for p in [*layer.parameters(), layer.cos, layer.sin]}
-    detach = torch.utils.checkpoint._detach_helper
+    wrapper = torch.utils.checkpoint._VersionWrapper
     for way in ways(state.config)[1:]:
         kept = {}
 
@@ -160,7 +172,7 @@ def test_a_layer_keeps_and_computes_again_what_its_way_says(monkeypatch):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        monkeypatch.setattr(torch.utils.checkpoint, "_detach_helper", lambda x, note=note: detach(note(x)))
+        monkeypatch.setattr(torch.utils.checkpoint, "_VersionWrapper", lambda x, note=note: wrapper(note(x)))
         with saved_tensors_hooks(note, lambda tensor: tensor):
             x = state.empty_hidden().zero_().requires_grad_()
             y = layer.keep(way, state.scaling)(x, is_first_microbatch=True)

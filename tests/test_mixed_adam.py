@@ -24,8 +24,14 @@ def make(device=CPU, grads=torch.float32, moments=torch.float32, write=False, **
     weights = [Weight(param, param.copy_ if write else None) for param in params]
     buffers = [torch.zeros(shape, dtype=grads, device=device) for shape in SHAPES]
     adam = MixedAdam(weights, buffers, **OPTIONS, moments=moments, **options)
-    adam.load(value.to(device) for value in values())
+    begin(adam, values())
     return adam
+
+
+def begin(adam, masters):
+    for master, value in zip(adam.masters, masters, strict=True):
+        master.copy_(value)
+    adam.reset()
 
 
 def fill(grads, step, size=1.0):
@@ -63,13 +69,13 @@ def test_bf16_moments_are_fp32_ones_rounded():
     assert all(master.dtype == torch.float32 for master in rounded.masters)
 
 
-def test_load_begins_anew():
+def test_reset_begins_anew():
     adam = make()
     start = [tensor.clone() for _, tensor in adam.named_state()]
     fill(adam.grads, 0)
     adam.step()
     adam.lr.fill_(1.0)
-    adam.load(values())
+    begin(adam, values())
     assert all(torch.equal(a, b) for a, (_, b) in zip(start, adam.named_state(), strict=True))
     assert float(adam.lr) == pytest.approx(OPTIONS["lr"])
 
@@ -77,7 +83,7 @@ def test_load_begins_anew():
 def test_weights_are_written_by_who_knows_their_format():
     written = []
     adam = MixedAdam([Weight(torch.empty(0), written.append)], [torch.ones(4)], **OPTIONS)
-    adam.load([torch.full((4,), 2.0)])
+    begin(adam, [torch.full((4,), 2.0)])
     adam.step()
     assert len(written) == 2 and written[1] is adam.masters[0] and float(written[1][0]) < 2.0
 

@@ -198,6 +198,37 @@ def test_communications_of_one_stage():
     assert schedule.communications(1, 0, 2, 2) == [[]] * 9
 
 
+# --- buffers
+
+
+def clash(pp, stage, chunks, microbatches, slots):
+    """The first pass whose buffer is filled before what lies in it has been read for the last time; None."""
+    steps = schedule.numbered(schedule.order(pp, stage, chunks, microbatches))
+    place = {key: index for index, key in enumerate(steps)}
+    filled = dict(place)
+    for index, batch in enumerate(schedule.communications(pp, stage, chunks, microbatches)):
+        filled |= {(t.step, t.microbatch): index for t in batch if not t.sends}
+    read_last = {}
+    for key in sorted(steps, key=lambda key: (filled[key], place[key])):
+        if read_last.get(slots[key], -1) >= filled[key]:
+            return key
+        read_last[slots[key]] = place[-abs(key[0]), key[1]]
+    return None
+
+
+@pytest.mark.parametrize("pp, chunks", [(1, 1), (2, 1), (3, 1), (8, 1), (2, 2), (3, 2), (4, 3)])
+def test_buffers_are_free_when_they_are_filled(pp, chunks):
+    counts = (1, pp - 1, pp, 2 * pp, 3 * pp + 1) if chunks == 1 else (pp, 2 * pp, 4 * pp)
+    for count, stage in itertools.product(filter(None, counts), range(pp)):
+        steps = schedule.numbered(schedule.order(pp, stage, chunks, count))
+        slots = schedule.buffer_slots(steps, schedule.communications(pp, stage, chunks, count))
+        # A step of fewer microbatches, too.
+        for fewer in range(1, count + 1) if chunks == 1 else (count,):
+            assert clash(pp, stage, chunks, fewer, slots) is None, (count, stage, fewer)
+        if chunks == 1:
+            assert len(set(slots.values())) <= pp + 1
+
+
 # --- a pipeline
 
 
