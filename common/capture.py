@@ -52,9 +52,7 @@ class Pool:
             graph, result = self._host.capture(fn, static_inputs)
         else:
             if not self.graphs:
-                # What eager warm-up leaves in the allocator's cache is of no use to the pool.
-                gc.collect()
-                torch.cuda.empty_cache()
+                _empty_cache()
             graph = CudaGraph(static_inputs)
             result = graph.capture(fn, self._handle)
         self.graphs.append(graph)
@@ -74,12 +72,14 @@ class Pool:
     def adopt(self):
         """Count and own the graphs that another library captures inside this block.
 
-        It sees every `torch.cuda.CUDAGraph()` made here, whose replays are then counted like ours.
+        It sees every `torch.cuda.CUDAGraph()` made here, whose replays are then counted like ours. Such a library warms
+        up on a stream of its own, whose memory is beside what an eager warm-up has cached: that is given back before.
         CUDA only: the host graph has no foreign makers.
         """
         assert self._host is None, "only CUDA graphs are made by other libraries"
         original = torch.cuda.CUDAGraph
         pool = self
+        _empty_cache()
 
         class AdoptedGraph(original):
             def __new__(cls, keep_graph=False):
@@ -135,6 +135,12 @@ class Pool:
         self.graphs.clear()
         if self._host is not None:
             self._host.release()
+
+
+def _empty_cache():
+    """What an eager warm-up leaves in the allocator's cache is of no use to a pool, or to another stream."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 class CudaGraph:

@@ -1,11 +1,12 @@
-"""FP8 training with delayed scaling, as Transformer Engine runs it and as a stand-in runs it without FP8 hardware.
+"""FP8 training with delayed or current scaling, as Transformer Engine runs it and as a stand-in without FP8 hardware.
 
-Both keep the same state machine per GEMM operand: quantise with the scale at hand, record the largest
-magnitude (amax) of what was quantised, and after a microbatch make a new scale from the amax history.
-Weights are quantised once per step, in the first microbatch, into a cache. The scale update is not part
-of a layer: a graphed layer only fills amaxes, and the update runs eagerly between graphs.
+Delayed scaling keeps a state per GEMM operand: quantise with the scale at hand, record the largest magnitude (amax) of
+what was quantised, and after a microbatch make a new scale from the amax history. The scale update is not part of a
+layer: a graphed layer only fills amaxes, and the update runs eagerly between graphs. Current scaling has no state: each
+tensor is quantised with a scale from its own amax. With either, weights are quantised once per step, in the first
+microbatch, into a cache.
 
-A script uses one of `NoScaling`, `TransformerEngineScaling`, `EmulatedScaling`:
+A script uses one of `NoScaling`, `TransformerEngineScaling`, `EmulatedScaling`, `EmulatedCurrentScaling`:
 
     with fp8.forward():                   the layers of one microbatch, called or replayed; scales updated on exit
     with fp8.backward(replayed=False):    their backward pass
@@ -102,25 +103,31 @@ def require_nvfp4(device: torch.device, no_gemm: str = "") -> None:
 
 
 class TransformerEngineScaling:
-    """DelayedScaling as NVIDIA's GPT-3 submission sets it: hybrid formats, history 1024, "max", margin 0.
+    """FP8 in hybrid formats: E4M3 forward, E5M2 for gradients.
+
+    Delayed scaling as NVIDIA's GPT-3 submission sets it: history 1024, "max", margin 0; or current scaling.
 
     layers: the te modules. Their scales are registered with TE by their first eager call. group: name of the ranks
-    over which amaxes are reduced, such as those that share each layer; None: TE's choice, all ranks.
+    over which amaxes are reduced, such as those that share each layer; None: TE's choice, all ranks. (Of current
+    scaling TE reduces them where a tensor is split by sequence parallelism, over its layers' own group.)
     """
 
-    def __init__(self, layers, amax_history_len: int = 1024, group: str | None = None):
+    def __init__(self, layers, amax_history_len: int = 1024, group: str | None = None, current: bool = False):
         from transformer_engine.common import recipe
 
         self._modules = layers
         self._workspace = None
         self.group = None if group is None else collectives.process_group(group)
-        self.recipe = recipe.DelayedScaling(
-            margin=0,
-            fp8_format=recipe.Format.HYBRID,
-            amax_history_len=amax_history_len,
-            amax_compute_algo="max",
-            reduce_amax=group is None or self.group is not None,
-        )
+        if current:
+            self.recipe = recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)
+        else:
+            self.recipe = recipe.DelayedScaling(
+                margin=0,
+                fp8_format=recipe.Format.HYBRID,
+                amax_history_len=amax_history_len,
+                amax_compute_algo="max",
+                reduce_amax=group is None or self.group is not None,
+            )
 
     def _autocast(self, **flags):
         options = {"enabled": True, "recipe": self.recipe, "amax_reduction_group": self.group}
@@ -207,11 +214,15 @@ class TransformerEngineScaling:
         yield from self._tensors("amax_history")
 
     def _tensors(self, what):
+        """Of delayed scaling; current scaling has none."""
+        from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+        from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
+
         for index, layer in enumerate(self._modules):
             for name, module in layer.named_modules():
-                meta = getattr(module, "fp8_meta", {})
+                meta = module.fp8_meta if isinstance(module, TransformerEngineBaseModule) else {}
                 for key in ("scaling_fwd", "scaling_bwd"):
-                    if key in meta and hasattr(meta[key], what):
+                    if isinstance(meta.get(key), DelayedScalingRecipeState):
                         yield f"layers.{index}.{name}.{key}.{what}", getattr(meta[key], what)
 
 
@@ -219,26 +230,47 @@ class TransformerEngineScaling:
 # The stand-in: quantise and dequantise around bf16 or fp32 GEMMs
 
 
-class EmulatedScaling(NoScaling):
-    """Delayed scaling without FP8 GEMMs: operands are rounded to FP8 values and multiplied in the layer's dtype.
+def _emulated_linears(layers):
+    return [module for layer in layers for module in layer.modules() if isinstance(module, EmulatedLinear)]
 
-    Modules are `EmulatedLinear`s found under `layers`. Same histories, scales and weight cache as the
-    real recipe, so that captures meet the same side effects on any machine. group: name of the ranks
-    over which amaxes are reduced.
+
+class EmulatedCurrentScaling(NoScaling):
+    """Current scaling without FP8 GEMMs: operands are rounded to FP8 values and multiplied in the layer's dtype.
+
+    Modules are `EmulatedLinear`s found under `layers`.
+    """
+
+    def __init__(self, layers):
+        for linear in _emulated_linears(layers):
+            linear.attach(_CurrentScale(E4M3_MAX), 0, _CurrentScale(E5M2_MAX), 0)
+
+
+class _CurrentScale:
+    """Stands in the place of a `_ScalingState`: no history, and a scale that lasts for one tensor."""
+
+    def __init__(self, largest):
+        self.largest = largest
+
+    def quantize(self, tensor, row, dtype):
+        """`tensor` rounded to FP8 at the scale of its own amax, in its own dtype again. row: not used."""
+        amax = tensor.detach().abs().amax().float()
+        return _rounded(tensor, _scale_of(amax, self.largest, torch.ones_like(amax)), self.largest, dtype)
+
+
+class EmulatedScaling(NoScaling):
+    """Delayed scaling without FP8 GEMMs, as `EmulatedCurrentScaling`.
+
+    Same histories, scales and weight cache as the real recipe, so that captures meet the same side effects on any
+    machine. group: name of the ranks over which amaxes are reduced.
     """
 
     def __init__(self, layers, amax_history_len: int = 1024, group: str = collectives.ALONE):
-        self.linears = [
-            (f"layers.{index}.{name}", module)
-            for index, layer in enumerate(layers)
-            for name, module in layer.named_modules()
-            if isinstance(module, EmulatedLinear)
-        ]
-        device = self.linears[0][1].weight.device
+        linears = _emulated_linears(layers)
+        device = linears[0].weight.device
         # Rows: input and weight of each linear, then gradient of each; one fused update a direction.
-        self._forward = _ScalingState(2 * len(self.linears), amax_history_len, E4M3_MAX, device, group)
-        self._backward = _ScalingState(len(self.linears), amax_history_len, E5M2_MAX, device, group)
-        for index, (_, linear) in enumerate(self.linears):
+        self._forward = _ScalingState(2 * len(linears), amax_history_len, E4M3_MAX, device, group)
+        self._backward = _ScalingState(len(linears), amax_history_len, E5M2_MAX, device, group)
+        for index, linear in enumerate(linears):
             linear.attach(self._forward, 2 * index, self._backward, index)
 
     @contextlib.contextmanager
@@ -278,11 +310,7 @@ class _ScalingState:
     def update(self):
         if collectives.group_size(self.group) > 1:
             collectives.all_reduce_max_(self.amax_history[0], self.group)
-        amax = self.amax_history.amax(dim=0)
-        usable = (amax > 0) & torch.isfinite(amax)
-        self.scale.copy_(
-            torch.where(usable, (self.largest / amax).clamp(max=torch.finfo(torch.float32).max), self.scale)
-        )
+        self.scale.copy_(_scale_of(self.amax_history.amax(dim=0), self.largest, self.scale))
         self.amax_history.copy_(self.amax_history.roll(-1, 0))
         self.amax_history[0].zero_()
 
@@ -294,9 +322,19 @@ class _ScalingState:
         """`tensor` rounded to FP8 at this row's scale, in its own dtype again; the amax is recorded."""
         slot = self.amax_history[0, row]
         slot.copy_(torch.maximum(slot, tensor.detach().abs().amax()))
-        scale = self.scale[row]
-        scaled = (tensor.float() * scale).clamp(-self.largest, self.largest)
-        return (scaled.to(dtype).float() / scale).to(tensor.dtype)
+        return _rounded(tensor, self.scale[row], self.largest, dtype)
+
+
+def _scale_of(amax, largest, otherwise):
+    """largest / amax, within FP32; `otherwise` where amax is zero or not finite."""
+    usable = (amax > 0) & torch.isfinite(amax)
+    return torch.where(usable, (largest / amax).clamp(max=torch.finfo(torch.float32).max), otherwise)
+
+
+def _rounded(tensor, scale, largest, dtype):
+    """`tensor` rounded to FP8 at a scale, in its own dtype again."""
+    scaled = (tensor.float() * scale).clamp(-largest, largest)
+    return (scaled.to(dtype).float() / scale).to(tensor.dtype)
 
 
 class EmulatedLinear(torch.nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 CHUNK = 1 << 24
-NUM_KEPT_WEIGHTS = 1 << 18
+NUM_KEPT_WEIGHTS = 1 << 19
 NUM_SAMPLES = 256
 _ODD = 0x1E3779B97F4A7C15  # an odd multiplier spreads neighbouring positions over all 64 bits
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # narrower than the sum: .to() below copies

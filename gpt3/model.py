@@ -18,7 +18,7 @@ from common import collectives
 from common.parallel import fill_
 from common.precision import EmulatedLinear, transformer_engine
 from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
-from gpt3.config import Config
+from gpt3.config import FP8, Config
 
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
 NORM_EPS = 1e-5
@@ -53,7 +53,7 @@ class PlainLayer(nn.Module):
     def __init__(self, config: Config, dtype, device, tensor: str = collectives.ALONE):
         super().__init__()
         attention = config.heads * config.head_dim
-        linear = EmulatedLinear if config.precision == "fp8" else Linear
+        linear = EmulatedLinear if config.precision in FP8 else Linear
         self.heads, self.head_dim = config.heads, config.head_dim
         self.tensor, self.is_split = tensor, collectives.group_size(tensor) > 1
         self.norm_1 = LayerNorm1p(config.hidden, dtype, device)
@@ -137,13 +137,14 @@ class TeHalves(nn.Module):
         )
         self.layernorm_mlp = te.LayerNormMLP(config.hidden, config.ffn * config.tp, eps=NORM_EPS, **options)
 
-    def forward(self, x, is_first_microbatch: bool):
+    def forward(self, x, is_first_microbatch: bool | None = None):
+        """is_first_microbatch None: in Transformer Engine's captures, where a flag on the device says whether it is."""
         return self.mlp(self.attention(x, is_first_microbatch), is_first_microbatch)
 
-    def attention(self, x, is_first_microbatch: bool):
+    def attention(self, x, is_first_microbatch: bool | None):
         return x + self.self_attention(x, is_first_microbatch=is_first_microbatch)
 
-    def mlp(self, x, is_first_microbatch: bool):
+    def mlp(self, x, is_first_microbatch: bool | None):
         return x + self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
 
 

@@ -97,7 +97,8 @@ class Passes(ABC):
         """Of the last chunk's output."""
         hidden = self.made.pop((self.state.config.chunks, microbatch)).detach().requires_grad_()
         loss = self.state.microbatch_loss(hidden, microbatch)
-        with section("backward"):
+        # Not the backward pass of a chunk and microbatch, which follows.
+        with section("loss"):
             loss.backward()
         return hidden.grad
 

@@ -12,7 +12,7 @@ from common.parallel import Ranks, make_groups
 from common.variant import Unsupported
 from common.zero import ZeroAdam, reduce_norm_
 from gpt3.alone import Edges, NoAdam
-from gpt3.config import Config
+from gpt3.config import FP8, Config
 from gpt3.model import Embedding, attach_main_grads, initialise, layer_class, split_dimension
 
 SEED = 1234
@@ -220,10 +220,14 @@ class State:
 
 
 def _scaling(config, layers, group):
-    if config.precision != "fp8":
+    if config.precision not in FP8:
         return precision.NoScaling()
-    kind = precision.TransformerEngineScaling if config.layer == "te" else precision.EmulatedScaling
-    return kind(layers, config.amax_history, group)
+    current = config.precision == "fp8_current"
+    if config.layer == "te":
+        return precision.TransformerEngineScaling(layers, config.amax_history, group, current)
+    if current:
+        return precision.EmulatedCurrentScaling(layers)
+    return precision.EmulatedScaling(layers, config.amax_history, group)
 
 
 def training_batches(config, device, data_rank):

@@ -33,7 +33,7 @@ and so in their graphs. With several stages or chunks gpt3/pipeline.py makes the
 """
 
 from common.config import parse
-from gpt3.config import ABOUT, PRESETS, VARIANTS, Config
+from gpt3.config import ABOUT, FP8, PRESETS, VARIANTS, Config
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
@@ -231,8 +231,10 @@ class GraphedOverlap(Graphed):
     """
 
     def __init__(self, state: State):
-        if state.device.type == "cuda" and (state.config.layer, state.config.precision) != ("te", "fp8"):
-            raise Unsupported("graph_overlap needs --layer te --precision fp8: other GEMMs share one workspace")
+        if state.device.type == "cuda" and not (state.config.layer == "te" and state.config.precision in FP8):
+            raise Unsupported(
+                "graph_overlap needs --layer te and --precision fp8 or fp8_current: other GEMMs share one workspace"
+            )
         if state.config.tp > 1:
             raise Unsupported("graph_overlap needs --tp 1: two streams would use one group of ranks at a time")
         self.state = state

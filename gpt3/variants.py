@@ -29,6 +29,7 @@ from common.capture import Pool
 from common.marks import mark, section
 from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
 from gpt3 import pipeline
+from gpt3.config import FP8
 from gpt3.state import State
 
 
@@ -48,7 +49,7 @@ class AsSubmitted:
 
     def __init__(self, state: State, eager_step):
         make_graphed_callables = require(state, self.name)
-        fp8, num_layers = state.config.precision == "fp8", len(state.layers)
+        fp8, num_layers = state.config.precision in FP8, len(state.layers)
         num_slots = 1 if self.one_slot else state.config.microbatches
         self.state, self.pool = state, Pool(state.device)
         # Named where there is one: Transformer Engine keeps amaxes by group.
@@ -133,7 +134,7 @@ class StageAsSubmitted(pipeline.Called):
     def __init__(self, state: State):
         super().__init__(state)
         make_graphed_callables = require(state, "graph_te")
-        fp8, self._num_layers = state.config.precision == "fp8", len(state.chunks[0])
+        fp8, self._num_layers = state.config.precision in FP8, len(state.chunks[0])
         self.pool = Pool(state.device)
         order = [step for step, _ in state.steps]
         self.capture = Capture(strategy=f"te.make_graphed_callables, order {order}", pools=[self.pool])

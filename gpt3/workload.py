@@ -9,7 +9,7 @@ from common.host_messages import of_all_ranks
 from common.variant import Unsupported, Workload
 from gpt3 import config as gpt3_config
 from gpt3 import pipeline
-from gpt3.config import ABOUT
+from gpt3.config import ABOUT, FP8
 from gpt3.stage_graphs import Graphed
 from gpt3.state import State, hyperparameters
 from gpt3.variants import StageAsSubmitted
@@ -42,7 +42,7 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         flops_convention=flops.CAUSAL_HALF,
         items_per_step=config.sequence * sequences // (ranks.tp * ranks.pp),
         unit="tokens",
-        peak_flops=flops.peak_flops(gpu, config.precision),
+        peak_flops=flops.peak_flops(gpu, "fp8" if config.precision in FP8 else config.precision),
         hyperparameters=hyperparameters(config, ranks.dp),
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
@@ -81,12 +81,12 @@ def resolve(args, device: torch.device, data_ranks: int = 1):
         fault = None if device.type == "cpu" else _te_fault()
         on_te = device.type == "cuda" and fault is None
         config = replace_fields(config, layer="te" if on_te else "torch")
-        if fault and config.precision == "fp8":
+        if fault and config.precision in FP8:
             config = replace_fields(config, precision="bf16")
             notes.append(f"plain-PyTorch layer in bf16: {fault}")
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
-    if config.layer == "torch" and config.precision == "fp8":
+    if config.layer == "torch" and config.precision in FP8:
         notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
     if config.alone:
         notes.append(

@@ -213,5 +213,70 @@ def test_the_tuning_tool_prints_a_rate_for_every_setting():
     assert len(rates) == 2 * len(tune_adam.CHUNKS) * len(tune_adam.UPDATE)
 
 
+# --- compiled for an H100 or H200, which needs none
+
+
+def compiled_kernels(monkeypatch, tiles, grad_dtype, dtype=torch.bfloat16, moment_dtype=torch.float32):
+    """{kernel's name: what Triton's compiler made of it} of one step, with `tiles`."""
+    from common import fused_adam
+    from tests.triton_compiling import Compiling
+
+    monkeypatch.setattr(fused_adam, "Launch", Compiling)
+    monkeypatch.setattr(Compiling, "compiled", {})
+    monkeypatch.setitem(fused_adam.TILES, grad_dtype.itemsize, tiles)
+    # Two tensors, since of a number 1 Triton makes a constant.
+    params = [torch.zeros(8, 8, dtype=dtype) for _ in range(2)]
+    masters, moments, moments_sq = (
+        [torch.zeros_like(param, dtype=each) for param in params]
+        for each in (torch.float32, moment_dtype, moment_dtype)
+    )
+    grads = [torch.zeros_like(param, dtype=grad_dtype) for param in params]
+    update = fused_adam.FusedUpdate(params, masters, moments, moments_sq, OPTIONS["betas"], 1e-8, 0.1, grads)
+    update.norm(grads, out=torch.zeros(()))
+    update.step(grads, *[torch.zeros(()) for _ in range(6)])
+    return {key[0]: kernel for key, kernel in Compiling.compiled.items()}
+
+
+def candidates():
+    """Every setting of gpt3.tune_adam, and what is in use."""
+    from common.fused_adam import TILES, Tiles
+    from gpt3 import tune_adam
+
+    tried = [
+        Tiles(chunk, *norm, *update)
+        for chunk in tune_adam.CHUNKS
+        for norm, update in zip(tune_adam.NORM, tune_adam.UPDATE, strict=True)
+    ]
+    return [*((4, tiles) for tiles in [*tried, TILES[4]]), (2, TILES[2])]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+def test_kernels_compile_for_hopper_with_wide_accesses_and_no_spills(monkeypatch):
+    """Whole chunks are read and written 16 bytes at a time; their rest, with a mask, element by element."""
+    from tests.triton_compiling import resources, wide_accesses
+
+    for size, tiles in candidates():
+        kernels = compiled_kernels(monkeypatch, tiles, {2: torch.float16, 4: torch.float32}[size])
+        assert kernels.keys() == {"_sum_of_squares", "_prepare", "_update"}
+        for name, kernel in kernels.items():
+            used = resources(kernel)
+            # 65,536 registers a multiprocessor: below 128 of them, of 2,048 threads at least a quarter run at once.
+            assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 128, (tiles, name, used)
+        each = size * tiles.norm_block // (16 * 32 * tiles.norm_warps)
+        assert wide_accesses(kernels["_sum_of_squares"]) == (each * tiles.chunk // tiles.norm_block, 0), tiles
+        loads, stores = wide_accesses(kernels["_update"])
+        assert loads >= 3 and stores >= 3, tiles
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+def test_moments_in_bf16_compile_for_hopper(monkeypatch):
+    from common.fused_adam import TILES
+
+    kernels = compiled_kernels(monkeypatch, TILES[4], torch.float32, moment_dtype=torch.bfloat16)
+    assert "cvt.rn.bf16" in kernels["_update"].asm["ptx"]
+
+
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -117,7 +117,10 @@ def test_submissions_sizes():
 def test_prediction_grows_with_every_size():
     for name in ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "sequence", "microbatch"):
         assert predicted_bytes(replace(BENCH, **{name: 2 * getattr(BENCH, name)})) > predicted_bytes(BENCH), name
-    assert predicted_bytes(replace(BENCH, precision="bf16")) < predicted_bytes(BENCH)
+    current = replace(BENCH, precision="fp8_current")
+    assert predicted_bytes(replace(BENCH, precision="bf16")) < predicted_bytes(current) < predicted_bytes(BENCH)
+    # Less by the history of eight operands a layer.
+    assert predicted_bytes(BENCH) - predicted_bytes(current) == pytest.approx(1.15 * 8 * 8 * 1024 * 4, rel=1e-3)
     # Eighteen bytes a parameter at the very least.
     assert predicted_bytes(BENCH) > 18 * num_parameters(BENCH)
 
@@ -143,6 +146,8 @@ def test_host_that_is_too_small_is_told_to_run_tiny():
         ({"lr": -1e-3}, "--lr -0.001"),
         ({"ffn": 250}, "--precision fp8 needs"),
         ({"heads": 3, "head_dim": 8}, "--precision fp8 needs"),
+        ({"ffn": 250, "precision": "fp8_current"}, "--precision fp8_current needs"),
+        ({"precision": "fp32", "layer": "te"}, "--layer torch"),
     ],
 )
 def test_mistake_names_the_flag(fields, flag):

@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from common.precision import EmulatedScaling
+from gpt3 import model as gpt3_model
 from gpt3.config import PRESETS, Config
-from gpt3.model import INIT_STD, Embedding, LayerNorm1p, PlainLayer, attach_main_grads, initialise
+from gpt3.model import INIT_STD, Embedding, LayerNorm1p, PlainLayer, TeHalves, attach_main_grads, initialise
 
 CONFIG = Config(
     layers=2,
@@ -223,6 +225,26 @@ def test_fp8_overwrites_in_the_first_microbatch_and_adds_in_the_second():
     for clean, poisoned in zip(grads[0], grads[1], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
     assert all(not torch.equal(a, b) for a, b in zip(*grads[0], strict=True))
+
+
+def test_halves_are_called_as_transformer_engine_calls_a_layer_in_its_capture(monkeypatch):
+    """With the input alone: which microbatch it is, a flag on the device says there."""
+    seen = []
+
+    class Half(torch.nn.Module):
+        def __init__(self, *sizes, **options):
+            super().__init__()
+
+        def forward(self, x, is_first_microbatch):
+            seen.append(is_first_microbatch)
+            return 2 * x
+
+    halves = SimpleNamespace(MultiheadAttention=Half, LayerNormMLP=Half)
+    monkeypatch.setattr(gpt3_model, "transformer_engine", lambda: halves)
+    layer = TeHalves(CONFIG, torch.bfloat16, CPU)
+    assert torch.equal(layer(torch.ones(2)), torch.full((2,), 9.0)) and seen == [None, None]
+    layer(torch.ones(2), is_first_microbatch=True)
+    assert seen[2:] == [True, True]
 
 
 # --- initialisation

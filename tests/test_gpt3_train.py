@@ -64,6 +64,7 @@ def assert_equal(ours, eager, state):
     [
         {},
         {"precision": "bf16"},
+        {"precision": "fp8_current"},
         {"layers": 3, "microbatches": 3},
         {"layers": 1, "microbatches": 1},
         {"layers": 3, "microbatches": 3, "microbatch": 2, "precision": "bf16"},
@@ -87,7 +88,9 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         variant.close()
 
 
-@pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in GRAPHED), ("graph", "bf16")])
+@pytest.mark.parametrize(
+    "name, precision", [*((name, "fp8") for name in GRAPHED), ("graph", "bf16"), ("graph", "fp8_current")]
+)
 def test_evaluation_between_steps_leaves_replays_right(name, precision):
     state = State(replace(TINY, precision=precision), CPU)
 
@@ -319,7 +322,7 @@ def test_flops():
 # --- the state
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16"])
 def test_reset_restores_every_tensor_in_place(precision):
     state = State(replace(TINY, precision=precision), CPU)
     state.reset()

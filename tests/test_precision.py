@@ -1,11 +1,22 @@
 """common/precision: the FP8 stand-in's state machine against a reference written by hand in float64."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import numpy
 import pytest
 import torch
 
 from common.host_graph import HostPool
-from common.precision import E4M3_MAX, E5M2_MAX, EmulatedLinear, EmulatedScaling, NoScaling
+from common.precision import (
+    E4M3_MAX,
+    E5M2_MAX,
+    EmulatedCurrentScaling,
+    EmulatedLinear,
+    EmulatedScaling,
+    NoScaling,
+    TransformerEngineScaling,
+)
 
 # (mantissa bits, smallest exponent, largest value)
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
@@ -46,6 +57,7 @@ class Operand:
 
 
 def make(history=16, in_features=6, out_features=4, dtype=torch.float32, num_linears=1):
+    """(linears, their scaling); history None: current scaling."""
     generator = torch.Generator().manual_seed(0)
     linears = [EmulatedLinear(in_features, out_features, dtype, torch.device("cpu")) for _ in range(num_linears)]
     for linear in linears:
@@ -53,7 +65,8 @@ def make(history=16, in_features=6, out_features=4, dtype=torch.float32, num_lin
             linear.weight.copy_(torch.randn(out_features, in_features, generator=generator))
             linear.bias.copy_(torch.randn(out_features, generator=generator))
         linear.weight.main_grad = torch.full((out_features, in_features), 1e6)
-    return linears, EmulatedScaling([torch.nn.ModuleList(linears)], history)
+    layers = [torch.nn.ModuleList(linears)]
+    return linears, EmulatedCurrentScaling(layers) if history is None else EmulatedScaling(layers, history)
 
 
 def inputs(index, in_features=6, out_features=4):
@@ -250,11 +263,74 @@ def test_reset_is_in_place_and_makes_the_same_run_again():
     assert all(map(torch.equal, run(), first))
 
 
-def test_captured_layers_with_eager_updates_between_are_bitwise_eager():
+# --- current scaling
+
+
+def current(values, form):
+    """float64 array: `values` rounded in the FP8 format at the scale of their own amax."""
+    return fp8(values, numpy.float32(form[2]) / numpy.float32(numpy.abs(values).max()), form)
+
+
+def test_two_steps_of_two_microbatches_with_current_scaling_against_the_reference():
+    """Each tensor's scale is its own, from the first step on; the weight's is that of the first microbatch."""
+    (linear,), scaling = make(history=None)
+    assert list(scaling.named_state()) == []
+    main_grad = numpy.zeros((4, 6))
+    for index in range(4):
+        x, grad = inputs(index)
+        if index % 2 == 0:
+            cache = current(linear.weight.detach().double().numpy(), E4M3)
+        y, x_grad = microbatch(linear, scaling, x, grad, index % 2 == 0)
+        rounded_x, rounded_grad = current(flat(x), E4M3), current(flat(grad), E5M2)
+        main_grad = rounded_grad.T @ rounded_x + (0 if index % 2 == 0 else main_grad)
+        close = {"rtol": 1e-5, "atol": 1e-6}
+        numpy.testing.assert_allclose(linear.weight_cache.double().numpy(), cache, rtol=1e-6)
+        numpy.testing.assert_allclose(flat(y), rounded_x @ cache.T + linear.bias.detach().numpy(), **close)
+        numpy.testing.assert_allclose(flat(x_grad), rounded_grad @ cache, rtol=1e-5, atol=1e-9)
+        numpy.testing.assert_allclose(linear.weight.main_grad.numpy(), main_grad, rtol=1e-5, atol=1e-8)
+        with torch.no_grad():
+            linear.weight.mul_(1.5)
+
+
+def test_current_scaling_of_zeros_and_of_what_is_tiny_is_finite():
+    for value in (0.0, 1e-38):
+        (linear,), scaling = make(history=None)
+        y, x_grad = microbatch(linear, scaling, torch.full((1, 1, 6), value), torch.full((1, 1, 4), value), True)
+        assert torch.equal(y, linear.bias.detach().expand_as(y)) and x_grad.abs().max() <= 1e-37
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_current_scaling_does_not_hide_what_is_not_finite_from_its_neighbours(bad):
+    """At a scale of 1, as delayed scaling in its first step: infinity saturates, NaN stays NaN, others are rounded."""
+    (linear,), scaling = make(history=None, in_features=4)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(4))
+        linear.bias.zero_()
+    y, _ = microbatch(linear, scaling, torch.tensor([[[bad, 2.0, 3.0, 0.5]]]), torch.ones(1, 1, 4), True)
+    assert y.isnan().all() if bad != bad else y.flatten().tolist() == [448.0, 2.0, 3.0, 0.5]
+
+
+def test_recipes_of_transformer_engine(monkeypatch):
+    recipe = SimpleNamespace(
+        DelayedScaling=lambda **options: ("delayed", options),
+        Float8CurrentScaling=lambda **options: ("current", options),
+        Format=SimpleNamespace(HYBRID="hybrid"),
+    )
+    common = ModuleType("transformer_engine.common")
+    common.recipe = recipe
+    for module in (ModuleType("transformer_engine"), common):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert TransformerEngineScaling([], 16, current=True).recipe == ("current", {"fp8_format": "hybrid"})
+    kind, options = TransformerEngineScaling([], 16).recipe
+    assert kind == "delayed" and options["amax_history_len"] == 16 and options["fp8_format"] == "hybrid"
+
+
+@pytest.mark.parametrize("history", [3, None])
+def test_captured_layers_with_eager_updates_between_are_bitwise_eager(history):
     """A first-microbatch graph and a later one, in turn, for three steps with moving weights."""
     results = []
     for graphed in (False, True):
-        (linear,), scaling = make(history=3, dtype=torch.bfloat16)
+        (linear,), scaling = make(history, dtype=torch.bfloat16)
         x = torch.zeros(2, 3, 6, dtype=torch.bfloat16)
         grad = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
 
