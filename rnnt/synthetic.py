@@ -5,6 +5,8 @@ frames and blended into the next, with slow and smooth noise on top, so that nei
 are correlated as in log-mel spectra, every feature has mean 0 and variance 1, and there is something to learn.
 """
 
+import functools
+
 import numpy as np
 import torch
 
@@ -119,6 +121,7 @@ def draw_lengths(generator, count: int, max_frames: int, max_tokens: int):
     return frames, np.clip(np.rint(tokens), 1, np.minimum(max_tokens, frames)).astype(np.int64)
 
 
+@functools.lru_cache(maxsize=2)  # what is made is only read
 def make_tape(width: int, vocab: int, seed: int):
     """(features float32 [TAPE_FRAMES, width], tokens int64): TOKEN_FRAMES frames for each token.
 

@@ -108,6 +108,38 @@ def gpt3(root, graph=1.05, **options):
     return folder
 
 
+def rates(folder, variants, preset="full", items=8192, num_rounds=3, gpu="NVIDIA H200", **changes):
+    """Rounds of llama2_lora. variants: name -> (useful TFLOP/s, GiB reserved)."""
+    flops, found = 3e11 * items, []
+    for number in range(1, num_rounds + 1):
+        for variant, (tflops, gib) in variants.items():
+            record = make(
+                variant,
+                number,
+                flops / tflops / 1e9,
+                model="llama2_lora",
+                preset=preset,
+                flops_per_step=flops,
+                items_per_step=items,
+                unit="tokens",
+                memory={"peak_reserved_bytes": gib * 2**30},
+                extra={"traits": {"layer": "te"} if variant.endswith("_te") else {}, "eagers": ["eager"]},
+                env={"gpu_name": gpu},
+                **changes,
+            )
+            found.append(record)
+    return put(folder, *found)
+
+
+def lora(root):
+    """Llama 2 LoRA at 8192 tokens, with both kinds of layer, in less memory, and on a smaller GPU."""
+    lean, te = {"eager": (905.0, 136), "graph": (904.0, 137)}, {"eager_te": (760.0, 130), "graph_te": (761.0, 132)}
+    rates(root / "h200x1" / "llama2_lora-full", lean | te)
+    rates(root / "h200x1" / "llama2_lora-full-memory-gib-115", {"eager": (827.0, 114), "graph": (826.0, 115)})
+    small = {"eager": (714.0, 76), "graph": (716.0, 76)}
+    rates(root / "h100x1" / "llama2_lora-full", small, preset="full-l75", gpu="NVIDIA H100 80GB HBM3")
+
+
 def sweep_file(folder, points, bracket, finding, **changes):
     sweep = {
         "schema": 1,

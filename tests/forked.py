@@ -42,6 +42,8 @@ def run(module, arguments, environment, timeout_s) -> subprocess.CompletedProces
 
 
 def _main(module, arguments, environment, stdout, stderr):
+    # Else what the script starts, as DataLoader's workers, would have a server of its own, which imports torch again.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     # What was imported before stays; a run collects garbage around its window.
     gc.freeze()
     for number, path in ((1, stdout), (2, stderr)):

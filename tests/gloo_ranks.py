@@ -19,6 +19,12 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def run(module: str, function: str, world_size: int, timeout_s: float = 60) -> list:
     """Results of all ranks; AssertionError with what a rank wrote to stderr where one failed."""
+    done = run_script("tests.gloo_ranks", [module, function], world_size, timeout_s)
+    return [json.loads(stdout.splitlines()[-1]) for stdout in done]
+
+
+def run_script(module: str, arguments: list[str], world_size: int, timeout_s: float = 60) -> list[str]:
+    """What each rank of `python -m module arguments...` writes to stdout, ended well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -27,13 +33,13 @@ def run(module: str, function: str, world_size: int, timeout_s: float = 60) -> l
 
     def one(rank):
         environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return forked.run("tests.gloo_ranks", [module, function], environment, timeout_s)
+        return forked.run(module, arguments, environment, timeout_s)
 
     with ThreadPoolExecutor(world_size) as pool:
         done = list(pool.map(one, range(world_size)))
     errors = [f"rank {rank}:\n{process.stderr}" for rank, process in enumerate(done) if process.returncode]
     assert not errors, "\n".join(errors)
-    return [json.loads(process.stdout.splitlines()[-1]) for process in done]
+    return [process.stdout for process in done]
 
 
 def main():

@@ -1,5 +1,6 @@
 // rnnt/lstm_kernel.cu on a CPU: an OS thread for a block, a fiber for each of its threads, which gives way wherever
 // CUDA's threads wait for each other. Fragments of m16n8k16 lie as the PTX manual has them.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <atomic>
@@ -42,9 +43,11 @@ struct Slot {
     unsigned a[4], b[2], word;
 };
 
+// A fiber begins by setcontext and changes by _setjmp and _longjmp, which make no system call: swapcontext makes two.
 struct Block {
-    ucontext_t scheduler, fibers[FIBERS];
-    bool done[FIBERS] = {};
+    ucontext_t starts[FIBERS];
+    jmp_buf scheduler, fibers[FIBERS];
+    bool begun[FIBERS] = {}, done[FIBERS] = {};
     Meeting whole, warps[FIBERS / 32];
     Slot slots[FIBERS];
 };
@@ -53,8 +56,16 @@ static thread_local Block* block;
 
 static void give_way() {
     const int own = threadIdx.x;
-    swapcontext(&block->fibers[own], &block->scheduler);
+    if (_setjmp(block->fibers[own]) == 0) _longjmp(block->scheduler, 1);
     threadIdx.x = own;
+}
+
+static void resume(int index) {
+    threadIdx.x = index;
+    if (_setjmp(block->scheduler) != 0) return;
+    if (block->begun[index]) _longjmp(block->fibers[index], 1);
+    block->begun[index] = true;
+    setcontext(&block->starts[index]);
 }
 
 static void meet(Meeting& meeting, int size) {
@@ -226,18 +237,17 @@ static void run_block(const Work& what, bool forward, int index) {
     block = own.get(), work = &what, is_forward = forward, blockIdx.x = index;
     shared->bases[index] = reinterpret_cast<char*>(&threadIdx);
     for (int i = 0; i < FIBERS; ++i) {
-        getcontext(&own->fibers[i]);
-        own->fibers[i].uc_stack.ss_sp = stacks.get() + i * STACK;
-        own->fibers[i].uc_stack.ss_size = STACK;
-        makecontext(&own->fibers[i], fiber, 0);
+        getcontext(&own->starts[i]);
+        own->starts[i].uc_stack.ss_sp = stacks.get() + i * STACK;
+        own->starts[i].uc_stack.ss_size = STACK;
+        makecontext(&own->starts[i], fiber, 0);
     }
     for (int left = FIBERS; left > 0;) {
         left = 0;
         for (int i = 0; i < FIBERS; ++i) {
             if (own->done[i]) continue;
             ++left;
-            threadIdx.x = i;
-            swapcontext(&own->scheduler, &own->fibers[i]);
+            resume(i);
         }
         std::this_thread::yield();
     }

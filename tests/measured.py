@@ -1,11 +1,12 @@
 """What tests of common/measure share: a small training on the CPU, its variants, and what measures one of them."""
 
+import gc
 import time
 from dataclasses import dataclass
 
 import torch
 
-from common import measure
+from common import measure, passes, proof
 from common.capture import Pool
 from common.config import Arguments, Run
 
@@ -161,6 +162,33 @@ def measuring(folder, capsys):
         return Measured(make, folder, lambda: capsys.readouterr().out, **more)
 
     return run
+
+
+class Clock:
+    """time as passes sees it: steps take what they say, whatever the host does."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        for module in (passes, proof):
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self):
+        return self.now
+
+    monotonic = process_time = perf_counter
+
+    def sleep(self, seconds):
+        """Nobody works meanwhile."""
+
+    def steps_of(self, seconds_of, base=Variant):
+        """A variant of which step i in the window takes seconds_of(i), and any other seconds_of(None)."""
+
+        class Takes(base):
+            def step(variant, index):
+                super().step(index)
+                self.now += seconds_of(index if not gc.isenabled() else None)
+
+        return Takes
 
 
 def last(seconds, start=None):

@@ -1,9 +1,9 @@
 """Jobs of a few gloo ranks, in one of which a rank fails in some phase: `python -m tests.rank_job FOLDER JOB ...`.
 
-JOB is kind:phase:rank:world_size, as in killed:window:1:2. All jobs run at once, each forked from a process that has
-imported torch, and each leader does what torchrun does: it holds the store, waits for its ranks, and stops the others
-when one has failed ("alone" as a fifth part: it does not). FOLDER/JOB.json holds exit statuses and seconds; FOLDER/JOB
-has the record.
+JOB is kind:phase:rank:world_size, as in killed:window:1:2. Stalled jobs begin first, and of those that compute few run
+at a time. Each is forked from a process that has imported torch, and each leader does what torchrun does: it holds the
+store, waits for its ranks, and stops the others when one has failed ("alone" as a fifth part: it does not).
+FOLDER/JOB.json holds exit statuses and seconds; FOLDER/JOB has the record.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from common.variant import Capture, Unsupported, Workload, warm_up
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
 PHASES = ("build", "capture", "window", "profile")
+NUM_AT_ONCE = 6  # of jobs that compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,8 @@ def run_rank(job, folder):
     def fails(place):
         # In the window, which garbage is not collected in, and not in the steps before it.
         if rank == int(failing) and place == phase and not (place == "window" and gc.isenabled()):
+            if kind == "stalled":
+                (folder / "stalls").touch()
             fail(kind)
 
     sys.argv = ["rank_job"] + (["--profile"] if phase == "profile" else [])
@@ -183,15 +186,29 @@ def main(folder, *jobs):
     # Once, before all forks: it imports torch's compiler, which takes seconds.
     torch.use_deterministic_algorithms(False)
     importlib.import_module("torch.distributed.nn.functional")
-    leaders = []
-    for job in jobs:
-        pid = os.fork()
-        if pid == 0:
-            lead(job.split(":"), Path(folder))
-            os._exit(0)
-        leaders.append(pid)
-    for pid in leaders:
-        os.waitpid(pid, 0)
+    folder, computing = Path(folder), {}
+    for job in sorted(jobs, key=lambda job: not job.startswith("stalled:")):
+        while len(computing) == NUM_AT_ONCE:
+            time.sleep(0.05)
+            computing = {pid: name for pid, name in computing.items() if computes(pid, folder / name)}
+        computing[begin(job, folder)] = job
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def begin(job, folder):
+    """Process id of a job's leader."""
+    pid = os.fork()
+    if pid == 0:
+        lead(job.split(":"), folder)
+        os._exit(0)
+    return pid
+
+
+def computes(pid, home):
+    """Whether the leader runs and its ranks do not wait for one that stalls."""
+    return os.waitpid(pid, os.WNOHANG)[0] == 0 and not (home / "stalls").exists()
 
 
 if __name__ == "__main__":

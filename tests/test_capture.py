@@ -323,6 +323,14 @@ def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
     assert log[-1] == "reset" and pool.num_replays == 0
 
 
+def test_adopt_gives_back_what_an_eager_warm_up_has_cached(cuda, monkeypatch):
+    """The other library warms up on a stream of its own, which cannot take memory that this one has cached."""
+    device, log = cuda
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
+    with Pool(device).adopt():
+        assert log == ["empty cache"]
+
+
 def test_adopt_leaves_out_a_graph_whose_capture_fails(cuda, monkeypatch):
     pool = Pool(cuda[0])
     monkeypatch.setattr(FakeGraph, "invalid", True)

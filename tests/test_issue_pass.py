@@ -213,7 +213,7 @@ def test_the_window_is_no_part_of_the_prediction(gpu):
 def test_sections_heat_the_gpu_for_its_profile(gpu):
     """The steps of the section pass count, and long ones are few."""
     for step_ms, sections, heat in ((10.0, 12, 201), (140.0, 12, 15), (300.0, 7, 7), (3000.0, 3, 1)):
-        record = {"statistic_ms": step_ms, "steps": {"batch": [0]}, "extra": {}}
+        record = {"device": "cuda", "statistic_ms": step_ms, "steps": {"batch": [0]}, "extra": {}}
         assert passes.num_section_steps(record) == sections
         seen = []
         gpu_profile = lambda run, num_steps, num_heat, seen=seen: seen.append(num_heat) or trace.Profile()  # noqa: E731

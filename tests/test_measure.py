@@ -1,14 +1,12 @@
 """common/measure: small workloads on the CPU that sleep, jitter, leak, lie and fail, and what the record says of it."""
 
 import contextlib
-import functools
 import gc
 import json
 import math
 import os
 import random
 import statistics
-import time
 from types import SimpleNamespace
 
 import numpy
@@ -20,12 +18,27 @@ from common import measure, passes
 from common import record as records
 from common.capture import CaptureError
 from tests import forked
-from tests.measured import DECAY, Config, Graphed, Lasting, State, Variant, expected_losses, last, measuring, sleeping
+from tests.measured import (
+    DECAY,
+    Clock,
+    Config,
+    Graphed,
+    State,
+    Variant,
+    expected_losses,
+    measuring,
+    sleeping,
+)
 
 
 @pytest.fixture
 def run(tmp_path, capsys):
     return measuring(tmp_path, capsys)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
 
 
 class IgnoresInput(Graphed):
@@ -59,57 +72,41 @@ class FallsBack(Graphed):
         self.state.compute()
 
 
-def on_a_quiet_host(test):
-    """Up to three attempts: a host that takes the processor away in mid-step makes the sleeps themselves longer."""
-
-    @functools.wraps(test)
-    def attempts(*args, **kwargs):
-        for left in (2, 1, 0):
-            try:
-                return test(*args, **kwargs)
-            except AssertionError:
-                if not left:
-                    raise
-
-    return attempts
-
-
 # --- known times
 
 
-@on_a_quiet_host
 def test_known_sleep_is_measured_within_two_percent(run):
     record = run(sleeping(lambda index: 0.008), config=Config(min_steps=30)).record
-    assert record["statistic_ms"] == pytest.approx(8.0, rel=0.02)
+    # A host that takes the processor away makes steps longer, hardly all of them.
+    assert min(record["steps"]["gpu_ms"]) == pytest.approx(8.0, rel=0.02)
     assert record["steps"]["wall_ms"] == pytest.approx(sum(record["steps"]["gpu_ms"]), rel=0.02)
-    assert record["extra"]["items_per_s"] == pytest.approx(10 / 0.008, rel=0.02)
+    assert record["extra"]["items_per_s"] == pytest.approx(10e3 / record["statistic_ms"], rel=1e-3)
 
 
-@on_a_quiet_host
-def test_known_jitter_shows_in_median_and_tail_within_two_percent(run):
+def test_known_jitter_shows_in_median_and_tail(run, clock):
     generator = random.Random(3)
     # Every eighth step or so takes half as long again, so that the 95th percentile is the slow kind.
     ms = [generator.uniform(5.7, 6.3) * (1.5 if generator.random() < 0.12 else 1) for _ in range(160)]
-    record = run(sleeping(lambda index: ms[index] / 1e3), config=Config(min_steps=160)).record
+    steps_of = clock.steps_of(lambda index: 0.006 if index is None else ms[index] / 1e3)
+    record = run(steps_of, config=Config(min_steps=160)).record
     steps = record["steps"]
-    assert record["statistic_ms"] == pytest.approx(statistics.median(ms), rel=0.02)
+    assert record["statistic_ms"] == pytest.approx(statistics.median(ms), rel=1e-4)
     wanted = numpy.percentile(ms, 95) / statistics.median(ms)
     assert wanted > 1.4
-    assert tail(steps["gpu_ms"], steps["batch"]) == pytest.approx(wanted, rel=0.02)
-    assert numpy.percentile(steps["gpu_ms"], 95) == pytest.approx(numpy.percentile(ms, 95), rel=0.02)
+    assert tail(steps["gpu_ms"], steps["batch"]) == pytest.approx(wanted, rel=1e-4)
+    assert numpy.percentile(steps["gpu_ms"], 95) == pytest.approx(numpy.percentile(ms, 95), rel=1e-4)
 
 
-@on_a_quiet_host
-def test_batches_of_different_length_give_the_mean_of_their_medians(run):
+def test_batches_of_different_length_give_the_mean_of_their_medians(run, clock):
     length_ms = (3.0, 5.0, 13.0)
 
     def seconds_of(index):
         # One slow step of each kind, which medians ignore.
-        return 1e-3 * length_ms[index % 3] * (3 if 9 <= index < 12 else 1)
+        return 0.005 if index is None else 1e-3 * length_ms[index % 3] * (3 if 9 <= index < 12 else 1)
 
-    result = run(sleeping(seconds_of), config=Config(min_steps=33), state=lambda: State(classes=3))
+    result = run(clock.steps_of(seconds_of), config=Config(min_steps=33), state=lambda: State(classes=3))
     assert result.record["steps"]["batch"] == [index % 3 for index in range(33)]
-    assert result.record["statistic_ms"] == pytest.approx(7.0, rel=0.02)
+    assert result.record["statistic_ms"] == pytest.approx(7.0)
 
 
 def test_statistic():
@@ -128,28 +125,22 @@ def test_window_has_the_steps_and_the_seconds_asked_for(run):
     assert len(run(config=Config(min_steps=7), steps=31).record["steps"]["gpu_ms"]) == 31
 
 
-@on_a_quiet_host
-def test_slow_first_steps_are_warmed_up_away(run, monkeypatch):
+def test_slow_first_steps_are_warmed_up_away(run, clock, monkeypatch):
     """Steps are slow, and evenly so, for a tenth of a second: the floor keeps them out of the window."""
     monkeypatch.setattr(passes, "SETTLE_BLOCK_S", 0.02)
 
-    def make(state):
-        start = time.perf_counter()
-        return Lasting(state, lambda index: 0.012 if time.perf_counter() - start < 0.1 else 0.003)
-
-    record = run(make, config=Config(warmup_min_s=0.2, warmup_max_s=2.0)).record
+    start = clock.now
+    steps_of = clock.steps_of(lambda index: 0.012 if clock.now - start < 0.1 else 0.003)
+    record = run(steps_of, config=Config(warmup_min_s=0.2, warmup_max_s=2.0)).record
     assert record["extra"]["settle"]["seconds"] >= 0.2
     assert record["extra"]["settle"]["settled"]
-    assert max(record["steps"]["gpu_ms"]) < 11
-    assert record["statistic_ms"] == pytest.approx(3.0, rel=0.05)
+    assert record["steps"]["gpu_ms"] == pytest.approx([3.0] * 12)
 
 
-def test_warm_up_that_never_settles_ends_at_its_ceiling(run):
+def test_warm_up_that_never_settles_ends_at_its_ceiling(run, clock):
     length = iter(0.002 * 1.05**index for index in range(1000))
     config = Config(warmup_min_s=0.05, warmup_max_s=0.3)
-    settle = run(lambda state: Variant(state, before=lambda index: last(next(length))), config=config).record["extra"][
-        "settle"
-    ]
+    settle = run(clock.steps_of(lambda index: next(length)), config=config).record["extra"]["settle"]
     assert not settle["settled"]
     assert 0.3 <= settle["seconds"] < 0.6
 
@@ -350,7 +341,8 @@ def test_section_lets_errors_through():
 def test_no_garbage_is_collected_in_the_window(run):
     enabled = []
     result = run(lambda state: Variant(state, before=lambda index: enabled.append(gc.isenabled())))
-    assert enabled[-12:] == [False] * 12
+    # Of the window and of no other pass.
+    assert enabled.count(False) == 12
     assert gc.isenabled()
     assert result.record["status"] == "pass"
 

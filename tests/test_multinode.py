@@ -3,8 +3,12 @@
 pytest tests/test_multinode.py
 """
 
+import os
+
 import pytest
 
+from common import record as records
+from tests import forked
 from tests.harness import TWO_NODES, go, names, only, read
 from tests.slurm_cluster import free_ports
 
@@ -55,9 +59,10 @@ def test_two_agents_train_gpt3_together_and_leave_one_record_a_run(tmp_path, two
     ranks = sorted({tuple(words) for words in seen})
     assert ranks == [(str(rank), "0", "2", str(rank), "127.0.0.1", port, str(rank)) for rank in (0, 1)]
     # One rank's losses differ from two ranks': they train on other batches and average.
-    two = found["eager.r0"]["numerics"]["loss"]
-    assert go(tmp_path / "one", "eager", "--preset", "tiny", "--rounds", "1", model="gpt3") == 0
-    assert read(only(tmp_path / "one"))["eager.r0"]["numerics"]["loss"][5] != two[5]
+    path = tmp_path / "one.json"
+    flags = ["--preset", "tiny", "--parity", "--parity-steps", "6", "--record", str(path)]
+    assert forked.run("gpt3.train", flags, os.environ, timeout_s=120).returncode == 0
+    assert records.read(path)["numerics"]["loss"][5] != found["eager.r0"]["numerics"]["loss"][5]
 
 
 def test_an_agent_that_fails_is_a_failed_record_with_its_reason(tmp_path, two_nodes, capsys):

@@ -47,8 +47,8 @@ def test_a_world_that_does_not_fit(flags, world_size, message):
 
 
 def test_what_describe_says():
-    assert Config().world_sizes() == "any"
-    assert Config(tp=4, pp=2, cp=2).world_sizes() == "a multiple of 16"
+    assert Config().world_sizes() == {"multiple_of": 1}
+    assert Config(tp=4, pp=2, cp=2).world_sizes() == {"multiple_of": 16}
 
 
 def test_describe_needs_no_torch():

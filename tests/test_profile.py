@@ -188,7 +188,7 @@ def test_section_pass_sums_a_step_and_takes_sections_on_a_side_stream():
             with measure.section("optimizer"):
                 x @ x
 
-    record = measure.records.blank()
+    record = measure.records.blank(device="cuda")
     passes.section_pass(record, Two())
     times = record["extra"]["sections_ms"]
     assert set(times) == {"main", "side"}

@@ -1,20 +1,15 @@
 """rnnt/lamb: against a float64 reference, through skipped steps, in a graph, on two ranks and on the GPU."""
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from common import collectives
 from common.capture import Pool
 from rnnt.lamb import Lamb
+from tests import gloo_ranks
 from tests.lamb_cases import RULE, SCALE, SHAPES, equal, gradients, optimizer, parameters, state
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class Reference:
@@ -211,40 +206,17 @@ def run(rank, world_size, graphed=False):
     return lamb, norms
 
 
-def worker(folder):
-    rank, _, world_size = collectives.init("cpu", timeout_s=30)
+def worker():
+    rank, world_size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     lamb, norms = run(rank, world_size)
     found = {"params": lamb.params, "ema": lamb.ema, "norms": norms, "scale": lamb.scaler.scale, "steps": lamb.steps}
     found["replays are eager"] = equal(state(run(rank, world_size, graphed=True)[0]), state(lamb))
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    collectives.shutdown()
+    torch.save(found, Path(os.environ["RESULTS"], f"{rank}.pt"))
 
 
-def test_two_ranks_are_one_with_the_mean_gradient(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", f"from tests.test_rnnt_lamb import worker; worker({str(tmp_path)!r})"]
-    children = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [child.communicate(timeout=60)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, error in zip(children, errors, strict=True):
-        assert child.returncode == 0, error
+def test_two_ranks_are_one_with_the_mean_gradient(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    gloo_ranks.run("tests.test_rnnt_lamb", "worker", world_size=2)
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     for name in ("params", "ema"):
         assert all(map(torch.equal, one[name], other[name]))

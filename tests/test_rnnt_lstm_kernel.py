@@ -107,7 +107,9 @@ class Host:
         library = folder / f"lstm{hidden}_{units}_{cluster}_{patience}.so"
         defines = f"-DHIDDEN={hidden}", f"-DUNITS={units}", f"-DCLUSTER={cluster}", f"-DPATIENCE={patience}u"
         source = "-Irnnt", "tests/lstm_on_host.cpp", "-o", library
-        command = ["g++", "-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-pthread", *defines, *source]
+        # Checks of the library would take a jump between the stacks of two fibers for a mistake.
+        flags = "-O1", "-w", "-std=c++17", "-shared", "-fPIC", "-pthread", "-U_FORTIFY_SOURCE"
+        command = ["g++", *flags, *defines, *source]
         if not library.exists():
             subprocess.run(command, cwd=ROOT, check=True)
         self.library = ctypes.CDLL(library)
@@ -238,8 +240,11 @@ STRETCHES = [((0, 0, 2),), ((0, 2, 5), (1, 0, 2)), ((1, 2, 5), (0, 5, 6)), ((1, 
 @needs_compiler
 @pytest.mark.parametrize(
     "cluster, longest",
-    [(4, None), (4, 5), (4, 2), (4, 0), (1, 4), (1, 1)]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 6), (4, 4), (4, 1), (1, None), (1, 6), (1, 2))],
+    [(4, None), (4, 5), (4, 0), (1, 2)]
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in ((4, 6), (4, 4), (4, 2), (4, 1), (1, None), (1, 6), (1, 4), (1, 1))
+    ],
 )
 def test_stretches_of_two_layers_side_by_side_change_no_bit(folder, cluster, longest):
     host = Host(folder, 256, 16, cluster)

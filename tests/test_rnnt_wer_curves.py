@@ -47,10 +47,15 @@ def config(folder):
     return replace(PRESETS["corpus_tiny"], data=str(folder), lr=0.012, ema=0.95)
 
 
+@pytest.fixture(scope="module")
+def kept():
+    return {}
+
+
 @pytest.fixture(autouse=True)
-def features_once(monkeypatch):
+def features_once(monkeypatch, kept):
     """Each utterance's features are computed once with dither and once without: they take longer than the steps."""
-    extract, kept = features.extract, {}
+    extract = features.extract
 
     def kept_or_new(audio, scale, noise=None):
         key = len(audio), float(audio.sum()), noise is None

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from tests.slurm_cluster import Cluster, free_ports
 
 pytestmark = pytest.mark.slurm
 
-FAKE = "tests.fake_model"
+# The same fake under two names.
+FAKES = (FAKE := "tests.fake_model", "tests.other_model")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,7 @@ def copy_of_repository(folder):
     for name in ("benchmarks", "common", "gpt3", "tests/fake_model"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests" / "__init__.py").touch()
+    shutil.copytree(folder / "tests" / "fake_model", folder / "tests" / "other_model")
     return folder
 
 
@@ -62,7 +65,7 @@ def text_of(folder, name):
     return (folder / "logs" / name).read_text()
 
 
-def end(cluster, job, limit_s=120.0):
+def end(cluster, job, limit_s=600.0):
     return cluster.until_state(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", limit_s=limit_s)
 
 
@@ -84,6 +87,45 @@ def test_the_cluster_is_up_in_ten_seconds(cluster):
     assert cluster.states() == ["idle", "idle"]
 
 
+@pytest.fixture(scope="module")
+def near_its_limit(cluster, tmp_path_factory):
+    """A test as a future: the job has a minute and holds one node, so that the next tests have the other meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(check_near_its_limit, cluster, tmp_path_factory.mktemp("limit") / "out")
+
+
+def check_near_its_limit(cluster, out):
+    # A minute is the least limit that Slurm has, and the signal may come half a minute early.
+    limits = ("--time", "1", "--sbatch", "signal=B:USR1@20")
+    arguments = ("--model", FAKE, "--variants", "graph", "--rounds", "16", "--out", out, *limits)
+    job, collate = submit(cluster, *arguments, flags=["--seconds", "1"])
+    cluster.until_state(job, "RUNNING")
+    cluster.until_state(job, "PENDING", "COMPLETED", "FAILED", limit_s=60)
+    log = text_of(out, f"slurm-{job}.out")
+    assert "the time limit is near: stopping" in log and "back into the queue" in log
+    assert cluster.job(collate)["JobState"] == "PENDING"
+    assert until(lambda: not processes_with(str(out)))
+    session = only(out)
+    before = [path.read_text().rstrip("\n") for path in sessions.record_files(session)]
+    assert sessions.is_open(session) and 0 < len(before) < 34
+    while cluster.until_state(job, "PENDING", "COMPLETED", limit_s=90) == "PENDING":
+        # Slurm would wait two minutes before it starts a job that came back.
+        # Not at once: Slurm kills what starts again within the second of its end.
+        assert until(lambda: cluster.job(job)["Reason"] == "BeginTime")
+        time.sleep(3)
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.until_state(job, "RUNNING", "COMPLETED")
+    packed = only(out)
+    assert packed.name == sessions.session_name(session) and len(names(packed)) == 34
+    lines, _ = sessions.read_lines(packed / sessions.RECORDS)
+    assert set(before) <= set(lines), "a record was measured twice"
+    assert f"goes on with {packed.name}" in text_of(out, f"slurm-{job}.out")
+    assert int(read(packed)["graph.r16"]["env"]["slurm"]["restart_count"]) >= 1
+    assert end(cluster, collate) == "COMPLETED"
+    assert "1 sessions, 34 records" in text_of(out, f"collate-{collate}.out") and "| graph |" in table(packed)
+
+
+@pytest.mark.usefixtures("near_its_limit")
 def test_a_job_measures_gpt3_and_the_collate_job_writes_its_table(cluster, tmp_path):
     out = tmp_path / "out"
     job, collate = submit(cluster, "--model", "gpt3", "--variants", "graph", "--rounds", "1", "--out", out)
@@ -133,9 +175,9 @@ def test_a_cancelled_job_is_named_by_the_collate_job(cluster, tmp_path):
 def test_an_array_covers_two_models(cluster, tmp_path):
     out = tmp_path / "out"
     arguments = ("--variants", "graph", "--rounds", "1", "--out", out)
-    job, collate = submit(cluster, "--model", f"gpt3,{FAKE}", *arguments)
-    assert end(cluster, collate, 240) == "COMPLETED"
-    for task, model in enumerate(("gpt3", FAKE)):
+    job, collate = submit(cluster, "--model", ",".join(FAKES), *arguments)
+    assert end(cluster, collate) == "COMPLETED"
+    for task, model in enumerate(FAKES):
         session = only(out / f"{model}-tiny")
         assert names(session) == ["eager.r0", "eager.r1", "graph.r0", "graph.r1"]
         record = read(session)["graph.r1"]
@@ -144,45 +186,18 @@ def test_an_array_covers_two_models(cluster, tmp_path):
         assert "task " + str(task) in text_of(out, f"slurm-{job}_{task}.out")
         assert table(session)
     said = text_of(out, f"collate-{collate}.out")
-    assert f"job {job}: 2 of 2 tasks ended well" in said and "gpt3 preset tiny" in said and FAKE in said
+    assert f"job {job}: 2 of 2 tasks ended well" in said and all(f"{model} preset tiny" in said for model in FAKES)
 
 
-def test_near_its_limit_a_job_is_queued_again_and_resumes(cluster, tmp_path):
-    out = tmp_path / "out"
-    # A minute is the least limit that Slurm has, and the signal may come half a minute early.
-    limits = ("--time", "1", "--sbatch", "signal=B:USR1@20")
-    arguments = ("--model", FAKE, "--variants", "graph", "--rounds", "16", "--out", out, *limits)
-    job, collate = submit(cluster, *arguments, flags=["--seconds", "1"])
-    cluster.until_state(job, "RUNNING")
-    cluster.until_state(job, "PENDING", "COMPLETED", "FAILED", limit_s=60)
-    log = text_of(out, f"slurm-{job}.out")
-    assert "the time limit is near: stopping" in log and "back into the queue" in log
-    assert cluster.job(collate)["JobState"] == "PENDING"
-    assert until(lambda: not processes_with(str(out)))
-    session = only(out)
-    before = [path.read_text().rstrip("\n") for path in sessions.record_files(session)]
-    assert sessions.is_open(session) and 0 < len(before) < 34
-    while cluster.until_state(job, "PENDING", "COMPLETED", limit_s=90) == "PENDING":
-        # Slurm would wait two minutes before it starts a job that came back.
-        # Not at once: Slurm kills what starts again within the second of its end.
-        assert until(lambda: cluster.job(job)["Reason"] == "BeginTime")
-        time.sleep(3)
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        cluster.until_state(job, "RUNNING", "COMPLETED")
-    packed = only(out)
-    assert packed.name == sessions.session_name(session) and len(names(packed)) == 34
-    lines, _ = sessions.read_lines(packed / sessions.RECORDS)
-    assert set(before) <= set(lines), "a record was measured twice"
-    assert f"goes on with {packed.name}" in text_of(out, f"slurm-{job}.out")
-    assert int(read(packed)["graph.r16"]["env"]["slurm"]["restart_count"]) >= 1
-    assert end(cluster, collate) == "COMPLETED"
-    assert "1 sessions, 34 records" in text_of(out, f"collate-{collate}.out") and "| graph |" in table(packed)
+def test_near_its_limit_a_job_is_queued_again_and_resumes(near_its_limit):
+    near_its_limit.result()
 
 
 def test_a_task_of_an_array_that_is_queued_again_leaves_the_others_alone(cluster, tmp_path):
     out = tmp_path / "out"
-    job, collate = submit(cluster, "--model", f"gpt3,{FAKE}", "--variants", "eager", "--rounds", "3", "--out", out)
-    folders = [out / "gpt3-tiny", out / f"{FAKE}-tiny"]
+    arguments = ("--variants", "eager", "--rounds", "3", "--out", out)
+    job, collate = submit(cluster, "--model", ",".join(FAKES), *arguments, flags=["--seconds", "2"])
+    folders = [out / f"{model}-tiny" for model in FAKES]
     assert until(lambda: list(folders[1].glob("*/*/*/eager.r0.json")), 60)
     # The last task's own id is that of the whole array.
     assert cluster.job(f"{job}_1")["JobId"] == job
@@ -214,7 +229,7 @@ def test_two_nodes_run_one_job_of_two_ranks(cluster, tmp_path):
     out = tmp_path / "out"
     arguments = ("--model", "gpt3", "--nodes", "2", "--variants", "graph", "--rounds", "1", "--out", out)
     job, collate = submit(cluster, *arguments)
-    assert end(cluster, collate, 240) == "COMPLETED", text_of(out, f"slurm-{job}.out")
+    assert end(cluster, collate) == "COMPLETED", text_of(out, f"slurm-{job}.out")
     session = only(out)
     assert session.parent.parent.name == "cpux2" and len(sessions.read_meta(session)["nodes"]) == 2
     for record in read(session).values():
@@ -232,7 +247,7 @@ def test_of_a_run_that_is_killed_nothing_is_left_on_any_node(cluster, tmp_path, 
     srun = f"srun --nodes=2 --ntasks-per-node=1 --mpi=none {cluster.root}/benchmarks/slurm/node.sh"
     command = [sys.executable, "-m", "benchmarks.run", "--model", FAKE, "--preset", "tiny", "--variants", "eager"]
     command += ["--rounds", "1", "--out", str(out), "--nnodes", "2", "--launch", srun]
-    command += ["--rendezvous", f"127.0.0.1:{free_ports(1)[0]}", *(["--limit-s", "8"] if how == "limit" else [])]
+    command += ["--rendezvous", f"127.0.0.1:{free_ports(1)[0]}", *(["--limit-s", "12"] if how == "limit" else [])]
     process = subprocess.Popen(
         [*command, "--", "--seconds", "600"],
         cwd=cluster.root,
@@ -255,7 +270,7 @@ def test_of_a_run_that_is_killed_nothing_is_left_on_any_node(cluster, tmp_path, 
             assert until(lambda: cluster.states() == ["idle", "idle"], 20)
             return
         said = process.communicate(timeout=90)[0]
-        assert process.returncode == 1 and "killed after 8 s" in said
+        assert process.returncode == 1 and "killed after 12 s" in said
         assert not processes_with(str(out))
     finally:
         if process.poll() is None:
@@ -288,6 +303,8 @@ def test_slurm_refuses_and_nothing_stays(cluster, tmp_path):
     # More nodes than there are; and options that cannot be.
     for more, expected in (
         (["--nodes", "3"], "not available"),
+        # A cluster that answers has checked a dry run.
+        (["--nodes", "3", "--dry-run"], "not available"),
         (["--sbatch", "begin=whenever"], "--begin"),
         (["--sbatch", "reservation=none"], "eservation"),
     ):

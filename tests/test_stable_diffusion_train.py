@@ -1,11 +1,7 @@
 """stable_diffusion/train and state: the ladder's variants against eager, overflows, storms, several ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy
 import pytest
@@ -19,8 +15,8 @@ from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import State, schedule
 from stable_diffusion.train import MAKE_VARIANT, eager_step, training_step, workload
+from tests import gloo_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
 HOST = ("eager_sync", "partial", "graph")
@@ -34,8 +30,8 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def run_steps(name, num_steps, config=TINY, overflow_at=()):
-    """The whole state after each step, and the state object; moments are infinite at `overflow_at`."""
+def run_steps(name, num_steps, config=TINY, overflow_at=(), keep=True):
+    """The whole state after each step (if kept), and the state object; moments are infinite at `overflow_at`."""
     state = State(config, CPU)
     variant = MAKE_VARIANT[name](state)
     original, count = state.batches.next, 0
@@ -53,7 +49,8 @@ def run_steps(name, num_steps, config=TINY, overflow_at=()):
     before, states = variant.capture.num_replays, []
     for index in range(num_steps):
         variant.step(index)
-        states.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
+        if keep:
+            states.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
     expected = sum(variant.replays_of(index) for index in range(num_steps))
     assert variant.capture.num_replays - before == expected
     variant.close()
@@ -115,21 +112,21 @@ def test_overflow_does_what_eager_does(name, eager_overflows):
 def test_storm_ends_the_run_with_cause_and_detection(name):
     config = replace(TINY, loss_scale=1.0, max_floor_overflows=3)
     with pytest.raises(FloatingPointError) as caught:
-        run_steps(name, 9, config, overflow_at=range(1, 9))
+        run_steps(name, 9, config, overflow_at=range(1, 9), keep=False)
     # Cause at step 1, three in a row by step 3, read one step late.
     assert "3 steps in a row with the loss scale at 1, from step 1 on, detected at step 4" in str(caught.value)
 
 
 def test_overflows_above_the_floor_or_with_breaks_are_no_storm():
     config = replace(TINY, loss_scale=2.0, max_floor_overflows=3, growth_interval=1000)
-    run_steps("graph", 10, config, overflow_at=(1, 2, 3, 4, 6, 7, 9))
+    run_steps("graph", 10, config, overflow_at=(1, 2, 3, 4, 6, 7, 9), keep=False)
 
 
 def test_a_run_in_which_nothing_trains_is_no_good_run():
-    _, state = run_steps("eager", 3, overflow_at=(1,))
+    _, state = run_steps("eager", 3, overflow_at=(1,), keep=False)
     assert len(state.read_losses(3)) == 3
     assert state.close()["num_skipped_steps"] == 1
-    _, state = run_steps("eager", 4, overflow_at=range(4))
+    _, state = run_steps("eager", 4, overflow_at=range(4), keep=False)
     state.report.MIN_STEPS_JUDGED = 4
     with pytest.raises(FloatingPointError, match="overflowed in each of 4 steps, nothing was trained"):
         state.read_losses(4)
@@ -217,7 +214,7 @@ def test_training_lowers_the_loss_of_samples_held_out():
     state = State(replace(TINY, latent_size=16), CPU)
     state.reset()
     before = state.evaluate()
-    for index in range(20):
+    for index in range(10):
         eager_step(state, index)
     assert state.evaluate() < 0.93 * before
     state.close()
@@ -333,29 +330,24 @@ def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path)
     assert "--batch 2 needs" in record["message"] and "1,000,000 are free" in record["message"]
 
 
-# --- processes
-
-
-def python_m(*arguments):
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=180
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    return answer.stdout
+# --- several ranks
 
 
 @pytest.mark.slow
-def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path):
-    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "stable_diffusion.train")
+def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    # The loss scale grows at the fifth step.
+    steps = ("--parity", "--parity-steps", "7", "--growth-interval", "5")
     hashes = {}
     for variant in ("eager", "partial", "graph"):
         path = tmp_path / f"{variant}.json"
-        flags = ("--variant", variant, "--parity", "--steps", "20", "--workers", "0", "--record", str(path))
-        out = python_m(*launch, *flags)
+        flags = ["--variant", variant, *steps, "--latent-size", "8", "--workers", "0", "--record", str(path)]
+        said, nothing = gloo_ranks.run_script("stable_diffusion.train", flags, world_size=2, timeout_s=180)
         record = records.read(path)
         assert record["status"] == "pass", record["message"]
-        assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == [record]
+        assert [json.loads(line) for line in said.splitlines() if line.startswith("{")] == [record] and not nothing
         with numpy.load(path.with_suffix(".parity.npz")) as sidecar:
             hashes[variant] = sidecar["hashes"]
+            scales = sidecar["names"].tolist().index("loss_scale.scale")
+    assert len(set(hashes["eager"][:, scales])) == 2
     assert (hashes["partial"] == hashes["eager"]).all() and (hashes["graph"] == hashes["eager"]).all()

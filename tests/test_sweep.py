@@ -9,7 +9,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -614,7 +613,6 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
     command = ["--model", "gpt3", "--over", "layers", "--values", "1,2", "--preset", "tiny", "--rounds", "1"]
     flags = ["--min-window-s", "0.2", "--warmup-min-s", "0", "--warmup-max-s", "0.2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
     for attempt in range(2):
         answer = subprocess.run(
             [sys.executable, "-m", "benchmarks.sweep", *command, "--out", str(out), "--", *flags],
@@ -624,10 +622,7 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
             text=True,
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
-        seconds = time.monotonic() - start
         assert answer.stdout.count("was measured before") == 2 * attempt
-        start = time.monotonic()
-    assert seconds < 30
     points = result(out)["points"]
     assert [(one["value"], one["parity"], one["replays"], one["speedup"]) for one in points] == [
         (1, "bitwise", "ok", None),
