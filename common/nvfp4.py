@@ -11,6 +11,7 @@ the scale 448. Rounding is to nearest, ties to even, in values and in scales.
 No function reads a number on the host, so all of them can be captured.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 
 BLOCK = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
+# Elements that `emulate` rounds at a time: their FP32 copies are the memory that it needs besides.
+CHUNK = 2**24
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -46,9 +49,10 @@ def round_to_e2m1(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def quantize(tensor: torch.Tensor) -> Quantized:
+def quantize(tensor: torch.Tensor, amax: torch.Tensor | None = None) -> Quantized:
     """NVFP4 of a tensor [..., n] in blocks of 16 along the last dimension. ValueError where 16 does not divide n.
 
+    amax: FP32, 0-d, of the tensor that this one is a part of, from which the tensor scale comes; default: its own.
     Blocks whose amax is at most 2^-10 / 448 of the tensor's become zero, since their E4M3 scale does. One element that
     is not finite makes all of the tensor NaN when it is dequantised.
     """
@@ -56,7 +60,7 @@ def quantize(tensor: torch.Tensor) -> Quantized:
         raise ValueError(f"NVFP4 takes a multiple of {BLOCK} as last dimension, not the shape {tuple(tensor.shape)}")
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     block_amax = blocks.abs().amax(-1, keepdim=True)
-    amax = block_amax.amax()
+    amax = block_amax.amax() if amax is None else amax
     encode = (E2M1_MAX * E4M3_MAX / amax).clamp(max=_FP32_MAX)
     tensor_scale = 1.0 / encode
     # Multiplied, not divided by 6: CUDA divides by a number as it multiplies with its inverse, a CPU does not. What
@@ -67,14 +71,27 @@ def quantize(tensor: torch.Tensor) -> Quantized:
     return Quantized(values, block_scales.squeeze(-1), tensor_scale)
 
 
-def emulate(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` [..., n] rounded to NVFP4, in its own dtype again (in bf16 the scaled value is rounded once more)."""
-    return quantize(tensor).dequantize().to(tensor.dtype)
+@torch.no_grad()
+def emulate(tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`tensor` [..., n] rounded to NVFP4, in its own dtype again (in bf16 the scaled value is rounded once more).
+
+    out: where it is written, which may be `tensor` itself; default: a new tensor.
+    """
+    out = torch.empty_like(tensor) if out is None else out
+    amax = torch.linalg.vector_norm(tensor, math.inf).float()
+    rows, places = torch.atleast_2d(tensor), torch.atleast_2d(out)
+    num_rows = max(1, CHUNK * len(rows) // max(1, rows.numel()))
+    for part, place in zip(rows.split(num_rows), places.split(num_rows), strict=True):
+        place.copy_(quantize(part, amax).dequantize())
+    return out
 
 
-def frozen_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [out, in] rounded for y = x W^T, in blocks along `in`, and for dx = dy W, in blocks along `out`."""
-    return emulate(weight), emulate(weight.t()).t()
+def frozen_weight(weight: torch.Tensor, forward=None, backward=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [out, in] rounded for y = x W^T, in blocks along `in`, and for dx = dy W, in blocks along `out`.
+
+    forward, backward: where they are written, [out, in]; default: new tensors.
+    """
+    return emulate(weight, forward), emulate(weight.t(), None if backward is None else backward.t()).t()
 
 
 def linear(x: torch.Tensor, forward_weight: torch.Tensor, backward_weight: torch.Tensor) -> torch.Tensor:

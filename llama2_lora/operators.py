@@ -85,7 +85,7 @@ class Operators:
             unscaled = self._unscaled[: tensor.numel()].view(tensor.shape)
             self._cast(unscaled, (tensor, slot.scale, self.unused, slot.largest))
         elif self.config.precision == "nvfp4_emulated":
-            tensor.copy_(nvfp4.emulate(tensor))
+            nvfp4.emulate(tensor, out=tensor)
 
     # -- operators -------------------------------------------------------------------------------
 

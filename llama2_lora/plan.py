@@ -40,6 +40,8 @@ CONTEXT_BYTES = int(1.5 * GIB)
 PLAIN_ATTENTION_COPIES = 5
 # Of more, each allocation is not followed: no machine holds them.
 MOST_LAYERS = 4096
+# Elements that common/nvfp4.py rounds at a time, and FP32 copies of them that are alive meanwhile.
+NVFP4_CHUNK, NVFP4_COPIES = 2**24, 7
 # cuBLAS workspaces of the two streams that a captured step uses, 32 MiB each on Hopper.
 LIBRARY_BYTES = 64 * 2**20
 
@@ -162,6 +164,8 @@ def fixed_bytes(config: Config) -> int:
         # Keys and values of all ranks, once as gathered and once as attention takes them; their gradients in both
         # forms, in bf16 and FP32.
         sizes += [2 * c.sequence * 2 * kv_width * factor for factor in (1, 2, 2, 4, 2, 1)] * 2
+    if c.precision == "nvfp4_emulated":
+        sizes += [4 * min(NVFP4_CHUNK, c.tokens * max(2 * c.ffn, c.hidden, c.qkv_width))] * NVFP4_COPIES * 2
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 

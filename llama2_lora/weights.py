@@ -70,11 +70,11 @@ class FrozenWeights:
         self.embedding, self.head = (
             torch.empty(config.vocab, config.hidden, dtype=formats.main, device=device) for _ in range(2)
         )
+        copies = 1 if config.precision in FP8 else 2 if config.precision == "nvfp4_emulated" else 0
         values = [
             {
-                name: torch.empty(shape, dtype=formats.operand, device=device)
+                name: [torch.empty(shape, dtype=formats.operand, device=device) for _ in range(copies)]
                 for name, shape in config.matrices.items()
-                if config.precision in FP8
             }
             for _ in range(config.layers)
         ]
@@ -82,18 +82,21 @@ class FrozenWeights:
         for index, stored in enumerate(values):
             tensors = source.layer(index)
             self.layers.append(
-                {name: self._matrix(tensors[name].to(device), stored.get(name)) for name in config.matrices}
+                {name: self._matrix(tensors[name].to(device), *stored[name]) for name in config.matrices}
             )
             self.norms.append(tuple(tensors[name].to(device, formats.main) for name in ("norm1", "norm2")))
+            # Before the next layer is drawn, not after.
+            del tensors
         self.embedding.copy_(source.embedding())
         self.head.copy_(source.head())
         self.final_norm = source.final_norm().to(device, formats.main)
 
-    def _matrix(self, weight, value):
-        """A bf16 weight [outputs, inputs] on the device as it is stored; in FP8, in `value`."""
+    def _matrix(self, weight, value=None, backward=None):
+        """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, in NVFP4 for the forward in
+        `value` and for dgrad in `backward`."""
         if self.config.precision == "nvfp4_emulated":
-            forward, backward = nvfp4.frozen_weight(weight.to(self.formats.main))
-            return Matrix(forward, torch.ones(1, device=self.device), backward)
+            nvfp4.frozen_weight(weight.to(self.formats.main), value, backward)
+            return Matrix(value, torch.ones(1, device=self.device), backward)
         if value is None:
             weight = weight.to(self.formats.main)
             return Matrix(weight, torch.ones(1, device=self.device), weight)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import nvfp4
 from common.memory_plan import GIB
 from llama2_lora import plan as plans
-from llama2_lora.config import PRESETS
+from llama2_lora.config import PRESETS, layer_weights
 from llama2_lora.state import State
 from tests.llama2_lora_case import CPU, TINY
 
@@ -59,6 +60,15 @@ def test_predicted_bytes_are_the_built_ones(precision, transposes):
         if item.name != "attention"
     )
     assert built == pytest.approx(sum(plans.built_sizes(config)) + config.layers * kept, rel=5e-3)
+
+
+def test_a_plan_has_room_for_what_rounds_to_nvfp4():
+    """In a graph's pool and beside it."""
+    assert plans.NVFP4_CHUNK == nvfp4.CHUNK
+    bf16, emulated = (replace(BENCH, layers=4, precision=precision) for precision in ("bf16", "nvfp4_emulated"))
+    weights_of_backward = 2 * 4 * layer_weights(BENCH)
+    more = plans.fixed_bytes(emulated) - plans.fixed_bytes(bf16) - weights_of_backward
+    assert more == pytest.approx(2 * plans.NVFP4_COPIES * 4 * nvfp4.CHUNK, rel=0.01)
 
 
 def test_the_whole_model_on_one_h200():

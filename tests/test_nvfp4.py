@@ -136,6 +136,23 @@ def test_linear_rounds_each_operand_along_the_dimension_that_is_summed_over():
     assert not torch.equal(by_columns, nvfp4.emulate(weight))
 
 
+@pytest.mark.parametrize("shape", [(64,), (40, 64), (5, 6, 64)])
+def test_a_chunk_of_rows_is_rounded_as_in_the_whole_tensor(monkeypatch, shape):
+    """Also in place and by columns; the largest element is in the last chunk."""
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(6)).bfloat16()
+    tensor.view(-1)[-1] = 50.0
+    whole = nvfp4.quantize(tensor).dequantize().bfloat16()
+    monkeypatch.setattr(nvfp4, "CHUNK", 3 * 64)
+    assert torch.equal(nvfp4.emulate(tensor), whole)
+    if len(shape) == 2:
+        weight = tensor[:32].clone()
+        forward, backward = torch.zeros_like(weight), torch.zeros_like(weight)
+        nvfp4.frozen_weight(weight, forward, backward)
+        assert torch.equal(backward, nvfp4.quantize(weight.t()).dequantize().bfloat16().t())
+        assert torch.equal(forward, nvfp4.quantize(weight).dequantize().bfloat16())
+    assert nvfp4.emulate(tensor, out=tensor) is tensor and torch.equal(tensor, whole)
+
+
 def test_it_can_be_captured_and_replayed():
     weights = nvfp4.frozen_weight(torch.randn(32, 64, generator=torch.Generator().manual_seed(3)))
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
