@@ -207,3 +207,4 @@ def fill_(tensor, name: str, seed: int, full_shape, shard_slices, std: float) ->
             block.normal_(0.0, std, generator=generator.manual_seed(int.from_bytes(digest, "little") >> 1))
             start, stop = max(first, wanted.start), min(first + block_rows, wanted.stop)
             tensor[start - wanted.start : stop - wanted.start].copy_(block[start - first : stop - first][columns])
+            del block  # before the next one

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from common.capture import Pool
+from common.schedule import buffer_slots
 from common.variant import Capture, Unsupported, warm_up
 from gpt3.pipeline import Passes, eager_step
 from gpt3.state import State
@@ -202,23 +203,8 @@ def _fill(static, tensor):
 
 
 def receive_buffers(state: State) -> dict[tuple[int, int], torch.Tensor]:
-    """{(step, microbatch): static buffer} of all that a stage receives in a step.
-
-    A buffer is used again where it is free: an activation is read last in its chunk's backward pass, a gradient in the
-    pass that it is received for.
-    """
-    place = {key: index for index, key in enumerate(state.steps)}
-    made, free, busy, result = [], [], [], {}
-    for index, transfers in enumerate(state.transfers):
-        free += [buffer for last, buffer in busy if last < index]
-        busy = [(last, buffer) for last, buffer in busy if last >= index]
-        for transfer in transfers:
-            if transfer.sends:
-                continue
-            if not free:
-                made.append(torch.zeros_like(state.empty_hidden()))
-                free.append(made[-1])
-            key, buffer = (transfer.step, transfer.microbatch), free.pop()
-            busy.append((place[-abs(transfer.step), transfer.microbatch], buffer))
-            result[key] = buffer
-    return result
+    """{(step, microbatch): static buffer} of all that a stage receives in a step; used again where it is free."""
+    slots = buffer_slots(state.steps, state.transfers)
+    received = [(each.step, each.microbatch) for batch in state.transfers for each in batch if not each.sends]
+    buffers = {slot: torch.zeros_like(state.empty_hidden()) for slot in {slots[key] for key in received}}
+    return {key: buffers[slots[key]] for key in received}

@@ -24,6 +24,8 @@ from llama31.config import ROPE_SCALING, Config
 from llama31.recompute import run_again
 
 INIT_STD = 0.02
+# Tokens whose logits a validation has at a time.
+VALIDATION_TOKENS = 1024
 
 # ------------------------------------------------------------------------------------------------
 # Positions
@@ -392,8 +394,15 @@ class Head(nn.Module):
     def forward(self, hidden, targets_sb):
         """Mean cross-entropy, FP32, of [s / tp, b, hidden] against [s, b]; alike on all tensor ranks."""
         normed = F.rms_norm(hidden, self.norm.shape, self.norm, self.norm_eps)
-        logits = F.linear(gather_from_sequence(normed, self.group), self.weight).flatten(0, 1).float()
-        return cross_entropy(logits, targets_sb.flatten(), self.group)
+        normed, targets = gather_from_sequence(normed, self.group).flatten(0, 1), targets_sb.flatten()
+        if torch.is_grad_enabled():
+            return self._loss(normed, targets)
+        # A validation's logits take no memory beside those of a training whose loss is eager.
+        parts = zip(normed.split(VALIDATION_TOKENS), targets.split(VALIDATION_TOKENS), strict=True)
+        return sum(self._loss(*part) * (len(part[1]) / len(targets)) for part in parts)
+
+    def _loss(self, normed, targets):
+        return cross_entropy(F.linear(normed, self.weight).float(), targets, self.group)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -435,8 +444,9 @@ def fill_at_random_(value, config: Config, place: Place, name: str, layer: int |
     if name in ("embedding", "head", "qkv"):
         fill_(value, full, seed, (num_rows * c.tp, num_columns), (own, slice(None)), std)
     elif name == "fc1":
-        view, rows = value.view(2, c.local_ffn, c.hidden), slice(rank * c.local_ffn, (rank + 1) * c.local_ffn)
-        fill_(view, full, seed, (2, c.local_ffn * c.tp, c.hidden), (slice(None), rows, slice(None)), std)
+        rows = slice(rank * c.local_ffn, (rank + 1) * c.local_ffn)
+        for half, part in zip(("gate", "up"), value.view(2, c.local_ffn, c.hidden), strict=True):
+            fill_(part, f"{full}.{half}", seed, (c.local_ffn * c.tp, c.hidden), (rows, slice(None)), std)
     else:
         columns = slice(rank * num_columns, (rank + 1) * num_columns)
         fill_(value, full, seed, (num_rows, num_columns * c.tp), (slice(None), columns), std)

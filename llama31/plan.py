@@ -61,9 +61,12 @@ def items(config: Config) -> list[Item]:
         attention_rest = 2 * tokens * (c.hidden + q_width + kv_width + rounded)
         mlp_rest = 2 * tokens * (c.hidden + c.local_ffn)
     else:
-        # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2.
-        attention_rest = tokens * operand * (c.hidden + (q_width if quantized else 0))
-        mlp_rest = tokens * operand * (c.hidden + c.local_ffn)
+        # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's
+        # in FP8 LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence
+        # there is none.
+        copies = 2 if quantized and c.tp == 1 else 1
+        attention_rest = tokens * operand * (c.hidden // c.tp + (q_width if quantized else 0))
+        mlp_rest = tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
     attention_passes = passes(3 * c.hidden + 2 * q_width + 4 * (q_width + kv_width))
     mlp_passes = passes(3 * c.hidden + 3 * c.local_ffn)
     x = Item("x", residual, None, None)
@@ -108,10 +111,11 @@ def ways(config: Config) -> list[Configuration]:
 def state_bytes(config: Config) -> dict[str, int]:
     """Bytes of a parameter of the layers by what they are for.
 
-    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read.
+    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read. Where NVFP4
+    is emulated, a bf16 matrix has two rounded copies.
     """
     c = config
-    weight = 2 if c.weights == "fp8" else 4 if c.precision in ("fp8", "nvfp4") else 2
+    weight = 2 if c.weights == "fp8" else {"bf16": 2, "nvfp4_emulated": 6}.get(c.precision, 4)
     widths = {"bf16": 2, "fp32": 4}
     return {"weight": weight, "main_grad": widths[c.main_grad], "master": 4, "moments": 2 * widths[c.moments]}
 
@@ -120,8 +124,8 @@ def fixed_bytes(config: Config) -> int:
     """Bytes that torch reserves whatever layers keep.
 
     Parameters with all that Adam keeps of them, embedding and head with a bf16 weight. What the running layer has, as
-    much as one that keeps everything. Logits in bf16 and FP32 with their gradients, the batches, a tenth of what is not
-    parameters for workspaces and fragments.
+    much as one that keeps everything. Logits in bf16; in FP32 logarithms of their softmax, and the gradients of both;
+    the batches; a tenth of what is not parameters for workspaces and fragments.
     """
     c, per = config, state_bytes(config)
     tokens = c.local_sequence * c.microbatch
@@ -130,7 +134,7 @@ def fixed_bytes(config: Config) -> int:
     state = per["main_grad"] + (per["master"] + per["moments"]) // replicas
     parameters = in_layers * (per["weight"] + state) + (num_parameters(c) - in_layers) * (2 + state)
     running = sum(item.bytes for item in items(c))
-    return parameters + (running + tokens * (c.local_vocab * 10 + 16 * c.microbatches)) * 110 // 100
+    return parameters + (running + tokens * (c.local_vocab * 14 + 16 * c.microbatches)) * 110 // 100
 
 
 def _layers(config):

@@ -132,8 +132,20 @@ def test_a_reset_takes_no_memory_for_a_second_copy_of_a_tensor(monkeypatch):
     monkeypatch.setattr(parallel, "_BLOCK_ELEMENTS", 256)
     with Allocated() as allocated:
         state.reset()
-    # Half of fc1, which is drawn at once.
-    assert 0 < allocated.largest == 4 * TINY.ffn * TINY.hidden
+    # A block, of a row of fc2 or two of the others.
+    assert allocated.largest == 4 * 256
+
+
+def test_a_validation_has_the_logits_of_a_few_tokens_at_a_time(monkeypatch):
+    state = make(dtype=torch.float32, precision="bf16")
+    hidden, targets = torch.randn(TINY.sequence, 1, TINY.hidden), state.inputs["targets"][0]
+    expected = state.head(hidden, targets).detach()
+    monkeypatch.setattr(model, "VALIDATION_TOKENS", 24)  # the last part is smaller
+    lengths, cross_entropy = [], model.cross_entropy
+    monkeypatch.setattr(model, "cross_entropy", lambda x, *rest: lengths.append(len(x)) or cross_entropy(x, *rest))
+    with torch.no_grad():
+        torch.testing.assert_close(state.head(hidden, targets), expected)
+    assert lengths == [24, 24, 16]
 
 
 def test_main_grad_gets_its_memory_from_the_buckets():

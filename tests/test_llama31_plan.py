@@ -46,6 +46,10 @@ def test_eight_billion_parameters_take_twelve_bytes_each():
     assert sum(state_bytes(FULL).values()) == 12
     assert sum(state_bytes(replace(FULL, moments="fp32")).values()) == 16
     assert sum(state_bytes(replace(BENCH, precision="bf16")).values()) == 2 + 2 + 4 + 8
+    # Emulated NVFP4 rounds a bf16 matrix in blocks along its inputs, and once more along its outputs.
+    linear = make(precision="nvfp4_emulated", layers=1).layers[0].fc1
+    held = sum(each.nbytes for each in (linear.weight, linear.forward_weight, linear.backward_weight))
+    assert held == linear.weight.numel() * state_bytes(replace(BENCH, precision="nvfp4_emulated"))["weight"]
     assert 130 * GIB < make_plan(FULL).bytes < 145 * GIB
 
 
@@ -81,10 +85,10 @@ def test_ways_are_those_that_layers_can_run_in():
 
 def test_a_te_layer_keeps_the_inputs_of_its_gemms_and_norms():
     """8B, MiB: two residuals, q k v, attention's output and its softmax statistics, fc1's output, and inputs of GEMMs,
-    in FP8 a byte each; in bf16 the projection reads attention's output itself."""
+    in FP8 a byte each, fc1's with its transposed copy; in bf16 the projection reads attention's output itself."""
     fp8, bf16 = (items(replace(FULL, precision=name, weights=name, layer="te")) for name in ("fp8", "bf16"))
     common = 64 + 64 + 96 + 64 + 1 + 448
-    assert sum(item.bytes for item in fp8) == (common + 32 + 32 + 32 + 112) * 2**20
+    assert sum(item.bytes for item in fp8) == (common + 32 + 32 + 2 * 32 + 112) * 2**20
     assert sum(item.bytes for item in bf16) == (common + 64 + 64 + 224) * 2**20
 
 

@@ -248,5 +248,5 @@ def test_cards_name_models_shares_and_both_counts():
     assert "4 of 126 layers of Llama 3.1 405B, a GPU's share at TP8 CP2" in text and "MLPerf's count" in text
     text = "\n".join(card(replace(PRESETS["full"], layer="te", memory_gib=120.0), CPU))
     assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
-    assert re.search(r"\nmlp +13 +0 +19 ", text) and "sum, of 120.00 GiB" in text
+    assert re.search(r"\nmlp +5 +0 +27 ", text) and "sum, of 120.00 GiB" in text
     assert len(KNOWN) == 2 and variants.__doc__
