@@ -2,8 +2,9 @@
 
 torch's group norm on CUDA (2.11) computes on contiguous [N, C, H, W]: channels_last tensors are copied there and back
 at each of the 61 norms. Here memory stays [N, H, W, C]. Sums are made in a fixed order: runs repeat bit for bit.
-torch.compile takes the kernels as they are; eager launches them through common/triton_launch, at the host cost of an
-operator. Each function is plain torch where its input is not on a GPU, and where in_triton is false.
+torch.compile takes the kernels as they are: it copies their source into a module that imports tl and triton alone, so
+annotations say tl.constexpr. Eager launches them through common/triton_launch, at the host cost of an operator. Each
+function is plain torch where its input is not on a GPU, and where in_triton is false.
 """
 
 import functools
@@ -17,7 +18,6 @@ from common.triton_launch import Launch
 try:
     import triton
     import triton.language as tl
-    from triton.language import constexpr
 except ModuleNotFoundError:  # a machine without a GPU
     triton = None
 
@@ -111,7 +111,7 @@ class _GroupNorm(torch.autograd.Function):
 if triton:
 
     @triton.jit
-    def _tile(area, c, chunks, rows: constexpr, columns: constexpr):
+    def _tile(area, c, chunks, rows: tl.constexpr, columns: tl.constexpr):
         """(sample, chunk, rows inside, offsets, channels) of this program's tile [rows, columns] of [N, area, C]."""
         sample, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
         row = chunk * rows + tl.arange(0, rows)
@@ -120,7 +120,7 @@ if triton:
         return sample, chunk, (row < area)[:, None] & (channel < c)[None, :], offset, channel
 
     @triton.jit
-    def _moments(x, partial, area, c, n, chunks, rows: constexpr, columns: constexpr):
+    def _moments(x, partial, area, c, n, chunks, rows: tl.constexpr, columns: tl.constexpr):
         """partial [2, N, chunks, C]: mean, and sum of squared distances from it, over each chunk's rows."""
         sample, chunk, inside, offset, channel = _tile(area, c, chunks, rows, columns)
         values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
@@ -133,8 +133,9 @@ if triton:
 
     @triton.jit
     def _statistics(
-        partial, stats, area, c, n, groups, chunks, eps, rows: constexpr, p_chunks: constexpr, p_size: constexpr
-    ):
+        partial, stats, area, c, n, groups, chunks, eps,
+        rows: tl.constexpr, p_chunks: tl.constexpr, p_size: tl.constexpr,
+    ):  # fmt: skip
         """stats [2, N, groups]: mean and 1 / standard deviation of each group, from the chunks' moments."""
         sample, group, size = tl.program_id(0) // groups, tl.program_id(0) % groups, c // groups
         chunk, member = tl.arange(0, p_chunks), tl.arange(0, p_size)
@@ -163,8 +164,9 @@ if triton:
 
     @triton.jit
     def _normalise(
-        x, y, stats, weight, bias, area, c, n, groups, chunks, silu: constexpr, rows: constexpr, cols: constexpr
-    ):
+        x, y, stats, weight, bias, area, c, n, groups, chunks,
+        silu: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
+    ):  # fmt: skip
         sample, _, inside, offset, channel = _tile(area, c, chunks, rows, cols)
         hat, w, b, _ = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
         z = hat * w + b
@@ -173,7 +175,7 @@ if triton:
         tl.store(y + offset, z, mask=inside)
 
     @triton.jit
-    def _grad_z(grad, hat, w, b, inside, offset, silu: constexpr):
+    def _grad_z(grad, hat, w, b, inside, offset, silu: tl.constexpr):
         """The gradient before SiLU."""
         dz = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
         if silu:
@@ -185,7 +187,7 @@ if triton:
     @triton.jit
     def _grad_moments(
         grad, x, partial, stats, weight, bias, area, c, n, groups, chunks,
-        silu: constexpr, rows: constexpr, cols: constexpr,
+        silu: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
     ):  # fmt: skip
         """partial [2, N, chunks, C]: sums over each chunk's rows of dz, and of dz times normalised x."""
         sample, chunk, inside, offset, channel = _tile(area, c, chunks, rows, cols)
@@ -198,7 +200,7 @@ if triton:
     @triton.jit
     def _grad_sums(
         partial, weight, grad_weight, grad_bias, area, c, n, groups, chunks,
-        rows: constexpr, cols: constexpr, p_chunks: constexpr, p_size: constexpr, num_loops: constexpr,
+        rows: tl.constexpr, cols: tl.constexpr, p_chunks: tl.constexpr, p_size: tl.constexpr, num_loops: tl.constexpr,
     ):  # fmt: skip
         """Behind partial, sums [2, N, groups]: means over a group of w dz and w dz hat; then, in the last programs,
         weight and bias."""
@@ -229,7 +231,7 @@ if triton:
     @triton.jit
     def _grad_input(
         grad, x, grad_x, stats, partial, weight, bias, area, c, n, groups, chunks,
-        silu: constexpr, rows: constexpr, cols: constexpr,
+        silu: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr,
     ):  # fmt: skip
         sample, _, inside, offset, channel = _tile(area, c, chunks, rows, cols)
         hat, w, b, rstd = _hat(x, stats, weight, bias, sample, inside, offset, channel, c, n, groups)
@@ -291,7 +293,7 @@ class _Geglu(torch.autograd.Function):
 if triton:
 
     @triton.jit
-    def _halves(x, bias, row, num_rows, c, columns: constexpr):
+    def _halves(x, bias, row, num_rows, c, columns: tl.constexpr):
         """(offset in the result, offset of the value in x, inside, value, gate) of these rows' tile."""
         row = row[:, None].to(tl.int64)
         column = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]
@@ -304,14 +306,14 @@ if triton:
         return row * c + column, place, inside, value, gate
 
     @triton.jit
-    def _geglu(x, bias, y, num_rows, c, rows: constexpr, columns: constexpr):
+    def _geglu(x, bias, y, num_rows, c, rows: tl.constexpr, columns: tl.constexpr):
         row = tl.program_id(0) * rows + tl.arange(0, rows)
         offset, _, inside, value, gate = _halves(x, bias, row, num_rows, c, columns)
         tl.store(y + offset, value * gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)), mask=inside)
 
     @triton.jit
     def _geglu_backward(
-        grad, x, bias, grad_x, partial, num_rows, c, rows: constexpr, columns: constexpr, steps: constexpr
+        grad, x, bias, grad_x, partial, num_rows, c, rows: tl.constexpr, columns: tl.constexpr, steps: tl.constexpr
     ):
         """grad_x, and partial [blocks, 2 c]: its sums over the rows of each block of rows * steps."""
         of_value, of_gate = tl.zeros((columns,), tl.float32), tl.zeros((columns,), tl.float32)
@@ -332,7 +334,7 @@ if triton:
         tl.store(partial + place + c, of_gate, mask=column < c)
 
     @triton.jit
-    def _add_rows(partial, total, num_rows, c, rows: constexpr, columns: constexpr, steps: constexpr):
+    def _add_rows(partial, total, num_rows, c, rows: tl.constexpr, columns: tl.constexpr, steps: tl.constexpr):
         """total [c]: sum of partial's rows, always in the same order."""
         column = tl.program_id(0) * columns + tl.arange(0, columns)
         result = tl.zeros((columns,), tl.float32)

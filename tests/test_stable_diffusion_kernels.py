@@ -1,5 +1,7 @@
 """stable_diffusion/kernels against torch: on a GPU, and through Triton's interpreter without one."""
 
+import runpy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,3 +144,19 @@ def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
         run(torch.compile(function, backend=aot_autograd(fw_compiler=compile_nothing, partition_fn=partition)))
     assert len(eager) == 9 and not driver.launches
     assert sorted(map(str, traced)) == sorted(map(str, eager))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_the_source_that_torch_compile_copies_stands_alone(tmp_path):
+    triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as copied
+
+    from stable_diffusion import kernels
+
+    own = {name: value for name, value in vars(kernels).items() if isinstance(value, triton.JITFunction)}
+    assert len(own) > 9
+    for name, kernel in own.items():
+        path = tmp_path / f"{name}.py"
+        # What torch's module for a user's kernel begins with, and its decorator, which stands in front of the source.
+        path.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{copied(kernel)}")
+        assert runpy.run_path(str(path))[name].arg_names == kernel.arg_names
