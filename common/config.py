@@ -21,7 +21,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import phases  # noqa: F401 (a script's first import: it notes when its first line ran)
+from common import garbage, phases  # noqa: F401 (a script's first import: it notes when its first line ran)
 
 # A window keeps two events and five numbers of each step, and all of them go into one line of JSON: 30 MB of a million.
 MAX_STEPS = 1_000_000
@@ -68,7 +68,7 @@ class Run:
         0, "just so many steps with --parity (0: --steps, at least 20, or 3 of more than 0.4 s)", metavar="N"
     )
     record: str = option("", "where to write the record", metavar="PATH")
-    profile_steps: int = option(12, "steps in the profile pass (0: none)", metavar="N")
+    profile_steps: int = option(12, "steps in the profile pass, fewer of long ones (0: none)", metavar="N")
     mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
     profile: str = option("", "time nothing, trace a few steps for a viewer (.json, .json.gz)", metavar="PATH")
 
@@ -144,6 +144,9 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     if asked_to_describe:
         print(json.dumps(describe(model, config_class, presets, variants, about, {run.preset: config})))
         sys.exit(0)
+    if argv is None:
+        # The script's imports come next.
+        garbage.hold()
     return Arguments(config=config, run=run)
 
 

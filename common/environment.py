@@ -92,12 +92,11 @@ def _version(distribution):
         return None
 
 
-@functools.cache
 def _dali_version():
-    # The distribution's name carries the CUDA major version: nvidia-dali-cuda120, nvidia-dali-cuda130.
-    names = (distribution.metadata["Name"] or "" for distribution in metadata.distributions())
-    dali = next((name for name in names if re.fullmatch(r"nvidia[-_]dali[-_]cuda\d+", name)), None)
-    return dali and _version(dali)
+    # The distribution's name carries the CUDA version: nvidia-dali-cuda120, nvidia-dali-cuda130. To read the names of
+    # all distributions takes 0.2 s.
+    found = (_version(f"nvidia-dali-cuda{major}0") for major in range(11, 30))
+    return next(filter(None, found), None)
 
 
 def _cpu_model():

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from common import console, environment, marks, memory, mllog, passes, phases, proof, trace
+from common import console, environment, garbage, marks, memory, mllog, passes, phases, proof, trace
 from common import record as records
 from common.agreement import DEAD_S, GRACE_S, Agreement, RankFault
 from common.gpu_state import GpuSampler
@@ -128,6 +128,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
     state = variant = opened = compare = None
     try:
         with contextlib.ExitStack() as settings:
+            settings.enter_context(garbage.of_run())
             # torchrun stops all ranks once one has died: each must be able to say so before one may die.
             clock.ranks.agree()
             with clock.phase("build"):
@@ -136,6 +137,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
             log.say(state.hyperparameters if isinstance(state, HasHyperparameters) else {})
             with clock.phase("prepare"):
                 variant = opened = workload.variants[options.variant](state)
+                garbage.keep()
             for name in CAPTURE_PHASES:
                 clock.add("prepare", -getattr(variant.capture, f"{name}_s"))
             clock.ranks.note_steps_of(variant)
@@ -160,7 +162,7 @@ def _measure(record, workload, config, options, device, rank, log, clock):
                 with clock.phase("canary"):
                     opened = None
                     _close(variant, record)
-                    gc.collect()
+                    garbage.collect_all()
                     if device.type == "cuda":
                         torch.cuda.empty_cache()
                     compare()
@@ -373,10 +375,11 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
                 record, state, variant, config, options, device, sampler, settle["step_ms"], sample, clock
             )
         with clock.phase("proof"):
+            losses = _prove(record, state, device, sample)
+            # After a pause: autograd's thread may let go of the last gradients a little later than the step ends.
             gc.collect()
             now_held = proof.held_bytes(device)
             record["proof"]["growth_bytes"] = None if None in (held, now_held) else now_held - held
-            losses = _prove(record, state, device, sample)
         log.window(record, losses, window_start)
         _require_finite(losses)
         rate = record["items_per_step"] / record["statistic_ms"] * 1e3

@@ -26,6 +26,9 @@ PROFILE_HEAT_S = 2.0
 # An issue pass has ISSUE_STEPS, or as many as end within ISSUE_S, a median's least number at least.
 ISSUE_STEPS, ISSUE_S, LEAST_STEPS = 8, 1.0, 3
 SECTION_STEPS = 12
+# A profile has --profile-steps, or as many as fit in PROFILE_S, LEAST_PROFILE_STEPS at least: the time of a step's
+# kernels hardly differs from step to step, and reading a profile of many launches takes the host seconds.
+PROFILE_S, LEAST_PROFILE_STEPS = 0.7, 5
 # A window is sized by the settled pace, and steps in a row are faster than those with a synchronisation in between.
 WINDOW_MARGIN = 1.1
 WINDOW_TRIES = 3
@@ -276,6 +279,12 @@ def num_section_steps(record) -> int:
     return max(LEAST_STEPS, min(SECTION_STEPS, _heat_steps(record))) if record["device"] == "cuda" else LEAST_STEPS
 
 
+def num_profile_steps(record, options) -> int:
+    """--profile-steps at most, but each kind of batch once: busy time is set beside the statistic, a mean over all."""
+    fit = max(LEAST_PROFILE_STEPS, int(PROFILE_S * 1e3 / record["statistic_ms"]))
+    return max(min(options.profile_steps, fit), len(set(record["steps"]["batch"])))
+
+
 def _heat_steps(record):
     return int(PROFILE_HEAT_S * 1e3 / record["statistic_ms"]) + 1
 
@@ -353,8 +362,7 @@ def profile_pass(record, variant, options, sampler, num_warm_steps=0):
 
     num_warm_steps: undrained steps right before it, which heat the GPU as well.
     """
-    # Busy time is set beside the statistic, a mean over all kinds of batch.
-    num_steps = max(options.profile_steps, len(set(record["steps"]["batch"])))
+    num_steps = num_profile_steps(record, options)
     index = itertools.count()
     stamps: list[list[int]] = []
 
@@ -380,7 +388,10 @@ def profile_pass(record, variant, options, sampler, num_warm_steps=0):
     record["idle_fraction"] = (
         summary["idle_fraction"] if graphed else max(0.0, 1 - record["busy_ms"] / record["statistic_ms"])
     )
-    record["extra"]["profile"] = summary | {"kernels_hash": trace.kernels_hash(work, num_steps)}
+    record["extra"]["profile"] = summary | {
+        "num_steps": num_steps,
+        "kernels_hash": trace.kernels_hash(work, num_steps),
+    }
     _predict(record, profile, stamps)
     timed_clock = record["clocks"]["sm_mhz"]
     if clock and timed_clock:

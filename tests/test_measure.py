@@ -489,7 +489,11 @@ def test_the_profile_has_every_kind_of_batch(monkeypatch):
 
     monkeypatch.setattr(passes.trace, "profile", profile)
     sampler = SimpleNamespace(between=lambda start, end: {"sm_mhz": None})
-    for batch in ([0] * 50, list(range(7)) * 3):
-        record = {"statistic_ms": 10.0, "steps": {"batch": batch}, "extra": {}}
-        passes.profile_pass(record, None, SimpleNamespace(profile_steps=5), sampler)
-    assert profiled == [5, 7]
+    kinds = list(range(7)) * 3
+    # Long steps are few, but never fewer than five or than there are kinds; what is asked for is the most.
+    cases = [(10.0, [0] * 50, 12, 12), (10.0, [0] * 50, 3, 3), (10.0, kinds, 5, 7)]
+    cases += [(100.0, [0] * 50, 12, 7), (400.0, [0] * 50, 12, 5), (400.0, kinds, 12, 7)]
+    for step_ms, batch, asked, _ in cases:
+        record = {"statistic_ms": step_ms, "steps": {"batch": batch}, "extra": {}}
+        passes.profile_pass(record, None, SimpleNamespace(profile_steps=asked), sampler)
+    assert profiled == [wanted for *_, wanted in cases]
