@@ -64,7 +64,8 @@ class Clock:
         self.now += seconds
 
     def sleep(self, seconds):
-        time.sleep(1e-3)
+        # Long enough for a thread to get a processor that others want, too.
+        time.sleep(20e-3 if seconds >= 50e-3 else 1e-3)
         # A process that sleeps is not busy: its own time, which the same clock shows, goes on by next to nothing.
         self.now += 1e-4
 
@@ -291,6 +292,8 @@ class LateThread(Eager):
                 time.sleep(2e-4)
             else:
                 eager_step(self.state, self.todo.get())
+                # Not all of them before the first look.
+                time.sleep(1e-3)
 
     def timed_step(self, index):
         self.todo.put(index)
