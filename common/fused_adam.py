@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 
 # By the bytes of a gradient's element. FP32: a thread of the update has 4 elements, 16 bytes of each FP32 tensor; with
 # 8, the width of its 16-bit store, all else would go through shared memory. `python -m gpt3.tune_adam` tries others.
-TILES = {2: Tiles(8192, 1024, 4, 1024, 4), 4: Tiles(16384, 2048, 4, 1024, 8)}
+TILES = {2: Tiles(8192, 1024, 4, 1024, 4), 4: Tiles(8192, 2048, 4, 2048, 16)}
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 OUTBOX = 16
 
