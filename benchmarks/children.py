@@ -11,17 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import ROOT, supervisor
+from benchmarks.importer import Importer
 
 WATCH_S = 1.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended: exit status (128 + n for signal n), whether it was killed at its limit, wall seconds."""
+    """How a child ended: exit status (128 + n for signal n), whether it was killed at its limit, wall seconds.
+
+    modules: of a child that an importer forked, what it had imported of `importer.AT_TIMES`.
+    """
 
     exit_status: int
     timed_out: bool
     seconds: float
+    modules: tuple | None = None
 
     def describe(self) -> str:
         if self.exit_status == 128 + signal.SIGKILL:
@@ -39,17 +44,23 @@ def run_child(
     environment: dict,
     is_remote: bool = False,
     watch: Callable[[], None] | None = None,
+    importer: Importer | None = None,
 ) -> Outcome:
     """Run command in the repository's root under a supervisor, its output appended to `log`.
 
     After limit_s seconds the command and everything it started is killed. An exception here, Ctrl-C
     included, ends it too before it goes on. is_remote: the command starts others on other machines and
-    ends them on SIGTERM. watch() is called every WATCH_S seconds while it runs.
+    ends them on SIGTERM. watch() is called every WATCH_S seconds while it runs. importer: forks the command, if it can.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    if importer:
+        importer.begin()
     start = time.monotonic()
-    with open(log, "ab") as file:
-        process = _start(command, is_remote, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    process = importer and importer.start(command, environment, log)
+    is_forked = process is not None
+    if not is_forked:
+        with open(log, "ab") as file:
+            process = _start(command, is_remote, stdout=file, stderr=subprocess.STDOUT, env=environment)
     timed_out = False
     try:
         while not timed_out:
@@ -63,7 +74,8 @@ def run_child(
                 watch()
     finally:
         _end(process, supervisor.TERMINATE_S + (supervisor.ASK_S if is_remote else 0.0))
-    return Outcome(process.returncode, timed_out, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Outcome(process.returncode, timed_out, seconds, process.modules or () if is_forked else None)
 
 
 def run_shown(command: list[str]) -> int:

@@ -16,6 +16,7 @@ and something was timed, 1 otherwise, 2 for a mistake on the command line, 130 a
 """
 
 import argparse
+import contextlib
 import re
 import shlex
 import sys
@@ -126,7 +127,8 @@ def measure(args) -> int:
             print(f"beside   {text}")
         sys.stdout.flush()
         rounds = Rounds(session)
-        rounds.measure()
+        with contextlib.closing(rounds.runner):
+            rounds.measure()
         if not rounds.out_of_time:
             session.pack()
         return finish(session, rounds.out_of_time)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import ROOT, children, locks, progress, script, sessions, trust
+from benchmarks.importer import Importer
 from benchmarks.open_session import OpenSession
 from benchmarks.script import CONTROL
 from common import announce, gpu_state
@@ -28,6 +29,16 @@ class Runner:
         self.session, self.request, self.say = session, session.request, say
         self.seconds: dict[bool, list[float]] = {False: [], True: []}
         self.took_s: dict[str, float] = {}
+        # What forks the runs of a round, and what every run so far had imported.
+        self._importer: Importer | None = None
+        self._importer_round = -1
+        self._modules: set[str] | None = None
+
+    def close(self) -> None:
+        """End what forks runs."""
+        if self._importer is not None:
+            self._importer.close()
+        self._importer = None
 
     # -- the host
 
@@ -67,14 +78,17 @@ class Runner:
         command = ["-m", f"{request.model}.train", "--preset", request.preset, "--variant", which]
         command += ["--round", str(number), "--record", str(path)]
         if number:
-            command += ["--steps", str(request.args.steps), "--mllog", str(log.with_suffix(".mllog"))]
+            command += ["--steps", str(request.args.steps)]
+            # The evaluation that belongs to it takes a second of every run that writes one.
+            command += ["--mllog", str(log.with_suffix(".mllog"))] if number == 1 else []
         else:
             command += ["--steps", str(request.description.get("parity_steps", PARITY_STEPS)), "--parity"]
             command += ["--parity-steps", str(self._parity_steps(variant))]
         variables = request.environment(number)
         if not request.gpus.names:
             variables = children.waiting_passively(variables)
-        variables[announce.VARIABLE] = str(session.partial / f"{name}.wait")
+        importer = self._importer_of(number, variables)
+        variables = variables | {announce.VARIABLE: str(session.partial / f"{name}.wait")}
         load = request.args.host_load if number else 0
         others, sessions_here = self._others(), locks.others_here()
         with children.HostLoad(load):
@@ -85,11 +99,15 @@ class Runner:
                 environment=variables,
                 is_remote=bool(request.launch.prefix),
                 watch=progress.Watch(variant, variables, self.say).look,
+                importer=importer,
             )
+        if outcome.modules is not None and outcome.exit_status == 0:
+            self._modules = set(outcome.modules) & (self._modules or set(outcome.modules))
         self.seconds[bool(number)].append(outcome.seconds)
         self.took_s[name] = outcome.seconds
         record = self._record(outcome, path, log, variant, number)
         record.update(variant=variant, round=number, attempt=attempt, session=session.meta["session"], host_load=load)
+        record["extra"]["forked"] = outcome.modules is not None
         record["extra"].update(request=request.data, **script.said(request.description, variant))
         conditions = record["conditions"]
         sessions_here = sorted({*sessions_here, *locks.others_here()})
@@ -98,6 +116,19 @@ class Runner:
         if session.meta["probes"]:
             conditions.update({key: session.meta["probes"][0].get(key) for key in PROBED})
         return record
+
+    def _importer_of(self, number, variables):
+        """What forks the runs of this round; None for several ranks, and for a script that is none of the models.
+
+        Such a script, as the fakes of tests, may import less than all models do.
+        """
+        request = self.request
+        if request.launch.world_size > 1 or request.launch.prefix or request.model not in script.models():
+            return None
+        if self._importer is None or number != self._importer_round:
+            self.close()
+            self._importer, self._importer_round = Importer(variables, sorted(self._modules or ())), number
+        return self._importer
 
     def _parity_steps(self, variant):
         """As many as the base made, which makes few of long steps."""

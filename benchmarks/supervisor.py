@@ -10,11 +10,13 @@ can reach. Exit status: the command's, 128 + n where signal n ended it, 127 wher
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -34,28 +36,23 @@ def command_of(command: list[str], asks: bool = False) -> list[str]:
     return [sys.executable, "-m", "benchmarks.supervisor", str(os.getpid()), *ask, "--", *command]
 
 
-def supervise(parent_pid: int, command: list[str], asks: bool) -> int:
-    """Run command and return its exit status."""
+def supervise(parent_pid: int, start: Callable, asks: bool) -> int:
+    """Wait for the process that start() gives, a Popen or what has wait() and terminate(); its exit status."""
     signal.signal(signal.SIGTERM, _raise_stop)
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    process, last_signal = None, signal.SIGTERM if asks else signal.SIGKILL
+    process = None
     try:
         # The parent may have gone before prctl could ask to be told.
         if os.getppid() != parent_pid:
             raise _Stop
-        process = subprocess.Popen(
-            command,
-            start_new_session=True,
-            # One thread only here, so nothing can hold a lock across the fork.
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, last_signal, 0, 0, 0),
-        )
+        process = start()
         status = process.wait()
     except _Stop:
         status = -signal.SIGTERM
     except OSError as error:
-        print(f"cannot start {command[0]}: {error.strerror}")
+        print(f"cannot start {error.filename}: {error.strerror}")
         return 127
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,6 +60,13 @@ def supervise(parent_pid: int, command: list[str], asks: bool) -> int:
             _ask_to_end(process)
         _end_descendants()
     return status if status >= 0 else 128 - status
+
+
+def end_with_parent(parent_pid: int, number: int) -> None:
+    """This process gets signal `number` when its parent ends, and ends at once where that is not parent_pid."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
 
 
 def _raise_stop(signum, frame):
@@ -111,7 +115,16 @@ def descendants(pid: int) -> list[int]:
 
 def main() -> int:
     own, command = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
-    return supervise(int(own[0]), command, asks="--ask" in own)
+    asks = "--ask" in own
+    prctl, last_signal = ctypes.CDLL(None).prctl, signal.SIGTERM if asks else signal.SIGKILL
+    start = functools.partial(
+        subprocess.Popen,
+        command,
+        start_new_session=True,
+        # One thread only here, so nothing can hold a lock across the fork.
+        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, last_signal, 0, 0, 0),
+    )
+    return supervise(int(own[0]), start, asks)
 
 
 if __name__ == "__main__":

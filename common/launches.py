@@ -29,8 +29,9 @@ PROFILER_GAP_US = 0.5
 # eager steps, a kernel of the window has 0.75 to 1.06 us (gpt3 bench) and 1.18 to 1.65 us (stable_diffusion full).
 LAUNCH_GAP_US = 1.0
 MIN_GAPS = 20
-# Work without a call in the trace (not every call of the driver is) counts as started with the work before it.
-MAX_UNPLACED = 0.02
+# Work without a call in the trace counts as a launch of its own, right after that of the work before it. torch 2.11's
+# profiler does not show what Inductor launches: 5 % of the kernels of GPT-3's eager step, two in each of TE's fusions.
+MAX_UNPLACED = 0.25
 # Between the host's clock and the trace's, at the begin of the profiled steps and from there to their end.
 MAX_OFFSET_US, MAX_DRIFT_US = 1000.0, 200.0
 
@@ -96,18 +97,21 @@ def _launches(events):
     if not work or lost > MAX_UNPLACED * len(work):
         raise ValueError(f"{lost} of {len(work)} kernels and copies have no launch in the trace")
     launches: dict = {}
-    owner, end = None, -math.inf
-    for event in work:
-        owner = correlation_of(event) if correlation_of(event) in calls else owner
-        if owner is None:
+    call, end = None, -math.inf
+    for place, event in enumerate(work):
+        owner = correlation_of(event)
+        if owner in calls:
+            call = calls[owner]
+        elif call is None:
             continue
+        else:
+            owner = ("no call", place)
         start, stop = event["ts"], event["ts"] + event["dur"]
         gap_us = max(0.0, start - end)
         if owner in launches:
             launch = launches[owner]
             launch.inner_us.append(gap_us)
         else:
-            call = calls[owner]
             launch = launches[owner] = _Launch(call["ts"], call["ts"] + call["dur"])
             if gap_us == 0.0 or launch.returned_us + QUEUED_US <= end:
                 launch.gap_us = gap_us

@@ -44,8 +44,8 @@ class Profile:
 def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
     """The GPU's work in num_steps steps, and the host calls that started it.
 
-    run_steps(n) issues n steps. num_heat_steps run first, unprofiled, so that power and clock are those of
-    the timed window: a GPU that rested while the profiler started runs faster for a while.
+    run_steps(n) issues n steps. num_heat_steps of them, two at least, are not in the profile: power and clock are to be
+    those of the timed window, and a GPU that rested while the profiler was prepared runs faster for a while.
     """
     import torch
 
@@ -54,9 +54,8 @@ def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
     # its own of every event: seconds of each process. Preparing and starting apart, as it does, lets the first steps
     # under the profiler, which are slower, go by.
     profiler = torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True)
-    run_steps(num_heat_steps)
     profiler._prepare_trace()
-    run_steps(2)
+    run_steps(max(num_heat_steps, 2))
     torch.cuda.synchronize()
     profiler._start_trace()
     try:

@@ -89,7 +89,7 @@ _run_child = children.run_child
 _describe = script.describe
 
 
-def run_here(command, *, log, limit_s, environment, is_remote=False, watch=None):
+def run_here(command, *, log, limit_s, environment, is_remote=False, watch=None, importer=None):
     """children.run_child of a fake that neither hangs nor dies, in this process."""
     start = command.index(f"{MODEL}.train") if f"{MODEL}.train" in command else 0
     if start != 2 or option(command, "--variant") in ("hang", "die"):

@@ -225,6 +225,20 @@ def test_sections_heat_the_gpu_for_its_profile(gpu):
         assert record["extra"]["profile"] == "the profiler saw no kernels" and "queue_model" not in record["extra"]
 
 
+@pytest.mark.parametrize(("num_replays", "seconds"), [(1, 0.5), (0, 0.0)])
+def test_the_clock_of_a_replays_profile_is_that_of_the_steps_before_it_too(num_replays, seconds, monkeypatch):
+    """The profiler slows eager steps: a clock from before it is not theirs."""
+    kernel = {"name": "k", "cat": "kernel", "ph": "X", "ts": 0.0, "dur": 1.0, "args": {"stream": 7}}
+    profile = trace.Profile([kernel], start_s=100.0, end_s=101.0)
+    monkeypatch.setattr(trace, "profile", lambda *arguments: profile)
+    record = records.blank(device="cuda", statistic_ms=1.0, extra={})
+    record["clocks"]["sm_mhz"], record["steps"]["batch"] = 1000.0, [0]
+    sampler = SimpleNamespace(between=lambda start, end: {"sm_mhz": 1000.0 + 10.0 * (end - start)})
+    variant = SimpleNamespace(capture=SimpleNamespace(num_replays=num_replays))
+    passes.profile_pass(record, variant, SimpleNamespace(profile_steps=5, record=""), sampler)
+    assert record["extra"]["profiled_clock_ratio"] == pytest.approx(1.01 + 0.01 * seconds)
+
+
 def test_the_median_of_a_loop_is_its_period(gpu):
     """That the made-up GPU itself is right: what host and GPU take, and no more than 1,024 launches ahead."""
     loop = Loop(gpu, [(200, 30.0, 10.0)])

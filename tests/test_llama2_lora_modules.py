@@ -131,10 +131,12 @@ def test_gpu_graphs_equal_eager_bit_for_bit(gpu, kind, names):
 
 @pytest.mark.gpu
 def test_gpu_transformer_engine_trains_as_lean_layers_do(gpu):
-    config = replace(PRESETS["slice"], layers=4, batches=3, vocab=1024, lr=1e-2, dropout=0.0, memory_gib=20.0)
+    """At 1e-4: from random weights higher learning rates blow any difference up, 1e-2 to 8 % in the third step."""
+    config = replace(PRESETS["slice"], layers=4, batches=3, vocab=1024, lr=1e-4, dropout=0.0, memory_gib=20.0)
     te, lean = (follow_eager(State(config, gpu, kind), 8) for kind in ("te", "lean"))
+    # Measured on an H200: losses within 0.3 %, norms within 0.35 %.
     assert te[0] == pytest.approx(lean[0], rel=5e-3)
-    assert te[1][2:] == pytest.approx(lean[1][2:], rel=0.1)
+    assert te[1] == pytest.approx(lean[1], rel=1e-2)
 
 
 @pytest.mark.gpu
