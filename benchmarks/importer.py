@@ -14,6 +14,7 @@ differ, so that the interval over rounds holds them.
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -35,7 +36,8 @@ ALWAYS = ("numpy", "torch", "torch.distributed", "torch.profiler", "torch._dynam
 # What is imported beforehand once all runs of the session so far have needed it.
 AT_TIMES = ("triton", "torch._inductor.compile_fx", "transformer_engine.pytorch")
 READY_S = 120.0
-GPU_FILES = "/dev/nvidia"
+# CUDA_ERROR_NOT_INITIALIZED of cuda.h: cuInit was not called in this process.
+NOT_INITIALIZED = 3
 
 
 class Importer:
@@ -190,8 +192,8 @@ def import_all(modules: list[str]) -> str | None:
             return f"{name}: {error}"
     for name in [name for name, module in sys.modules.items() if _is_own(module) and name not in own]:
         del sys.modules[name]
-    if any(_target(file).startswith(GPU_FILES) for file in Path("/proc/self/fd").iterdir()):
-        return "an import has opened a GPU"
+    if cuda_status() not in (None, NOT_INITIALIZED):
+        return "an import has initialised CUDA"
     if threading.active_count() > 1:
         return "an import has started a thread"
     return None
@@ -203,11 +205,14 @@ def _is_own(module):
     return bool(parts) and not parts[0].startswith(".") and "site-packages" not in parts
 
 
-def _target(file):
-    try:
-        return os.readlink(file)
-    except OSError:
-        return ""
+def cuda_status() -> int | None:
+    """What CUDA's driver answers, NOT_INITIALIZED where nothing has used it; None where it is not loaded.
+
+    An open file of the GPU says less: to count GPUs, NVML opens some, and survives a fork.
+    """
+    if "/libcuda.so" not in Path("/proc/self/maps").read_text():
+        return None
+    return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
 
 
 def _supervised(request, writer) -> int:

@@ -108,6 +108,8 @@ class Runner:
         record = self._record(outcome, path, log, variant, number)
         record.update(variant=variant, round=number, attempt=attempt, session=session.meta["session"], host_load=load)
         record["extra"]["forked"] = outcome.modules is not None
+        if importer is not None and importer.fault and self.request.args.verbose:
+            self.say(f"          not forked: {importer.fault}")
         record["extra"].update(request=request.data, **script.said(request.description, variant))
         conditions = record["conditions"]
         sessions_here = sorted({*sessions_here, *locks.others_here()})

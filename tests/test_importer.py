@@ -1,6 +1,7 @@
 """Runs that are forked from a process with torch imported: as `python -m` runs them, and ended as others are."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -169,21 +170,33 @@ def test_a_module_that_is_missing_forks_nothing(package, tmp_path):
         forks.close()
 
 
+# What of CUDA's driver is asked: 0 is CUDA_SUCCESS.
+DRIVER = """
+static int initialised;
+int cuInit(unsigned flags) { initialised = 1; return 0; }
+int cuDeviceGetCount(int *count) { return initialised ? 0 : 3; }
+"""
+
+
 @pytest.mark.parametrize(
     "text, fault",
     [
-        ("file = open({path!r}, 'w')", "opened a GPU"),
+        ("import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)", "initialised CUDA"),
         ("import threading, time; threading.Thread(target=time.sleep, args=(30,), daemon=True).start()", "a thread"),
     ],
 )
-def test_what_does_not_survive_a_fork_is_seen(package, tmp_path, text, fault):
-    (tmp_path / "opener.py").write_text(text.format(path=str(tmp_path / "nvidia0")))
-    code = "import sys; from benchmarks import importer; importer.GPU_FILES = sys.argv[1]\n"
-    code += "print(importer.import_all(['json'])); print(importer.import_all(['opener']))"
-    environment = dict(os.environ) | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    words = [sys.executable, "-c", code, str(tmp_path / "nvidia")]
+def test_what_does_not_survive_a_fork_is_seen(tmp_path, text, fault):
+    (tmp_path / "driver.c").write_text(DRIVER)
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    (tmp_path / "loader.py").write_text("import ctypes; ctypes.CDLL('libcuda.so.1')")
+    (tmp_path / "user.py").write_text(text)
+    code = "from benchmarks import importer; print(importer.import_all(['json']), importer.import_all(['loader']));"
+    code += "print(importer.import_all(['user']))"
+    environment = dict(os.environ) | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "LD_LIBRARY_PATH": str(tmp_path)}
+    words = [sys.executable, "-c", code]
     said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert said.splitlines()[0] == "None" and fault in said.splitlines()[1]
+    assert said.splitlines()[0] == "None None" and fault in said.splitlines()[1]
 
 
 def test_modules_of_the_repository_are_forgotten():
