@@ -169,9 +169,14 @@ def same_work(a: dict, b: dict) -> bool:
     return same and frame.same_program(a["identity"], b["identity"])
 
 
+def work_of(record: dict) -> dict:
+    """The configuration of what a run computes, without how it is measured."""
+    return {key: value for key, value in record["config"].items() if key not in MEASURING}
+
+
 def _fixed(record):
     """What must be equal for sessions to pool."""
-    config = {key: value for key, value in record["config"].items() if key not in MEASURING}
+    config = work_of(record)
     asked = record["extra"].get("request") or {}
     # Paths of data differ from machine to machine.
     env = {key: record["env"][key] for key in VERSIONS}
@@ -210,7 +215,8 @@ def standing(group: Group, variant: str) -> tuple[list[str], list[str]]:
     """(sessions that pool with the newest one that timed a variant, other ones that timed it), in order of time.
 
     Where a session ran all eagers of its model, those that did not are among the others: their base may be slower. So
-    are those that have no base at all where another has one.
+    are those that have no base at all where another has one. The newest one is of those with as many rounds as a
+    session's value needs, where there are any: a shorter one would take a row's value away.
     """
     own = [name for name in group.order if group.of(name, variant)]
     timed = [name for name in own if group.timed(name, variant)]
@@ -218,8 +224,15 @@ def standing(group: Group, variant: str) -> tuple[list[str], list[str]]:
         return own[-1:], []
     paired = [name for name in timed if group.timed(name, group.base(name, variant))]
     whole = [name for name in paired if not group.missing(name)] or paired or timed
-    pooled = [name for name in whole if _pools(group, variant, name, whole[-1])]
+    newest = ([name for name in whole if _num_pairs(group, name, variant) >= intervals.MIN_PAIRS] or whole)[-1]
+    pooled = [name for name in whole if _pools(group, variant, name, newest)]
     return pooled, [name for name in timed if name not in pooled]
+
+
+def _num_pairs(group, session, variant):
+    """Rounds in which the variant and its base were timed."""
+    sides = variant, group.base(session, variant) or variant
+    return len(set.intersection(*({row["round"] for row in group.timed(session, side)} for side in sides)))
 
 
 def _pools(group, variant, name, newest):

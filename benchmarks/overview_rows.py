@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas
 
 from benchmarks import frame, rows
-from benchmarks.bases import MEASURING
+from benchmarks.bases import work_of
 from benchmarks.published import PUBLISHED, beside, stem
 
 # What a row says of its base as well, as eager_...
@@ -95,7 +95,7 @@ def _block(folder, name, part, table):
         gpu=(first["env"]["gpu_name"] if first["device"] == "cuda" else first["env"]["cpu"]) or "unknown",
         num_gpus=first["env"]["world_size"] or 1,
         sources=frozenset(record["env"]["source_hash"] for record in sound),
-        work={key: value for key, value in first["config"].items() if key not in MEASURING},
+        work=work_of(first),
         runs=part,
         found=found,
         rows=table,
@@ -166,7 +166,11 @@ def _fold(blocks):
     folded: dict[int, list[Block]] = {}
     quiet = [block for block in blocks if not block.host_load]
     for loaded in sorted((block for block in blocks if block.host_load), key=lambda block: -block.host_load):
-        partners = [block for block in quiet if block.identity == loaded.identity and block.work == loaded.work]
+        partners = [
+            block
+            for block in quiet
+            if block.identity == loaded.identity and any(row["work"] == loaded.work for row in block.rows)
+        ]
         partners = [block for block in partners if block.sources & loaded.sources] or partners
         known = {row["variant"] for block in partners for row in block.rows}
         if all(row["variant"] in known for row in loaded.rows):
@@ -180,7 +184,7 @@ def _row(block, row, label, loaded):
     published = beside(block.model, block.preset)
     result = {"label": label, "folder": block.name}
     result |= {key: getattr(block, key) for key in ("model", "preset", "device", "gpu", "num_gpus", "host_load")}
-    result |= {key: value for key, value in row.items() if key not in ("report", "layer")}
+    result |= {key: value for key, value in row.items() if key not in ("report", "layer", "work")}
     return result | {
         # No row here is the best eager of all.
         "is_base": False,
@@ -188,7 +192,7 @@ def _row(block, row, label, loaded):
         "base": row["base"] or row["across_base"],
         "base_ms": row["base_ms"] or eager["step_ms"],
         **{f"eager_{key}": eager[key] for key in OF_BOTH},
-        **_under_load(row["variant"], loaded),
+        **_under_load(row, loaded),
         "break_even_steps": break_even_steps(row, eager) if row["verdict"] == "faster" else None,
         "break_even_never": row["verdict"] in ("slower", "same"),
         "published_gain": published and published.gain,
@@ -197,9 +201,10 @@ def _row(block, row, label, loaded):
     }
 
 
-def _under_load(variant, loaded):
-    """Step and speed-up beside the most busy processes that this variant was measured with."""
-    found = [(block, row) for block in loaded for row in block.rows if row["variant"] == variant]
+def _under_load(quiet, loaded):
+    """Step and speed-up beside the most busy processes that this row's variant was measured with, configured alike."""
+    variant, same = quiet["variant"], [block for block in loaded if block.work == quiet["work"]]
+    found = [(block, row) for block in same for row in block.rows if row["variant"] == variant]
     block, row = found[0] if found else (None, {})
     keys = ("step_ms", "speedup", "speedup_low", "speedup_high", "speedup_half_width", "verdict", "scope", "tail")
     return {

@@ -10,7 +10,7 @@ import math
 import statistics
 
 from benchmarks import frame, intervals
-from benchmarks.bases import Group, base_of, class_of, group_of, standing
+from benchmarks.bases import Group, base_of, class_of, group_of, standing, work_of
 
 GIB = 2**30
 CLOCK_TOLERANCE = 0.01
@@ -71,6 +71,7 @@ def summarise(found, base: str | None = None) -> list[dict]:
     variant's kernels. law, queue_model: the ratios that max(1, issue / busy) and the queue model predict for a variant
     that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on. num_older:
     sessions of another program or schema, or with fewer eagers. missing_eagers: eagers that its sessions did not run.
+    work: the configuration, without how it is measured.
     """
     runs = frame.of(found)
     if runs.empty:
@@ -135,6 +136,7 @@ def _row(group, name, base):
         "message": bad["message"] if bad else "",
         "device": every[0]["device"],
         "is_base": is_base,
+        "work": work_of(own[-1]),
         "strategy": next(iter(_known(record["capture"]["strategy"] for record in own)), None),
         "num_rounds": len(runs),
         "num_sessions": len(pooled),

@@ -479,4 +479,4 @@ def test_the_committed_results_are_shown_in_every_form(capsys):
     rows = json.loads(shown(root, "--json"))["rows"]
     assert len(list(csv.DictReader(shown(root, "--csv").splitlines()))) == len(rows) > 4
     assert shown(root, "--markdown").startswith("**NVIDIA H")
-    assert len(json.loads(shown(root / "h200x1" / "gpt3-bench", "--json"))["rows"]) == 4
+    assert len(json.loads(shown(root / "h200x1" / "gpt3-bench", "--json"))["rows"]) >= 4

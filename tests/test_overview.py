@@ -164,6 +164,15 @@ def test_how_a_run_is_measured_does_not_make_other_work_of_it(tmp_path):
     assert [row["contended_host_load"] for row in rows_of(tmp_path)] == [16]
 
 
+def test_load_belongs_to_the_row_that_was_configured_alike(tmp_path):
+    """Not to the folder's newest session, which has too few pairs for a row."""
+    group = tmp_path / "fake-bench"
+    packed(group, graphed(config={"layers": 1}))
+    opened(group, graphed(((9.0, 8.0),), config={"layers": 1, "new": 2}), hour=5)
+    put(tmp_path / "loaded", *graphed(config={"layers": 1}, host_load=16))
+    assert [row["contended_host_load"] for row in rows_of(tmp_path)] == [16]
+
+
 def test_load_belongs_to_the_folder_of_its_source(tmp_path):
     put(tmp_path / "new", *graphed())
     put(tmp_path / "old", *graphed(env={"source_hash": "old"}))

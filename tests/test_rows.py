@@ -284,6 +284,18 @@ def test_a_variant_pools_with_its_own_and_the_base_with_the_bases(tmp_path):
     assert (table["eager"]["num_older"], table["graph"]["num_older"]) == (1, 1)
 
 
+@pytest.mark.parametrize("older", [lambda: session(env={"run_hash": "other"}), lambda: schema_1(session())])
+def test_a_session_of_less_than_three_pairs_takes_no_row_from_an_earlier_one(tmp_path, older):
+    """Of other code; where all have few, the newest stands."""
+    short = [record for record in session() if record["round"] <= 2]
+    row = two(tmp_path / "a", older(), short)["graph"]
+    assert (row["num_rounds"], row["num_pairs"], row["num_older"]) == (5, 5, 1)
+    row = two(tmp_path / "b", older(), [record for record in session() if record["round"] <= 3])["graph"]
+    assert (row["num_rounds"], row["num_pairs"], row["num_older"]) == (3, 3, 1)
+    row = two(tmp_path / "c", [record for record in older() if record["round"] <= 2], short)["graph"]
+    assert (row["num_rounds"], row["num_older"]) == (2, 1) and "schema 1" not in row["lacks"]
+
+
 def test_schema_1_is_older_as_soon_as_schema_2_is_there(tmp_path):
     """Though its commit's time is later."""
     for hour in (1, 2, 3):
