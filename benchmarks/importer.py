@@ -182,18 +182,20 @@ def serve(channel: Channel, modules: list[str]) -> None:
 def import_all(modules: list[str]) -> str | None:
     """Import them, and forget the repository's own modules. Why no run may be forked afterwards, or None."""
     own = {name for name in sys.modules if _is_own(sys.modules[name])}
+    # For torch.cuda.is_available(), which Inductor calls as it is imported. A run has an environment of its own.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     for name in modules:
         try:
             if name == "transformer_engine.pytorch":
-                importlib.import_module("common.precision").transformer_engine()
+                importlib.import_module("common.te_import").transformer_engine()
             else:
                 importlib.import_module(name)
         except Exception as error:
             return f"{name}: {error}"
     for name in [name for name, module in sys.modules.items() if _is_own(module) and name not in own]:
         del sys.modules[name]
-    if cuda_status() not in (None, NOT_INITIALIZED):
-        return "an import has initialised CUDA"
+    if cuda_status() not in (None, NOT_INITIALIZED) or _is_bad_fork():
+        return "an import has used CUDA"
     if threading.active_count() > 1:
         return "an import has started a thread"
     return None
@@ -213,6 +215,17 @@ def cuda_status() -> int | None:
     if "/libcuda.so" not in Path("/proc/self/maps").read_text():
         return None
     return ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+
+
+def _is_bad_fork() -> bool:
+    """Whether torch refuses CUDA to a child, as it does once it has counted GPUs by CUDA where NVML cannot."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(pid, 0)[1] != 0
 
 
 def _supervised(request, writer) -> int:

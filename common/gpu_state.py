@@ -83,7 +83,7 @@ class GpuSampler:
 
     def between(self, t0, t1) -> dict:
         """`clocks` of the record over t0 <= time.monotonic() <= t1: medians, highest temperature, reasons seen."""
-        rows = [row for row in self.samples(0) if t0 <= row[0] <= t1]
+        rows = [row for row in self.samples() if t0 <= row[0] <= t1]
         sm_mhz, power_w, temperature_c, reasons = (
             [row[column] for row in rows if row[column] is not None] for column in (1, 2, 3, 4)
         )
@@ -95,21 +95,13 @@ class GpuSampler:
             "throttle": [name for bit, name in THROTTLE_REASONS.items() if seen & bit],
         }
 
-    def latest_sm_mhz(self) -> float | None:
-        """SM clock of the newest sample, to see whether it has settled."""
-        if self._file is None:
-            return None
-        rows = self.samples(max(0, os.fstat(self._file.fileno()).st_size - 512))
-        return rows[-1][1] if rows else None
-
-    def samples(self, start_bytes):
-        """(time_s, sm_mhz, power_w, temperature_c, reason bits) of each whole line after `start_bytes`."""
+    def samples(self):
+        """(time_s, sm_mhz, power_w, temperature_c, reason bits) of each whole line."""
         if self._file is None:
             return []
         descriptor = self._file.fileno()
-        text = os.pread(descriptor, os.fstat(descriptor).st_size - start_bytes, start_bytes).decode(errors="replace")
-        lines = text.split("\n")[1 if start_bytes else 0 : -1]
-        rows = [line.split(", ") for line in lines]
+        text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+        rows = [line.split(", ") for line in text.split("\n")[:-1]]
         return [
             (float(row[0]), *map(_number, row[1:4]), _number(row[4], functools.partial(int, base=16)))
             for row in rows

@@ -92,12 +92,14 @@ class Boundaries:
 def settle(variant, config, device, sampler, batch_class=lambda index: 0):
     """Steps until step time and SM clock have settled: two blocks in a row within 1 %, floor and ceiling in seconds.
 
-    Returns what the record's extra.settle says, and the median ms of the last two blocks' steps by kind of batch.
+    The clock of a block is the median of its samples: at its power limit a GPU's clock differs by some per cent from
+    sample to sample, however settled it is. Returns what the record's extra.settle says, `blocks` their (ms, MHz) among
+    it, and the median ms of the last two blocks' steps by kind of batch.
     """
     start = time.perf_counter()
-    index, previous, settled, last_steps = 0, None, False, []
+    index, previous, settled, last_steps, blocks = 0, None, False, [], []
     while True:
-        block_start, count = time.perf_counter(), 0
+        block_start, sampled_from, count = time.perf_counter(), time.monotonic(), 0
         block_s = min(SETTLE_BLOCK_S, config.warmup_min_s)
         boundaries, first = Boundaries(device, 0), index
         boundaries.note()
@@ -111,7 +113,9 @@ def settle(variant, config, device, sampler, batch_class=lambda index: 0):
         now = time.perf_counter()
         kinds = [str(batch_class(each)) for each in range(first, index)]
         last_steps = [*last_steps[-1:], list(zip(kinds, boundaries.step_ms(), strict=True))]
-        block = ((now - block_start) * 1e3 / count, sampler.latest_sm_mhz() if sampler else None)
+        clock = sampler.between(sampled_from, time.monotonic())["sm_mhz"] if sampler else None
+        block = ((now - block_start) * 1e3 / count, clock)
+        blocks.append((round(block[0], 3), clock))
         if previous is not None:
             settled = all(
                 a is None or b is None or abs(a - b) <= SETTLE_TOLERANCE * b
@@ -122,6 +126,7 @@ def settle(variant, config, device, sampler, batch_class=lambda index: 0):
         done = (settled and elapsed >= config.warmup_min_s) or elapsed >= config.warmup_max_s
         if of_first_rank(done):
             summary = {"seconds": elapsed, "num_steps": index, "settled": settled, "step_ms": block[0]}
+            summary["blocks"] = blocks
             medians = _medians(itertools.chain(*last_steps))
             return summary, {kind: round(ms, 4) for kind, ms in medians.items()}
 

@@ -18,15 +18,12 @@ A script uses one of `NoScaling`, `TransformerEngineScaling`, `EmulatedScaling`,
 """
 
 import contextlib
-import ctypes
-import os
-import sys
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from common import collectives
+from common.te_import import transformer_engine
 from common.variant import Unsupported
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
@@ -54,27 +51,8 @@ class NoScaling:
 # Transformer Engine
 
 
-def transformer_engine():
-    """transformer_engine.pytorch, imported on torch's own cuDNN. Raises ImportError or OSError where it cannot run.
-
-    TE is linked against cuDNN's parts by name, which the loader may find in the CUDA toolkit in another
-    version than torch's; two versions in one process break both ("undefined symbol", "cuDNN version
-    incompatibility"). So all parts next to the file that torch has loaded are loaded first.
-    """
-    if "transformer_engine" not in sys.modules and torch.backends.cudnn.version():
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        loaded = [Path(line.split()[-1]) for line in maps if "/libcudnn.so" in line]
-        for part in sorted(loaded[0].parent.glob("libcudnn*.so.*")) if loaded else ():
-            ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
-        if loaded:
-            os.environ["CUDNN_HOME"] = str(loaded[0].parent)
-    import transformer_engine.pytorch as te
-
-    return te
-
-
 def usable_transformer_engine():
-    """The same; Unsupported where it cannot run."""
+    """`transformer_engine()`; Unsupported where it cannot run."""
     try:
         return transformer_engine()
     except (ImportError, OSError) as error:

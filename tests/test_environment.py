@@ -131,7 +131,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     return install
 
 
-def test_sampler_between_and_latest(nvidia_smi):
+def test_sampler_between(nvidia_smi):
     folder = nvidia_smi(
         "1000, 100.5, 40, 0x0000000000000001",
         "1500, 300.0, 44, 0x0000000000000000",
@@ -142,7 +142,7 @@ def test_sampler_between_and_latest(nvidia_smi):
     sampler = gpu_state.GpuSampler("GPU-1")
     t0 = time.monotonic()
     sampler.start()
-    wait_until(lambda: sampler.latest_sm_mhz() == 1800)
+    wait_until(lambda: len(sampler.samples()) == 4)
     t1 = time.monotonic()
     assert sampler.between(t0, t1) == {
         "sm_mhz": 1500,
@@ -150,7 +150,7 @@ def test_sampler_between_and_latest(nvidia_smi):
         "temperature_c": 44,
         "throttle": ["gpu_idle", "sw_power_cap", "sw_thermal_slowdown"],
     }
-    times = [row[0] for row in sampler.samples(0)]
+    times = [row[0] for row in sampler.samples()]
     assert t0 < times[0] < times[1] - 0.04 < times[2] - 0.08 < t1
     late = sampler.between(times[1], times[1])
     assert late == {"sm_mhz": 1500, "power_w": 300, "temperature_c": 44, "throttle": []}
@@ -168,26 +168,22 @@ def test_sampler_between_and_latest(nvidia_smi):
     wait_until(lambda: not alive(pid))
 
 
-def test_latest_reads_on_past_many_samples(nvidia_smi):
+def test_a_line_that_is_not_whole_is_no_sample(nvidia_smi):
     nvidia_smi("1980, 345.67, 45, 0x0000000000000004")
     sampler = gpu_state.GpuSampler(0)
     sampler.start()
-    wait_until(lambda: sampler.latest_sm_mhz() == 1980)
+    wait_until(sampler.samples)
     sampler.stop()
-    line, unfinished = b"1.0, 1000, 1.0, 1, 0x0000000000000000\n", b"3.0, 1800, 1.0, 1, 0x00"
-    newest = b"2.0, 1700, 1.0, 1, 0x0\n"
-    # The 512 bytes that are read begin at the comma of a line's time stamp.
-    newest = newest.rjust((512 - len(unfinished) - len(line[3:])) % len(line) + len(line), b"0")
-    os.write(sampler._file.fileno(), line * 100 + newest + unfinished)
-    assert sampler.latest_sm_mhz() == 1700
-    assert len(sampler.samples(0)) == 102
+    line, unfinished = b"1.0, 1700, 1.0, 1, 0x0000000000000000\n", b"3.0, 1800, 1.0, 1, 0x00"
+    os.write(sampler._file.fileno(), line * 100 + unfinished)
+    assert len(sampler.samples()) == 101 and sampler.samples()[-1][:2] == (1.0, 1700)
 
 
 def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
     nvidia_smi("1000, 1, 1, 0x00000000000001FF")
     sampler = gpu_state.GpuSampler(0)
     sampler.start()
-    wait_until(lambda: sampler.latest_sm_mhz())
+    wait_until(sampler.samples)
     sampler.stop()
     assert sampler.between(0, time.monotonic())["throttle"] == [
         "gpu_idle",
@@ -207,13 +203,13 @@ def test_sampler_without_nvidia_smi_or_samples(nvidia_smi, monkeypatch, tmp_path
     monkeypatch.setattr(gpu_state.shutil, "which", lambda name: None)
     sampler = gpu_state.GpuSampler(0)
     sampler.start()
-    assert sampler.between(0, 1e9) == nothing and sampler.latest_sm_mhz() is None
+    assert sampler.between(0, 1e9) == nothing
     sampler.stop()
     monkeypatch.undo()
     nvidia_smi()
     sampler.start()
     wait_until((tmp_path / "call").exists)
-    assert sampler.between(0, 1e9) == nothing and sampler.latest_sm_mhz() is None
+    assert sampler.between(0, 1e9) == nothing
     sampler.stop()
 
 

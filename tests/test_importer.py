@@ -181,7 +181,12 @@ int cuDeviceGetCount(int *count) { return initialised ? 0 : 3; }
 @pytest.mark.parametrize(
     "text, fault",
     [
-        ("import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)", "initialised CUDA"),
+        ("import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)", "used CUDA"),
+        (
+            "import sys; sys.modules['torch'] = type(sys)('torch'); from types import SimpleNamespace as S;"
+            "sys.modules['torch'].cuda = S(_is_in_bad_fork=lambda: True)",
+            "used CUDA",
+        ),
         ("import threading, time; threading.Thread(target=time.sleep, args=(30,), daemon=True).start()", "a thread"),
     ],
 )
@@ -204,6 +209,13 @@ def test_modules_of_the_repository_are_forgotten():
     code += "'common.phases' in sys.modules, 'decimal' in sys.modules, 'benchmarks.importer' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["None", "False", "True", "True"]
+
+
+def test_what_imports_transformer_engine_can_be_imported_again():
+    """In a run that is forked: what registers operators in torch cannot."""
+    code = "import sys, common.te_import; print([name for name in sys.modules if name.startswith('common')])"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "['common', 'common.te_import']"
 
 
 def test_a_channel_says_when_nothing_came_and_when_nobody_is_there():

@@ -21,12 +21,16 @@ PRECISIONS = ("fp8", "bf16")
 def _convert_float(values, source, target, rounding_mode):
     """The interpreter's conversion between formats, rounding to nearest even as a GPU does.
 
-    Its own cuts bits off for bf16, and loses the carry from mantissa to exponent for FP8.
+    Its own cuts bits off for bf16, and loses the carry from mantissa to exponent for FP8. What is too large for FP8
+    becomes the format's largest, as cvt.satfinite has it.
     """
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
     bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
     source, target = dtypes[str(source)], dtypes[str(target)]
     values = torch.frombuffer(bytearray(values.tobytes()), dtype=source).reshape(values.shape)
+    if target.itemsize == 1:
+        largest = torch.finfo(target).max
+        values = values.clamp(-largest, largest)
     return values.to(target).view(bits[target.itemsize]).numpy()
 
 

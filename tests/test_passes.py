@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -172,6 +173,33 @@ def test_a_record_says_when_where_and_for_how_long_it_ran(run):
     assert seconds["build"] >= 0 and seconds["profile"] is None
     assert seconds["warmup"] == round(record["capture"]["warmup_s"], 3)
     assert record["proof"]["settled_ms"]["0"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("clocks", "num_blocks", "settled"),
+    [
+        # One sample in two is far off, as at a power limit; the medians of blocks are not.
+        ([1700, 1760, 1700, 1640] * 10, 3, True),
+        ([1900] * 4 + [1800] * 4 + [1750] * 4 + [1745] * 4, 4, True),
+        # 2 % a second.
+        ([1700 + 9 * place for place in range(40)], 5, False),
+    ],
+)
+def test_a_clock_settles_by_the_median_of_a_blocks_samples(clock, clocks, num_blocks, settled):
+    """Samples of every 250 ms; at least 3 blocks of a second or a little more, at most 5."""
+
+    def between(start, end):
+        seen = [mhz for place, mhz in enumerate(clocks) if start < 100.0 + 0.25 * place + 0.01 <= end]
+        return {"sm_mhz": statistics.median(seen)}
+
+    def step(index):
+        clock.now += 0.1
+
+    config = Config(warmup_min_s=2.9, warmup_max_s=4.9)
+    made = SimpleNamespace(step=step), config, torch.device("cpu"), SimpleNamespace(between=between)
+    summary, settled_ms = passes.settle(*made)
+    assert (len(summary["blocks"]), summary["settled"]) == (num_blocks, settled)
+    assert summary["blocks"][-1][0] == pytest.approx(100.0) and settled_ms == {"0": pytest.approx(100.0)}
 
 
 def test_settled_paces_are_told_by_kind_of_batch(run, clock, monkeypatch):
