@@ -340,8 +340,9 @@ class TritonOperators(Operators):
         # Heads of a program of RoPE: a power of two that divides both.
         self._heads = config.kv_heads & -config.kv_heads
 
-    def _launch(self, kernel, grid, tensors, numbers=(), **options):
-        key = (id(kernel), *options.values())
+    def _launch(self, kernel, grid, tensors, numbers=(), written=None, **options):
+        """written: the operand's dtype, where it may be one or another; a launch is prepared for the dtypes it has."""
+        key = (id(kernel), written, *options.values())
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(kernel, **options)
@@ -369,7 +370,7 @@ class TritonOperators(Operators):
         uses = {"ADD": add is not None, "OPERAND": bool(written), "DROPPED": dropped is not None}
         uses["PLAIN"] = plain is not None
         constants = {**self._rows(x), **uses, **recording, **self._dropout}
-        self._launch(_norm, (x.shape[0],), (*tensors, self.step), (key,), **constants)
+        self._launch(_norm, (x.shape[0],), (*tensors, self.step), (key,), tensor.dtype, **constants)
 
     def _norm_backward(self, grad, x, gain, out, through_dropout, key, residual, written):
         (tensor, scale, amax), recording = self._operand(written, x)
@@ -377,14 +378,15 @@ class TritonOperators(Operators):
         tensors = (grad, through, x, gain, residual_or_any, out, tensor, scale, amax, self.step)
         uses = {"THROUGH": through_dropout is not None, "RESIDUAL": residual is not None, "OPERAND": bool(written)}
         constants = {**self._rows(x), **uses, **recording, **self._dropout}
-        self._launch(_norm_backward, (x.shape[0],), tensors, (key,), **constants)
+        self._launch(_norm_backward, (x.shape[0],), tensors, (key,), tensor.dtype, **constants)
 
     def _quantize(self, x, written, dropped, key):
         (tensor, scale, amax), recording = self._operand(written, x)
         tensors = (x, tensor, x if dropped is None else dropped, scale, amax, self.step)
         uses = {"WIDTH": x.shape[1], "BLOCK": BLOCK, "OPERAND": bool(written), "DROPPED": dropped is not None}
         grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK))
-        self._launch(_quantize, grid, tensors, (key,), **uses, **recording, **self._dropout, num_warps=8)
+        constants = {**uses, **recording, **self._dropout, "num_warps": 8}
+        self._launch(_quantize, grid, tensors, (key,), tensor.dtype, **constants)
 
     def _cast(self, unscaled, written):
         self._quantize(unscaled.view(-1, unscaled.shape[-1]), written, None, 0)
@@ -413,7 +415,8 @@ class TritonOperators(Operators):
         grid = (c.tokens, (c.heads + 2 * c.kv_heads) // self._heads)
         tensors = (*grads, self.cos, self.sin, positions, out, *operand)
         constants = {"NUM_Q": c.heads // self._heads, "HEADS": self._heads, "HALF": c.head_dim // 2, **recording}
-        self._launch(_rope_backward, grid, tensors, **strides, WIDTH=c.qkv_width, **constants, num_warps=4)
+        constants |= {"WIDTH": c.qkv_width, "num_warps": 4}
+        self._launch(_rope_backward, grid, tensors, (), operand[0].dtype, **strides, **constants)
 
     def _swiglu(self, fc1, written, kept):
         rows, ffn = fc1.shape[0], fc1.shape[1] // 2
@@ -421,8 +424,8 @@ class TritonOperators(Operators):
         stored, stored_scale, stored_amax, _ = kept or (None, self.one, self.unused, None)
         tensors = (fc1, tensor, fc1 if stored is None else stored, scale, amax, stored_scale, stored_amax)
         uses = {"MEASURE": kept is not None, "STORE": stored is not None}
-        constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses}
-        self._launch(_swiglu, (rows, triton.cdiv(ffn, BLOCK)), tensors, **constants, num_warps=4)
+        constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses, "num_warps": 4}
+        self._launch(_swiglu, (rows, triton.cdiv(ffn, BLOCK)), tensors, (), tensor.dtype, **constants)
 
     def _swiglu_backward(self, fc1, grad, written, stored_slot):
         rows, ffn = grad.shape
@@ -432,9 +435,9 @@ class TritonOperators(Operators):
             "ROUND": stored_slot is not None and fc1.dtype != torch.float8_e4m3fn,
             "DEQUANTIZE": stored_slot is not None,
         }
-        constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses}
+        constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses, "num_warps": 4}
         tensors = (fc1, grad, *operand, stored_scale, inverse)
-        self._launch(_swiglu_backward, (rows, triton.cdiv(ffn, BLOCK)), tensors, **constants, num_warps=4)
+        self._launch(_swiglu_backward, (rows, triton.cdiv(ffn, BLOCK)), tensors, (), operand[0].dtype, **constants)
 
     def cross_entropy(self, logits, targets, weights, losses):
         rows, vocab = logits.shape
