@@ -157,6 +157,7 @@ def serve(channel: Channel, modules: list[str]) -> None:
     fault = import_all(modules)
     gc.freeze()
     channel.send({"fault": fault})
+    importer = os.getpid()
     while True:
         try:
             request = channel.receive()
@@ -167,7 +168,7 @@ def serve(channel: Channel, modules: list[str]) -> None:
         if pid == 0:
             os.close(reader)
             channel.socket.close()
-            _exit_with(functools.partial(_supervised, request, writer))
+            _exit_with(functools.partial(_supervised, request, writer, importer))
         os.close(writer)
         channel.send({"pid": pid})
         _, status = os.waitpid(pid, 0)
@@ -228,14 +229,14 @@ def _is_bad_fork() -> bool:
     return os.waitpid(pid, 0)[1] != 0
 
 
-def _supervised(request, writer) -> int:
+def _supervised(request, writer, importer) -> int:
     """The supervisor of one run: it forks the run, and ends what that leaves behind."""
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
-    return supervisor.supervise(os.getppid(), lambda: _Fork(lambda: _run(request, writer)), asks=False)
+    return supervisor.supervise(importer, lambda: _Fork(lambda: _run(request, writer)), asks=False)
 
 
 class _Fork:

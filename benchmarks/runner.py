@@ -102,7 +102,7 @@ class Runner:
                 importer=importer,
             )
         if outcome.modules is not None and outcome.exit_status == 0:
-            self._modules = set(outcome.modules) & (self._modules or set(outcome.modules))
+            self._imported(outcome.modules)
         self.seconds[bool(number)].append(outcome.seconds)
         self.took_s[name] = outcome.seconds
         record = self._record(outcome, path, log, variant, number)
@@ -128,9 +128,16 @@ class Runner:
         if request.launch.world_size > 1 or request.launch.prefix or request.model not in script.models():
             return None
         if self._importer is None or number != self._importer_round:
+            if self._importer is not None and self._importer.fault:
+                # What is imported at times may be what does not survive a fork here.
+                self._modules = set()
             self.close()
             self._importer, self._importer_round = Importer(variables, sorted(self._modules or ())), number
         return self._importer
+
+    def _imported(self, modules):
+        """Note what a run had imported; what one of them had not is not imported beforehand."""
+        self._modules = set(modules) if self._modules is None else self._modules & set(modules)
 
     def _parity_steps(self, variant):
         """As many as the base made, which makes few of long steps."""

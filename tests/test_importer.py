@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ROOT, children, importer, supervisor
+from benchmarks import ROOT, children, importer, runner, supervisor
 from benchmarks.importer import Importer
 from tests.harness import processes_with, until
 from tests.test_children import is_running
@@ -233,3 +234,31 @@ def test_a_channel_says_when_nothing_came_and_when_nobody_is_there():
     with pytest.raises(ValueError, match="has ended"):
         channel.receive(1)
     assert processes_with("benchmarks.importer no such") == []
+
+
+def test_a_round_forks_from_what_all_runs_before_it_had_imported(tmp_path, monkeypatch):
+    """Nothing more after a fault: what is imported beforehand may be the reason."""
+    made = []
+
+    class Forks(importer.Importer):
+        def __init__(self, environment, modules):
+            super().__init__(environment, modules)
+            made.append((self, list(modules)))
+
+    monkeypatch.setattr(runner, "Importer", Forks)
+    request = SimpleNamespace(launch=SimpleNamespace(world_size=1, prefix=()), model="gpt3")
+    runs = runner.Runner(SimpleNamespace(request=request), print)
+    assert runs._importer_of(0, {}) is runs._importer_of(0, {})
+    runs._imported(("triton", "torch._inductor.compile_fx"))
+    runs._imported(("triton",))
+    assert runs._importer_of(1, {}) is not made[0][0]
+    made[-1][0].fault = "an import has used CUDA"
+    runs._importer_of(2, {})
+    runs._imported(("triton",))
+    runs._importer_of(3, {})
+    assert [modules for _, modules in made] == [[], ["triton"], [], []]
+    runs.close()
+    request.launch.world_size = 2
+    assert runs._importer_of(4, {}) is None
+    request.launch.world_size, request.model = 1, "tests.fake_model"
+    assert runs._importer_of(4, {}) is None
