@@ -1,13 +1,13 @@
 """A process that has imported what runs import, and forks each run of a round: `python -m gpt3.train` without the wait.
 
-torch and Transformer Engine take 3 to 7 seconds to import, a fifth of a timed run. What is imported beforehand belongs
-to neither the repository nor the run: a run still is a process of its own, executes its script as __main__ and imports
-the repository's modules itself. Nothing here touches CUDA, which does not survive a fork; where something has, runs are
-started as they are elsewhere.
+Of the 34 seconds of a timed run of gpt3 bench on an H200, 6 to 8 went into importing torch and Transformer Engine. What
+is imported beforehand belongs to neither the repository nor the run: a run still is a process of its own, executes its
+script as __main__ and imports the repository's modules itself. Nothing here touches CUDA, which does not survive a
+fork; where something has, runs are started as they are elsewhere.
 
 A round has an importer of its own. Runs that are forked from one have the same addresses and the same hashes of text,
-and both can change an eager step by a percent: within a round they fall on all variants alike, and over rounds they
-differ, so that the interval over rounds holds them.
+and either may change how fast the host is: within a round they fall on all variants alike, and over rounds they differ,
+so that the interval over rounds holds them.
 
     python -m benchmarks.importer PARENT_PID FD MODULE...      the process itself, which answers on a socket
 """

@@ -30,7 +30,8 @@ PROFILER_GAP_US = 0.5
 LAUNCH_GAP_US = 1.0
 MIN_GAPS = 20
 # Work without a call in the trace counts as a launch of its own, right after that of the work before it. torch 2.11's
-# profiler does not show what Inductor launches: 5 % of the kernels of GPT-3's eager step, two in each of TE's fusions.
+# profiler does not show what Inductor launches, 5 % of the kernels of GPT-3's eager step. With many of them the pace of
+# a segment would be a guess.
 MAX_UNPLACED = 0.25
 # Between the host's clock and the trace's, at the begin of the profiled steps and from there to their end.
 MAX_OFFSET_US, MAX_DRIFT_US = 1000.0, 200.0

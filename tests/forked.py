@@ -13,9 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import importer
+
 ROOT = Path(__file__).resolve().parent.parent
-# What a run of any model imports sooner or later, and none of the repository: a script's own imports stay its own.
-PRELOADED = ["torch", "torch._dynamo", "torch._inductor.config", "torch.distributed", "torch.profiler", "numpy"]
+# None of them the repository's: a script's own imports stay its own.
+PRELOADED = list(importer.ALWAYS)
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
@@ -55,7 +57,7 @@ def _main(module, arguments, environment, stdout, stderr):
     os.chdir(ROOT)
     # As python -m has it: the folder first, and no name of what forked it.
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    imported_again = {"__mp_main__", "tests", "tests.forked"}
+    imported_again = {"__mp_main__"} | {name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks")}
     if environment.get("TRITON_INTERPRET") == "1":
         # Triton, which torch imports, decides when it is imported. Its C++ cannot be loaded twice and does not ask.
         triton = {name for name in sys.modules if name.split(".")[0] == "triton"}
