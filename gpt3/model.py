@@ -20,6 +20,11 @@ from common.precision import EmulatedLinear, transformer_engine
 from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
 from gpt3.config import FP8, Config
 
+try:
+    from gpt3.kernels import add_rows_
+except ModuleNotFoundError:  # triton: a machine without a GPU
+    add_rows_ = None
+
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
 NORM_EPS = 1e-5
 
@@ -199,8 +204,11 @@ class _EmbedTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (tokens,) = ctx.saved_tensors
-        rows = ctx.weight.shape[0]
-        ctx.weight.main_grad.add_(torch.ops.aten.embedding_dense_backward(grad, tokens, rows, -1, False))
+        total = ctx.weight.main_grad
+        if add_rows_ and total.is_cuda and grad.dtype != torch.float32:
+            add_rows_(total, tokens, grad)
+        else:
+            total.add_(torch.ops.aten.embedding_dense_backward(grad, tokens, len(total), -1, False))
         return None, None
 
 
@@ -215,8 +223,16 @@ class _TiedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
-        weight.main_grad.add_(grad.flatten(0, 1).t() @ hidden.flatten(0, 1))
+        add_product_(weight.main_grad, grad.flatten(0, 1).t(), hidden.flatten(0, 1))
         return grad @ weight, None
+
+
+def add_product_(total, a, b):
+    """total += a @ b. On a GPU in one GEMM, which adds 16-bit products in total's FP32."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def attach_main_grads(modules):

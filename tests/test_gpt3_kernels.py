@@ -1,0 +1,65 @@
+"""gpt3/kernels against plain torch: on a GPU, and through Triton's interpreter without one."""
+
+import pytest
+import torch
+
+from tests.triton_interpreter import DEVICE, on_device, run_interpreted
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
+
+
+def expected(total, tokens, grad):
+    return total.double().index_add(0, tokens.flatten(), grad.flatten(0, -2).double())
+
+
+# The interpreter has no bfloat16 products.
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "shape"), [(200, 160, (150, 1)), (64, 128, (64, 2)), (300, 40, (7, 3))], ids=str
+)
+def test_rows_that_tokens_name_get_their_gradients_and_no_others(rows, hidden, shape, dtype):
+    from gpt3.kernels import add_rows_
+
+    torch.manual_seed(0)
+    total = torch.randn(rows, hidden)
+    # Few rows, some of them often, and the first and the last one.
+    tokens = torch.randint(0, rows, shape) // 3 * 3 % rows
+    tokens[0], tokens[-1] = 0, rows - 1
+    grad = torch.randn(*shape, hidden).to(dtype)
+    device, again = total.to(DEVICE), total.to(DEVICE, copy=True)
+    device = device.clone()
+    add_rows_(device, tokens.to(DEVICE), grad.to(DEVICE))
+    add_rows_(again, tokens.to(DEVICE), grad.to(DEVICE))
+    assert torch.equal(device, again)
+    result = device.cpu()
+    torch.testing.assert_close(result.double(), expected(total, tokens, grad), rtol=1e-5, atol=1e-5)
+    others = torch.ones(rows, dtype=torch.bool).index_fill(0, tokens.flatten(), False)
+    assert others.any() or rows == 64
+    assert torch.equal(result[others], total[others])
+
+
+@pytest.mark.gpu
+def test_the_tied_rows_gradients_are_those_of_plain_torch():
+    """Embedding and head together, on the GPU's own ways and on the CPU's."""
+    from gpt3.config import PRESETS
+    from gpt3.model import Embedding, attach_main_grads, initialise
+
+    config = PRESETS["tiny"]
+
+    def gradient(device):
+        embedding = Embedding(config, torch.bfloat16, device)
+        attach_main_grads([embedding])
+        initialise(embedding.named_parameters(), 0)
+        torch.manual_seed(1)
+        tokens = torch.randint(0, config.vocab, (config.sequence, 2))
+        for _ in range(2):
+            embedding.loss(embedding(tokens.to(device)), tokens.roll(1, 0).to(device)).backward()
+        return embedding.tokens.main_grad.cpu()
+
+    ours, plain = gradient("cuda"), gradient("cpu")
+    assert (ours - plain).norm() < 0.02 * plain.norm()
+
+
+def test_in_the_interpreter():
+    run_interpreted(__file__)
