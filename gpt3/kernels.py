@@ -13,21 +13,36 @@ import triton.language as tl
 from common.triton_launch import Launch
 
 ROWS, COLUMNS = 64, 64  # that a program sums for
-TOKENS = 64  # that it looks at in one go
+TOKENS, ALL_TOKENS = 64, 2048  # that it looks at in one go; that _look_for does
+
+
+@triton.jit
+def _look_for(is_named, named, n, ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """is_named [blocks]: 1 where a token names one of a block's ROWS rows, else 0."""
+    first = tl.program_id(0) * ROWS
+    found = tl.zeros((TOKENS,), tl.int32)
+    for start in range(0, n, TOKENS):
+        at = start + tl.arange(0, TOKENS)
+        row = tl.load(named + at, mask=at < n, other=-1)
+        found |= ((row >= first) & (row < first + ROWS)).to(tl.int32)
+    tl.store(is_named + tl.program_id(0), tl.max(found, axis=0))
 
 
 @triton.jit
 def _add_rows(
-    total, named, grad, n, hidden: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr
-):
+    total, is_named, named, grad, n, hidden: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """total [rows, hidden] FP32 += the sums of grad [n, hidden] over the tokens that name each row; one order of sums.
 
-    A program sums ROWS rows and COLUMNS columns, as a product of ones and zeros with the gradients, and skips tokens
-    that name other rows.
+    A program sums ROWS rows and COLUMNS columns, as a product of ones and zeros with the gradients. It ends at once
+    where no token names its rows, and skips tokens that name other rows.
     """
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    if tl.load(is_named + tl.program_id(1)) == 0:
+        return
     first = tl.program_id(1) * ROWS
+    rows = first + tl.arange(0, ROWS)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     times = tl.zeros((ROWS,), tl.int32)
     for start in range(0, n, TOKENS):
@@ -35,20 +50,20 @@ def _add_rows(
         row = tl.load(named + at, mask=at < n, other=-1)
         inside = (row >= first) & (row < first + ROWS)
         if tl.max(inside.to(tl.int32), axis=0) > 0:
-            is_named = rows[:, None] == row[None, :]
+            names = rows[:, None] == row[None, :]
             wanted = inside[:, None] & (columns < hidden)[None, :]
             values = tl.load(grad + at[:, None].to(tl.int64) * hidden + columns[None, :], mask=wanted, other=0.0)
-            sums = tl.dot(is_named.to(values.dtype), values, sums)
-            times += tl.sum(is_named.to(tl.int32), axis=1)
-    if tl.max(times, axis=0) > 0:
-        place = total + rows[:, None].to(tl.int64) * hidden + columns[None, :]
-        wanted = (times > 0)[:, None] & (columns < hidden)[None, :]
-        tl.store(place, tl.load(place, mask=wanted, other=0.0) + sums, mask=wanted)
+            sums = tl.dot(names.to(values.dtype), values, sums)
+            times += tl.sum(names.to(tl.int32), axis=1)
+    place = total + rows[:, None].to(tl.int64) * hidden + columns[None, :]
+    wanted = (times > 0)[:, None] & (columns < hidden)[None, :]
+    tl.store(place, tl.load(place, mask=wanted, other=0.0) + sums, mask=wanted)
 
 
 @lru_cache
-def _launch(n, hidden, dtype):
-    return Launch(_add_rows, n, hidden, ROWS, COLUMNS, TOKENS, num_warps=4)
+def _launches(n, hidden, dtype):
+    add = Launch(_add_rows, n, hidden, ROWS, COLUMNS, TOKENS, num_warps=4)
+    return Launch(_look_for, n, ROWS, ALL_TOKENS, num_warps=4), add
 
 
 def add_rows_(total: torch.Tensor, tokens: torch.Tensor, grad: torch.Tensor) -> None:
@@ -58,5 +73,8 @@ def add_rows_(total: torch.Tensor, tokens: torch.Tensor, grad: torch.Tensor) -> 
     """
     grad, tokens = grad.contiguous(), tokens.contiguous()
     rows, hidden = total.shape
-    grid = (triton.cdiv(hidden, COLUMNS), triton.cdiv(rows, ROWS), 1)
-    _launch(tokens.numel(), hidden, grad.dtype)(grid, (total, tokens, grad))
+    blocks = triton.cdiv(rows, ROWS)
+    is_named = torch.empty(blocks, dtype=torch.int32, device=total.device)
+    look_for, add = _launches(tokens.numel(), hidden, grad.dtype)
+    look_for((blocks, 1, 1), (is_named, tokens))
+    add((triton.cdiv(hidden, COLUMNS), blocks, 1), (total, is_named, tokens, grad))
