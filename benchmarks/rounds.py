@@ -20,6 +20,8 @@ from benchmarks.script import CONTROL
 # timeout have had their second try by then.
 NOT_RUN_AGAIN = ("unsupported", "oom", "capture_failed", "numerics_failed", "failed", "timeout")
 # What round 0 says of a variant stands in its timed records too.
+# Of a step that takes no longer than this many times what its host needs to issue it.
+HOST_BOUND = 1.05
 PARITY = ("parity", "reference", "max_rel_diff", "first_difference")
 
 
@@ -193,7 +195,10 @@ class Rounds:
         self._judge_work()
 
     def _unsettled(self, number) -> list[str]:
-        """Who runs once more in this round: what did not settle, and eager beside it; all, where eager did not."""
+        """Who runs once more in this round: what did not settle, and eager beside it; all, where eager did not.
+
+        Not a step that is as long as its host needs to issue it: it changes as the host does, not as the GPU warms up.
+        """
         if self.request.preset == "tiny":
             return []
         made = {name: self._record(name, number) for name in self._active()}
@@ -201,6 +206,7 @@ class Rounds:
             name
             for name, record in made.items()
             if record and frame.is_timed(record) and record["conditions"]["settled"] is False
+            if not _is_host_bound(record)
         }
         if not odd:
             return []
@@ -299,7 +305,14 @@ def _is_of_timed_work(record):
     return record["message"].startswith(trust.TIMED_WORK)
 
 
+def _is_host_bound(record):
+    issue_ms, step_ms = record["issue_ms"], record["statistic_ms"]
+    return issue_ms is not None and step_ms is not None and step_ms <= HOST_BOUND * issue_ms
+
+
 def attempt_note(record: dict) -> str:
     if record["conditions"]["settled"] is not False or not record["round"] or record["preset"] == "tiny":
         return ""
+    if record["attempt"] == 1 and _is_host_bound(record):
+        return "not settled, as long as its host takes to issue it"
     return "not settled" if record["attempt"] == 1 else "not settled again, it stands"

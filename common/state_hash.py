@@ -21,6 +21,12 @@ def tensor_hash(tensor: torch.Tensor) -> torch.Tensor:
     """0-d int64 tensor on the tensor's device; no host read. Bits are hashed, so -0.0 differs from 0.0."""
     bits = tensor.detach().contiguous().reshape(-1).view(_INTEGER[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if tensor.is_cuda:
+        # Triton is imported where there is a GPU, and not where nothing needs it.
+        from common.hash_kernels import add_hash_
+
+        add_hash_(total, bits, _ODD)
+        return total
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].to(torch.int64)
         if part.is_cpu and start + part.numel() <= NUM_KEPT_WEIGHTS:

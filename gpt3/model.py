@@ -20,11 +20,6 @@ from common.precision import EmulatedLinear, transformer_engine
 from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
 from gpt3.config import FP8, Config
 
-try:
-    from gpt3.kernels import add_rows_
-except ModuleNotFoundError:  # triton: a machine without a GPU
-    add_rows_ = None
-
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
 NORM_EPS = 1e-5
 
@@ -205,7 +200,9 @@ class _EmbedTokens(torch.autograd.Function):
     def backward(ctx, grad):
         (tokens,) = ctx.saved_tensors
         total = ctx.weight.main_grad
-        if add_rows_ and total.is_cuda and grad.dtype != torch.float32:
+        if total.is_cuda and grad.dtype != torch.float32:
+            from gpt3.kernels import add_rows_  # with Triton, which a machine without a GPU need not have
+
             add_rows_(total, tokens, grad)
         else:
             total.add_(torch.ops.aten.embedding_dense_backward(grad, tokens, len(total), -1, False))

@@ -74,6 +74,21 @@ def test_where_eager_did_not_settle_all_are_repeated(out, gpu, quick, monkeypatc
     assert [name for name in seen if ".a2" in name] == ["compile.r2.a2", "graph.r2.a2", "eager.r2.a2"]
 
 
+def test_a_step_that_waits_for_its_host_is_not_repeated(out, gpu, quick, monkeypatch, capsys):
+    unsettle = unsettled("eager.r1", "eager.r2", "graph.r2")
+
+    def edit(name, record):
+        unsettle(name, record)
+        if record["round"]:
+            of_step = {"eager.r1": 0.96, "eager.r2": 0.94}.get(name, 0.1)
+            record["issue_ms"] = of_step * record["statistic_ms"]
+
+    seen = edited(monkeypatch, edit)
+    assert go(out, "graph", *BENCH, flags=ON_GPU) == 0
+    assert [name for name in seen if ".a2" in name] == ["graph.r2.a2", "eager.r2.a2"]
+    assert capsys.readouterr().out.count("not settled, as long as its host takes to issue it") == 1
+
+
 def test_tiny_repeats_nothing(out, quick, monkeypatch):
     seen = edited(monkeypatch, unsettled("eager.r1", "graph.r1"))
     assert go(out, "graph") == 0
