@@ -70,7 +70,7 @@ def card(config, kind: str, device: torch.device) -> list[str]:
         f"ffn {config.ffn}: {known.get((config.hidden, config.layers), 'toy widths')}",
         f"{lora_config.num_parameters(config) / 1e6:,.1f} M frozen parameters, "
         f"{'of ' + config.checkpoint if config.checkpoint else 'random'}; "
-        f"{lora_config.num_trainable(config) / 1e6:,.2f} M trainable ones",
+        f"{lora_config.num_trainable(config) / 1e6:,.2f} M trainable ones, learning rate {config.learning_rate:g}",
         f"{config.tokens} tokens{of_window} | {kind} layers, {config.precision} | "
         f"{lora_config.flops_per_step(config) / 1e12:.4g} TFLOP/step",
     ]

@@ -78,7 +78,7 @@ class State:
             operators = plain_operators(config, formats, device) if kind == "torch" else None
             across = self.context, self.place.context_rank
             self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators, *across)
-        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.lr, **ADAM)
+        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.learning_rate, **ADAM)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
         self.reset()
@@ -208,7 +208,7 @@ def hyperparameters(config: Config, data_ranks: int) -> dict:
         "train_samples": data_ranks * config.batches,
         "eval_samples": HELD_OUT_WINDOWS,
         "opt_name": "adamw",
-        "opt_base_learning_rate": config.lr,
+        "opt_base_learning_rate": config.learning_rate,
         "opt_learning_rate_decay_schedule": "constant",
         "opt_adamw_beta_1": ADAM["betas"][0],
         "opt_adamw_beta_2": ADAM["betas"][1],

@@ -56,6 +56,12 @@ def test_presets():
     assert all((c.rank, c.alpha, c.dropout, c.precision) == (16, 32.0, 0.1, "fp8") for c in (BENCH, FULL))
 
 
+def test_the_learning_rate_is_mlperfs_for_a_checkpoint_and_a_small_one_for_random_weights():
+    assert BENCH.learning_rate == 2e-5 and TINY.learning_rate == 1e-2
+    assert replace(BENCH, checkpoint="llama").learning_rate == 5e-4
+    assert replace(BENCH, checkpoint="llama", lr=1e-3).learning_rate == 1e-3
+
+
 @pytest.mark.parametrize(
     "fields, words",
     [
