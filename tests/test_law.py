@@ -72,6 +72,12 @@ def test_no_point_without_replays_a_pair_or_both_times():
     assert law.points(records) == []
 
 
+def test_no_point_where_a_run_computed_other_numbers():
+    records = both(26.0, 10.4, 25.0, 10.0, rounds=(1, 2, 3))
+    records[-1].update(status="numerics_failed", message="timed work: loss of step 5")
+    assert records[-1]["variant"] == "graph" and law.points(records) == []
+
+
 def test_one_variant_a_session_is_counted_as_its_main_one():
     found = [
         make("eager", 1, 20.0, issue_ms=20.0, busy_ms=8.0),

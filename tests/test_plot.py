@@ -164,10 +164,15 @@ def test_files_are_equal_byte_by_byte(tmp_path):
 
 def test_readme_shows_what_the_records_say(tmp_path, capsys):
     assert plot.main([str(ROOT / "results"), "--readme", "--out", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["law.svg", "steady.svg", "why.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "law.svg",
+        "steady.svg",
+        "throughput-llama2_lora.svg",
+        "why.svg",
+    ]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 200_000
     assert "<dc:date>" not in (tmp_path / "law.svg").read_text()
-    assert "3 files" in capsys.readouterr().out
+    assert "4 files" in capsys.readouterr().out
     assert_same_drawings(ROOT / "results" / "figures", tmp_path)
 
 

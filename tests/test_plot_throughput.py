@@ -99,6 +99,14 @@ def test_compiled_variants_and_runs_that_came_to_nothing_are_no_marks(tmp_path):
     put(folder, make("graph", 0, model="llama2_lora", preset="full", status="oom", flops_per_step=1e12))
     found = evidence.rates(frame.read(tmp_path).frame, "llama2_lora")
     assert [row["variant"] for row in found] == ["eager"] and found[0]["tflops"] == pytest.approx(900)
+    # One of its timed runs computed something else: the row stands on those that did not, and its status says so.
+    rates(folder, {"one_graph": (950.0, 100)})
+    failed = make(
+        "one_graph", 4, 2.5, model="llama2_lora", preset="full", status="numerics_failed", flops_per_step=1e12
+    )
+    put(folder, failed)
+    found = evidence.rates(frame.read(tmp_path).frame, "llama2_lora")
+    assert [row["variant"] for row in found] == ["eager"]
     assert evidence.rates(frame.read(tmp_path).frame, "gpt3") == []
 
 

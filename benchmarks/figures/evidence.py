@@ -146,8 +146,8 @@ def rates(found, model: str) -> list[dict]:
 
     found: a frame of `benchmarks.frame`, or sound records as of one folder. Useful: a record's flops_per_step, the
     closed formula of the model, over the median step; recomputed work does not count. Each row has besides: tflops,
-    group, preset, gpu, num_gpus, items (tokens or samples of a step) and unit. Rows without a timed run, FLOP or peak
-    of reserved memory are left out.
+    group, preset, gpu, num_gpus, items (tokens or samples of a step) and unit. Left out are rows
+    with a failed run, and those without a timed one, FLOP or peak of reserved memory.
     """
     runs = frame.of(found)
     quiet = (runs["device"] == "cuda") & (runs["model"] == model) & (runs["host_load"] == 0)
@@ -156,7 +156,7 @@ def rates(found, model: str) -> list[dict]:
         newest = {run.variant: run.record for run in part.itertuples() if run.is_timed}
         for row in table_rows.summarise(part):
             record = newest.get(row["variant"])
-            known = record and record["flops_per_step"] and row["peak_reserved_gib"]
+            known = row["status"] == "pass" and record and record["flops_per_step"] and row["peak_reserved_gib"]
             if known and row["kind"] in ("eager", "graph"):
                 env = record["env"]
                 row |= {"group": group, "preset": record["preset"], "gpu": env["gpu_name"] or ""}
