@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS
-from stable_diffusion.unet import Attention, ResBlock, Transformer, UNet, initialise, sinusoids
+from stable_diffusion.unet import CrossAttention, ResBlock, SelfAttention, Transformer, UNet, initialise, sinusoids
 
 TINY = PRESETS["tiny"]
 
@@ -22,7 +23,8 @@ def full():
 
 def test_parameters_and_tensors(full):
     assert sum(parameter.numel() for parameter in full.parameters()) == 865_910_724
-    assert len(list(full.parameters())) == 686
+    # 686 in the benchmark. One for 3 in 16 self-attentions, for 32 of the text, for 3 x 22 of the time embedding: 3.
+    assert len(list(full.parameters())) == 686 - 2 * 16 - 31 - 63
 
 
 def test_norms_and_heads(full):
@@ -31,9 +33,10 @@ def test_norms_and_heads(full):
             assert (module.norm1.num_groups, module.norm2.num_groups) == (16, 16)
         if isinstance(module, Transformer):
             assert (module.norm.num_groups, module.norm.eps) == (32, 1e-6)
-    heads = {m.attention.to_q.out_features // m.attention.head_dim for m in full.transformers.values()}
+    heads = {m.cross_attention.to_q.out_features // m.attention.head_dim for m in full.transformers.values()}
     assert heads == {5, 10, 20} and {m.attention.head_dim for m in full.transformers.values()} == {64}
-    assert all(module.to_k.bias is None for module in full.modules() if isinstance(module, Attention))
+    parts = [module.attention.to_qkv for module in full.transformers.values()] + [full.to_kv]
+    assert all(part.bias is None for part in parts)
 
 
 def test_shapes_and_dtype_of_the_result():
@@ -77,16 +80,59 @@ def test_sinusoids_are_cosines_then_sines():
     assert table[500, 5].item() == pytest.approx(math.sin(angle), abs=2e-5)
 
 
-def test_attention_is_softmax_attention():
-    torch.manual_seed(0)
-    attention = Attention(32, 64, 16)
-    x, source = torch.randn(2, 5, 32), torch.randn(2, 7, 64)
-    q, k, v = attention.to_q(x), attention.to_k(source), attention.to_v(source)
+def softmax_attention(q, k, v):
     heads = []
     for part in (slice(0, 16), slice(16, 32)):
         weights = torch.softmax(q[..., part] @ k[..., part].mT / 4, dim=-1)
         heads.append(weights @ v[..., part])
-    torch.testing.assert_close(attention(x, source), attention.to_out(torch.cat(heads, -1)))
+    return torch.cat(heads, -1)
+
+
+def test_attention_is_softmax_attention():
+    torch.manual_seed(0)
+    x, keys, values = torch.randn(2, 5, 32), torch.randn(2, 7, 32), torch.randn(2, 7, 32)
+    attention = SelfAttention(32, 16)
+    q, k, v = (F.linear(x, weight) for weight in attention.to_qkv.weight.chunk(3))
+    torch.testing.assert_close(attention(x), attention.to_out(softmax_attention(q, k, v)))
+    attention = CrossAttention(32, 16)
+    expected = attention.to_out(softmax_attention(attention.to_q(x), keys, values))
+    torch.testing.assert_close(attention(x, torch.cat((keys, values), -1)), expected)
+
+
+def test_each_block_gets_its_own_part_of_the_time_embedding_and_of_the_text(monkeypatch):
+    torch.manual_seed(0)
+    unet = UNet(TINY)
+    initialise(unet, TINY, 0)
+    seen = {ResBlock: [], Transformer: []}
+    for kind, calls in seen.items():
+        forward = kind.forward
+        monkeypatch.setattr(
+            kind, "forward", lambda self, x, y, f=forward, calls=calls: calls.append((self, y)) or f(self, x, y)
+        )
+    t, context = torch.tensor([3, 700]), torch.randn(2, 8, 64)
+    unet(torch.randn(2, 4, 16, 16), t, context)
+    emb, embed = F.silu(unet.time_embed(unet.sinusoids[t])), unet.block_embed
+    assert [block for block, _ in seen[ResBlock]] == [block for block in unet.blocks if isinstance(block, ResBlock)]
+    start = 0
+    for block, given in seen[ResBlock]:
+        own = slice(start, start := start + block.conv1.out_channels)
+        expected = F.linear(emb, embed.proj.weight[own], embed.proj.bias[own]) + embed.conv_bias[own]
+        torch.testing.assert_close(given, expected[:, :, None, None])
+    assert start == len(embed.conv_bias)
+    start = 0
+    for transformer, given in seen[Transformer]:
+        own = slice(start, start := start + 2 * transformer.proj_in.in_features)
+        torch.testing.assert_close(given, F.linear(context, unet.to_kv.weight[own]))
+    assert start == unet.to_kv.out_features and len(seen[Transformer]) == 16
+
+
+def test_biases_of_first_convolutions_have_their_convolutions_range():
+    unet = UNet(TINY)
+    initialise(unet, TINY, 0)
+    blocks = [block for block in unet.blocks if isinstance(block, ResBlock)]
+    for block, bias in zip(blocks, unet.block_embed.conv_bias.split(unet.block_embed.channels), strict=True):
+        bound = 1 / math.sqrt(9 * block.conv1.in_channels)
+        assert 0.7 * bound < bias.abs().max() <= bound
 
 
 def test_start_of_the_benchmark_and_of_the_presets():
