@@ -100,15 +100,15 @@ submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as
 	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
 
 # Two processes of one thread each: two that share two cores would wait for each other. ARGS="-n 0" runs all in one.
-# Bytecode is kept: pytest takes ten seconds to rewrite all assertions, and the tests start hundreds of processes.
-pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2
+# Three workers on two cores: many tests wait for a process. Bytecode is kept: pytest takes ten seconds to rewrite all assertions, and the tests start hundreds of processes.
+pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(python) -m pytest
 test: ## tests of what runs anywhere, in minutes
 	$(setup) core dev plots lightning speech dali
-	$(pytest) --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
+	$(pytest) -n 3 --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
 	$(setup) core dev plots lightning speech dali parquet peft
-	$(pytest) --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
+	$(pytest) -n 2 --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
 
 lint: ## ruff: rules and format
 	$(setup) dev

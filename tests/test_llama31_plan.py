@@ -128,7 +128,12 @@ def test_fit_recomputes_before_it_leaves_layers_out():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"fc1_store": "fp8", "weights": "fp8"}, {"precision": "bf16"}, {"precision": "nvfp4_emulated"}],
+    [
+        {},
+        {"fc1_store": "fp8", "weights": "fp8"},
+        {"precision": "bf16"},
+        pytest.param({"precision": "nvfp4_emulated"}, marks=pytest.mark.slow),
+    ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "fp8",
 )
 def test_whatever_layers_keep_the_bits_are_the_same(changes):

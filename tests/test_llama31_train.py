@@ -30,7 +30,7 @@ def test_variants_are_those_of_the_config():
         pytest.param(
             {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
         ),
-        {"precision": "bf16", "zero": True, "main_grad": "fp32"},
+        pytest.param({"precision": "bf16", "zero": True, "main_grad": "fp32"}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",
 )

@@ -152,5 +152,6 @@ def test_replays_draw_as_eager_does():
         pool.release()
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

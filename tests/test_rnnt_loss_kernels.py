@@ -167,5 +167,6 @@ def test_replays_of_a_captured_loss_equal_eager():
         pool.release()
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -87,7 +87,7 @@ def test_words_are_learned_eager_and_graphed_in_the_same_steps(config):
         assert last["num_replays"] == (160 if name == "full" else 0)
 
 
-@pytest.mark.parametrize("name", ["eager", "full"])
+@pytest.mark.parametrize("name", ["eager", pytest.param("full", marks=pytest.mark.slow)])
 def test_decoding_in_between_changes_nothing(config, name):
     config = replace(config, buckets="1")
     (often, with_many), (once, with_one) = (curve_of(config, name, 6, every) for every in (2, 6))

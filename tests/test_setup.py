@@ -362,7 +362,7 @@ def test_interrupt_ends_make_as_an_interrupt(machine):
 
 def test_test_leaves_out_what_is_slow_or_needs_hardware(machine):
     machine.make("test", "ARGS=-q")
-    assert machine.log()[-1].endswith("-m pytest -n 2 --dist worksteal -m not slow and not slurm and not gpu -q")
+    assert machine.log()[-1].endswith("-m pytest -n 3 --dist worksteal -m not slow and not slurm and not gpu -q")
     machine.make("test-slow")
     assert machine.log()[-1].endswith("-m pytest -n 2 --dist loadfile -m (slow or slurm) and not gpu")
 
