@@ -99,8 +99,9 @@ submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as
 	$(setup) core
 	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
 
-# Two processes of one thread each: two that share two cores would wait for each other. ARGS="-n 0" runs all in one.
-# Three workers on two cores: many tests wait for a process. Bytecode is kept: pytest takes ten seconds to rewrite all assertions, and the tests start hundreds of processes.
+# Processes of one thread each: two that share two cores would wait for each other. Three for two cores, since many
+# tests wait for what they have started. ARGS="-n 0" runs all in one. Bytecode is kept: pytest takes ten seconds to
+# rewrite all assertions, and the tests start hundreds of processes.
 pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(python) -m pytest
 test: ## tests of what runs anywhere, in minutes
 	$(setup) core dev plots lightning speech dali

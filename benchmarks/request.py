@@ -78,6 +78,8 @@ class Request:
         cache = self.root / ".cache"
         variables = dict(os.environ)
         variables |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        # Else what autograd traced is kept for no model with autograd functions of its own (Stable Diffusion's norms).
+        variables.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
         if number == 0:
             variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
         return variables

@@ -246,6 +246,7 @@ def test_round_0_is_deterministic_and_caches_are_the_roots(out, quick, monkeypat
     # Of all sessions, as what is compiled once serves the next.
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(out / ".cache" / "inductor")
     assert environment["TRITON_CACHE_DIR"] == str(out / ".cache" / "triton")
+    assert environment["TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD"] == "1"
 
 
 def test_the_first_timed_round_leaves_an_mllog_beside_its_output(out, quick, monkeypatch):
