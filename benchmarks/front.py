@@ -261,7 +261,17 @@ def bought(rows: list[dict]) -> list[dict]:
     order = [*dict.fromkeys([each.model for each in PUBLISHED] + [model for model, _ in places])]
     chosen = [*first, *rest[: max(0, NUM_BOUGHT - len(first))]]
     chosen.sort(key=lambda place: (order.index(place[0]), place[1]))
-    return [{"model": model, "preset": preset, "row": places[model, preset]} for model, preset in chosen]
+    return [
+        {"model": model, "preset": preset, "row": places[model, preset], "failed": _failed(rows, model, (preset,))}
+        for model, preset in chosen
+    ]
+
+
+def _failed(rows, model, presets):
+    """The first row of a capture that did not pass and has no ratio, or None."""
+    names = (*law.HEADLINE, *_of_scope(model))
+    own = [row for row in rows if row["model"] == model and stem(row["preset"]) in presets and not row["speedup"]]
+    return next((row for row in own if row["variant"] in names and row["status"] != "pass"), None)
 
 
 def _known(cell):
@@ -270,7 +280,7 @@ def _known(cell):
 
 
 def _workload(line):
-    row = line["row"]
+    row = line["row"] or line["failed"]
     if row is None:
         return f"{line['model']}/{line['preset']}"
     return f"{row['linked']} {row['variant']}, {short_gpu(row['gpu'])}"
@@ -279,7 +289,7 @@ def _workload(line):
 def _caveat(line):
     row = line["row"]
     if row is None:
-        return NOT_YET
+        return line["failed"]["status"] if line["failed"] else NOT_YET
     if row["missing_eagers"]:
         return INCOMPLETE
     few = "no verdict" if row["num_hosts"] else "no interval"
@@ -311,7 +321,10 @@ def beside(rows: list[dict]) -> list[dict]:
     found = []
     for each in PUBLISHED:
         own = [row["here"] for row in complete if row["published"] is each and row["here"]]
-        found.append({"published": each, "row": own[0] if own else None, "is_partly": each.model in partly})
+        failed = None if own else _failed(rows, each.model, each.presets)
+        found.append(
+            {"published": each, "row": own[0] if own else None, "is_partly": each.model in partly, "failed": failed}
+        )
     return found
 
 
@@ -322,6 +335,8 @@ def _of_scope(model):
 
 def _here(line):
     row = line["row"]
+    if row is None and line["failed"]:
+        return f"{named(line['failed'])}: {line['failed']['status']}"
     if row is None:
         return INCOMPLETE if line["is_partly"] else NOT_YET
     return f"{named(row)}: {ratio(row)}"

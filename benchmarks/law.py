@@ -95,10 +95,7 @@ def points(found) -> list[Point]:
 def _of_session(group, session):
     replaying = {}
     for name, variant in sorted(group.runs):
-        own = group.of(session, variant) if name == session else []
-        # Where one run computed other numbers, nothing says that the rest are steps of the same work.
-        failed = any(row["status"] == "numerics_failed" for row in own)
-        timed = [] if failed else [row for row in own if row["is_timed"]]
+        timed = group.timed(session, variant) if name == session else []
         base = group.base(session, variant) if timed else None
         if base in (None, variant) or not any(row["record"]["capture"]["num_replays"] for row in timed):
             continue

@@ -19,9 +19,10 @@ from benchmarks.script import CONTROL
 # What a variant cannot do in one run it cannot do in the next: its record stands as its row. failed and
 # timeout have had their second try by then.
 NOT_RUN_AGAIN = ("unsupported", "oom", "capture_failed", "numerics_failed", "failed", "timeout")
+# A step waits for its host if it takes at most HOST_BOUND times what its host needs to issue it, and its kernels take
+# at most MOST_BUSY of it.
+HOST_BOUND, MOST_BUSY = 1.05, 0.85
 # What round 0 says of a variant stands in its timed records too.
-# Of a step that takes no longer than this many times what its host needs to issue it.
-HOST_BOUND = 1.05
 PARITY = ("parity", "reference", "max_rel_diff", "first_difference")
 
 
@@ -197,7 +198,7 @@ class Rounds:
     def _unsettled(self, number) -> list[str]:
         """Who runs once more in this round: what did not settle, and eager beside it; all, where eager did not.
 
-        Not a step that is as long as its host needs to issue it: it changes as the host does, not as the GPU warms up.
+        Not a step that waits for its host: it changes as the host does, not as the GPU warms up.
         """
         if self.request.preset == "tiny":
             return []
@@ -206,7 +207,7 @@ class Rounds:
             name
             for name, record in made.items()
             if record and frame.is_timed(record) and record["conditions"]["settled"] is False
-            if not _is_host_bound(record)
+            if not _waits_for_its_host(record)
         }
         if not odd:
             return []
@@ -305,14 +306,16 @@ def _is_of_timed_work(record):
     return record["message"].startswith(trust.TIMED_WORK)
 
 
-def _is_host_bound(record):
-    issue_ms, step_ms = record["issue_ms"], record["statistic_ms"]
-    return issue_ms is not None and step_ms is not None and step_ms <= HOST_BOUND * issue_ms
+def _waits_for_its_host(record):
+    step_ms, issue_ms, busy_ms = record["statistic_ms"], record["issue_ms"], record["busy_ms"]
+    if None in (step_ms, issue_ms, busy_ms):
+        return False
+    return step_ms <= HOST_BOUND * issue_ms and busy_ms <= MOST_BUSY * step_ms
 
 
 def attempt_note(record: dict) -> str:
     if record["conditions"]["settled"] is not False or not record["round"] or record["preset"] == "tiny":
         return ""
-    if record["attempt"] == 1 and _is_host_bound(record):
-        return "not settled, as long as its host takes to issue it"
+    if record["attempt"] == 1 and _waits_for_its_host(record):
+        return "not settled, it waits for its host"
     return "not settled" if record["attempt"] == 1 else "not settled again, it stands"

@@ -39,7 +39,12 @@ def _last_attempts(runs):
 
 
 def pairs(group: Group, session: str, variant: str, base: str, last: bool = True) -> list[tuple[dict, dict]]:
-    """(base, variant) of equal rounds and attempts in a session; of repeated rounds the last attempt, or the first."""
+    """(base, variant) of equal rounds and attempts in a session; of repeated rounds the last attempt, or the first.
+
+    None where one of the variant's runs there computed other numbers: nothing says that the rest are the same work.
+    """
+    if any(row["status"] == "numerics_failed" for row in group.of(session, variant)):
+        return []
     sides = [
         {(row["round"], row["attempt"]): row["record"] for row in group.timed(session, name)}
         for name in (base, variant)
@@ -211,7 +216,8 @@ def _compare(row, group, name, pooled):
     row["ceiling"] = _ceiling(used)
     row["law"], row["queue_model"] = _predicted(used)
     if not row["num_pairs"]:
-        row["verdict"] = f"no {row['base'] or 'eager'} of the same round"
+        failed = row["status"] == "numerics_failed"
+        row["verdict"] = row["status"] if failed else f"no {row['base'] or 'eager'} of the same round"
 
 
 def _put_ratio(row, key, group, name, bases, value):

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -30,11 +31,12 @@ def transformer_engine():
 
 
 def _unpack_without_copies(te) -> None:
-    """Take q, k and v out of the tensor that packs them by te's own SplitAlongDim, in every attention.
+    """Take q, k and v out of a tensor that packs all three by te's own SplitAlongDim.
 
     TE 2.20 does so by select(), whose gradients autograd fills with zeros, copies and adds: eight kernels a layer and
     backward pass, 2.3 of 134 ms in GPT-3's bench on an H200. SplitAlongDim finds that the three gradients are parts of
-    one tensor already, and returns that. Releases without the function that is replaced here split in that way.
+    one tensor already, and returns that. Releases without the function that is replaced here split in that way. Where
+    torch.compile traces, select() stays: it can see through that.
     """
     try:
         module = importlib.import_module(
@@ -44,15 +46,20 @@ def _unpack_without_copies(te) -> None:
     except (ImportError, AttributeError):
         return
 
-    def unpack(qkv_layer, *arguments):
-        if qkv_layer is None:
-            return select(qkv_layer, *arguments)
+    def unpack(
+        qkv_layer, kv_layer, query_layer, key_layer, value_layer, qkv_format, qkv_interleave_dim, inference_params
+    ):
+        given = (qkv_layer, kv_layer, query_layer, key_layer, value_layer)
+        given += (qkv_format, qkv_interleave_dim, inference_params)
+        if qkv_layer is None or torch.compiler.is_compiling():
+            return select(*given)
         with torch.no_grad():  # its checks, and the layout's name
-            *_, layout = select(qkv_layer, *arguments)
-        dim = arguments[5]
-        return (*[part.squeeze(dim) for part in split(qkv_layer, dim, (1, 1, 1))], layout)
+            *_, layout = select(*given)
+        return (*[part.squeeze(qkv_interleave_dim) for part in split(qkv_layer, qkv_interleave_dim, (1, 1, 1))], layout)
 
-    if select.__name__ != unpack.__name__:
+    # Once, and where its arguments are those of 2.20.
+    names = [list(inspect.signature(function).parameters) for function in (select, unpack)]
+    if select.__name__ != unpack.__name__ and names[0] == names[1]:
         module._unpack_packed_qkv = unpack
 
 

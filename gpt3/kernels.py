@@ -1,7 +1,7 @@
 """The gradient of the embedding's rows, added to FP32 main_grad: only the rows that a microbatch has are touched.
 
 torch makes a dense 16-bit gradient of all rows and adds that: on an H200 0.5 ms for 2,048 tokens and 6,400 rows of
-12,288 numbers, nearly all of it zeros.
+12,288 numbers, nearly all of it zeros. A form of _add_rows that looked at all tokens for every block took 0.41 ms.
 """
 
 from functools import lru_cache
@@ -69,8 +69,9 @@ def _launches(n, hidden, dtype):
 def add_rows_(total: torch.Tensor, tokens: torch.Tensor, grad: torch.Tensor) -> None:
     """total [rows, hidden] FP32 += grad [..., hidden], 16-bit, in the rows that `tokens` [...], int64 below rows, name.
 
-    Bit for bit the same at each call. A row that is infinite or NaN in grad makes its 63 neighbours in total NaN.
+    Bit for bit the same at each call. An infinite or NaN gradient makes all rows of its block of 64 NaN that are named.
     """
+    assert tokens.dtype == torch.int64
     grad, tokens = grad.contiguous(), tokens.contiguous()
     rows, hidden = total.shape
     blocks = triton.cdiv(rows, ROWS)

@@ -20,7 +20,9 @@ def resolve(args, device: torch.device, world_size: int = 1):
     """
     args.config.ranks(world_size)
     args, notes = _fit(args, device)
-    config = args.config
+    # What the record says is the rate that it trains at.
+    config = replace(args.config, lr=args.config.learning_rate)
+    args = replace(args, config=config)
     if config.checkpoint:
         open_checkpoint(config.checkpoint, config)
     adapters.require(config)

@@ -5,7 +5,7 @@ with 16-group norms, transformers with linear projections and heads of 64 channe
 Everything works on channels_last: convolutions by cuDNN, group norms and GEGLU by the kernels of
 stable_diffusion/kernels.py, or by torch's own.
 
-Matrices of the benchmark that read the same input are one here, some 300 kernels a step less: q, k and v of each
+Matrices of the benchmark that read the same input are one here, by count some 300 kernels less: q, k and v of each
 self-attention; keys and values of the text in all cross-attentions; the time embedding in all residual blocks. So there
 are 560 tensors in place of 686.
 """

@@ -254,6 +254,18 @@ def test_beside_nvidia_stands_its_mechanism_where_it_was_measured(tmp_path):
     assert "(a) graph_te: " in line and len(lines_of(tmp_path, "published")) == 5
 
 
+def test_a_capture_that_failed_is_not_called_unmeasured(tmp_path):
+    """Nor has it a ratio, though one of its timed runs passed."""
+    records = [record for record in graphed(model="gpt3")]
+    last = [record for record in records if record["variant"] == "graph"][-1]
+    put(tmp_path / "a", *(record for record in records if record is not last))
+    put(tmp_path / "a", last | {"status": "numerics_failed", "message": "timed work: loss of step 5"})
+    (line,) = [line for line in lines_of(tmp_path, "published") if line.startswith("| GPT-3 175B")]
+    assert "(a) graph: numerics_failed |" in line
+    (line,) = [line for line in lines_of(tmp_path, "bought") if "graph, " in line]
+    assert line.endswith("graph, H200 | numerics_failed |")
+
+
 def test_beside_nvidia_stands_no_capture_of_another_scope(tmp_path):
     """Not even where it gained more, and the submission's own was not measured."""
     faster = [

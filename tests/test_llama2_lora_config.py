@@ -60,6 +60,7 @@ def test_the_learning_rate_is_mlperfs_for_a_checkpoint_and_a_small_one_for_rando
     assert BENCH.learning_rate == 2e-5 and TINY.learning_rate == 1e-2
     assert replace(BENCH, checkpoint="llama").learning_rate == 5e-4
     assert replace(BENCH, checkpoint="llama", lr=1e-3).learning_rate == 1e-3
+    assert replace(BENCH, lr=0.0).learning_rate == 0.0
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_the_learning_rate_is_mlperfs_for_a_checkpoint_and_a_small_one_for_rando
         ({"alpha": 0.0}, ("--alpha 0.0",)),
         ({"memory_gib": -1.0}, ("--memory-gib -1.0",)),
         ({"lr": float("inf")}, ("--lr inf",)),
+        ({"lr": -0.5}, ("--lr -0.5", "or -1")),
         ({"precision": "bf16", "fc1_store": "fp8"}, ("--fc1-store fp8", "--precision")),
         ({"layers": 0}, ("--layers 0",)),
         ({"checkpoint": "/"}, ("--checkpoint /",)),

@@ -24,10 +24,13 @@ class Joined(torch.autograd.Function):
         return torch.cat(grads, ctx.dim), None, None
 
 
-def by_select(qkv_layer, kv_layer, q, k, v, form, dim, inference):
+def by_select(
+    qkv_layer, kv_layer, query_layer, key_layer, value_layer, qkv_format, qkv_interleave_dim, inference_params
+):
     if qkv_layer is None:
-        return q, k, v, None
-    return *[qkv_layer.select(dim, index) for index in range(3)], f"{form}{dim}"
+        return query_layer, key_layer, value_layer, None
+    parts = [qkv_layer.select(qkv_interleave_dim, index) for index in range(3)]
+    return *parts, f"{qkv_format}{qkv_interleave_dim}"
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_no_committed_run_is_without_proof():
             groups.setdefault(folder, []).append(record)
         if record["message"].startswith(trust.TIMED_WORK):
             unstable.add(folder)
-    # Where the loss leaps eager's own runs are as far from each other: that session has failed, as its records say.
+    # A session whose graphs' timed runs have failed, as its records say. From step 10 on eager's own runs differ, too.
     assert {folder.parent.name for folder in unstable} == {"llama2_lora-bench"} and len(unstable) == 1
     for folder in unstable:
         del groups[folder]
