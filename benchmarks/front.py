@@ -139,7 +139,7 @@ def lacks_sentence(runs) -> str:
     lacking = _without_all_eagers(on_gpu)
     names = " and ".join(f"{of_model(model).title if of_model(model) else model}'s" for model in lacking)
     return text + (
-        f"\n- {names} sessions lack an eager variant: the overview has their ratios, marked." if names else ""
+        f"\n- {names} sessions lack an eager variant: such ratios are in the overview, marked." if names else ""
     )
 
 

@@ -41,7 +41,7 @@ def _last_attempts(runs):
 def pairs(group: Group, session: str, variant: str, base: str, last: bool = True) -> list[tuple[dict, dict]]:
     """(base, variant) of equal rounds and attempts in a session; of repeated rounds the last attempt, or the first.
 
-    None where one of the variant's runs there computed other numbers: nothing says that the rest are the same work.
+    No pair where one of the variant's runs there computed other numbers: nothing says that the rest are the same work.
     """
     if any(row["status"] == "numerics_failed" for row in group.of(session, variant)):
         return []

@@ -34,7 +34,7 @@ def _unpack_without_copies(te) -> None:
     """Take q, k and v out of a tensor that packs all three by te's own SplitAlongDim.
 
     TE 2.20 does so by select(), whose gradients autograd fills with zeros, copies and adds: eight kernels a layer and
-    backward pass, 2.3 of 134 ms in GPT-3's bench on an H200. SplitAlongDim finds that the three gradients are parts of
+    backward pass, 2.3 of 130 ms in GPT-3's bench on an H200. SplitAlongDim finds that the three gradients are parts of
     one tensor already, and returns that. Releases without the function that is replaced here split in that way. Where
     torch.compile traces, select() stays: it can see through that.
     """

@@ -357,7 +357,7 @@ def test_how_long_a_session_takes_and_what_records_lack(tmp_path):
 def test_models_without_a_session_against_all_eagers_are_named(tmp_path):
     put(tmp_path / "part", *fewer_eagers("stable_diffusion"))
     put(tmp_path / "gpt3", *graphed(model="gpt3"))
-    lacking = "- Stable Diffusion v2's sessions lack an eager variant: the overview has their ratios, marked."
+    lacking = "- Stable Diffusion v2's sessions lack an eager variant: such ratios are in the overview, marked."
     assert text_of(tmp_path, "lacks").splitlines()[1:] == [lacking]
     put(tmp_path / "whole", *graphed(STEPS[:1], model="stable_diffusion", extra={"eagers": ["eager"]}))
     assert "lack" not in text_of(tmp_path, "lacks")

@@ -146,8 +146,8 @@ def rates(found, model: str) -> list[dict]:
 
     found: a frame of `benchmarks.frame`, or sound records as of one folder. Useful: a record's flops_per_step, the
     closed formula of the model, over the median step; recomputed work does not count. Each row has besides: tflops,
-    group, preset, gpu, num_gpus, items (tokens or samples of a step) and unit. Left out are rows
-    with a failed run, and those without a timed one, FLOP or peak of reserved memory.
+    group, preset, gpu, num_gpus, items (tokens or samples of a step) and unit. Left out are rows with
+    a failed run, and those without a timed one, FLOP or peak of reserved memory.
     """
     runs = frame.of(found)
     quiet = (runs["device"] == "cuda") & (runs["model"] == model) & (runs["host_load"] == 0)
