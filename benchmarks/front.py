@@ -8,11 +8,11 @@ the most hosts stands there, then the most pairs, then the newer records, then t
 another GPU type names it.
 """
 
-import re
+import itertools
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from benchmarks import bases, frame, law, tables
 from benchmarks.overview_rows import rows_of, short_gpu, strategies
@@ -22,6 +22,7 @@ from benchmarks.rows import is_short
 
 PARTS = ("law", "decide", "bought", "minutes", "lacks", "published")
 NOT_YET = "not measured yet"
+PAUSE = timedelta(minutes=2)
 INCOMPLETE = "not measured yet against all eagers"
 NUM_BOUGHT = 7
 
@@ -109,7 +110,7 @@ def _spread(side, where, first):
 
 
 def minutes_sentence(runs) -> str:
-    """How long the session with the most timed runs on one GPU took."""
+    """How long the session with the most timed runs on one GPU took, without long pauses between runs."""
     timed = runs.frame[(runs.frame["device"] == "cuda") & (runs.frame["world_size"] == 1)]
     timed = timed[timed["is_timed"].astype(bool)]
     spans = {}
@@ -117,13 +118,25 @@ def minutes_sentence(runs) -> str:
         meta = runs.metas.get((group, session), {})
         if meta.get("begin_utc") and meta.get("end_utc") and part["schema"].min() > 1:
             begin, end = (datetime.fromisoformat(meta[key]) for key in ("begin_utc", "end_utc"))
-            spans[len(part), session] = part, (end - begin).total_seconds() / 60
+            spans[len(part), session] = (
+                part,
+                (end - begin - _laid_aside(runs.frame, group, session)).total_seconds() / 60,
+            )
     if not spans:
         return f"How long a session takes is {NOT_YET}."
     part, minutes = spans[max(spans)]
     first, num_rounds, num_variants = part.iloc[0], part["round"].nunique(), part["variant"].nunique()
     what = f"{first['model']}/{first['preset']} ({num_variants} variants, {num_rounds} rounds)"
     return f"A session of {what} took {minutes:.0f} minutes on one {short_gpu(first['gpu_name'])}."
+
+
+def _laid_aside(every, group, session) -> timedelta:
+    """The pauses over PAUSE between a session's runs, where it went on in a later call or another one stood between."""
+    own = every[(every["group"] == group) & (every["session"] == session)]
+    times = [(record.get("begin_utc"), record.get("end_utc")) for record in frame.records_of(own)]
+    times = sorted(tuple(map(datetime.fromisoformat, pair)) for pair in times if all(pair))
+    pauses = [after - before for (_, before), (after, _) in itertools.pairwise(times)]
+    return sum((pause for pause in pauses if pause > PAUSE), timedelta())
 
 
 def lacks_sentence(runs) -> str:
@@ -294,9 +307,7 @@ def _caveat(line):
         return INCOMPLETE
     few = "no verdict" if row["num_hosts"] else "no interval"
     word = tables.verdict(row) if row["scope"] else few
-    # 5 of 5 -> 5/5
-    lacks = re.sub(r"(\d+) of (\d+)", r"\1/\2", row["lacks"])
-    return f"{word}; {lacks}" if lacks else word
+    return f"{word}; {row['lacks']}" if row["lacks"] else word
 
 
 BOUGHT = (

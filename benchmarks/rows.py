@@ -145,6 +145,7 @@ def _row(group, name, base):
         "strategy": next(iter(_known(record["capture"]["strategy"] for record in own)), None),
         "num_rounds": len(runs),
         "num_sessions": len(pooled),
+        "pooled": tuple(pooled),
         "num_older": len(older),
         "num_steps": _median(len(record["steps"]["gpu_ms"]) for record in runs),
         "step_ms": _median(map(_statistic, runs)),
@@ -256,7 +257,7 @@ def lacks(runs: list[dict]) -> str:
         ),
     }
     old = ["schema 1"] if any(record["schema"] == 1 for record in runs) else []
-    return ", ".join(old + [f"{count} of {len(runs)} {what}" for what, count in counts.items() if count])
+    return ", ".join(old + [f"{count}/{len(runs)} {what}" for what, count in counts.items() if count])
 
 
 def is_short(record: dict) -> bool:

@@ -237,7 +237,8 @@ def folder_text(rows: list[dict], markdown: bool = False) -> str:
 def headline(rows: list[dict]) -> str:
     """The most that could be gained, which a reader needs before any gain; empty where busy time is not known.
 
-    It is given for the base's own kernels, and for another variant's where these allow over CEILING_APART more.
+    It is given for the base's own kernels, and for another variant's of the same sessions where these allow over
+    CEILING_APART more.
     """
     row = next((row for row in rows if row["is_base"]), None)
     if row is None or row["device"] != "cuda" or row["step_ms"] is None or row["busy_ms"] is None:
@@ -246,11 +247,12 @@ def headline(rows: list[dict]) -> str:
     if row["ceiling"] is None:
         return f"{text} (no ceiling: profiled at another clock)"
     text += f" -> at most {times(row['ceiling'])} to gain"
-    own = [other for other in rows if other["base"] == row["variant"] and other["ceiling"]]
+    near = [other for other in rows if set(other["pooled"]) & set(row["pooled"])]
+    own = [other for other in near if other["base"] == row["variant"] and other["ceiling"]]
     best = max(own, key=lambda other: other["ceiling"], default=row)
     if best["ceiling"] > CEILING_APART * row["ceiling"]:
         text += f" with these kernels, {times(best['ceiling'])} with those of {best['variant']}"
-    stretch = max((other["profile_stretch"] or 1.0 for other in rows), default=1.0)
+    stretch = max((other["profile_stretch"] or 1.0 for other in near), default=1.0)
     # Said where it changes the second decimal.
     if round(row["ceiling"] * stretch, 2) <= round(row["ceiling"], 2):
         return text

@@ -92,6 +92,17 @@ def test_the_ceiling_stands_first_and_needs_the_same_clock():
     assert "busy ms  ceiling" in cost[0] and cost[2].split()[:3] == ["graph", "8.00", "1.25x"]
 
 
+def test_the_ceiling_of_kernels_is_that_of_the_same_sessions():
+    """A variant that ran in an older session alone, of other code, had another base there."""
+    old = [make(name, 1, 20.0) for name in ("eager", "other")]
+    for record in old:
+        record.update(busy_ms=4.0, begin_utc="2026-01-01T00:00:00Z")
+        record["env"].update(run_hash="older", boot_id="older", source_hash="older")
+    assert "5.00x" in tables.headline(compare.summarise(old))
+    head = tables.headline(compare.summarise([*old, *session(begin_utc="2026-02-01T00:00:00Z")]))
+    assert head.startswith("eager: step 10.0 ms") and head.endswith("at most 1.25x to gain")
+
+
 def test_rows_without_pass_keep_their_status_and_message():
     found = session()
     found.append(make("compile", 0, status="unsupported", message="needs\na compiler"))

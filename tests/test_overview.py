@@ -84,9 +84,9 @@ def test_older_sessions_and_what_a_row_lacks_stand_beside_it(tmp_path):
     packed(tmp_path / "fake-full", schema_1(graphed(preset="full", env={"git_sha": "a" * 40})), day=20, hour=9)
     bench, full = rows_of(tmp_path)
     assert (bench["num_older"], bench["lacks"]) == (1, "")
-    assert (full["num_older"], full["lacks"]) == (0, "schema 1, 5 of 5 windows short")
+    assert (full["num_older"], full["lacks"]) == (0, "schema 1, 5/5 windows short")
     text = text_of(tmp_path)
-    assert "older: sessions of other code" in text and "schema 1, 5 of 5 windows short" in text
+    assert "older: sessions of other code" in text and "schema 1, 5/5 windows short" in text
     assert "fake/bench: fake-bench, x1, 2 sessions, 20 timed runs, git bbbbbbbbbbbb, cccccccccccc" in text
 
 

@@ -301,7 +301,7 @@ def test_schema_1_is_older_as_soon_as_schema_2_is_there(tmp_path):
     for hour in (1, 2, 3):
         packed(tmp_path, schema_1(session()), hour=hour, day=24, boot=f"{hour:06x}", gpu=f"{hour:04x}")
     row = table_of(tmp_path)["graph"]
-    assert (row["num_hosts"], row["num_older"], row["lacks"]) == (3, 0, "schema 1, 15 of 15 windows short")
+    assert (row["num_hosts"], row["num_older"], row["lacks"]) == (3, 0, "schema 1, 15/15 windows short")
     # By the same rules, on what it holds; never plainly.
     assert (row["verdict"], row["scope"]) == ("faster", "on this host") and row["speedup_low"] is not None
     packed(tmp_path, session(), hour=1, day=22)
@@ -360,7 +360,7 @@ def test_steps_beyond_400_ms_have_no_10th_percentile_and_no_tail():
 def test_a_window_is_short_by_its_seconds_or_its_steps(step_ms, num_steps, window_s, preset, is_short):
     record = make("graph", 1, step_ms, num_steps, preset=preset, conditions={"window_s": window_s})
     assert rows.is_short(record) == is_short
-    assert rows.lacks([record]) == ("1 of 1 windows short" if is_short else "")
+    assert rows.lacks([record]) == ("1/1 windows short" if is_short else "")
 
 
 def test_what_runs_lack_stands_in_a_column():
@@ -369,9 +369,9 @@ def test_what_runs_lack_stands_in_a_column():
     found[1]["conditions"].update(settled=False)
     found[3]["conditions"].update(settled=True, others_on_gpu=["python 7"])
     found[5]["conditions"].update(window_s=found[5]["steps"]["wall_ms"] / 1e3, other_sessions=["another"])
-    assert row_of(found)["lacks"] == "1 of 5 windows short, 1 of 5 not settled, 2 of 5 beside others"
+    assert row_of(found)["lacks"] == "1/5 windows short, 1/5 not settled, 2/5 beside others"
     text = tables.folder_text(rows.summarise(found))
-    assert "lacks" in text.splitlines()[0] and "2 of 5 beside others" in text
+    assert "lacks" in text.splitlines()[0] and "2/5 beside others" in text
     cpu = [make("graph", 1, device="cpu", conditions={"settled": False})]
     assert row_of(cpu)["lacks"] == ""
 
@@ -380,7 +380,7 @@ def test_a_first_attempt_that_did_not_settle_is_not_counted_where_the_second_did
     found = session()
     for record in found[:2]:
         record["conditions"]["settled"] = False
-    assert row_of(found)["lacks"] == "1 of 5 not settled"
+    assert row_of(found)["lacks"] == "1/5 not settled"
     again = [make("eager", 1, 10.0, attempt=2), make("graph", 1, 8.0, attempt=2)]
     assert row_of(found + again)["lacks"] == ""
 

@@ -106,10 +106,17 @@ def test_no_committed_run_is_without_proof():
             groups.setdefault(folder, []).append(record)
         if record["message"].startswith(trust.TIMED_WORK):
             unstable.add(folder)
-    # A session whose graphs' timed runs have failed, as its records say. From step 10 on eager's own runs differ, too.
-    assert {folder.parent.name for folder in unstable} == {"llama2_lora-bench"} and len(unstable) == 1
+    # Attention of Llama 2 70B LoRA is not deterministic: its runs need the spread of several eager ones. At a learning
+    # rate of 5e-4 random weights have no stable course: its first session's failed runs stay as they were judged.
+    assert {folder.parent.name for folder in unstable} == {"llama2_lora-bench"} and len(unstable) == 2
     for folder in unstable:
-        del groups[folder]
+        group = groups.pop(folder)
+        if group[0]["config"]["lr"] < 1e-4:
+            failed = [record for where, record in committed() if Path(where.rpartition(":")[0]).parent == folder]
+            failed = [record for record in failed if record["message"].startswith(trust.TIMED_WORK)]
+            for record in group + failed:
+                beside = [other for other in group if other["variant"] == "eager" and other is not record]
+                assert failed and proven.wrong_numbers(record, beside) is None, (record["variant"], record["round"])
     num_judged = 0
     for group in groups.values():
         for record in group:
@@ -336,6 +343,34 @@ def test_a_skipped_step_is_not_a_missing_norm():
     record = timed("graph")
     record["proof"]["grad_norm"][0] = record["proof"]["grad_norm"][7] = None
     assert trust.unproven(record, [BASE]) is None
+
+
+def parted(step, by):
+    """A record that equals BASE before a step and is off by a factor from there on."""
+    record = timed("graph")
+    for place, at in enumerate(record["proof"]["steps"]):
+        if at >= step:
+            record["proof"]["loss"][place] *= by
+            record["numerics"]["loss"][at : at + 1] = [record["proof"]["loss"][place]] if at < 50 else []
+    return record
+
+
+def test_a_run_that_leaves_the_common_course_is_judged_by_the_steps_since_then():
+    bases = [BASE, parted(20, 1.01)]
+    # 1 % apart at step 8 is too far for runs that were never equal, and where no other reference run parts.
+    assert "loss of step 8" in trust.unproven(parted(8, 1.01), [BASE])
+    assert "loss of step 0" in trust.unproven(parted(0, 1.01), bases)
+    assert trust.unproven(parted(8, 1.01), bases) is None
+    # The spread of runs that have parted, three times, and not more.
+    assert trust.unproven(parted(8, 1.02), bases) is None
+    assert "loss of step 8" in trust.unproven(parted(8, 1.05), bases)
+    # A difference that grows: what is usual so many steps after the parting, not what is usual in the end.
+    grown = parted(20, 1.0)
+    for place, step in enumerate(grown["proof"]["steps"]):
+        if 20 <= step < 50:
+            grown["proof"]["loss"][place] *= 1 + 1e-4 * (step - 19)
+            grown["numerics"]["loss"][step] = grown["proof"]["loss"][place]
+    assert "loss of step 8" in trust.unproven(parted(8, 1.01), [BASE, grown])
 
 
 def test_any_one_reference_run_will_do_and_their_spread_counts():
