@@ -22,7 +22,6 @@ from benchmarks.rows import is_short
 
 PARTS = ("law", "decide", "bought", "minutes", "lacks", "published")
 NOT_YET = "not measured yet"
-PAUSE = timedelta(minutes=2)
 INCOMPLETE = "not measured yet against all eagers"
 NUM_BOUGHT = 7
 
@@ -110,7 +109,7 @@ def _spread(side, where, first):
 
 
 def minutes_sentence(runs) -> str:
-    """How long the session with the most timed runs on one GPU took, without long pauses between runs."""
+    """How long the session with the most timed runs on one GPU took, without what others took between its runs."""
     timed = runs.frame[(runs.frame["device"] == "cuda") & (runs.frame["world_size"] == 1)]
     timed = timed[timed["is_timed"].astype(bool)]
     spans = {}
@@ -131,12 +130,20 @@ def minutes_sentence(runs) -> str:
 
 
 def _laid_aside(every, group, session) -> timedelta:
-    """The pauses over PAUSE between a session's runs, where it went on in a later call or another one stood between."""
-    own = every[(every["group"] == group) & (every["session"] == session)]
-    times = [(record.get("begin_utc"), record.get("end_utc")) for record in frame.records_of(own)]
-    times = sorted(tuple(map(datetime.fromisoformat, pair)) for pair in times if all(pair))
-    pauses = [after - before for (_, before), (after, _) in itertools.pairwise(times)]
-    return sum((pause for pause in pauses if pause > PAUSE), timedelta())
+    """The pauses between a session's runs in which its host made those of another session."""
+    own = (every["group"] == group) & (every["session"] == session)
+    boots = {boot for boots in every[own]["boots"] for boot in boots}
+    others = [record for record in frame.records_of(every[~own]) if record["env"]["boot_id"] in boots]
+    times, elsewhere = _times(frame.records_of(every[own])), _times(others)
+    pauses = [(before, after) for (_, before), (after, _) in itertools.pairwise(times)]
+    laid = [after - before for before, after in pauses if any(before <= a and b <= after for a, b in elsewhere)]
+    return sum(laid, timedelta())
+
+
+def _times(found):
+    """(begin, end) of records that know theirs, in order."""
+    times = [(record.get("begin_utc"), record.get("end_utc")) for record in found]
+    return sorted(tuple(map(datetime.fromisoformat, pair)) for pair in times if all(pair))
 
 
 def lacks_sentence(runs) -> str:

@@ -48,7 +48,10 @@ def document(blocks, faults) -> dict:
         }
         for block in blocks
     ]
-    rows = [{key: value for key, value in row.items() if key not in ("label", "is_base")} for row in rows_of(blocks)]
+    rows = [
+        {key: value for key, value in row.items() if key not in ("label", "is_base", "pooled")}
+        for row in rows_of(blocks)
+    ]
     return {
         "schema": SCHEMA,
         "rows": rows,

@@ -1,9 +1,8 @@
-"""How many different results attention's forward and backward give for one input, and their microseconds.
+"""In how many of many calls with one input attention gives other bits, and its microseconds.
 
 A kernel that adds in the order in which its blocks end gives other bits from call to call, and two runs of one training
-part where it does. cuDNN's backward is of that kind (dq), flash attention's, too, unless torch is told to be
-deterministic. Each call is made eagerly, behind three matrix products, and replayed from a graph, on a GPU; elsewhere
-plain attention is called eagerly. Nothing is recorded.
+part where it does. On a GPU each kind of attention is called in three ways: eagerly, eagerly behind three matrix
+products, and replayed from a graph behind them; elsewhere plain attention is called eagerly. Nothing is recorded.
 
     python -m llama2_lora.attention_check                              tokens and heads of bench, without a GPU of tiny
     python -m llama2_lora.attention_check --preset full --calls 100
@@ -12,6 +11,7 @@ plain attention is called eagerly. Nothing is recorded.
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,7 +23,7 @@ from llama2_lora.config import PRESETS, Config
 
 PROGRAM = "attention_check"
 NAMES = ("output", "dq", "dk", "dv")
-# Calls in a timed graph, and products of SIDE x SIDE in front of a call, which keep the GPU busy for about 0.2 ms.
+# Calls in a timed graph, and products of SIDE x SIDE in front of a call: 412 GFLOP, half a millisecond on an H200.
 TIMED, PRODUCTS, SIDE = 20, 3, 4096
 
 
@@ -35,9 +35,12 @@ def parse(argv=None) -> tuple[Config, int]:
     parser.add_argument("--calls", type=int, default=1000, metavar="N", help="calls of each kind")
     values, fields = parse_with_fields(parser, Config, argv)
     require_known("preset", values["preset"], PRESETS)
-    if values["calls"] < 1:
-        raise ValueError(f"--calls {values['calls']}: takes a number from 1 up")
-    return replace(PRESETS[values["preset"]], **fields), values["calls"]
+    if values["calls"] < 2:
+        raise ValueError(f"--calls {values['calls']}: takes a number from 2 up")
+    config = replace(PRESETS[values["preset"]], **fields)
+    if config.cp > 1:
+        raise ValueError(f"--cp {config.cp}: one rank is checked, take --cp 1 and the --sequence of its share")
+    return config, values["calls"]
 
 
 def cases(config: Config, device):
@@ -116,28 +119,36 @@ def microseconds(run, device) -> float:
     return 1e6 * (time.perf_counter() - start) / TIMED
 
 
-def table(config: Config, num_calls: int) -> str:
-    """A row for each kind of attention and way to call it."""
+def report(config: Config, num_calls: int, say=print) -> None:
+    """A line for each kind of attention and way to call it, said as soon as it is known."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream(device))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    lines = [
-        f"{name}, torch {torch.__version__}; {config.tokens} tokens, {config.heads} heads in {config.kv_heads} groups",
-        f"of {num_calls} calls with one input, those that differ in a bit from the most frequent result",
-        f"{'attention':22} {'called':9}" + "".join(f"{each:>8}" for each in NAMES) + f"{'us a call':>11}",
-    ]
-    for kind, attention, deterministic in cases(config, device):
-        torch.use_deterministic_algorithms(deterministic)
-        run = call(config, attention, device)
-        taken = f"{microseconds(run, device):11.1f}"
-        for way, function in ways(run, device).items():
-            counts = "".join(f"{each:8}" for each in differing(function, num_calls))
-            lines.append(f"{kind + ', deterministic' * deterministic:22} {way:9}{counts}{taken}")
-    torch.use_deterministic_algorithms(False)
-    return "\n".join(lines)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    say(f"{gpu}, torch {torch.__version__}; {config.tokens} tokens, {config.heads} heads in {config.kv_heads} groups")
+    say(f"Of {num_calls} calls with one input: how many differ in a bit from the most frequent result.")
+    say(f"{'attention':32} {'called':9}" + "".join(f"{each:>8}" for each in NAMES) + f"{'us, alone':>11}")
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # Asked for deterministic kernels, torch would fill all new memory as well.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        for kind, attention, deterministic in cases(config, device):
+            torch.use_deterministic_algorithms(deterministic)
+            name = kind + ", told to be deterministic" * deterministic
+            try:
+                run = call(config, attention, device)
+                taken = f"{microseconds(run, device):11.1f}"
+                for way, function in ways(run, device).items():
+                    counts = "".join(f"{each:8}" for each in differing(function, num_calls))
+                    say(f"{name:32} {way:9}{counts}{taken}")
+                    taken = ""
+            except RuntimeError as error:
+                say(f"{name:32} cannot run: {str(error).splitlines()[0]}")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 if __name__ == "__main__":
     with mistakes_in_one_line("llama2_lora", PROGRAM):
-        print(table(*parse()))
+        report(*parse(), say=partial(print, flush=True))

@@ -349,11 +349,13 @@ def test_how_long_a_session_takes_and_what_records_lack(tmp_path):
     opened(root / "g", graphed(STEPS[:2]), hour=5)
     expected = "A session of fake/bench (2 variants, 5 rounds) took 12 minutes on one H200."
     assert text_of(root, "minutes") == expected
-    # Seven minutes between two runs, in which another session ran; a pause of one minute belongs to it.
-    found = graphed()
-    for record, minutes in zip(found, [0, 1, 2, 3, 10, 11, 12, 13, 15, 16], strict=True):
+    # Seven minutes between two runs count, unless another session of that host ran in them.
+    found, other = graphed(), graphed(STEPS[:1], env={"boot_id": "13f405"})
+    for record, minutes in zip([*found, *other], [0, 1, 2, 3, 10, 11, 12, 13, 15, 16, 4, 8], strict=True):
         record.update(begin_utc=f"2026-11-22T03:{minutes:02}:00Z", end_utc=f"2026-11-22T03:{minutes:02}:45Z")
     packed(tmp_path / "laid" / "g", found, end_utc="2026-11-22T03:17:00Z")
+    assert "took 17 minutes" in text_of(tmp_path / "laid", "minutes")
+    put(tmp_path / "laid" / "other", *other)
     assert "took 11 minutes" in text_of(tmp_path / "laid", "minutes")
     packed(root / "g", schema_1(graphed(STEPS[:1])), hour=1)
     text = text_of(root, "lacks").replace("\n  ", " ")

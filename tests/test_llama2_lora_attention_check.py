@@ -23,15 +23,16 @@ def test_plain_attention_repeats_itself():
     answer = run("--calls", "3")
     assert answer.returncode == 0, answer.stderr
     where, counted, head, row = answer.stdout.splitlines()
-    assert "64 tokens, 4 heads in 2 groups" in where and "of 3 calls" in counted
-    assert head.split()[2:] == ["output", "dq", "dk", "dv", "us", "a", "call"]
+    assert "64 tokens, 4 heads in 2 groups" in where and "Of 3 calls" in counted
+    assert head.split()[2:] == ["output", "dq", "dk", "dv", "us,", "alone"]
     assert row.split()[:6] == ["plain", "eager", "0", "0", "0", "0"] and float(row.split()[6]) > 0
 
 
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["--calls", "0"], "--calls 0: takes a number from 1 up"),
+        (["--calls", "1"], "--calls 1: takes a number from 2 up"),
+        (["--preset", "mlperf_cp8"], "--cp 8: one rank is checked, take --cp 1"),
         (["--preset", "huge"], "unknown preset 'huge', --preset takes one of"),
         (["--heads", "3"], "--heads"),
     ],
@@ -67,12 +68,32 @@ def test_one_input_for_all_and_grouped_heads():
     assert all(map(torch.equal, (output, dq, dk, dv), again))
 
 
+def test_a_kind_that_cannot_run_is_a_line_and_the_flags_are_put_back(monkeypatch):
+    plain = attention_check.cases(PRESETS["tiny"], CPU)[0]
+
+    class Missing:
+        def forward(self, q, k, v):
+            assert torch.are_deterministic_algorithms_enabled()
+            raise RuntimeError("no such kernel\nand a trace")
+
+    monkeypatch.setattr(attention_check, "cases", lambda config, device: [("other", Missing(), True), plain])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lines, fill = [], torch.utils.deterministic.fill_uninitialized_memory
+    attention_check.report(PRESETS["tiny"], 2, lines.append)
+    assert lines[3].endswith("cannot run: no such kernel") and lines[3].startswith("other, told to be deterministic ")
+    assert lines[4].split()[:6] == ["plain", "eager", "0", "0", "0", "0"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory is fill
+
+
 @pytest.mark.gpu
 def test_the_kernels_of_a_gpu():
     """All of cuDNN's results but dq repeat, and all of flash attention's where torch is deterministic."""
-    text = attention_check.table(replace(PRESETS["tiny"], sequence=1024, hidden=1024, heads=8, head_dim=128), 50)
-    rows = [line[22:].split() for line in text.splitlines()[3:]]
-    assert [row[0] for row in rows] == ["eager", "behind", "replayed"] * 4
-    for name, row in zip([line[:22].strip() for line in text.splitlines()[3:]], rows, strict=True):
-        assert (row[1], row[3], row[4]) == ("0", "0", "0"), text
-        assert row[2] == "0" or name != "flash, deterministic", text
+    lines = []
+    config = replace(PRESETS["tiny"], sequence=1024, hidden=1024, heads=8, head_dim=128)
+    attention_check.report(config, 50, lines.append)
+    rows = [(line[:32].strip(), line[32:].split()) for line in lines[3:]]
+    assert [row[0] for _, row in rows] == ["eager", "behind", "replayed"] * 4
+    for name, row in rows:
+        assert (row[1], row[3], row[4]) == ("0", "0", "0"), lines
+        assert row[2] == "0" or name != "flash, told to be deterministic", lines
