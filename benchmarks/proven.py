@@ -13,7 +13,8 @@ more may be as far from it as two reference runs are as many steps after they pa
 second largest of several pairs, and within the bound of the range all the same. In Llama 2 70B LoRA's session at 2e-5
 three eager runs parted at steps 6 and 7, its graphs from them at 3 to 7 (one at 15), and then all by similar amounts.
 At 5e-4, where random weights have no stable course, three of six graphs' runs go further than that, and an eager one.
-A run that replays stale data or leaves work out is off by more than the bound of the range. No torch here.
+What this allows stays within the bound of the range; a run that replays stale data or leaves work out is usually off by
+far more. No torch here.
 """
 
 import itertools
