@@ -220,7 +220,8 @@ class Rounds:
     def _unsettled(self, number) -> list[str]:
         """Who runs once more in this round: what did not settle, and eager beside it; all, where eager did not.
 
-        Not a step that waits for its host: it changes as the host does, not as the GPU warms up.
+        Not a step that waits for its host: it changes as the host does, not as the GPU warms up. Nor a variant whose
+        repeat in an earlier round did not settle either.
         """
         if self.request.preset == "tiny":
             return []
@@ -229,13 +230,18 @@ class Rounds:
             name
             for name, record in made.items()
             if record and frame.is_timed(record) and record["conditions"]["settled"] is False
-            if not _waits_for_its_host(record)
+            if not (_waits_for_its_host(record) or self._is_hopeless(name, number))
         }
         if not odd:
             return []
         eagers = {name for name in made if script.kind_of(self.request.description, name) == "eager"}
         names = list(made) if odd & eagers else [name for name in made if name in eagers | odd]
         return [name for name in order(names, number) if self._record(name, number, 2) is None]
+
+    def _is_hopeless(self, variant, number):
+        """Whether a repeat of the variant before this round did not settle."""
+        repeats = (self._record(variant, earlier, 2) for earlier in range(1, number))
+        return any(record and record["conditions"]["settled"] is False for record in repeats)
 
     def _active(self):
         """Variants that are worth another timed run."""

@@ -166,6 +166,18 @@ def test_a_run_that_did_not_settle_in_the_first_round_is_repeated_before_the_res
     assert found["graph.r1"]["numerics"]["parity"] == found["graph.r1.a2"]["numerics"]["parity"] == "bitwise"
 
 
+def test_a_variant_whose_repeat_did_not_settle_is_not_repeated_in_later_rounds(out, monkeypatch):
+    def edit(name, record):
+        if record["round"]:
+            record["conditions"]["settled"] = record["variant"] == "graph" and name != "graph.r2"
+
+    seen = edited(monkeypatch, edit)
+    assert bench(out, "graph", "--rounds", "3") == 0
+    # graph's, which did not settle in round 2, is repeated with eager beside it.
+    again = ["eager.r1.a2", "graph.r1.a2", "graph.r2.a2", "eager.r2.a2"]
+    assert [name for name in seen if name.endswith(".a2")] == again
+
+
 def test_records_of_the_first_round_are_sound_when_they_are_written_again(out):
     assert bench(out, "graph") == 0
     assert all(records.check(record) is None for record in read(only(out)).values())
