@@ -235,7 +235,7 @@ def why(blocks: list[Block]) -> Page:
     ]
     page = Page(
         f"Eager leaves the GPU idle for {' step and '.join(idle)}{' step' if len(idle) == 1 else ''}",
-        "Grey: the timed step. Medians over sessions. Issue time is measured in a pass after the timed steps: where a "
+        "Grey: the timed step. Medians over sessions. Issue time is measured in passes beside the timed steps: where a "
         "host changes its pace, it can exceed the step.",
         _provenance([session for own in shown.values() for session in own]),
         2.3,
