@@ -2,7 +2,8 @@
 
 A kernel that adds in the order in which its blocks end gives other bits from call to call, and two runs of one training
 part where it does. On a GPU each kind of attention is called in three ways: eagerly, eagerly behind three matrix
-products, and replayed from a graph behind them; elsewhere plain attention is called eagerly. The microseconds are of
+products, and replayed from a graph behind them; elsewhere plain attention is called eagerly. All are compared with what
+most eager calls give, so a kind whose replays have bits of their own differs in all of them. The microseconds are of
 forward and backward without the products, replayed on a GPU. Nothing is recorded.
 
     python -m llama2_lora.attention_check                              tokens and heads of bench, without a GPU of tiny
@@ -95,13 +96,17 @@ def captured(function):
     return graph.replay, results
 
 
-def differing(function, num_calls: int) -> list[int]:
-    """Of each result, the calls whose bits are not those that most calls give."""
+def differing(function, num_calls: int, usual: list[int] | None = None) -> tuple[list[int], list[int]]:
+    """(of each result, the calls whose bits are not the usual ones, those bits' hashes).
+
+    usual: of other calls; what most of these calls give unless told.
+    """
     counts = [Counter() for _ in NAMES]
     for _ in range(num_calls):
         for count, tensor in zip(counts, function(), strict=True):
             count[int(tensor_hash(tensor))] += 1
-    return [num_calls - max(count.values()) for count in counts]
+    usual = usual or [count.most_common(1)[0][0] for count in counts]
+    return [num_calls - count[each] for count, each in zip(counts, usual, strict=True)], usual
 
 
 def microseconds(run, device) -> float:
@@ -127,7 +132,7 @@ def report(config: Config, num_calls: int, say=print) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(device))
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     say(f"{gpu}, torch {torch.__version__}; {config.tokens} tokens, {config.heads} heads in {config.kv_heads} groups")
-    say(f"Of {num_calls} calls with one input: how many differ in a bit from the most frequent result.")
+    say(f"Of {num_calls} calls with one input: how many differ in a bit from what most eager calls give.")
     say(f"{'attention':32} {'called':9}" + "".join(f"{each:>8}" for each in NAMES) + f"{'us, alone':>11}")
     fill = torch.utils.deterministic.fill_uninitialized_memory
     # Asked for deterministic kernels, torch would fill all new memory as well.
@@ -138,10 +143,10 @@ def report(config: Config, num_calls: int, say=print) -> None:
             name = kind + ", told to be deterministic" * deterministic
             try:
                 run = call(config, attention, device)
-                taken = f"{microseconds(run, device):11.1f}"
+                taken, usual = f"{microseconds(run, device):11.1f}", None
                 for way, function in ways(run, device).items():
-                    counts = "".join(f"{each:8}" for each in differing(function, num_calls))
-                    say(f"{name:32} {way:9}{counts}{taken}")
+                    counts, usual = differing(function, num_calls, usual)
+                    say(f"{name:32} {way:9}{''.join(f'{each:8}' for each in counts)}{taken}")
                     taken = ""
             except RuntimeError as error:
                 say(f"{name:32} cannot run: {str(error).splitlines()[0]}")

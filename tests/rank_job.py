@@ -28,6 +28,7 @@ from common.variant import Capture, Unsupported, Workload, warm_up
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
 PHASES = ("build", "capture", "window", "profile")
 NUM_AT_ONCE = 6  # of jobs that compute
+PORT_DIGITS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,20 +148,21 @@ def run_rank(job, folder):
 
 
 def lead(job, folder):
-    """Hold the store, start the ranks, and end with what became of each."""
+    """Hold the store, start the ranks, and end with what became of each.
+
+    The store has a thread. A child forked beside it may wait for ever for a lock that the thread held. So the ranks are
+    forked first, and read the store's port from a pipe.
+    """
     name, alone, world_size = ":".join(job), len(job) > 4, int(job[3])
     home = folder / name
     home.mkdir(parents=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), WORLD_SIZE=str(world_size),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
+    os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(world_size), TORCHELASTIC_USE_AGENT_STORE="True")
+    read, write = os.pipe()
     start, pids = time.monotonic(), {}
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=os.read(read, PORT_DIGITS).decode())
             out = os.open(home / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
             os.dup2(out, 1)
             os.dup2(out, 2)
@@ -170,6 +172,8 @@ def lead(job, folder):
             sys.stdout.flush()
             os._exit(status)
         pids[pid] = rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(write, f"{store.port:{PORT_DIGITS}d}".encode() * world_size)
     statuses = {}
     while pids:
         pid, status = os.wait()
