@@ -230,7 +230,7 @@ class Rounds:
             name
             for name, record in made.items()
             if record and frame.is_timed(record) and record["conditions"]["settled"] is False
-            if not (_waits_for_its_host(record) or self._is_hopeless(name, number))
+            if not (_waits_for_its_host(record) or self._was_repeated_in_vain(name, number))
         }
         if not odd:
             return []
@@ -238,7 +238,7 @@ class Rounds:
         names = list(made) if odd & eagers else [name for name in made if name in eagers | odd]
         return [name for name in order(names, number) if self._record(name, number, 2) is None]
 
-    def _is_hopeless(self, variant, number):
+    def _was_repeated_in_vain(self, variant, number):
         """Whether a repeat of the variant before this round did not settle."""
         repeats = (self._record(variant, earlier, 2) for earlier in range(1, number))
         return any(record and record["conditions"]["settled"] is False for record in repeats)

@@ -162,6 +162,8 @@ def lead(job, folder):
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
+            # So that a leader that dies ends the read below.
+            os.close(write)
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=os.read(read, PORT_DIGITS).decode())
             out = os.open(home / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
             os.dup2(out, 1)
