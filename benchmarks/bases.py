@@ -13,7 +13,9 @@ from benchmarks import frame, intervals, script
 
 # How a run is measured, not what a step computes: sessions that differ in these alone did the same work.
 MEASURING = ("min_steps", "min_window_s", "warmup_min_s", "warmup_max_s")
-VERSIONS = ("torch", "cuda", "cudnn", "driver", "transformer_engine")
+VERSIONS = ("torch", "cuda", "cudnn", "driver")
+# Of models that can compute with Transformer Engine's layers: the others never load it, installed or not.
+OF_LAYERS = ("transformer_engine",)
 # What cannot run on this machine has been tried.
 TRIED = ("unsupported", "oom")
 
@@ -179,7 +181,7 @@ def _fixed(record):
     config = work_of(record)
     asked = record["extra"].get("request") or {}
     # Paths of data differ from machine to machine.
-    env = {key: record["env"][key] for key in VERSIONS}
+    env = {key: record["env"][key] for key in (*VERSIONS, *(OF_LAYERS if "layer" in config else ()))}
     return config, env, record["env"]["gpu_name"], record["env"]["world_size"], record["host_load"], asked.get("steps")
 
 

@@ -51,10 +51,15 @@ def _captured(limit):
     return "captured", field("strategy", lambda text: tables.short(text, limit))
 
 
+def _range(row):
+    """The 95 % interval; of two hosts, where it would say nothing, what each of them gives."""
+    return tables.bounds("speedup")(row) or tables.host_range(row)
+
+
 _NAME = (("model", field("label")), tables.VARIANT)
 _JUDGED = (
     ("speed-up", plain_ratio("speedup")),
-    ("95 %", tables.bounds("speedup")),
+    ("95 %, range of 2", _range),
     ("verdict, 99 %", _verdict),
 )
 SPEED = (
@@ -63,7 +68,6 @@ SPEED = (
     tables.STEP,
     tables.CEILING,
     *_JUDGED,
-    ("hosts", tables.host_range),
     ("hosts, pairs", tables.hosts_pairs),
     # Its interval stands in the next table.
     ("by p10", plain_ratio("quiet_speedup")),
@@ -155,7 +159,7 @@ MEASURED = (
     ("pool GiB", _here(tables.MEMORY[1][1])),
     ("ceiling", _here(tables.CEILING[1])),
     ("speed-up", _here(plain_ratio("speedup"))),
-    ("95 %", _here(tables.bounds("speedup"))),
+    ("95 %, range of 2", _here(_range)),
     ("verdict, 99 %", _here(tables.verdict)),
     ("hosts, pairs", _here(tables.hosts_pairs)),
     ("parity", _here(field("parity"))),
@@ -249,6 +253,7 @@ def _list(lines, markdown):
 _WORDS = {
     "break_even_steps": "break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's",
     "num_older": "older: sessions of other code, configuration, versions or schema, or with fewer eagers, not pooled",
+    "range_low": "range of 2: of two hosts, whose 95 % interval would say nothing, what each of them gives",
     "across_speedup": "over all layers: against the best eager of all kinds of layer; speed-up: of the variant's own",
 }
 

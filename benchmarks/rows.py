@@ -293,12 +293,15 @@ def _predicted(both):
 
 def _ceiling(both):
     """The base's step over the busy time of the variant's kernels, of (base, variant): the most that these kernels can
-    gain by running without gaps; blank where the profiled clock was another one."""
-    return _median(
+    gain by running without gaps; blank where the profiled clock of more than half of the runs was another one: the
+    rest is no sample of their steps."""
+    known = [(base, record) for base, record in both if record["busy_ms"]]
+    used = [
         base["statistic_ms"] / record["busy_ms"]
-        for base, record in both
-        if record["busy_ms"] and abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
-    )
+        for base, record in known
+        if abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
+    ]
+    return _median(used) if 2 * len(used) >= len(known) else None
 
 
 def timed_idle(record):

@@ -99,7 +99,8 @@ def verdict(row):
 
 
 def host_range(row):
-    return None if row["range_low"] is None else f"{row['range_low']:.3f}x to {row['range_high']:.3f}x"
+    """The lowest and the highest ratio of two or more hosts."""
+    return None if row["range_low"] is None else f"{row['range_low']:.3f} to {row['range_high']:.3f}"
 
 
 def hosts_pairs(row):
@@ -162,7 +163,7 @@ GAIN = (
     ("speed-up", plain_ratio("speedup")),
     ("95 %", bounds("speedup")),
     ("verdict, 99 %", verdict),
-    ("hosts", host_range),
+    ("host by host", host_range),
     ("hosts, pairs", hosts_pairs),
     ("by p10", _by_p10),
     ("fwd+bwd", ratio("model_speedup")),

@@ -92,6 +92,15 @@ def test_the_ceiling_stands_first_and_needs_the_same_clock():
     assert "busy ms  ceiling" in cost[0] and cost[2].split()[:3] == ["graph", "8.00", "1.25x"]
 
 
+@pytest.mark.parametrize("num_slow, ceiling", [(2, 1.25), (3, None)])
+def test_the_ceiling_is_not_that_of_a_few_runs(num_slow, ceiling):
+    """Where most runs were profiled at another clock, the rest may be the slow ones."""
+    found = session()
+    for record in [record for record in found if record["variant"] == "eager"][:num_slow]:
+        record["extra"]["profiled_clock_ratio"] = 1.1
+    assert row_of(found, "eager")["ceiling"] == (ceiling and pytest.approx(ceiling))
+
+
 def test_the_ceiling_of_kernels_is_that_of_the_same_sessions():
     """A variant that ran in an older session alone, of other code, had another base there."""
     old = [make(name, 1, 20.0) for name in ("eager", "other")]

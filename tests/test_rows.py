@@ -174,7 +174,7 @@ def test_two_hosts_have_a_range_and_no_interval(tmp_path):
     assert row["speedup"] == pytest.approx(SPEEDUP * 1.2**0.5) and row["speedup_low"] is None
     assert (row["range_low"], row["range_high"]) == (pytest.approx(SPEEDUP), pytest.approx(1.2 * SPEEDUP))
     assert (row["verdict"], row["scope"]) == ("faster", "on this host")
-    assert f"{SPEEDUP:.3f}x to {1.2 * SPEEDUP:.3f}x" in tables.folder_text(list(table_of(tmp_path).values()))
+    assert f"{SPEEDUP:.3f} to {1.2 * SPEEDUP:.3f}" in tables.folder_text(list(table_of(tmp_path).values()))
 
 
 def test_hosts_that_disagree_are_unclear(tmp_path):
@@ -263,6 +263,14 @@ def test_sessions_of_other_programs_count_as_older(tmp_path, older):
         assert (table[variant]["num_sessions"], table[variant]["num_older"]) == (1, 1)
     assert (table["graph"]["num_hosts"], table["graph"]["num_pairs"]) == (1, 5)
     assert "older" in tables.folder_text(list(table.values()))
+
+
+@pytest.mark.parametrize("config, num_older", [({}, 0), ({"layer": "torch"}, 1)])
+def test_transformer_engine_counts_for_models_that_have_its_layers(tmp_path, config, num_older):
+    """A model without a kind of layer never loads it: installed for another model, it changes nothing."""
+    older = session(config=config, env={"transformer_engine": "2.20.2"})
+    row = two(tmp_path, older, session(config=config, env={"transformer_engine": None}))["graph"]
+    assert (row["num_hosts"], row["num_older"]) == (2 - num_older, num_older)
 
 
 def test_how_a_run_is_measured_and_where_its_data_lies_keep_sessions_together(tmp_path):
