@@ -14,6 +14,7 @@ from benchmarks.bases import Group, base_of, class_of, group_of, standing, work_
 
 GIB = 2**30
 CLOCK_TOLERANCE = 0.01
+SAMPLE_TOLERANCE = 0.02
 SYNC = "eager_sync"
 INCOMPLETE = "not all eagers run"
 # What a preset asks of a window; tiny and slices of seconds are exempt.
@@ -293,15 +294,18 @@ def _predicted(both):
 
 def _ceiling(both):
     """The base's step over the busy time of the variant's kernels, of (base, variant): the most that these kernels can
-    gain by running without gaps; blank where the profiled clock of more than half of the runs was another one: the
-    rest is no sample of their steps."""
+    gain by running without gaps. Runs whose profiled clock was another one do not count; blank where those that count
+    are no sample of all, by the median step of the base."""
     known = [(base, record) for base, record in both if record["busy_ms"]]
     used = [
-        base["statistic_ms"] / record["busy_ms"]
+        (base, record)
         for base, record in known
         if abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
     ]
-    return _median(used) if 2 * len(used) >= len(known) else None
+    steps, all_steps = (_median(base["statistic_ms"] for base, _ in of) for of in (used, known))
+    if not used or abs(steps - all_steps) > SAMPLE_TOLERANCE * all_steps:
+        return None
+    return _median(base["statistic_ms"] / record["busy_ms"] for base, record in used)
 
 
 def timed_idle(record):
