@@ -245,10 +245,10 @@ def strategies(rows: list[dict]) -> list[dict]:
 
     First the variant that stands for NVIDIA's mechanism (is_nvidias), measured or not; then, where there is one, the
     best other capture of this suite's own. Both are `here`: of rows of one GPU type or CPU, of presets that may stand
-    beside the submission (on a CPU of any), quiet ones before those under load, those with an interval before those of
-    one round, then the preset nearest to the submission on the most GPUs. Of
-    several folders NVIDIA's is of the one with the most rounds; best is the highest lower end of the speed-up's
-    interval at the same preset, if it was measured there, without what torch.compile made.
+    beside the submission (on a CPU of any), quiet ones before those under load, those with a host of three pairs before
+    those without, then the preset nearest to the submission on the most GPUs. Of several folders NVIDIA's is of the one
+    with the most rounds; best is the highest lower end of the speed-up's interval, or of what two hosts give, at the
+    same preset, if it was measured there, without what torch.compile made.
     """
     found = []
     for published in PUBLISHED:
@@ -269,9 +269,9 @@ def strategies(rows: list[dict]) -> list[dict]:
 def _share(row):
     published = beside(row["model"], row["preset"])
     place = list(published.presets).index(stem(row["preset"])) if published else math.inf
-    return bool(row["host_load"]), row["speedup_low"] is None, place, -row["num_gpus"]
+    return bool(row["host_load"]), not row["num_hosts"], place, -row["num_gpus"]
 
 
 def _lower_end(row):
-    known = (row["speedup_low"], row["speedup"] and row["speedup"] - 1)
+    known = (row["speedup_low"], row["range_low"], row["speedup"] and row["speedup"] - 1)
     return next((value for value in known if value is not None), 0.0)

@@ -273,7 +273,7 @@ def _notes(root, blocks, rows, sweeps):
         )
         if all(row["is_base"] for row in block.rows):
             lines.append(f"{labels[id(block)]}: the base alone, nothing to compare")
-    lines += [f"{r['label']} {r['variant']}: {r['status']}: {tables.short(r['message'])}" for r in rows if r["message"]]
+    lines += [f"{r['label']} {r['variant']}: {tables.message_of(r)}" for r in rows if r["message"]]
     if any(row["device"] == "cpu" for row in rows):
         lines.append("CPU: parity and replays; a host graph says nothing about the speed of a GPU")
     lines += [text for key, text in _WORDS.items() if any(row[key] for row in rows)]

@@ -120,15 +120,30 @@ def missing_base(found, base: str | None = None) -> str | None:
     return f"timed records, but none of {base or 'eager'!r}"
 
 
+def _status(shown: list[dict], is_timed: bool) -> tuple[str, str]:
+    """(status, message) of a row: those of the first run shown that is not a pass.
+
+    What one machine lacks says nothing of timed runs on another: such a row is a pass, and the message names the
+    session.
+    """
+    faults = [row for row in shown if row["record"]["status"] != "pass"]
+    bad = next((row["record"] for row in faults if not (is_timed and row["record"]["status"] == "unsupported")), None)
+    if bad is not None:
+        return bad["status"], bad["message"]
+    texts = dict.fromkeys(f"unsupported in {row['session']}: {row['record']['message']}" for row in faults)
+    return "pass", "; ".join(texts)
+
+
 def _row(group, name, base):
     pooled, older = standing(group, name)
     part = group.variant(name)
     current = _last_attempts([row for row in part if row["session"] in pooled and row["is_timed"]])
     runs = [row["record"] for row in current]
     # A failure in the newest session is shown, though that session may have no timed run.
-    every = [row["record"] for row in part if row["session"] in (*pooled, part[-1]["session"])]
+    shown = [row for row in part if row["session"] in (*pooled, part[-1]["session"])]
+    every = [row["record"] for row in shown]
     first = next((record for record in reversed(every) if record["round"] == 0), None)
-    bad = next((record for record in every if record["status"] != "pass"), None)
+    status, message = _status(shown, bool(runs))
     own = runs or every
     cuda, is_base = every[0]["device"] == "cuda", name == base
     long_steps = any(record["statistic_ms"] > frame.LONG_STEP_MS for record in runs)
@@ -138,8 +153,8 @@ def _row(group, name, base):
         "variant": name,
         "kind": part[-1]["kind"],
         "layer": class_of(part[-1]["record"])[0] or None,
-        "status": bad["status"] if bad else "pass",
-        "message": bad["message"] if bad else "",
+        "status": status,
+        "message": message,
         "device": every[0]["device"],
         "is_base": is_base,
         "work": work_of(own[-1]),

@@ -230,9 +230,14 @@ def _plain(value):
 def folder_text(rows: list[dict], markdown: bool = False) -> str:
     """The tables of one folder, then a line with the message of each variant that has one."""
     mark = "- " if markdown else ""
-    messages = [f"{mark}{row['variant']}: {row['status']}: {short(row['message'])}" for row in rows if row["message"]]
+    messages = [f"{mark}{row['variant']}: {message_of(row)}" for row in rows if row["message"]]
     parts = [written(cells(rows, columns), markdown) for columns in of_folder(rows).values()]
     return "\n\n".join([*parts, *(["\n".join(messages)] if messages else [])])
+
+
+def message_of(row: dict) -> str:
+    """The status of a row that did not pass, and its message."""
+    return short(row["message"]) if row["status"] == "pass" else f"{row['status']}: {short(row['message'])}"
 
 
 def headline(rows: list[dict]) -> str:

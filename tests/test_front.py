@@ -334,7 +334,7 @@ def test_the_law_is_counted_on_either_side_of_one(tmp_path):
     text = text_of_law(tmp_path / "one", issued(10.0))
     # 10 ms over 8 ms of kernels is 1.25, and 1.247 was measured.
     assert text.startswith(
-        "In 1 session on 1 host, each against the best eager that it ran, 1 of 1 with issue above busy"
+        "In 1 session on 1 host, by median steps and against the best eager run there, 1 of 1 with issue above busy"
     )
     assert text.endswith("lie within 10 % of issue / busy, none above.")
     # Without a wait for the host 1.247 is 25 % more than no gain.

@@ -15,7 +15,7 @@ def test_a_point_is_issue_of_the_base_over_busy_of_the_graph():
     (point,) = law.points(both(26.0, 10.4, 25.0, 10.0, rounds=(1, 2, 3)))
     assert (point.variant, point.base, point.num_pairs, point.is_main) == ("graph", "eager", 3, True)
     assert (point.x, point.first) == (2.5, 2.5)
-    assert point.median == pytest.approx(2.5) and point.measured == point.quiet == pytest.approx(2.5, rel=0.01)
+    assert point.median == pytest.approx(2.5) and point.quiet == pytest.approx(2.5, rel=0.01)
     assert point.off == pytest.approx(0.0, abs=0.01) and point.is_explained
     assert (point.queue, point.queue_off, point.base_step, point.variant_step) == (None,) * 4
 
@@ -27,7 +27,7 @@ def test_below_one_the_gpu_sets_the_pace():
 
 def test_long_steps_are_judged_by_their_median():
     (point,) = law.points(both(900.0, 500.0, 800.0, 490.0))
-    assert point.quiet is None and point.measured == point.median == pytest.approx(1.8)
+    assert point.quiet is None and point.median == pytest.approx(1.8)
 
 
 def test_the_median_and_the_quiet_host_are_told_apart():
@@ -38,6 +38,9 @@ def test_the_median_and_the_quiet_host_are_told_apart():
     records[0]["statistic_ms"] = statistics.median(slow)
     (point,) = law.points(records)
     assert point.quiet == pytest.approx(1.6, rel=0.01) and point.median == pytest.approx(2.0, rel=0.01)
+    # Issue time is a median, so that it is the medians that it predicts.
+    assert point.x == pytest.approx(2.0) and point.off == pytest.approx(0.0, abs=0.01)
+    assert "(by 10th percentiles 0 within 10 %)" in law.counts([point])[0]
 
 
 def test_the_queue_models_ratio_and_its_errors():
@@ -107,7 +110,7 @@ def test_what_a_bench_ends_with():
     (line,) = law.closing(both(26.0, 10.4, 25.0, 10.0, rounds=(1, 2), predicted=(25.2, 10.5)))
     assert line == (
         "graph over eager: predicted max(1, x) = 2.50x (eager takes the host 25.0 ms to issue, graph's kernels take "
-        "10.0 ms: x = 2.50), queue model 2.40x, measured 2.50x (median steps 2.50x)"
+        "10.0 ms: x = 2.50), queue model 2.40x, measured 2.50x by medians (2.50x by 10th percentiles)"
     )
     (line,) = law.closing(both(26.0, 10.4, 25.0, 10.0))
     assert "queue model -, measured" in line
@@ -136,4 +139,4 @@ def test_the_published_sessions_of_schema_1_have_points():
     points = [point for point in law.points(frame.read("results").frame) if point.is_main]
     assert len(points) >= 44 and {point.model for point in points} >= set(MODELS)
     assert len({(point.group, point.session) for point in points}) == len(points)
-    assert all(point.x > 0 and point.measured > 0 for point in points)
+    assert all(point.x > 0 and point.median > 0 for point in points)

@@ -314,6 +314,27 @@ def test_nvidias_mechanism_has_its_own_row_and_ours_is_the_best_of_the_rest(tmp_
     assert [row["published"] for row in rest] == [*PUBLISHED[1:]]
 
 
+def test_our_best_on_two_hosts_stands_beside_nvidias_on_one(tmp_path):
+    def renamed(found):
+        return [record | {"variant": "lightning_graph"} for record in found if record["variant"] == "graph"]
+
+    def of(preset, ratio):
+        return graphed([(ratio, 1.0), (ratio, 1.01), (ratio, 1.0)], model="stable_diffusion", preset=preset)
+
+    first = of("bench", 1.5)
+    packed(tmp_path / "bench", [*first, *renamed(first)], boot="11aaaa", gpu="0001")
+    packed(tmp_path / "bench", of("bench", 1.6), boot="22bbbb", gpu="0002", hour=4)
+    # One host gives an interval, two give none.
+    packed(tmp_path / "full", of("full", 1.1), boot="11aaaa", gpu="0001", hour=5)
+    rows = rows_of(tmp_path)
+    assert {(row["folder"], row["num_hosts"], row["speedup_low"] is None) for row in rows} >= {
+        ("bench", 2, True),
+        ("full", 1, False),
+    }
+    nvidias, ours = [row["here"] for row in overview_rows.strategies(rows) if row["here"]]
+    assert (nvidias["variant"], ours["variant"], ours["folder"]) == ("lightning_graph", "graph", "bench")
+
+
 def test_labels_have_what_a_folders_name_adds_once(tmp_path):
     for name in ("one/fake-bench-shared", "two/fake-bench-shared", "fake-bench"):
         put(tmp_path / name, *graphed())

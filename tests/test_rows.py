@@ -334,6 +334,17 @@ def test_what_failed_in_the_newest_session_is_said_though_older_runs_stand(tmp_p
     assert (row["status"], row["num_pairs"]) == ("capture_failed", 5)
 
 
+def test_what_one_machine_lacked_is_named_with_its_session_beside_the_runs_of_another(tmp_path):
+    lacking = make("graph", 1, status="unsupported", message="graph needs lightning")
+    newer = [*[record for record in session() if record["variant"] == "eager"], lacking]
+    row = two(tmp_path, session(), newer)["graph"]
+    assert (row["status"], row["num_pairs"]) == ("pass", 5)
+    assert row["message"].startswith("unsupported in 20261122T") and "graph needs lightning" in row["message"]
+    assert "\ngraph: unsupported in 2026" in tables.folder_text([row])
+    (alone,) = [row for row in rows.summarise(newer) if row["variant"] == "graph"]
+    assert (alone["status"], alone["message"]) == ("unsupported", "graph needs lightning")
+
+
 # ------------------------------------------------------------------------------------------------
 # What stands beside a row
 

@@ -113,7 +113,7 @@ def law(blocks: list[Block]) -> Page:
     near = sum(abs(point.off) <= NEAR for point in points)
     note = (
         "A point a session. x: the host's time to issue the base's step over the busy time of the graph's kernels. "
-        "Gain: 10th percentile of the base's step over the graph's (medians where steps exceed 0.4 s). "
+        "Gain: the base's median step over the graph's, since issue time is a median, too. "
         f"Hollow: fewer than {MIN_PAIRS} pairs. Line: max(1, x); band: 10 % to both sides."
     )
     if any(point.host_load for point in points):
@@ -122,13 +122,13 @@ def law(blocks: list[Block]) -> Page:
     if known:
         explained = sum(point.is_explained for point in known)
         note += f" Dash: the queue model's gain; {explained} of {len(known)} lie within 10 % of it or of max(1, x)."
-    above = sum(point.measured > (1 + NEAR) * point.first for point in points)
+    above = sum(point.median > (1 + NEAR) * point.first for point in points)
     title = f"{near} of {len(points)} sessions gain max(1, issue / busy) within 10 %, {above} more, "
     title += f"{len(points) - near - above} less"
     page = Page(title, note, _provenance(sessions), 4.75)
     axes = page.axes(0.75, 0.05, page.WIDTH - 0.75 - page.MARGIN, 4.3)
     low, high = _limits([point.x for point in points])
-    bottom, top = _limits([value for point in points for value in (point.measured, point.first, point.queue or 1.0)])
+    bottom, top = _limits([value for point in points for value in (point.median, point.first, point.queue or 1.0)])
     ratio_axis(axes, "x", low, high, "")
     ratio_axis(axes, "y", bottom, top)
     axes.grid(True)
@@ -166,12 +166,12 @@ def _draw(axes, point, marker):
     colour = COLOURS.get(point.model, FAINT)
     is_filled = point.num_pairs >= MIN_PAIRS
     if point.queue is not None:
-        axes.plot([point.x] * 2, [point.measured, point.queue], color=colour, linewidth=0.6, zorder=2)
+        axes.plot([point.x] * 2, [point.median, point.queue], color=colour, linewidth=0.6, zorder=2)
         axes.plot([point.x], [point.queue], marker="_", markersize=7, color=colour, linestyle="", zorder=2)
     style = {"markersize": 5.5, "markeredgewidth": 1.2, "markeredgecolor": colour, "linestyle": ""}
     style["markerfacecolor"] = colour if is_filled else "none"
     gid = f"{'filled' if is_filled else 'hollow'}-{point.model}-{point.preset}"
-    axes.plot([point.x], [point.measured], marker=marker, zorder=4 if is_filled else 3, gid=gid, **style)
+    axes.plot([point.x], [point.median], marker=marker, zorder=4 if is_filled else 3, gid=gid, **style)
 
 
 def _name_far_points(axes, sessions):
@@ -181,16 +181,16 @@ def _name_far_points(axes, sessions):
         if abs(session.point.off) > NEAR:
             furthest[session.point.group] = session
     renderer = axes.figure.canvas.get_renderer()
-    centres = axes.transData.transform([(session.point.x, session.point.measured) for session in sessions])
+    centres = axes.transData.transform([(session.point.x, session.point.median) for session in sessions])
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
     # Points to the right and up: beside the point, then below and above it, then further out.
     spots = [(reach * x, reach * y) for reach in (1, 1.8, 2.6) for x, y in ((6, 0), (-6, 0), (0, -10), (0, 10))]
     spots += [(x, reach * y) for reach in (12, 20, 28) for x in (6, -6) for y in (-1, 1)]
-    for session in sorted(furthest.values(), key=lambda session: (-session.point.measured, session.point.group)):
+    for session in sorted(furthest.values(), key=lambda session: (-session.point.median, session.point.group)):
         for x, y in spots:
             side = "center" if not x else "left" if x > 0 else "right"
             place = {"textcoords": "offset points", "ha": side, "va": "center"}
-            at = session.point.x, session.point.measured
+            at = session.point.x, session.point.median
             text = axes.annotate(session.name, at, (x, y), fontsize=8, color=FAINT, **place)
             # With room to both sides: another font may be wider.
             box = text.get_window_extent(renderer).expanded(1.06, 1.0)
