@@ -26,6 +26,7 @@ from benchmarks import frame, intervals, overview, tables
 from benchmarks.command import parser_of
 from benchmarks.frame import timed
 from benchmarks.rows import Mixed, missing_base, summarise
+from benchmarks.script import CONTROL
 from common import source
 from common.files import write_text
 
@@ -124,6 +125,10 @@ def _session_notes(runs, metas):
         if unsettled and own[0]["device"] == "cuda":
             what = "step time or clock had not settled within 1 % when the window began"
             lines.append(f"{name}: {what}: {', '.join(unsettled)}")
+        compared = {record["variant"] for record in frame.records_of(part) if not record["round"]} | {CONTROL}
+        missing = [variant for variant in dict.fromkeys(r["variant"] for r in own) if variant not in compared]
+        if missing and not schema:
+            lines.append(f"{name}: ended before the parity run of {', '.join(missing)}")
     return lines
 
 

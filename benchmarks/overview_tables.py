@@ -69,17 +69,16 @@ SPEED = (
     tables.CEILING,
     *_JUDGED,
     ("hosts, pairs", tables.hosts_pairs),
-    # Its interval stands in the next table.
+    # Their intervals stand in the next table.
     ("by p10", plain_ratio("quiet_speedup")),
-    ("over all layers", interval("across_speedup")),
-    # NVIDIA's figures are of graphs, so they stand beside graphs.
-    ("NVIDIA published", lambda row: row["published_gain_range"] if row["num_graphs"] else None),
+    ("over all layers", plain_ratio("across_speedup")),
     *tables.OLDER_LACKS,
 )
 HOST = (
     *_NAME,
     ("speed-up", interval("speedup")),
     ("by p10", interval("quiet_speedup")),
+    ("over all layers", interval("across_speedup")),
     ("beside busy processes", interval("contended_speedup")),
     (
         "verdict there, 99 %",
@@ -100,6 +99,8 @@ CAPTURE = (
     ("compile s", lambda row: number(1)(row["compile_cold_s"]) if row["compile_cold_s"] else None),
     ("capture s", field("capture_s", number(2))),
     ("break-even", lambda row: "never" if row["break_even_never"] else field("break_even_steps", number(0))(row)),
+    # NVIDIA's figures are of graphs, so they stand beside graphs.
+    ("NVIDIA published", lambda row: row["published_gain_range"] if row["num_graphs"] else None),
     tables.STATUS,
 )
 COST = (

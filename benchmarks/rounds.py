@@ -20,8 +20,9 @@ from benchmarks.script import CONTROL
 # timeout have had their second try by then.
 NOT_RUN_AGAIN = ("unsupported", "oom", "capture_failed", "numerics_failed", "failed", "timeout")
 # A step waits for its host if it takes at most HOST_BOUND times what its host needs to issue it, and its kernels take
-# at most MOST_BUSY of it.
-HOST_BOUND, MOST_BUSY = 1.05, 0.85
+# at most MOST_BUSY of it. A host's pace changes between the passes and the window: of the 20 runs that were repeated in
+# the sessions under results/ eight had such steps, at 1.01 to 1.28 times the issue time, and three repeats settled.
+HOST_BOUND, MOST_BUSY = 1.35, 0.9
 # Of the first compilation, what one takes at most that finds its kernels in a cache. On H200s, compile_graph of Stable
 # Diffusion: 16 of 104 s, and half of 98 to 110 s before autograd's traces were kept, too.
 FROM_CACHE = 0.5

@@ -22,6 +22,9 @@ from common.variant import synchronize
 
 SETTLE_BLOCK_S = 1.0
 SETTLE_TOLERANCE = 0.01
+# Steps of seconds fill the settling's ceiling with two blocks, the first of which heats the GPU: they get at least this
+# many blocks to settle in. Llama 2's 8192 tokens, 2.7 s a step: 2552 ms, then 2722, in all of four runs.
+LONG_SETTLE_BLOCKS = 4
 PROFILE_HEAT_S = 2.0
 # An issue pass has ISSUE_STEPS, or as many as end within ISSUE_S, a median's least number at least.
 ISSUE_STEPS, ISSUE_S, LEAST_STEPS = 8, 1.0, 3
@@ -92,9 +95,9 @@ class Boundaries:
 def settle(variant, config, device, sampler, batch_class=lambda index: 0):
     """Steps until step time and SM clock have settled: two blocks in a row within 1 %, floor and ceiling in seconds.
 
-    The clock of a block is the median of its samples: at the power limit one sample says little. Returns what the
-    record's extra.settle says, `blocks` their (ms, MHz) among it, and the median ms of the last two blocks' steps by
-    kind of batch.
+    Long steps have LONG_SETTLE_BLOCKS blocks at least before the ceiling ends them. The clock of a block is the median
+    of its samples: at the power limit one sample says little. Returns what the record's extra.settle says, `blocks`
+    their (ms, MHz) among it, and the median ms of the last two blocks' steps by kind of batch.
     """
     start = time.perf_counter()
     index, previous, settled, last_steps, blocks = 0, None, False, [], []
@@ -123,7 +126,8 @@ def settle(variant, config, device, sampler, batch_class=lambda index: 0):
             )
         previous = block
         elapsed = now - start
-        done = (settled and elapsed >= config.warmup_min_s) or elapsed >= config.warmup_max_s
+        may_go_on = elapsed < config.warmup_max_s or (is_long(block[0], config) and len(blocks) < LONG_SETTLE_BLOCKS)
+        done = (settled and elapsed >= config.warmup_min_s) or not may_go_on
         if of_first_rank(done):
             summary = {"seconds": elapsed, "num_steps": index, "settled": settled, "step_ms": block[0]}
             summary["blocks"] = blocks

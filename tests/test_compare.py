@@ -221,6 +221,15 @@ def test_notes_name_what_else_was_on_the_gpu_and_the_host(tmp_path):
     assert line.endswith("beside 20261122T040000Z-13f405-8b89 (process 12); python 4711, 3 GiB")
 
 
+def test_a_session_that_ended_before_a_parity_run_is_noted(tmp_path):
+    first = [make("eager", 0), make("graph", 0)]
+    packed(tmp_path / "whole", [*first, *session(), make("control", 1)])
+    assert not any("parity run" in line for line in notes_of(tmp_path / "whole"))
+    packed(tmp_path / "part", [*first[:1], *session()])
+    (line,) = [line for line in notes_of(tmp_path / "part") if "parity run" in line]
+    assert line.endswith("ended before the parity run of graph")
+
+
 def test_notes_of_schema_1_and_of_sessions_beside(tmp_path):
     packed(tmp_path, schema_1(session()), day=20, superseded="all were removed", closed="packed later")
     packed(tmp_path, session())

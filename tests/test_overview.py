@@ -404,7 +404,7 @@ def test_strategies_of_a_cpu_show_no_speed_up(tmp_path):
 
 def test_published_figures_stand_beside_graphs_alone(tmp_path):
     put(tmp_path / "one", *graphed(model="gpt3"), make("compile", 0, model="gpt3", status="unsupported"))
-    lines = [line for line in text_of(tmp_path, parts=("speed",)).splitlines() if line.startswith("gpt3/bench")]
+    lines = [line for line in text_of(tmp_path, parts=("capture",)).splitlines() if line.startswith("gpt3/bench")]
     assert ["1.022x to 1.030x" in line for line in lines] == [False, True]
 
 

@@ -202,6 +202,29 @@ def test_a_clock_settles_by_the_median_of_a_blocks_samples(clock, clocks, num_bl
     assert summary["blocks"][-1][0] == pytest.approx(100.0) and settled_ms == {"0": pytest.approx(100.0)}
 
 
+@pytest.mark.parametrize(
+    ("times", "min_window_s", "num_blocks", "settled"),
+    [
+        # Llama 2's 8192 tokens: the first block heats the GPU, and with the second the ceiling is reached.
+        ([2.48, 2.62] + [2.72] * 20, 5.0, 3, True),
+        ([2.0 + 0.1 * place for place in range(20)], 5.0, 4, False),
+        # A tiny preset's window is short: its steps are not long, whatever they take.
+        ([2.48, 2.62] + [2.72] * 20, 1.0, 2, False),
+        # Steps of half a second have blocks enough below the ceiling.
+        ([0.5 + 0.02 * place for place in range(30)], 5.0, 8, False),
+    ],
+)
+def test_long_steps_have_blocks_enough_to_settle_in(clock, times, min_window_s, num_blocks, settled):
+    seconds = iter(times)
+
+    def step(index):
+        clock.now += next(seconds)
+
+    config = Config(warmup_min_s=4.0, warmup_max_s=10.0, min_window_s=min_window_s)
+    summary, _ = passes.settle(SimpleNamespace(step=step), config, torch.device("cpu"), None)
+    assert (len(summary["blocks"]), summary["settled"]) == (num_blocks, settled)
+
+
 def test_settled_paces_are_told_by_kind_of_batch(run, clock, monkeypatch):
     seconds = iter([0.002, 0.005] * 1000)
     made = run(clock.steps_of(lambda index: next(seconds)), state=lambda: State(classes=2), config=Config(min_steps=10))

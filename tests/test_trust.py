@@ -97,30 +97,39 @@ def test_no_committed_record_contradicts_itself():
     assert (time.process_time() - start) / len(found) < 3e-3
 
 
+def has_te(record):
+    """Whether a run of Llama 2 70B LoRA is of Transformer Engine's layers."""
+    return record["variant"].endswith("_te")
+
+
 def test_no_committed_run_is_without_proof():
     """Each timed run against every single eager run of its folder, which shows no spread."""
-    groups, unstable = {}, set()
+    groups, failing = {}, set()
     for where, record in committed():
         folder = Path(where.rpartition(":")[0] or where).parent
         if record["round"] and record["status"] == "pass" and record["statistic_ms"]:
             groups.setdefault(folder, []).append(record)
         if record["message"].startswith(trust.TIMED_WORK):
-            unstable.add(folder)
+            failing.add(folder)
     # Attention of Llama 2 70B LoRA is not deterministic: its runs need the spread of several eager ones. Random weights
     # have no stable course at a learning rate of 5e-4, where an eager run is too far from the others, too.
-    assert {folder.parent.name for folder in unstable} == {"llama2_lora-bench"} and len(unstable) == 2
-    too_far = {2e-5: set(), 5e-4: {("eager", 3), ("graph", 1), ("one_graph", 1), ("one_graph", 3)}}
+    unstable = {folder for folder in groups if folder.parent.name == "llama2_lora-bench"}
+    assert failing <= unstable and len(failing) == 2
+    too_far = {5e-4: {("eager", 3), ("graph", 1), ("one_graph", 1), ("one_graph", 3)}}
+    num_runs = []
     for folder in unstable:
-        eager = [record for record in groups.pop(folder) if record["variant"] == "eager"]
+        eager = [record for record in groups.pop(folder) if record["variant"].startswith("eager")]
         every = [record for where, record in committed() if Path(where.rpartition(":")[0]).parent == folder]
         every = [record for record in every if record["round"]]
-        beside = [[other for other in eager if other != record] for record in every]
+        beside = [[other for other in eager if other != record and has_te(other) == has_te(record)] for record in every]
         fails = {
             (record["variant"], record["round"])
             for record, others in zip(every, beside, strict=True)
             if proven.wrong_numbers(record, others)
         }
-        assert len(every) == 9 and fails == too_far.pop(every[0]["config"]["lr"])
+        assert fails == too_far.get(every[0]["config"]["lr"], set())
+        num_runs.append(len(every))
+    assert sorted(num_runs) == [9, 9, 20]
     num_judged = 0
     for group in groups.values():
         for record in group:
