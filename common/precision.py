@@ -35,7 +35,7 @@ class NoScaling:
     def _nothing(self, *arguments, **flags):
         return contextlib.nullcontext()
 
-    forward = backward = layers = capturing = other_workspace = _nothing
+    forward = backward = layers = without_update = capturing = other_workspace = _nothing
 
     def update(self):
         """No scales."""
@@ -118,6 +118,22 @@ class TransformerEngineScaling:
             yield
 
     @contextlib.contextmanager
+    def without_update(self):
+        """An FP8 region that ends without an update of the scales.
+
+        Around a backward in which layers run again by TE's checkpoint, too: such a run opens a region of its own, whose
+        end would update all scales unless it is inside of another.
+        """
+        region = self._autocast()
+        region.__enter__()
+        try:
+            yield
+        finally:
+            # The exit updates where gradients are recorded.
+            with torch.no_grad():
+                region.__exit__(None, None, None)
+
+    @contextlib.contextmanager
     def backward(self, replayed: bool = False):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -134,18 +150,12 @@ class TransformerEngineScaling:
         """
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-        region = self._autocast()
-        region.__enter__()
-        try:
+        with self.without_update():
             # Whose backward would update the scales; TE's graphs would set the flag of the cast there, too.
             FP8GlobalStateManager.is_first_fp8_module()
             if FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is not None:
                 FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(not first)
             yield
-        finally:
-            # The exit updates where gradients are recorded.
-            with torch.no_grad():
-                region.__exit__(None, None, None)
 
     def update(self):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager

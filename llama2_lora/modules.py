@@ -4,6 +4,9 @@ Both take the frozen weights and adapters that lean layers take, draw dropout fr
 keep what it keeps. The plain twin's FP8 GEMMs are the lean operators', so it runs on any device.
 """
 
+import contextlib
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -229,6 +232,12 @@ def _take(parameter, matrix, fp8: bool):
     parameter._transpose, parameter._transpose_invalid = None, True
 
 
+def _run_again(layer):
+    """A call of the layer that keeps its input alone. TE's checkpoint gives the second run the dropout masks and scales
+    of the first."""
+    return partial(transformer_engine().checkpoint, layer, use_reentrant=False)
+
+
 def _recipe(config):
     if config.precision == "bf16":
         return None
@@ -273,12 +282,13 @@ class ModuleStack:
     for captures, cut it between layers: hidden states and gradients are chained by memory, and `head_of_chain` is what
     lies between the two halves.
 
-    group, rank: with --cp, the name of the group of ranks that share a window, and this rank's number in it.
+    group, rank: with --cp, the name of the group of ranks that share a window, and this rank's number in it. again: the
+    first layers, of Transformer Engine, that run again in the backward of an eager step.
     """
 
     def __init__(
         self, kind: str, config: Config, weights, adapters, inputs, operators: Operators | None,
-        group: str = collectives.ALONE, rank: int = 0,
+        group: str = collectives.ALONE, rank: int = 0, again: int = 0,
     ):  # fmt: skip
         self.config, self.weights, self.adapters, self.inputs = config, weights, adapters, inputs
         device, recipe = weights.device, _recipe(config) if kind == "te" else None
@@ -296,8 +306,9 @@ class ModuleStack:
         self.layers = nn.ModuleList(
             layer_class(config, layer, weights, adapters, *parts) for layer in range(config.layers)
         )
+        self.again = again
         # What a step calls; variants put wrapped layers here.
-        self.calls = list(self.layers)
+        self.calls = [_run_again(layer) for layer in self.layers[:again]] + list(self.layers[again:])
         self.fp8 = TransformerEngineScaling(self.layers, config.amax_history) if recipe else NoScaling()
         # The plain twin's; Transformer Engine updates its own in the contexts of self.fp8.
         self.scalings = [operators.scaling] if operators else []
@@ -327,7 +338,7 @@ class ModuleStack:
         self.hidden = None
 
     def backward_all(self) -> None:
-        with self.fp8.backward():
+        with self.fp8.without_update() if self.again else contextlib.nullcontext(), self.fp8.backward():
             self.total.backward()
         self.total = None
 

@@ -78,4 +78,10 @@ def card(config, kind: str, device: torch.device) -> list[str]:
     ]
     if device.type == "cuda" and kind == "lean":
         lines += ["", *plans.make_plan(config, int(config.memory_gib * GIB)).text().splitlines()]
+    if device.type == "cuda" and kind == "te":
+        again = plans.te_again(config, int(config.memory_gib * GIB))
+        lines.append(
+            f"{plans.te_bytes(config, again) / GIB:.1f} GiB predicted of {config.memory_gib:.1f}: {again} of "
+            f"{config.layers} layers run again in the backward"
+        )
     return lines

@@ -20,7 +20,7 @@ from llama2_lora.context import AcrossRanks, own_part
 from llama2_lora.data import open_windows
 from llama2_lora.lean import LeanStack
 from llama2_lora.modules import ModuleStack, operators_for, plain_operators, require_kind
-from llama2_lora.plan import make_plan
+from llama2_lora.plan import make_plan, te_again, te_bytes
 from llama2_lora.scaling import Formats
 from llama2_lora.trainable import Adapters
 from llama2_lora.weights import FrozenWeights
@@ -77,7 +77,8 @@ class State:
         else:
             operators = plain_operators(config, formats, device) if kind == "torch" else None
             across = self.context, self.place.context_rank
-            self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators, *across)
+            again = te_again(config, budget) if kind == "te" else 0
+            self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators, *across, again)
         self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.learning_rate, **ADAM)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
@@ -162,6 +163,9 @@ class State:
         if self.plan and self.device.type == "cuda":
             record["extra"]["memory_plan"] = self.plan.as_dict()
             record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
+        elif self.kind == "te" and not variant.capture.num_graphs:
+            record["extra"]["report"] = {"planned GiB": round(te_bytes(self.config, self.stack.again) / GIB, 2)}
+            record["extra"]["report"]["layers run again"] = self.stack.again
 
     def named_state(self):
         """Masters and moments by adapter, the count of steps, and the scales."""

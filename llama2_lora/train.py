@@ -110,6 +110,7 @@ class Graphed:
     """
 
     def __init__(self, state: State):
+        variants.require_kept(state)
         self.state, stack, layers = state, state.stack, range(state.config.layers)
         self.pool = Pool(state.device)
         self.capture = Capture(strategy="layer, forward and backward", pools=[self.pool])
@@ -165,6 +166,7 @@ class OneGraph:
     """Everything after the window's copy in one graph; on several ranks, all up to the adapters' gradients."""
 
     def __init__(self, state: State):
+        variants.require_kept(state)
         self.state = state
         self.pool = Pool(state.device)
         self.capture = Capture(strategy="the whole step", pools=[self.pool])

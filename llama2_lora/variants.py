@@ -9,6 +9,16 @@ from common.capture import Pool
 from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
 
 
+def require_kept(state) -> None:
+    """Raises Unsupported where layers of Transformer Engine run again: that sets the state of random numbers from the
+    host, which no graph can record."""
+    if state.kind == "te" and state.stack.again:
+        raise Unsupported(
+            f"{state.stack.again} of {state.config.layers} layers of Transformer Engine run again in the backward for "
+            "want of memory, which cannot be captured: lower --sequence or --layers"
+        )
+
+
 class GraphedByTransformerEngine:
     """NVIDIA's mechanism: make_graphed_callables over Transformer Engine's layers, one slot of two graphs for each.
 
@@ -19,6 +29,7 @@ class GraphedByTransformerEngine:
     def __init__(self, state, step):
         if state.kind != "te":
             raise Unsupported("graph_te needs Transformer Engine's layers")
+        require_kept(state)
         from transformer_engine.pytorch import make_graphed_callables
 
         self.state, self._step, stack = state, step, state.stack

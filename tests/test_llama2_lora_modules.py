@@ -1,14 +1,19 @@
 """llama2_lora/modules: the plain twin against lean layers, graphs against eager, Transformer Engine on a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from common.memory_plan import GIB
 from common.variant import Unsupported
-from llama2_lora import train
+from llama2_lora import modules, train
+from llama2_lora import plan as plans
 from llama2_lora.config import PRESETS
 from llama2_lora.modules import ModuleStack, plain_operators
+from llama2_lora.scaling import Formats
 from llama2_lora.state import State
 from llama2_lora.trainable import Adapters
 from tests.llama2_lora_case import (
@@ -98,6 +103,34 @@ def test_what_cannot_run_here_says_so_in_one_line(name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_layers_that_run_again_train_as_those_that_keep_all(monkeypatch, precision):
+    """torch's checkpoint in the place of Transformer Engine's, around the plain twin with its dropout."""
+    runs = []
+
+    def run_again(layer, x, use_reentrant):
+        runs.append(layer)
+        return checkpoint(layer, x, use_reentrant=use_reentrant)
+
+    monkeypatch.setattr(modules, "transformer_engine", lambda: SimpleNamespace(checkpoint=run_again))
+    state = State(replace(PLAIN, precision=precision), CPU, "torch")
+    kept = follow_eager(state, 4)
+    made = state.stack
+    state.stack = ModuleStack(
+        "torch", state.config, made.weights, made.adapters, made.inputs,
+        plain_operators(state.config, Formats.of(state.config), CPU), again=2,
+    )  # fmt: skip
+    assert_equal(follow_eager(state, 4), kept, state)
+    assert runs == list(state.stack.layers[:2]) * 4
+
+
+@pytest.mark.parametrize("name", ["graph", "one_graph", "graph_te"])
+def test_layers_that_run_again_are_not_captured(name):
+    state = SimpleNamespace(kind="te", config=PRESETS["full"], stack=SimpleNamespace(again=48))
+    with pytest.raises(Unsupported, match="^48 of 80 layers of Transformer Engine run again .* lower --sequence"):
+        train.MAKE_VARIANT[name](state)
+
+
 def test_transformer_engines_layers_need_a_gpu():
     with pytest.raises(Unsupported, match="need a GPU"):
         State(TINY, CPU, "te")
@@ -137,6 +170,24 @@ def test_gpu_transformer_engine_trains_as_lean_layers_do(gpu):
     # Measured on an H200: losses within 0.3 %, norms within 0.35 %.
     assert te[0] == pytest.approx(lean[0], rel=5e-3)
     assert te[1] == pytest.approx(lean[1], rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_layers_that_run_again_give_the_same_bits(gpu):
+    config = replace(PRESETS["slice"], layers=4, batches=3, vocab=1024, lr=1e-2, memory_gib=20.0)
+    torch.use_deterministic_algorithms(True)
+    try:
+        state = State(config, gpu, "te")
+        train.eager_step(state, 0)
+        kept = follow_eager(state, 6)
+        tight = State(replace(config, memory_gib=plans.te_bytes(config, 2) / GIB + 1e-3), gpu, "te")
+        assert (state.stack.again, tight.stack.again) == (0, 2)
+        train.eager_step(tight, 0)
+        assert_equal(follow_eager(tight, 6), kept, tight)
+        with pytest.raises(Unsupported, match="2 of 4 layers"):
+            train.MAKE_VARIANT["graph_te"](tight)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -96,6 +96,17 @@ def test_memory_of_flash_attention_in_round_0_is_counted():
     assert 2 * one < bytes_of < 2 * one + 1.2 * GIB
 
 
+def test_transformer_engines_layers_run_again_where_memory_ends():
+    # Eager over all 80 layers at 1024 tokens reserved 85.94 GiB (results/h200x1/llama2_lora-bench).
+    assert plans.te_again(BENCH, 137 * GIB) == 0
+    assert plans.te_bytes(BENCH, 0) / GIB == pytest.approx(85.94, rel=0.02)
+    again = plans.te_again(FULL, 137 * GIB)
+    assert plans.te_bytes(FULL, again) <= 137 * GIB < plans.te_bytes(FULL, again - 1)
+    assert plans.te_again(FULL, 60 * GIB) == 80
+    # Weights, optimizer and embedding: no layer keeps less.
+    assert plans.te_bytes(FULL, 80) > 66 * GIB
+
+
 def test_slice_fits_a_24_gb_gpu():
     small = 22 * GIB - plans.CONTEXT_BYTES
     for precision in ("fp8", "bf16"):
