@@ -42,8 +42,8 @@ PLAIN_ATTENTION_COPIES = 5
 MOST_LAYERS = 4096
 # Elements that common/nvfp4.py rounds at a time, and FP32 copies of them that are alive meanwhile.
 NVFP4_CHUNK, NVFP4_COPIES = 2**24, 7
-# Bytes that torch reserves for one that Transformer Engine's layers allocate: 1.015 in eight runs of 80 layers and 1024
-# tokens, eager (results/h200x1/llama2_lora-bench), and a margin.
+# Bytes that torch reserves for one that Transformer Engine's layers allocate: 1.015 in four eager runs of 80 layers and
+# 1024 tokens (results/h200x1/llama2_lora-bench), and a margin.
 TE_RESERVED = 1.02
 # cuBLAS workspaces of the two streams that a captured step uses, 32 MiB each on Hopper.
 LIBRARY_BYTES = 64 * 2**20
@@ -177,21 +177,26 @@ def budget_bytes(free_bytes: int) -> int:
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
-def te_layer_bytes(config: Config) -> tuple[int, int]:
-    """(kept, kept where it runs again) of a layer of Transformer Engine's modules, for autograd.
+def te_items(config: Config) -> list[Item]:
+    """What autograd keeps of a layer of Transformer Engine's modules: its input, and all the rest, or nothing of it.
 
-    The inputs of both norms; masks of dropout and what they leave, for the adapters; q, k, v, attention's output and
-    the logarithms of its sums; fc1's output. No frozen weight has a gradient, so no input of a GEMM is kept. A layer
-    that runs again keeps its input.
+    The rest is the MLP's input; masks of dropout and what they leave, for the adapters; q, k, v, attention's output and
+    the logarithms of its sums; fc1's output. No frozen weight has a gradient, so no input of a GEMM is kept.
     """
     c = config
     kv_width = c.kv_heads * c.head_dim
-    token = 2 * 2 * c.hidden + 3 * (c.hidden + c.q_width) + 2 * (2 * c.q_width + 2 * kv_width) + 4 * c.heads + 4 * c.ffn
-    return c.tokens * (token + 4 * c.rank), 2 * c.tokens * c.hidden
+    rest = 2 * c.hidden + 3 * (c.hidden + c.q_width) + 2 * (2 * c.q_width + 2 * kv_width) + 4 * c.heads + 4 * c.ffn
+    rate = FP8_TFLOPS if c.precision in FP8 else BF16_TFLOPS
+    again_ms = gemm_ms(2 * c.tokens * layer_weights(c), rate)
+    again_ms += gemm_ms(2 * c.tokens * c.sequence * c.q_width, ATTENTION_TFLOPS)
+    return [
+        Item("x", int(TE_RESERVED * 2 * c.tokens * c.hidden), None, None),
+        Item("rest", int(TE_RESERVED * c.tokens * (rest + 4 * c.rank)), None, again_ms, needs=("x",)),
+    ]
 
 
 def te_fixed_bytes(config: Config) -> int:
-    """Allocated beside what Transformer Engine's layers keep: what is built, and the larger of the loss's and of a
+    """Reserved beside what Transformer Engine's layers keep: what is built, and the larger of the loss's and of a
     layer's backward's temporaries."""
     c = config
     lean = sum(math.prod(shape) * element_bytes(c, kind) for shape, kind in workspace(c).values())
@@ -201,20 +206,23 @@ def te_fixed_bytes(config: Config) -> int:
     loss = 16 * c.tokens * c.vocab
     # Gradients of fc1's output and of SwiGLU in bf16, the former in FP8, and the transposed weight.
     backward = 8 * c.tokens * c.ffn + 2 * c.ffn * c.hidden
-    return sum(built_sizes(c)) - lean + own + 2 * 2 * c.tokens * c.hidden + max(loss, backward)
+    return int(TE_RESERVED * (sum(built_sizes(c)) - lean + own + 2 * 2 * c.tokens * c.hidden + max(loss, backward)))
 
 
-def te_bytes(config: Config, again: int) -> int:
-    """Reserved where `again` of Transformer Engine's layers run again in the backward."""
-    kept, boundary = te_layer_bytes(config)
-    allocated = te_fixed_bytes(config) + (config.layers - again) * kept + again * boundary
-    return int(allocated * TE_RESERVED)
+def make_te_plan(config: Config, budget_bytes: int) -> Plan:
+    """The plan of Transformer Engine's layers: the first ones keep their input alone and run again in the backward.
+
+    Of all of them, where even that does not fit: the allocator says so.
+    """
+    ways, fixed = memory_plan.configurations(te_items(config)), te_fixed_bytes(config)
+    needed = fixed + config.layers * min(way.bytes for way in ways)
+    return memory_plan.choose(ways, config.layers, max(budget_bytes, needed), fixed)
 
 
-def te_again(config: Config, budget_bytes: int) -> int:
-    """Layers of Transformer Engine that run again in the backward, so that the step fits: the fewest; all, where even
-    that does not."""
-    return next((n for n in range(config.layers) if te_bytes(config, n) <= budget_bytes), config.layers)
+def plan_for(kind: str, config: Config, budget_bytes: int) -> Plan | None:
+    """The plan of "lean" or "te" layers; None of others, which keep what autograd keeps."""
+    planners = {"lean": make_plan, "te": make_te_plan}
+    return planners[kind](config, budget_bytes) if kind in planners else None
 
 
 def _ways(config):

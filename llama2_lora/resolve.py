@@ -64,7 +64,7 @@ def kind_of_layers(args) -> str:
 
 
 def card(config, kind: str, device: torch.device) -> list[str]:
-    """Lines that say what runs; on a GPU with the plan of lean layers."""
+    """Lines that say what runs; on a GPU with the plan of the layers, where they have one."""
     known = {(8192, 80): "Llama 2 70B", (8192, config.layers): f"{config.layers} of 80 layers of Llama 2 70B"}
     of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
     lines = [
@@ -76,12 +76,6 @@ def card(config, kind: str, device: torch.device) -> list[str]:
         f"{config.tokens} tokens{of_window} | {kind} layers, {config.precision} | "
         f"{lora_config.flops_per_step(config) / 1e12:.4g} TFLOP/step",
     ]
-    if device.type == "cuda" and kind == "lean":
-        lines += ["", *plans.make_plan(config, int(config.memory_gib * GIB)).text().splitlines()]
-    if device.type == "cuda" and kind == "te":
-        again = plans.te_again(config, int(config.memory_gib * GIB))
-        lines.append(
-            f"{plans.te_bytes(config, again) / GIB:.1f} GiB predicted of {config.memory_gib:.1f}: {again} of "
-            f"{config.layers} layers run again in the backward"
-        )
+    if device.type == "cuda" and (plan := plans.plan_for(kind, config, int(config.memory_gib * GIB))):
+        lines += ["", *plan.text().splitlines()]
     return lines

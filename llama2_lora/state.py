@@ -20,7 +20,7 @@ from llama2_lora.context import AcrossRanks, own_part
 from llama2_lora.data import open_windows
 from llama2_lora.lean import LeanStack
 from llama2_lora.modules import ModuleStack, operators_for, plain_operators, require_kind
-from llama2_lora.plan import make_plan, te_again, te_bytes
+from llama2_lora.plan import plan_for
 from llama2_lora.scaling import Formats
 from llama2_lora.trainable import Adapters
 from llama2_lora.weights import FrozenWeights
@@ -49,7 +49,7 @@ class State:
         # What cannot run, or does not fit, is said before weights are read or made.
         require_kind(kind, config, device)
         budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
-        self.plan = make_plan(config, budget) if kind == "lean" else None
+        self.plan = plan_for(kind, config, budget)
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
         self.start, self.first_step = _start_of(config)
         # Names of the groups that share a window, and that have a window each.
@@ -77,7 +77,7 @@ class State:
         else:
             operators = plain_operators(config, formats, device) if kind == "torch" else None
             across = self.context, self.place.context_rank
-            again = te_again(config, budget) if kind == "te" else 0
+            again = self.plan.items()["rest"]["recomputed"] if self.plan else 0
             self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators, *across, again)
         self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.learning_rate, **ADAM)
         self.losses = torch.zeros(self.num_losses, device=device)
@@ -163,9 +163,6 @@ class State:
         if self.plan and self.device.type == "cuda":
             record["extra"]["memory_plan"] = self.plan.as_dict()
             record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
-        elif self.kind == "te" and not variant.capture.num_graphs:
-            record["extra"]["report"] = {"planned GiB": round(te_bytes(self.config, self.stack.again) / GIB, 2)}
-            record["extra"]["report"]["layers run again"] = self.stack.again
 
     def named_state(self):
         """Masters and moments by adapter, the count of steps, and the scales."""

@@ -97,14 +97,20 @@ def test_memory_of_flash_attention_in_round_0_is_counted():
 
 
 def test_transformer_engines_layers_run_again_where_memory_ends():
+    def again(plan):
+        return plan.items()["rest"]["recomputed"]
+
     # Eager over all 80 layers at 1024 tokens reserved 85.94 GiB (results/h200x1/llama2_lora-bench).
-    assert plans.te_again(BENCH, 137 * GIB) == 0
-    assert plans.te_bytes(BENCH, 0) / GIB == pytest.approx(85.94, rel=0.02)
-    again = plans.te_again(FULL, 137 * GIB)
-    assert plans.te_bytes(FULL, again) <= 137 * GIB < plans.te_bytes(FULL, again - 1)
-    assert plans.te_again(FULL, 60 * GIB) == 80
-    # Weights, optimizer and embedding: no layer keeps less.
-    assert plans.te_bytes(FULL, 80) > 66 * GIB
+    kept = plans.plan_for("te", BENCH, 137 * GIB)
+    assert again(kept) == 0 and kept.bytes / GIB == pytest.approx(85.94, rel=0.02)
+    tight = plans.plan_for("te", FULL, 137 * GIB)
+    assert 40 <= again(tight) <= 60 and 135 * GIB < tight.bytes <= 137 * GIB
+    # The first ones run again, so that they find the memory of the last ones free.
+    assert tight.of(0).recomputes == ("rest",) and tight.of(79).recomputes == ()
+    # Where even that does not fit, all do: no layer keeps less than its input, beside 66 GiB of weights.
+    least = plans.plan_for("te", FULL, 60 * GIB)
+    assert again(least) == 80 and least.bytes > 66 * GIB
+    assert plans.plan_for("torch", FULL, 137 * GIB) is None
 
 
 def test_slice_fits_a_24_gb_gpu():
