@@ -103,7 +103,8 @@ def gpu(monkeypatch):
 def make_state(config, monkeypatch):
     """Its layers keep as much as they can, as little, and something between."""
     ways = list(ways_of(config))
-    monkeypatch.setattr(states, "make_plan", lambda config, budget: plan_of(config, [ways[0], ways[-1], ways[5]]))
+    plan = plan_of(config, [ways[0], ways[-1], ways[5]])
+    monkeypatch.setattr(states, "plan_for", lambda kind, config, budget: plan)
     state = states.State(config, DEVICE, "lean")
     if config.transposes == "beside":
         state.stack.side, state.stack.ready = Anything(), {name: Anything() for name in config.matrices}
