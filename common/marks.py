@@ -26,6 +26,25 @@ def section(name: str):
     return _nothing if _open_section is None else _open_section(name)
 
 
+def gradient_section(name: str, output, given) -> None:
+    """A section of a backward pass to come: from where the gradient of `output` is ready to where that of `given` is.
+
+    output, given: tensors, output made from given. Autograd enters and leaves it; without gradients there is none.
+    """
+    if _open_section is None or not (output.requires_grad and given.requires_grad):
+        return
+    context = _open_section(name)
+
+    def enter(gradient):
+        context.__enter__()
+
+    def leave(gradient):
+        context.__exit__(None, None, None)
+
+    output.register_hook(enter)
+    given.register_hook(leave)
+
+
 @contextlib.contextmanager
 def watching_marks(function):
     """Within it, `function()` is called at each mark."""

@@ -399,6 +399,7 @@ def _timed_passes(record, workload, state, variant, config, options, device, log
         with clock.phase("sections"):
             num_section_steps = passes.num_section_steps(record)
             passes.section_pass(record, variant, num_section_steps)
+            passes.report_layers(record, workload.layers_flops)
         if device.type == "cuda" and options.profile_steps:
             with clock.phase("profile"):
                 passes.profile_pass(record, variant, options, sampler, num_section_steps)

@@ -329,6 +329,20 @@ def section_pass(record, variant, num_steps=SECTION_STEPS):
         record["extra"]["sections_ms"] = medians
 
 
+def report_layers(record, num_flops: float | None) -> None:
+    """extra.report's "layers TFLOP/s": num_flops, of the layers in a step, over their forward and backward passes.
+
+    These are the sections "forward" and "backward" without what of the latter is "loss gradient". Nothing is said
+    where a model has no such sections, or where they overlap on two streams and so take longer than the step.
+    """
+    sections = record["extra"].get("sections_ms", {})
+    if num_flops is None or not {"forward", "backward"} <= set(sections):
+        return
+    ms = sections["forward"] + sections["backward"] - sections.get("loss gradient", 0.0)
+    if 0 < ms <= record["statistic_ms"]:
+        record["extra"].setdefault("report", {})["layers TFLOP/s"] = round(num_flops / ms / 1e9, 1)
+
+
 def microbatch_times(steps) -> dict | None:
     """Of each step the ms of its forward and of its backward passes in their order, and of all that is neither.
 

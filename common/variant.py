@@ -64,7 +64,8 @@ class Workload:
     card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
     hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
     kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; promises None: nothing.
-    stage: this rank's, of a pipeline.
+    stage: this rank's, of a pipeline. layers_flops: those of flops_per_step that the sections "forward" and "backward"
+    hold, for the rate of the layers by themselves; None: it is not reported.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Workload:
     kinds: dict = field(default_factory=dict)
     promises: object = None
     stage: int = 0
+    layers_flops: float | None = None
 
 
 @runtime_checkable

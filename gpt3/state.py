@@ -6,7 +6,7 @@ import torch
 
 from common import collectives, precision, schedule, token_files
 from common.capture import StaticInputs
-from common.marks import section
+from common.marks import gradient_section, section
 from common.optimizers import MasterAdam
 from common.parallel import Ranks, make_groups
 from common.variant import Unsupported
@@ -136,6 +136,9 @@ class State:
         with section("loss"):
             loss = self.embedding.loss(hidden, self.inputs["targets"][microbatch]) / self.config.microbatches
             self.loss.add_(loss.detach())
+        if not self.config.staged:
+            # Part of the section "backward"; a pipeline has the loss's backward outside of it.
+            gradient_section("loss gradient", loss, hidden)
         return loss
 
     def end_step(self, index: int, update=None):

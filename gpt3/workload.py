@@ -47,6 +47,7 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
         stage=config.pp_rank if config.alone else ranks.place(rank).stage,
+        layers_flops=_flops(config, head=False),
     )
 
 
@@ -55,8 +56,8 @@ def _of_one_stage(state):
     raise Unsupported(f"over stages or chunks, and with --graph-unit or --graph-scope, there are {names} alone")
 
 
-def _flops(config):
-    """Of a step and a GPU: all stages' mean, or those of the stage that runs alone."""
+def _flops(config, head=True):
+    """Of a step and a GPU: all stages' mean, or those of the stage that runs alone. head: whether that is counted."""
     attention = config.heads * config.head_dim
     all_stages = not config.alone
     num_flops = flops.gpt(
@@ -66,7 +67,7 @@ def _flops(config):
         q_width=attention,
         kv_width=attention,
         ffn=config.ffn,
-        vocab=config.vocab if all_stages or config.pp_rank == config.pp - 1 else 0,
+        vocab=config.vocab if head and (all_stages or config.pp_rank == config.pp - 1) else 0,
         mlp_matrices=2,
     )
     return config.microbatch * config.microbatches * num_flops / (config.pp if all_stages else 1)

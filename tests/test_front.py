@@ -88,7 +88,7 @@ def test_the_glossary_has_the_words():
         "step round pair session host parity reference base ceiling pool capture replay bucket stretch canary busy idle"
     )
     text = (ROOT / "docs" / "glossary.md").read_text()
-    assert {*words.split(), "issue time", "preset", "schema 1", "window", "verdict"} == set(
+    assert {*words.split(), "issue time", "layer rate", "preset", "schema 1", "window", "verdict"} == set(
         re.findall(r"(?m)^## (.*)$", text)
     )
 

@@ -1,5 +1,6 @@
 """gpt3/train on the host graph: graphed steps against eager ones, bit for bit; what a step is made of."""
 
+import contextlib
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import flops
+from common import flops, marks
 from common import record as records
 from common.config import Arguments, Run
 from common.state_hash import StateHasher
@@ -317,6 +318,30 @@ def test_flops():
     assert made.flops_convention == flops.CAUSAL_HALF
     assert made.flops_per_step == counter.get_total_flops() - masked_half
     assert made.items_per_step == 6 * config.sequence
+    head = 6 * config.sequence * config.hidden * config.vocab * 6
+    assert made.layers_flops == made.flops_per_step - head
+
+
+@pytest.mark.parametrize("name", ["eager", "graph", "graph_opt"])
+def test_the_losss_backward_is_a_section_within_each_backward(name):
+    state, order = State(TINY, CPU), []
+
+    @contextlib.contextmanager
+    def follow_section(name):
+        order.append(f"{name} begins")
+        yield
+        order.append(f"{name} ends")
+
+    variant = train.MAKE_VARIANT[name](state)
+    with marks.opening_sections(follow_section):
+        variant.step(0)
+    inner = [place for place in order if place.startswith(("backward", "loss gradient"))]
+    once = ["backward begins", "loss gradient begins", "loss gradient ends", "backward ends"]
+    assert inner == once * TINY.microbatches
+    # Of a step that nobody watches nothing is left.
+    order.clear()
+    variant.step(1)
+    assert not order
 
 
 # --- the state

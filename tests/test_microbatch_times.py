@@ -1,4 +1,4 @@
-"""common/passes: what the section pass tells of the forward and backward passes of microbatches."""
+"""common/passes: what the section pass tells of forward and backward passes, and of the rate of the layers in them."""
 
 import time
 
@@ -61,3 +61,35 @@ def test_the_hosts_clock_times_sections_on_the_cpu():
         assert forward[0] >= 10 and forward[1] >= 20 and backward[0] >= 20 and backward[1] >= 40 and rest_ms >= 30
     # These stand for a GPU's.
     assert record["optimizer_ms"] is None and "sections_ms" not in record["extra"]
+
+
+def layers_report(sections, num_flops=6e9, statistic_ms=20.0):
+    record = records.blank(device="cuda", statistic_ms=statistic_ms)
+    record["extra"]["sections_ms"] = sections
+    passes.report_layers(record, num_flops)
+    return record["extra"].get("report")
+
+
+def test_the_rate_of_the_layers_leaves_out_the_losss_backward():
+    sections = {"data": 1.0, "forward": 4.0, "backward": 10.0, "loss gradient": 2.0, "loss": 1.0}
+    # 6e9 operations in 12 ms.
+    assert layers_report(sections) == {"layers TFLOP/s": 0.5}
+    del sections["loss gradient"]
+    assert layers_report(sections, 7e9) == {"layers TFLOP/s": 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_flops": None}, {"sections": {"replay": 9.0}}, {"sections": {"forward": 9.0}}, {"statistic_ms": 11.9}],
+    ids=["no flops", "replay", "no backward", "overlap"],
+)
+def test_no_rate_where_the_layers_time_is_not_known(changes):
+    sections = {"forward": 4.0, "backward": 10.0, "loss gradient": 2.0}
+    assert layers_report(**({"sections": sections} | changes)) is None
+
+
+def test_other_reports_stay():
+    record = records.blank(device="cuda", statistic_ms=20.0)
+    record["extra"] |= {"sections_ms": {"forward": 4.0, "backward": 8.0}, "report": {"padding %": 1.0}}
+    passes.report_layers(record, 6e9)
+    assert record["extra"]["report"] == {"padding %": 1.0, "layers TFLOP/s": 0.5}
