@@ -4,6 +4,7 @@ import contextlib
 
 _mark = None
 _open_section = None
+_open_inner_section = None
 _nothing = contextlib.nullcontext()
 
 
@@ -27,13 +28,14 @@ def section(name: str):
 
 
 def gradient_section(name: str, output, given) -> None:
-    """A section of a backward pass to come: from where the gradient of `output` is ready to where that of `given` is.
+    """A part of a section "backward" to come: from where the gradient of `output` is ready to where that of `given` is.
 
-    output, given: tensors, output made from given. Autograd enters and leaves it; without gradients there is none.
+    output, given: tensors, output made from given. Autograd enters and leaves it. There is none without gradients, and
+    none in a profile, whose sections do not overlap.
     """
-    if _open_section is None or not (output.requires_grad and given.requires_grad):
+    if _open_inner_section is None or not (output.requires_grad and given.requires_grad):
         return
-    context = _open_section(name)
+    context = _open_inner_section(name)
 
     def enter(gradient):
         context.__enter__()
@@ -57,11 +59,11 @@ def watching_marks(function):
 
 
 @contextlib.contextmanager
-def opening_sections(function):
-    """Within it, `function(name)` makes the context of each section."""
-    global _open_section
-    _open_section = function
+def opening_sections(function, inner: bool = False):
+    """Within it, `function(name)` makes the context of each section, with `inner` of parts of sections as well."""
+    global _open_section, _open_inner_section
+    _open_section, _open_inner_section = function, function if inner else None
     try:
         yield
     finally:
-        _open_section = None
+        _open_section = _open_inner_section = None

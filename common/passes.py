@@ -311,7 +311,7 @@ def section_pass(record, variant, num_steps=SECTION_STEPS):
     for index in range(num_steps):
         spans = []
         begin = _moment(on_gpu)
-        with marks.opening_sections(functools.partial(_between, spans, on_gpu)):
+        with marks.opening_sections(functools.partial(_between, spans, on_gpu), inner=True):
             variant.step(index)
         steps.append((begin, _moment(on_gpu), spans))
     synchronize()

@@ -333,7 +333,7 @@ def test_the_losss_backward_is_a_section_within_each_backward(name):
         order.append(f"{name} ends")
 
     variant = train.MAKE_VARIANT[name](state)
-    with marks.opening_sections(follow_section):
+    with marks.opening_sections(follow_section, inner=True):
         variant.step(0)
     inner = [place for place in order if place.startswith(("backward", "loss gradient"))]
     once = ["backward begins", "loss gradient begins", "loss gradient ends", "backward ends"]

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from common.marks import gradient_section, opening_sections
+from common.marks import gradient_section, opening_sections, section
 
 
 class Named(torch.autograd.Function):
@@ -35,7 +35,7 @@ def watched(order):
         yield
         order.append(f"{name} ends")
 
-    return opening_sections(follow)
+    return opening_sections(follow, inner=True)
 
 
 def test_a_gradient_section_holds_what_lies_between_its_tensors(order, watched):
@@ -56,6 +56,15 @@ def test_it_ends_at_a_leaf_and_begins_at_the_root(order, watched):
         gradient_section("part", z, x)
         z.backward()
     assert order == ["part begins", "all", "part ends"]
+
+
+def test_a_profile_has_sections_alone(order):
+    x = torch.ones(3, requires_grad=True)
+    with opening_sections(lambda name: order.append(name) or contextlib.nullcontext()):
+        with section("backward"):
+            pass
+        gradient_section("part", 2 * x, x)
+    assert order == ["backward"]
 
 
 @pytest.mark.parametrize("with_gradients", [True, False])
