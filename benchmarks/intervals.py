@@ -304,7 +304,8 @@ class Judgement:
     half_width: half of that interval, a logarithm. range_low, range_high: over units, None with fewer than 2.
     verdict: faster, slower, same or unclear, with scope "plain" or "on this host"; without a scope "one round",
     "two pairs", or "" where no rule gives a verdict.
-    num_units, num_sessions, num_pairs: what the ratio rests on. num_older: sessions of schema 1 that it leaves aside.
+    num_units, num_sessions, num_pairs: what the ratio rests on. num_judged_units: of these, units with a session of 5
+    pairs, which a verdict on this host rests on. num_older: sessions of schema 1 that the ratio leaves aside.
     """
 
     ratio: float
@@ -318,6 +319,7 @@ class Judgement:
     num_units: int
     num_sessions: int
     num_pairs: int
+    num_judged_units: int = 0
     num_older: int = 0
 
 
@@ -352,6 +354,7 @@ def judge(sessions: Iterable[Session]) -> Judgement | None:
         num_units=len(found),
         num_sessions=len(used),
         num_pairs=sum(len(session.log_ratios) for session in used),
+        num_judged_units=sum(any(_has_verdict(session) for session in unit.sessions) for unit in found),
         num_older=len(with_pairs) - len(counted),
     )
 
@@ -370,7 +373,11 @@ def _of_attempts(sessions):
     look = max((look for look in LOOKS if look <= len(found)), default=None)
     if look and all(session.may_be_plain for session in sessions):
         return verdict(unit.value for unit in found[:look]), "plain"
-    words = Counter(verdict(s.log_ratios) for s in sessions if len(s.log_ratios) >= MIN_PAIRS_ON_HOST)
+    words = Counter(verdict(session.log_ratios) for session in sessions if _has_verdict(session))
     if not words:
         return "", ""
     return next(iter(words)) if len(words) == 1 else "unclear", "on this host"
+
+
+def _has_verdict(session):
+    return len(session.log_ratios) >= MIN_PAIRS_ON_HOST

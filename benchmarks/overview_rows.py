@@ -207,6 +207,7 @@ def _under_load(quiet, loaded):
     found = [(block, row) for block in same for row in block.rows if row["variant"] == variant]
     block, row = found[0] if found else (None, {})
     keys = ("step_ms", "speedup", "speedup_low", "speedup_high", "speedup_half_width", "verdict", "scope", "tail")
+    keys += ("num_hosts", "num_judged_hosts")
     return {
         "contended_host_load": block and block.host_load,
         "contended_folder": block and block.name,

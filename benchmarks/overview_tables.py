@@ -74,6 +74,7 @@ SPEED = (
     ("over all layers", plain_ratio("across_speedup")),
     *tables.OLDER_LACKS,
 )
+_VERDICT = ("verdict", "scope", "num_hosts", "num_judged_hosts")
 HOST = (
     *_NAME,
     ("speed-up", interval("speedup")),
@@ -82,7 +83,7 @@ HOST = (
     ("beside busy processes", interval("contended_speedup")),
     (
         "verdict there, 99 %",
-        lambda row: tables.verdict({"verdict": row["contended_verdict"], "scope": row["contended_scope"]}),
+        lambda row: tables.verdict({key: row[f"contended_{key}"] for key in _VERDICT}),
     ),
     ("processes", field("contended_host_load")),
     ("step ms, there", _quiet_to_busy),

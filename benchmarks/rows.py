@@ -75,8 +75,9 @@ def summarise(found, base: str | None = None) -> list[dict]:
     eager of all kinds of layer, where eagers of several were timed) have _low, _high (95 % interval) and _half_width
     (logarithm). is_base: the base of its own kind of layer. ceiling: the base's step over the busy time of the
     variant's kernels. law, queue_model: the ratios that max(1, issue / busy) and the queue model predict for a variant
-    that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on. num_older:
-    sessions of another program or schema, or with fewer eagers. missing_eagers: eagers that its sessions did not run.
+    that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on;
+    num_judged_hosts: hosts with a session of 5 pairs. num_older: sessions of another program or schema, or with fewer
+    eagers. missing_eagers: eagers that its sessions did not run.
     work: the configuration, without how it is measured.
     """
     runs = frame.of(found)
@@ -193,7 +194,7 @@ def _row(group, name, base):
     }
     row |= dict.fromkeys(f"{key}{end}" for key in RATIOS for end in ("", "_low", "_high", "_half_width"))
     row |= dict.fromkeys(("base", "base_ms", "across_base", "verdict", "scope", "range_low", "range_high"))
-    row |= {"num_pairs": 0, "num_hosts": 0, "law": None, "queue_model": None}
+    row |= {"num_pairs": 0, "num_hosts": 0, "num_judged_hosts": 0, "law": None, "queue_model": None}
     if cuda and runs:
         if not is_base:
             _compare(row, group, name, pooled)
@@ -226,7 +227,8 @@ def _compare(row, group, name, pooled):
         judged = _put_ratio(row, key, group, name, bases, value)
         if judged and key == "speedup":
             row.update(verdict=judged.verdict, scope=judged.scope, num_pairs=judged.num_pairs)
-            row.update(num_hosts=judged.num_units, range_low=judged.range_low, range_high=judged.range_high)
+            row.update(num_hosts=judged.num_units, num_judged_hosts=judged.num_judged_units)
+            row.update(range_low=judged.range_low, range_high=judged.range_high)
     row["base"] = base if bases else None
     used = [pair for session in bases for pair in pairs(group, session, name, base)]
     row["base_ms"] = _median(a["statistic_ms"] for a, _ in used)

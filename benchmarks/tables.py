@@ -92,10 +92,16 @@ def bounds(key):
 
 
 def verdict(row):
-    """The verdict at 99 % and what it holds for: faster (all hosts), faster on this host, one round."""
-    if not row["verdict"]:
-        return None
-    return f"{row['verdict']} on this host" if row["scope"] == "on this host" else row["verdict"]
+    """The verdict at 99 % and what it holds for: faster (all hosts), faster on this host, faster on 1 host."""
+    return f"{row['verdict']} {where(row)}".rstrip() if row["verdict"] else None
+
+
+def where(row):
+    """What a verdict holds for: "on this host", or "on 1 host" of the several that the ratio rests on; "" for all."""
+    if row["scope"] != "on this host":
+        return ""
+    several, num = (row.get("num_hosts") or 1) > 1, row.get("num_judged_hosts")
+    return f"on {num} host{'s' if num > 1 else ''}" if several else row["scope"]
 
 
 def host_range(row):

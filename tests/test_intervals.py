@@ -276,6 +276,20 @@ def test_on_this_host_is_not_said_where_hosts_disagree():
     assert words([session(1, FAST, boot="A"), session(2, EVEN, boot="A")]) == ("unclear", "on this host")
 
 
+def test_hosts_that_a_verdict_rests_on_are_counted():
+    few, boot = FAST[:4], {"boot": "A"}
+    for sessions, judged in (
+        ([session(1, FAST)], (1, 1)),
+        ([session(1, few)], (0, 1)),
+        ([session(1, FAST), session(2, few)], (1, 2)),
+        ([session(1, few), session(2, FAST), session(3, FAST[:2])], (1, 2)),
+        ([session(1, FAST), session(2, FAST), session(3, few)], (2, 3)),
+        ([session(1, FAST, **boot), session(2, FAST, **boot)], (1, 1)),
+    ):
+        found = intervals.judge(sessions)
+        assert (found.num_judged_units, found.num_units) == judged
+
+
 def test_two_units_have_a_range_and_no_interval():
     judged = intervals.judge([session(1, FAST), session(2, EVEN)])
     assert judged.ratio == pytest.approx(math.exp(0.1))

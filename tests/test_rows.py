@@ -190,6 +190,18 @@ def test_three_hosts_have_an_interval_over_hosts_and_a_plain_verdict(tmp_path):
     assert tables.verdict(row) == "faster"
 
 
+def test_a_verdict_of_some_hosts_says_of_how_many(tmp_path):
+    packed(tmp_path, session(), hour=1, boot="aaaaaa", gpu="0001")
+    assert tables.verdict(table_of(tmp_path)["graph"]) == "faster on this host"
+    packed(tmp_path, session(STEPS[:3]), hour=2, boot="bbbbbb", gpu="0002")
+    row = table_of(tmp_path)["graph"]
+    assert (row["num_hosts"], row["num_judged_hosts"]) == (2, 1)
+    assert tables.verdict(row) == "faster on 1 host" and "faster on 1 host" in tables.folder_text([row])
+    packed(tmp_path, session(), hour=3, boot="cccccc", gpu="0003")
+    # Three hosts have a plain verdict.
+    assert tables.verdict(table_of(tmp_path)["graph"]) == table_of(tmp_path)["graph"]["verdict"]
+
+
 def test_sessions_that_share_a_boot_or_a_gpu_are_one_host(tmp_path):
     packed(tmp_path, session(), hour=1, boot="aaaaaa", gpu="0001")
     packed(tmp_path, session(), hour=2, boot="bbbbbb", gpu="0001")

@@ -4,6 +4,7 @@ import math
 
 from matplotlib.ticker import FixedLocator
 
+from benchmarks import tables
 from benchmarks.figures import style, words
 from benchmarks.figures.evidence import Block, Missing, main_variant
 from benchmarks.figures.style import BAND, FAILURE, FAINT, INK, Page, log_axis, look, ratio_axis
@@ -160,7 +161,7 @@ def _point_text(row):
     if row["speedup_low"] is not None:
         text += f" [{row['speedup_low']:.3f}, {row['speedup_high']:.3f}]"
     word = "" if row["verdict"] in SIGNIFICANT else row["verdict"] or "no verdict"
-    return " ".join(filter(None, (text, word, row["scope"] if row["scope"] == "on this host" else "")))
+    return " ".join(filter(None, (text, word, tables.where(row))))
 
 
 def speedup_title(blocks: list[Block]) -> str:

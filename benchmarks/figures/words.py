@@ -2,7 +2,7 @@
 
 import math
 
-from benchmarks import intervals
+from benchmarks import intervals, tables
 
 NAMES = {
     "gpt3": "GPT-3",
@@ -39,7 +39,7 @@ def verdict_words(row: dict | None) -> str:
     if row is None:
         return "was not measured"
     ratio, verdict = row["speedup"], row["verdict"]
-    where = f" {row['scope']}" if row["scope"] == "on this host" else ""
+    where = f" {tables.where(row)}".rstrip()
     if ratio is None:
         return f"has status {row['status']}" if row["status"] != "pass" else "has no eager run to compare with"
     if verdict in ("faster", "slower"):
