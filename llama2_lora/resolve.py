@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from common import host_state
+from common.host_messages import of_all_ranks
 from common.llama_checkpoint import open_checkpoint
 from common.memory_plan import GIB
 from llama2_lora import adapters
@@ -45,7 +46,8 @@ def _fit(args, device):
     if config.precision in FP8 and torch.cuda.get_device_capability(device) < (8, 9):
         config = replace(config, precision="bf16", fc1_store="auto")
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
-    free, _ = torch.cuda.mem_get_info(device)
+    # The same on all ranks, which so have one plan and as many layers.
+    free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
     budget = plans.budget_bytes(free) // GIB
     if config.memory_gib > free / GIB:
         raise ValueError(f"--memory-gib {config.memory_gib}: {free / GIB:.1f} GiB are free, take at most {budget}")

@@ -106,6 +106,8 @@ class Config(Parallel, Timing):
             raise ValueError("--fc1-store fp8 needs --layer torch: te.TransformerLayer keeps bf16")
         if self.zero and (self.main_grad, self.moments, self.weights) != ("fp32", "fp32", "bf16"):
             raise ValueError("--zero true takes --main-grad fp32 --moments fp32 --weights bf16")
+        if self.zero and self.clip == "host":
+            raise ValueError("--clip host needs --zero false: ZeRO-1 clips on the device")
         if max(self.counts) > self.microbatches:
             raise ValueError(f"--ramp {self.ramp}: takes numbers up to --microbatches {self.microbatches}")
         if self.chunks > 1 and self.pp == 1:
@@ -121,7 +123,7 @@ class Config(Parallel, Timing):
         if not self.ramp:
             return (self.microbatches,)
         parts = self.ramp.split(",")
-        if not all(part.strip().isdigit() and int(part) for part in parts):
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
             raise ValueError(f"--ramp {self.ramp}: takes numbers from 1 up with commas between them, such as 4,6,8")
         return tuple(map(int, parts))
 

@@ -120,8 +120,8 @@ def state_bytes(config: Config) -> dict[str, int]:
     return {"weight": weight, "main_grad": widths[c.main_grad], "master": 4, "moments": 2 * widths[c.moments]}
 
 
-def fixed_bytes(config: Config) -> int:
-    """Bytes that torch reserves whatever layers keep.
+def fixed_bytes(config: Config, dp: int = 1) -> int:
+    """Bytes that torch reserves whatever layers keep. dp: data ranks, over which ZeRO-1 splits masters and moments.
 
     Parameters with all that Adam keeps of them, embedding and head with a bf16 weight. What the running layer has, as
     much as one that keeps everything. Logits in bf16; in FP32 logarithms of their softmax, and the gradients of both;
@@ -129,10 +129,10 @@ def fixed_bytes(config: Config) -> int:
     """
     c, per = config, state_bytes(config)
     tokens = c.local_sequence * c.microbatch
-    in_layers = _layers(c) * layer_parameters(c)
-    replicas = c.cp if c.zero else 1
-    state = per["main_grad"] + (per["master"] + per["moments"]) // replicas
-    parameters = in_layers * (per["weight"] + state) + (num_parameters(c) - in_layers) * (2 + state)
+    in_all, in_layers = num_parameters(c), _layers(c) * layer_parameters(c)
+    replicas = c.cp * dp if c.zero else 1
+    parameters = in_layers * per["weight"] + (in_all - in_layers) * 2 + in_all * per["main_grad"]
+    parameters += in_all * (per["master"] + per["moments"]) // replicas
     running = sum(item.bytes for item in items(c))
     return parameters + (running + tokens * (c.local_vocab * 14 + 16 * c.microbatches)) * 110 // 100
 
@@ -147,28 +147,32 @@ def budget_bytes(free_bytes: int) -> int:
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
-def make_plan(config: Config, budget: int | None = None) -> Plan:
+def make_plan(config: Config, budget: int | None = None, dp: int = 1) -> Plan:
     """The fastest plan of the widest stage's layers within `budget` bytes of reserved memory.
 
-    budget: default --memory-gib, which 0 leaves without a bound. ValueError, with the bytes, where no plan fits.
+    budget: default --memory-gib, which 0 leaves without a bound. dp: data ranks. ValueError, with the bytes, where no
+    plan fits.
     """
     if budget is None:
         budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
-    return memory_plan.choose(ways(config), _layers(config), budget, fixed_bytes(config))
+    return memory_plan.choose(ways(config), _layers(config), budget, fixed_bytes(config, dp))
 
 
-def needed_bytes(config: Config) -> int:
-    """Reserved by the smallest plan."""
+def needed_bytes(config: Config, dp: int = 1) -> int:
+    """Reserved by the smallest plan. dp: data ranks."""
     layers = _layers(config)
     smallest = min(way.bytes for way in ways(config))
-    return fixed_bytes(config) + layers * smallest
+    return fixed_bytes(config, dp) + layers * smallest
 
 
-def fit(config: Config, budget: int) -> Config:
-    """The config with as many of its layers as the smallest plan fits. ValueError where not one for each stage does."""
+def fit(config: Config, budget: int, dp: int = 1) -> Config:
+    """The config with as many of its layers as the smallest plan fits. ValueError where not one for each stage does.
+
+    dp: data ranks.
+    """
 
     def need(layers):
-        return needed_bytes(replace(config, layers=layers))
+        return needed_bytes(replace(config, layers=layers), dp)
 
     layers = config.layers
     if need(layers) > budget:
@@ -177,7 +181,7 @@ def fit(config: Config, budget: int) -> Config:
         fitting = bisect_right(numbers, budget, key=need)
         if not fitting:
             raise ValueError(
-                blame(config, PRESETS, needed_bytes, budget)
+                blame(config, PRESETS, lambda tried: needed_bytes(tried, dp), budget)
                 or f"one layer in each chunk of a stage needs {gib(need(unit))} GiB, {gib(budget)} GiB are free: lower "
                 "--sequence, raise --share-tp or run --preset tiny"
             )

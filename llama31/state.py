@@ -53,9 +53,9 @@ class State:
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, dtype=torch.bfloat16):
         # What cannot run, or does not fit, is said before weights are read or made.
         require_precision(config, device)
-        self.plan = make_plan(config)
-        self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.ranks = config.ranks(world_size)
+        self.plan = make_plan(config, dp=self.ranks.dp)
+        self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.place = self.ranks.place(rank)
         self.groups = make_groups(self.ranks, device.type)
         chunks = layers_of_stages(config.layers, config.pp, config.chunks)[self.place.stage]

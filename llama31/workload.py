@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from common import flops, host_state
+from common.host_messages import of_all_ranks
 from common.memory_plan import GIB
 from common.variant import Workload
 from llama31 import config as llama_config
@@ -27,7 +28,7 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         build=lambda config, device: State(config, device, rank, world_size),
         variants=variants,
         reference=eager_step,
-        card=card(config, device),
+        card=card(config, device, ranks.dp),
         notes=notes,
         flops_per_step=llama_config.flops_per_step(config),
         flops_convention=flops.CAUSAL_HALF,
@@ -49,7 +50,7 @@ def resolve(args, device: torch.device, world_size: int = 1):
     ValueError where they cannot, or where the variant cannot capture them: nothing has been done on the GPU then.
     """
     config, run, notes = args.config, args.run, []
-    config.ranks(world_size)
+    dp = config.ranks(world_size).dp
     llama_config.require_capturable(config, run.variant, os.environ)
     if config.checkpoint:
         open_checkpoint(config)
@@ -69,18 +70,19 @@ def resolve(args, device: torch.device, world_size: int = 1):
     if device.type == "cpu":
         plan.require(config, host_state.available_host_bytes())
     else:
-        free, _ = torch.cuda.mem_get_info(device)
+        # The same on all ranks: one that ran other layers again would wait for collectives that no other one posts.
+        free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
         budget = plan.budget_bytes(free) // GIB
         if config.memory_gib > free / GIB:
             raise ValueError(f"--memory-gib {config.memory_gib}: {free / GIB:.1f} GiB are free, take at most {budget}")
         if not config.memory_gib:
-            fitted = plan.fit(config, budget * GIB)
+            fitted = plan.fit(config, budget * GIB, dp)
             if fitted.layers < config.layers:
                 run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
                 notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {budget} GiB")
             config = replace(fitted, memory_gib=float(budget))
     if config.memory_gib:
-        plan.make_plan(config)
+        plan.make_plan(config, dp=dp)
     notes.append(
         f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, masters fp32, "
         f"moments {config.moments}"
@@ -94,8 +96,8 @@ def _tokens(config):
     return tokens / (config.tp * config.pp)
 
 
-def card(config, device: torch.device) -> list[str]:
-    """Lines that say what runs."""
+def card(config, device: torch.device, dp: int = 1) -> list[str]:
+    """Lines that say what runs. dp: data ranks."""
     c = config
     name, layers = KNOWN.get((c.hidden, c.ffn), ("toy widths", c.layers))
     share = f", a GPU's share at TP{c.share_tp * c.tp} CP{c.share_cp * c.cp}" if c.share_tp * c.share_cp > 1 else ""
@@ -109,5 +111,5 @@ def card(config, device: torch.device) -> list[str]:
         f"weights {c.weights}, main_grad {c.main_grad}, moments {c.moments}",
     ]
     if c.memory_gib:
-        lines += ["", *plan.make_plan(c).text().splitlines()]
+        lines += ["", *plan.make_plan(c, dp=dp).text().splitlines()]
     return lines

@@ -252,6 +252,11 @@ def test_resolve_on_a_gpu(fake_gpu):
     assert resolve_preset("full", h200, memory_gib=115.0)[0].config.memory_gib == 115.0
 
 
+def test_all_ranks_plan_for_the_least_memory_that_one_has(fake_gpu, monkeypatch):
+    monkeypatch.setattr(resolve, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
+    assert resolve_preset("full", fake_gpu(139.2))[0].config.memory_gib == 119.0
+
+
 def test_resolve_on_smaller_gpus(fake_gpu):
     h100 = fake_gpu(78.6)
     assert resolve_preset("bench", h100)[0].config.layers == 80

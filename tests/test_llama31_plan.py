@@ -8,9 +8,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.config import Arguments, Run
 from common.memory_plan import GIB
-from llama31 import train
-from llama31.config import PRESETS
+from llama31 import train, workload
+from llama31.config import PRESETS, num_parameters
 from llama31.plan import (
     CONTEXT_BYTES,
     budget_bytes,
@@ -109,6 +110,27 @@ def test_memory_is_filled_with_what_saves_most():
     assert tight.items()["mlp"]["recomputed"] > tight.items()["attention"]["recomputed"]
     with pytest.raises(ValueError, match=r"--memory-gib [\d.]+ is enough"):
         make_plan(FULL, 100 * GIB)
+
+
+def test_data_ranks_share_masters_and_moments_with_zero():
+    alone = replace(FULL, main_grad="fp32", moments="fp32", weights="bf16")
+    split = replace(alone, zero=True)
+    # A master and two moments, in FP32.
+    shared = 12 * num_parameters(FULL)
+    assert fixed_bytes(alone, dp=8) == fixed_bytes(alone) == fixed_bytes(split)
+    assert fixed_bytes(split) - fixed_bytes(split, dp=8) == pytest.approx(shared * 7 / 8, rel=1e-6)
+    assert fit(split, 137 * GIB).layers < 32 == fit(split, 137 * GIB, dp=8).layers
+    assert make_plan(split, 137 * GIB, dp=8).bytes <= 137 * GIB
+    with pytest.raises(ValueError, match="--memory-gib"):
+        make_plan(split, 137 * GIB)
+
+
+def test_all_ranks_plan_for_the_least_memory_that_one_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
+    monkeypatch.setattr(workload, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
+    config = replace(FULL, layer="torch", precision="bf16", weights="bf16")
+    args = Arguments(config=config, run=Run(preset="full", variant="eager"))
+    assert workload.resolve(args, torch.device("cuda"))[0].config.memory_gib == 118.0
 
 
 def test_fit_recomputes_before_it_leaves_layers_out():
