@@ -196,7 +196,8 @@ def mistakes_in_one_line(model, command="train"):
         print(f"\npython -m {model}.{command}: stopped", file=sys.stderr)
         sys.exit(130)
     except ValueError as error:
-        print(f"python -m {model}.{command}: {error}", file=sys.stderr)
+        # In one write: ranks share what they print to.
+        sys.stderr.write(f"python -m {model}.{command}: {error}\n")
         sys.exit(2)
 
 

@@ -59,6 +59,16 @@ def usable_transformer_engine():
         raise Unsupported(f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]}): make te") from None
 
 
+def te_fault(fp8: bool) -> str | None:
+    """Why te.TransformerLayer cannot run on this GPU, None where it can. fp8: whether it shall compute in FP8."""
+    try:
+        engine = usable_transformer_engine()
+    except Unsupported as error:
+        return str(error)
+    available, reason = engine.is_fp8_available(return_reason=True) if fp8 else (True, "")
+    return None if available else f"no FP8 on this GPU ({reason})"
+
+
 def require_fp8() -> None:
     """Unsupported, in Transformer Engine's words, where it has no FP8 on this GPU."""
     available, reason = usable_transformer_engine().is_fp8_available(return_reason=True)

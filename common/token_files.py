@@ -106,7 +106,8 @@ class TokenFile:
 def open_tokens(data, cache_dir) -> TokenFile:
     """What the flag --data names: "" is the Python corpus, a folder its text, else a Megatron prefix, .bin or .idx.
 
-    cache_dir: where token files made from text are kept. Raises ValueError that names --data.
+    cache_dir: where token files made from text are kept. Raises ValueError that names --data, or the file that cannot
+    be written there.
     """
     if not data:
         return python_corpus(cache_dir)
@@ -137,7 +138,7 @@ def python_corpus(cache_dir) -> TokenFile:
     path = Path(cache_dir) / f"{name}.bin"
     expected = np.frombuffer(text, dtype=np.uint8)
     if not (path.is_file() and np.array_equal(_map_bytes(path), expected)):
-        write_whole(path, lambda file: file.write(text))
+        _write_cache(path, lambda file: file.write(text))
     return TokenFile(_map_bytes(path), name, vocab_size=256)
 
 
@@ -171,9 +172,9 @@ def text_folder(path, cache_dir) -> TokenFile:
     note = _read_note(note_path)
     if note is None or not tokens_path.is_file() or tokens_path.stat().st_size != note["num_tokens"]:
         skipped = []
-        num_tokens = write_whole(tokens_path, lambda file: concatenate(root, paths, file, skipped))
+        num_tokens = _write_cache(tokens_path, lambda file: concatenate(root, paths, file, skipped))
         note = {"num_tokens": num_tokens, "skipped": skipped}
-        write_whole(note_path, lambda file: file.write(json.dumps(note).encode()))
+        _write_cache(note_path, lambda file: file.write(json.dumps(note).encode()))
     skipped = note["skipped"]
     if skipped:
         more = ", ..." if len(skipped) > 10 else ""
@@ -240,6 +241,15 @@ def _read_note(path):
         return {"num_tokens": int(note["num_tokens"]), "skipped": list(note["skipped"])}
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _write_cache(path, write):
+    try:
+        return write_whole(path, write)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(
+            f"{path}: {error.strerror}; token files made from text are kept there, or give Megatron's as --data"
+        ) from None
 
 
 def _map_bytes(path):

@@ -79,12 +79,13 @@ def resolve(args, device: torch.device, data_ranks: int = 1):
     if config.precision == "fp32":
         config = replace_fields(config, layer="torch")
     if config.layer == "auto":
-        fault = None if device.type == "cpu" else _te_fault()
+        fault = None if device.type == "cpu" else precision.te_fault(fp8=config.precision in FP8)
         on_te = device.type == "cuda" and fault is None
         config = replace_fields(config, layer="te" if on_te else "torch")
         if fault and config.precision in FP8:
             config = replace_fields(config, precision="bf16")
-            notes.append(f"plain-PyTorch layer in bf16: {fault}")
+        if fault:
+            notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "torch" and config.precision in FP8:
@@ -105,16 +106,6 @@ def resolve(args, device: torch.device, data_ranks: int = 1):
             notes.append(f"{smaller.layers} of {config.layers} layers: what fits into {free / 2**30:.0f} GiB")
             config = smaller
     return replace_fields(args, config=config, run=run), notes
-
-
-def _te_fault():
-    """Why te.TransformerLayer cannot run on this GPU in FP8, or None."""
-    try:
-        te = precision.transformer_engine()
-    except (ImportError, OSError) as error:
-        return f"Transformer Engine is not usable ({str(error).splitlines()[0][:120]})"
-    available, reason = te.is_fp8_available(return_reason=True)
-    return None if available else f"no FP8 on this GPU ({reason})"
 
 
 def _card(config, device, num_flops, data_ranks):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import Parser, option, parse_with_fields
+from common.config import Parser, option, parse_with_fields, require_fields
 
 # Those of llama31.train that capture nothing themselves, those that do, and Megatron's.
 NOT_CAPTURING, OURS = (
@@ -43,10 +43,16 @@ class Setting:
     ramp: str = option("", "numbers of microbatches that steps have in turn, such as 4,6,8 (empty: one number)")
     clip: str = option("device", "host: clipping reads the gradient norm on the host", ("device", "host"))
     expandable_segments: bool = option(False, "PYTORCH_ALLOC_CONF has expandable_segments:True")
-    nccl_graph_register: bool = option(True, "NCCL registers buffers in captures: all but NCCL_GRAPH_REGISTER=0")
+    nccl_graph_register: bool = option(
+        True, "NCCL registers buffers in captures: with several ranks, all but NCCL_GRAPH_REGISTER=0"
+    )
     dropout: float = option(0.0, "probability of dropout in what is captured")
     registered_generator: bool = option(True, "dropout's generator is registered with the graph")
     full_recompute: bool = option(False, "recompute_granularity is full")
+
+    def __post_init__(self):
+        require_fields(self, ("dropout",), lambda value: 0 <= value < 1, "a number from 0 up, below 1")
+        numbers_of(self.ramp)
 
     @property
     def scopes(self) -> tuple[str, ...]:
@@ -58,7 +64,7 @@ class Setting:
 
     @property
     def changing_microbatches(self) -> bool:
-        return len({part.strip() for part in self.ramp.split(",")}) > 1
+        return len(set(numbers_of(self.ramp))) > 1
 
     @property
     def whole(self) -> bool:
@@ -69,6 +75,14 @@ class Setting:
     def iteration(self) -> bool:
         """Whether all microbatches are captured together."""
         return self.variant in ("graph", "full_step") or "full_iteration" in self.scopes
+
+
+def numbers_of(ramp: str) -> tuple[int, ...]:
+    """(4, 6, 8) of "4,6,8", () of "". ValueError where something else is between the commas."""
+    parts = [part.strip() for part in ramp.split(",")] if ramp else []
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--ramp {ramp}: takes numbers from 1 up with commas between them, such as 4,6,8")
+    return tuple(map(int, parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +128,8 @@ RULES = (
     ),
     Rule(
         what="a number of microbatches that changes, with a graph over all of them",
-        why="each number is another schedule and must be captured again: a warm-up, a capture, and its memory",
+        why="each number is another schedule and must be captured again, with a warm-up and memory of its own (the "
+        "record of a run with one number says how much: seconds.warmup, seconds.capture, memory.graph_pool_bytes)",
         instead="--variant chunk, whose graphs are replayed as often as asked, or one number (--ramp '')",
         refuses=lambda s: s.captures and s.iteration and s.changing_microbatches,
     ),
@@ -199,8 +214,12 @@ def main(argv=None) -> None:
     if not given:
         print(table())
         return
-    _, fields = parse_with_fields(Parser(prog="python -m llama31.capturable", allow_abbrev=False), Setting, given)
-    found = faults(Setting(**fields))
+    parser = Parser(prog="python -m llama31.capturable", allow_abbrev=False)
+    _, fields = parse_with_fields(parser, Setting, given)
+    try:
+        found = faults(Setting(**fields))
+    except ValueError as error:
+        parser.error(str(error))
     for fault in found:
         print(f"python -m llama31.capturable: cannot capture {fault}", file=sys.stderr)
     if found:

@@ -1,13 +1,14 @@
 """Llama 3.1: what can be set, the presets, and arithmetic on them (no torch here)."""
 
 import math
+import os
 from dataclasses import dataclass
 
 from common import schedule
 from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
 from common.flops import gpt
 from common.parallel import Parallel, require_divisible
-from llama31.capturable import Setting, refuse
+from llama31.capturable import Setting, numbers_of, refuse
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
 # Llama 3.1's scaling of the rotary embedding (config.json, rope_scaling of type llama3).
@@ -120,12 +121,7 @@ class Config(Parallel, Timing):
     @property
     def counts(self) -> tuple[int, ...]:
         """Numbers of microbatches that steps have in turn."""
-        if not self.ramp:
-            return (self.microbatches,)
-        parts = self.ramp.split(",")
-        if not all(part.strip().isdecimal() and int(part) for part in parts):
-            raise ValueError(f"--ramp {self.ramp}: takes numbers from 1 up with commas between them, such as 4,6,8")
-        return tuple(map(int, parts))
+        return numbers_of(self.ramp) or (self.microbatches,)
 
     @property
     def local_heads(self) -> int:
@@ -269,13 +265,22 @@ def setting(config: Config, variant: str, environment) -> Setting:
         clip=config.clip,
         ramp=config.ramp,
         expandable_segments="expandable_segments:True" in allocator,
-        nccl_graph_register=environment.get("NCCL_GRAPH_REGISTER", "") != "0",
+        nccl_graph_register=(
+            environment.get("WORLD_SIZE", "1") != "1" and environment.get("NCCL_GRAPH_REGISTER", "") != "0"
+        ),
     )
 
 
 def require_capturable(config: Config, variant: str, environment) -> None:
     """ValueError in one line where `variant` cannot capture a step of this config; asked before any work on the GPU."""
     refuse(setting(config, variant, environment))
+
+
+def require_runnable(args) -> None:
+    """ValueError in one line where these `common.config.Arguments` cannot be run, whatever the device."""
+    require_capturable(args.config, args.run.variant, os.environ)
+    if args.run.mllog and len(set(args.config.counts)) > 1:
+        raise ValueError(f"--mllog counts the same samples in each step: leave out --ramp {args.config.ramp}")
 
 
 # ------------------------------------------------------------------------------------------------

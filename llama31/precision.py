@@ -32,12 +32,3 @@ def require_precision(config: Config, device: torch.device) -> None:
             require_fp8()
     if config.precision == "nvfp4":
         require_nvfp4(device, "" if config.layer == "te" else "plain layers have no NVFP4 GEMM, take --layer te")
-
-
-def te_fault() -> str | None:
-    """Why te.TransformerLayer cannot run on this GPU, in FP8 too; None where it can."""
-    try:
-        available, reason = usable_transformer_engine().is_fp8_available(return_reason=True)
-    except Unsupported as error:
-        return str(error)
-    return None if available else f"no FP8 on this GPU ({reason})"

@@ -385,11 +385,13 @@ def _require_number(what, value):
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
     """What the MLPerf log says of this training."""
-    samples = config.microbatches * config.microbatch * data_ranks
+    # The first step's number of microbatches: a log is not written where others have another one.
+    microbatches = config.counts[0]
+    samples = microbatches * config.microbatch * data_ranks
     return {
         "seed": SEED,
         "global_batch_size": samples,
-        "gradient_accumulation_steps": config.microbatches,
+        "gradient_accumulation_steps": microbatches,
         "max_sequence_length": config.sequence,
         "train_samples": samples * config.batches,
         "eval_samples": config.microbatches * config.microbatch,

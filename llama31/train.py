@@ -29,7 +29,7 @@ Not captured, and why:
 """
 
 from common.config import parse
-from llama31.config import ABOUT, PRESETS, VARIANTS, Config
+from llama31.config import ABOUT, PRESETS, VARIANTS, Config, require_runnable
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
@@ -229,4 +229,4 @@ MAKE_VARIANT = {
 }
 
 if __name__ == "__main__":
-    main("llama31", args, partial(workload, variants=MAKE_VARIANT, eager_step=eager_step))
+    main("llama31", args, partial(workload, variants=MAKE_VARIANT, eager_step=eager_step), require_runnable)

@@ -1,6 +1,5 @@
 """Llama 3.1 as it can run on this device, and what a run is told of it."""
 
-import os
 from dataclasses import replace
 
 import torch
@@ -8,11 +7,11 @@ import torch
 from common import flops, host_state
 from common.host_messages import of_all_ranks
 from common.memory_plan import GIB
+from common.precision import te_fault
 from common.variant import Workload
 from llama31 import config as llama_config
 from llama31 import plan
 from llama31.config import ABOUT
-from llama31.precision import te_fault
 from llama31.state import State, hyperparameters
 from llama31.weights import open_checkpoint
 
@@ -47,22 +46,22 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
 def resolve(args, device: torch.device, world_size: int = 1):
     """(Arguments with layer, precision, memory and number of layers as they can run on `device`, notes.)
 
-    ValueError where they cannot, or where the variant cannot capture them: nothing has been done on the GPU then.
+    ValueError where they cannot: nothing has been done on the GPU then.
     """
     config, run, notes = args.config, args.run, []
     dp = config.ranks(world_size).dp
-    llama_config.require_capturable(config, run.variant, os.environ)
     if config.checkpoint:
         open_checkpoint(config)
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "auto":
         plain_only = device.type == "cpu" or config.precision == "nvfp4_emulated"
-        fault = None if plain_only else te_fault()
+        fault = None if plain_only else te_fault(fp8=config.precision == "fp8")
         config = replace(config, layer="torch" if plain_only or fault else "te")
         if fault and config.precision == "fp8":
             config = replace(config, precision="bf16", weights="bf16")
-            notes.append(f"plain-PyTorch layer in bf16: {fault}")
+        if fault:
+            notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
     if config.layer == "te" and config.cp > 1 and config.cp_order != "balanced":
         raise ValueError("--layer te takes --cp-order balanced; causal runs of tokens need --layer torch")
     if config.layer == "torch" and config.precision == "fp8":

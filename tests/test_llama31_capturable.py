@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from common.config import Arguments, Run
 from llama31 import capturable
 from llama31.capturable import RULES, Setting, faults, refuse
-from llama31.config import PRESETS, VARIANTS, Config, require_capturable
+from llama31.config import PRESETS, VARIANTS, Config, require_capturable, require_runnable
+from llama31.state import hyperparameters
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,6 +122,24 @@ def test_the_command_answers(capsys):
     assert answer.out == "" and answer.err.count("\n") == 1 and "in a dense model" in answer.err
 
 
+@pytest.mark.parametrize(
+    "arguments, fault",
+    [
+        (["--ramp", "abc"], "--ramp abc: takes numbers from 1 up"),
+        (["--ramp", "4,,6"], "--ramp 4,,6: takes numbers from 1 up"),
+        (["--variant", "chunk", "--ramp", "0"], "--ramp 0: takes numbers from 1 up"),
+        (["--dropout", "-1"], "--dropout -1.0: takes a number from 0 up, below 1"),
+        (["--dropout", "nan"], "--dropout nan: takes a number from 0 up, below 1"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(arguments, fault, capsys):
+    with pytest.raises(SystemExit) as caught:
+        capturable.main(arguments)
+    answer = capsys.readouterr()
+    assert (caught.value.code, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert answer.err.startswith(f"python -m llama31.capturable: {fault}")
+
+
 def test_all_faults_are_told(capsys):
     arguments = ["--variant", "full_step", "--nan-checks", "true", "--ramp", "4,6", "--clip", "host"]
     with pytest.raises(SystemExit) as caught:
@@ -144,6 +164,7 @@ def test_flags_and_variants_have_the_names_of_the_training_script():
 
 TINY = PRESETS["tiny"]
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
+RANKS = {"WORLD_SIZE": "2"}
 WHOLE = ("chunk", "graph", "full_step")
 
 
@@ -155,9 +176,13 @@ WHOLE = ("chunk", "graph", "full_step")
         ({"ramp": "1,2,3"}, {}, ("graph", "full_step")),
         ({"ramp": "2,2"}, {}, ()),
         ({"clip": "host"}, {}, ("full_step",)),
-        ({}, EXPANDABLE, ("layer", *WHOLE)),
-        ({}, {**EXPANDABLE, "NCCL_GRAPH_REGISTER": "0"}, ()),
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, ("layer", *WHOLE)),
+        ({"ramp": "02,2"}, {}, ()),
+        ({}, RANKS | EXPANDABLE, ("layer", *WHOLE)),
+        ({}, RANKS | EXPANDABLE | {"NCCL_GRAPH_REGISTER": "0"}, ()),
+        ({}, RANKS | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, ("layer", *WHOLE)),
+        # Alone, a process has no NCCL.
+        ({}, {"WORLD_SIZE": "1"} | EXPANDABLE, ()),
+        ({}, EXPANDABLE, ()),
         ({"pp": 2}, {}, ()),
     ],
 )
@@ -171,9 +196,26 @@ def test_flags_meet_the_table(changes, environment, refused):
             require_capturable(config, variant, environment)
 
 
-def test_a_refusal_is_one_line_before_anything_is_built():
-    arguments = ["--preset", "tiny", "--variant", "graph", "--ramp", "1,2,3"]
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--variant", "graph", "--ramp", "1,2,3"], "--variant chunk"),
+        (["--variant", "chunk", "--ramp", "1,2,3", "--mllog", "-"], "leave out --ramp 1,2,3"),
+    ],
+)
+def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
+    """The other one of two ranks never comes: whoever waited for it would not end."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = forked.run("llama31.train", arguments, environment, timeout_s=100)
+    environment |= {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=100)
     assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
-    assert "--variant chunk" in answer.stderr
+    assert said in answer.stderr
+
+
+def test_a_log_takes_one_number_of_microbatches():
+    logged = replace(Run(preset="tiny", variant="chunk"), mllog="-")
+    require_runnable(Arguments(config=replace(TINY, ramp="2,2"), run=logged))
+    assert hyperparameters(replace(TINY, ramp="2,2"), data_ranks=4)["global_batch_size"] == 2 * 4
+    assert hyperparameters(TINY, data_ranks=4)["global_batch_size"] == 3 * 4
+    with pytest.raises(ValueError, match="--mllog counts the same samples in each step: leave out --ramp 1,2"):
+        require_runnable(Arguments(config=replace(TINY, ramp="1,2"), run=logged))

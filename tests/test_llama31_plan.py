@@ -2,14 +2,17 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import common.precision
 from common.config import Arguments, Run
 from common.memory_plan import GIB
+from common.variant import Unsupported
 from llama31 import train, workload
 from llama31.config import PRESETS, num_parameters
 from llama31.plan import (
@@ -219,3 +222,30 @@ def test_a_layer_keeps_and_computes_again_what_its_way_says(monkeypatch):
 def test_fc1_in_fp8_is_rounded_before_swiglu():
     losses = [follow_eager(make(precision="bf16", fc1_store=store), 3)[0] for store in ("bf16", "fp8")]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "config, usable, fp8, layer, precision",
+    [
+        # A GPU without FP8 runs Transformer Engine's layers in bf16.
+        ({"precision": "bf16", "weights": "bf16"}, True, False, "te", "bf16"),
+        ({}, True, True, "te", "fp8"),
+        ({}, True, False, "torch", "bf16"),
+        ({}, False, False, "torch", "bf16"),
+        ({"precision": "bf16", "weights": "bf16"}, False, False, "torch", "bf16"),
+    ],
+)
+def test_a_layer_of_the_gpus_own_choice_is_noted(monkeypatch, config, usable, fp8, layer, precision):
+    def engine():
+        if not usable:
+            raise Unsupported("Transformer Engine is not usable")
+        return SimpleNamespace(is_fp8_available=lambda return_reason: (fp8, "needs 8.9"))
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
+    monkeypatch.setattr(common.precision, "usable_transformer_engine", engine)
+    args = Arguments(config=replace(PRESETS["bench"], **config), run=Run(preset="bench", variant="eager"))
+    resolved, notes = workload.resolve(args, torch.device("cuda"))
+    assert (resolved.config.layer, resolved.config.precision) == (layer, precision)
+    reason = "no FP8 on this GPU (needs 8.9)" if usable else "Transformer Engine is not usable"
+    said = [] if layer == "te" else [f"plain-PyTorch layer in {precision}: {reason}"]
+    assert [note for note in notes if "layer in" in note] == said

@@ -218,6 +218,16 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         token_files.concatenate(tmp_path, [tmp_path / "1.txt"], io.BytesIO(), [])
 
 
+@pytest.mark.parametrize("place", ["cache", "cache/deeper"])
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, place):
+    (tmp_path / "cache").write_text("a file, no folder")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "1.txt").write_text("text")
+    for data in ("", str(tmp_path / "text")):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/{place}/.*: (File exists|Not a directory); token files"):
+            token_files.open_tokens(data, tmp_path / place)
+
+
 # --- Megatron files
 
 
