@@ -71,9 +71,9 @@ class Config(Parallel, Timing):
     )
     nan_checks: bool = option(False, "read each microbatch's loss and the gradient norm and stop at NaN")
     validate_every: int = option(0, "validate after every so many steps, in the step (0: never)")
-    # At 2e-5 random weights have no stable course: two eager runs of `bench` part by one bit in the first step's
-    # gradient, as kernels that are not deterministic let them, and their losses by 0.07 of 8.4 in the fourth step. At
-    # 2e-6 it is 0.006 of 9.9, and the loss falls from 12.8 to 7.8 in 12 steps all the same.
+    # At 2e-5 random weights have no stable course. Attention's backward is not deterministic in timed runs, so the
+    # first step's gradient norm takes one of three values; nine runs of `bench` are then 0.13 apart in the loss of step
+    # 3 (results/h200x1/llama31-bench/20261123T155553Z-7dea93-8cfd). At 2e-6 six are 0.004 apart (20261123T175049Z).
     lr: float = option(2e-6, "learning rate of Adam; with random weights two equal runs part at 2e-5")
     data: str = option(
         "", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)", is_path=True

@@ -111,11 +111,16 @@ def test_no_committed_run_is_without_proof():
             groups.setdefault(folder, []).append(record)
         if record["message"].startswith(trust.TIMED_WORK):
             failing.add(folder)
-    # Attention of Llama 2 70B LoRA is not deterministic: its runs need the spread of several eager ones. Random weights
-    # have no stable course at a learning rate of 5e-4, where an eager run is too far from the others, too.
-    unstable = {folder for folder in groups if folder.parent.name == "llama2_lora-bench"}
-    assert failing <= unstable and len(failing) == 2
-    too_far = {5e-4: {("eager", 3), ("graph", 1), ("one_graph", 1), ("one_graph", 3)}}
+    # Attention of the Llamas is not deterministic, nor is a stage of GPT-3 that takes steps by its gradients' signs:
+    # such runs need the spread of several eager ones. Random weights have no stable course at a learning rate of 5e-4
+    # (Llama 2) and 2e-5 (Llama 3.1), where an eager run is too far from the others, too.
+    unstable_kinds = ("llama2_lora-bench", "llama31-bench", "gpt3-rank")
+    unstable = {folder for folder in groups if folder.parent.name in unstable_kinds}
+    assert failing <= unstable and len(failing) == 3
+    too_far = {
+        ("llama2_lora", 5e-4): {("eager", 3), ("graph", 1), ("one_graph", 1), ("one_graph", 3)},
+        ("llama31", 2e-5): {("eager", 1), ("graph", 1), ("graph", 3), ("full_step", 1), ("full_step", 3)},
+    }
     num_runs = []
     for folder in unstable:
         eager = [record for record in groups.pop(folder) if record["variant"].startswith("eager")]
@@ -127,9 +132,9 @@ def test_no_committed_run_is_without_proof():
             for record, others in zip(every, beside, strict=True)
             if proven.wrong_numbers(record, others)
         }
-        assert fails == too_far.get(every[0]["config"]["lr"], set())
+        assert fails == too_far.get((every[0]["model"], every[0]["config"]["lr"]), set())
         num_runs.append(len(every))
-    assert sorted(num_runs) == [9, 9, 20]
+    assert sorted(num_runs) == [6, 9, 9, 9, 12, 20]
     num_judged = 0
     for group in groups.values():
         for record in group:
