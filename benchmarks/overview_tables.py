@@ -56,10 +56,15 @@ def _range(row):
     return tables.bounds("speedup")(row) or tables.host_range(row)
 
 
+def _quiet_range(row):
+    """Of two hosts, where there is no interval, what each of them gives."""
+    return None if row["quiet_speedup_half_width"] is not None else tables.host_range(row, "quiet_")
+
+
 _NAME = (("model", field("label")), tables.VARIANT)
 _JUDGED = (
     ("speed-up", plain_ratio("speedup")),
-    ("95 %, range of 2", _range),
+    ("95 %, 2 hosts", _range),
     ("verdict, 99 %", _verdict),
 )
 SPEED = (
@@ -79,6 +84,7 @@ HOST = (
     *_NAME,
     ("speed-up", interval("speedup")),
     ("by p10", interval("quiet_speedup")),
+    ("p10, 2 hosts", _quiet_range),
     ("over all layers", interval("across_speedup")),
     ("beside busy processes", interval("contended_speedup")),
     (
@@ -156,12 +162,12 @@ MEASURED = (
     ("model", _published("title")),
     ("mechanism", lambda row: "NVIDIA's" if row["is_nvidias"] else "our best"),
     ("measured here", _measured),
-    ("captured", _here(field("strategy", lambda text: tables.short(text.partition(",")[0], 25)))),
+    ("captured", _here(field("strategy", lambda text: tables.short(text.partition(",")[0], 22)))),
     ("graphs", _here(field("num_graphs"))),
     ("pool GiB", _here(tables.MEMORY[1][1])),
     ("ceiling", _here(tables.CEILING[1])),
     ("speed-up", _here(plain_ratio("speedup"))),
-    ("95 %, range of 2", _here(_range)),
+    ("95 %, 2 hosts", _here(_range)),
     ("verdict, 99 %", _here(tables.verdict)),
     ("hosts, pairs", _here(tables.hosts_pairs)),
     ("parity", _here(field("parity"))),
@@ -255,7 +261,7 @@ def _list(lines, markdown):
 _WORDS = {
     "break_even_steps": "break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's",
     "num_older": "older: sessions of other code, configuration, versions or schema, or with fewer eagers, not pooled",
-    "range_low": "range of 2: of two hosts, whose 95 % interval would say nothing, what each of them gives",
+    "range_low": "2 hosts: what each of two hosts gives, whose 95 % interval would say nothing",
     "across_speedup": "over all layers: against the best eager of all kinds of layer; speed-up: of the variant's own",
 }
 

@@ -74,8 +74,11 @@ def summarise(found, base: str | None = None) -> list[dict]:
     reads from the device in every step, as NVIDIA's published base does) and across_speedup (over across_base, the best
     eager of all kinds of layer, where eagers of several were timed) have _low, _high (95 % interval) and _half_width
     (logarithm). is_base: the base of its own kind of layer. ceiling: the base's step over the busy time of the
-    variant's kernels. law, queue_model: the ratios that max(1, issue / busy) and the queue model predict for a variant
-    that replays graphs. verdict and scope are at 99 %. num_hosts, num_pairs: what the speed-up rests on;
+    variant's kernels, num_ceiling_runs: of how many runs; num_other_clock: how many were profiled at another clock than
+    timed. range_low, range_high and quiet_range_*: of two or more hosts, the lowest and the highest ratio; every_low,
+    every_high: of two or more sessions, older ones too, by 10th percentile. law, queue_model: the ratios that
+    max(1, issue / busy) and the queue model predict for a variant that replays graphs. verdict and scope are at 99 %.
+    num_hosts, num_pairs: what the speed-up rests on;
     num_judged_hosts: hosts with a session of 5 pairs. num_older: sessions of another program or schema, or with fewer
     eagers. missing_eagers: eagers that its sessions did not run.
     work: the configuration, without how it is measured.
@@ -173,7 +176,9 @@ def _row(group, name, base):
         "profiled_idle_fraction": _median(record["idle_fraction"] for record in replayed),
         "profile_stretch": _median(map(_profile_stretch, replayed)),
         "graph_kernel_share": _median(record["proof"]["graph_kernel_share"] for record in runs),
-        "ceiling": _ceiling((record, record) for record in runs) if is_base and cuda else None,
+        "ceiling": None,
+        "num_ceiling_runs": None,
+        "num_other_clock": sum(not _at_its_clock(record) for record in runs if record["busy_ms"]),
         "peak_reserved_gib": _gib(runs, "peak_reserved_bytes"),
         "pool_gib": _gib(runs, "graph_pool_bytes"),
         **{key: _median(record["capture"][key] for record in own) for key in ("warmup_s", "capture_s")},
@@ -193,11 +198,16 @@ def _row(group, name, base):
         "report": _report(runs),
     }
     row |= dict.fromkeys(f"{key}{end}" for key in RATIOS for end in ("", "_low", "_high", "_half_width"))
-    row |= dict.fromkeys(("base", "base_ms", "across_base", "verdict", "scope", "range_low", "range_high"))
+    row |= dict.fromkeys(("base", "base_ms", "across_base", "verdict", "scope"))
+    row |= dict.fromkeys(("range_low", "range_high", "quiet_range_low", "quiet_range_high"))
+    row |= dict.fromkeys(("every_low", "every_high"))
     row |= {"num_pairs": 0, "num_hosts": 0, "num_judged_hosts": 0, "law": None, "queue_model": None}
     if cuda and runs:
-        if not is_base:
+        if is_base:
+            row["ceiling"], row["num_ceiling_runs"] = _ceiling([(record, record) for record in runs])
+        else:
             _compare(row, group, name, pooled)
+            row["every_low"], row["every_high"] = _over_every_session(group, name, [*older, *pooled])
         across = row["across_base"] = group.across(pooled[-1], name)
         for key, base in (("across_speedup", across), ("sync_speedup", SYNC)):
             if base not in (None, name):
@@ -229,10 +239,12 @@ def _compare(row, group, name, pooled):
             row.update(verdict=judged.verdict, scope=judged.scope, num_pairs=judged.num_pairs)
             row.update(num_hosts=judged.num_units, num_judged_hosts=judged.num_judged_units)
             row.update(range_low=judged.range_low, range_high=judged.range_high)
+        if judged and key == "quiet_speedup":
+            row.update(quiet_range_low=judged.range_low, quiet_range_high=judged.range_high)
     row["base"] = base if bases else None
     used = [pair for session in bases for pair in pairs(group, session, name, base)]
     row["base_ms"] = _median(a["statistic_ms"] for a, _ in used)
-    row["ceiling"] = _ceiling(used)
+    row["ceiling"], row["num_ceiling_runs"] = _ceiling(used)
     row["law"], row["queue_model"] = _predicted(used)
     if not row["num_pairs"]:
         failed = row["status"] == "numerics_failed"
@@ -309,20 +321,34 @@ def _predicted(both):
     return first, math.exp(statistics.mean(logs)) if logs else None
 
 
+def _at_its_clock(record):
+    """Whether the profile, which busy time is from, had the clock of the timed window."""
+    return abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
+
+
 def _ceiling(both):
-    """The base's step over the busy time of the variant's kernels, of (base, variant): the most that these kernels can
-    gain by running without gaps. Runs whose profiled clock was another one do not count; blank where those that count
-    are no sample of all, by the median step of the base."""
+    """(The base's step over the busy time of the variant's kernels, of (base, variant): the most that these kernels can
+    gain by running without gaps; of how many runs that is). Runs whose profiled clock was another one do not count;
+    nothing where those that count are no sample of all, by the median step of the base."""
     known = [(base, record) for base, record in both if record["busy_ms"]]
-    used = [
-        (base, record)
-        for base, record in known
-        if abs((record["extra"].get("profiled_clock_ratio") or 1.0) - 1.0) <= CLOCK_TOLERANCE
-    ]
+    used = [(base, record) for base, record in known if _at_its_clock(record)]
     steps, all_steps = (_median(base["statistic_ms"] for base, _ in of) for of in (used, known))
     if not used or abs(steps - all_steps) > SAMPLE_TOLERANCE * all_steps:
-        return None
-    return _median(base["statistic_ms"] / record["busy_ms"] for base, record in used)
+        return None, None
+    return _median(base["statistic_ms"] / record["busy_ms"] for base, record in used), len(used)
+
+
+def _over_every_session(group, name, sessions):
+    """The lowest and the highest ratio that any session gave, of other programs and schemas too; None of fewer than 2.
+
+    10th percentiles, or medians where windows hold too few steps for these."""
+    values = []
+    for session in sessions:
+        base = group.base(session, name)
+        both = pairs(group, session, name, base) if base not in (None, name) else []
+        logs = log_ratios(both, frame.quiet_ms) or log_ratios(both, _statistic)
+        values += [math.exp(statistics.mean(logs))] if logs else []
+    return (min(values), max(values)) if len(values) > 1 else (None, None)
 
 
 def timed_idle(record):

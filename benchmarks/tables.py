@@ -104,9 +104,10 @@ def where(row):
     return f"on {num} host{'s' if num > 1 else ''}" if several else row["scope"]
 
 
-def host_range(row):
-    """The lowest and the highest ratio of two or more hosts."""
-    return None if row["range_low"] is None else f"{row['range_low']:.3f} to {row['range_high']:.3f}"
+def host_range(row, key=""):
+    """The lowest and the highest ratio of two or more hosts. key: "", or "quiet_" by 10th percentile."""
+    low, high = row[f"{key}range_low"], row[f"{key}range_high"]
+    return None if low is None else f"{low:.3f} to {high:.3f}"
 
 
 def hosts_pairs(row):
@@ -117,6 +118,19 @@ def hosts_pairs(row):
 def counted(key):
     """A number, or nothing for 0 and for empty text."""
     return lambda row: str(row[key]) if row[key] else None
+
+
+def ceiling(row):
+    """1.02x; of how many runs, where the others were profiled at another clock: 1.02x (2/8)."""
+    used, num_all = row["num_ceiling_runs"], row["num_pairs"] or row["num_rounds"]
+    if row["ceiling"] is None:
+        return None
+    return times(row["ceiling"]) + (f" ({used}/{num_all})" if used < num_all else "")
+
+
+def other_clock(row):
+    """How many runs were profiled at another clock than timed, of all."""
+    return f"{row['num_other_clock']}/{row['num_rounds']}" if row["num_other_clock"] else None
 
 
 def short(text: str, limit: int = 200) -> str:
@@ -156,7 +170,7 @@ STEP = ("step ms", field("step_ms", number(2)))
 PARITY = ("parity", field("parity"))
 STATUS = ("status", field("status"))
 GRAPHS = (("graphs", field("num_graphs")), ("replays", field("replays")))
-CEILING = ("ceiling", field("ceiling", times))
+CEILING = ("ceiling", ceiling)
 OLDER_LACKS = (("older", counted("num_older")), ("lacks", counted("lacks")))
 MEMORY = (("reserved GiB", field("peak_reserved_gib", number(2))), ("pool GiB", field("pool_gib", number(2))))
 
@@ -184,6 +198,7 @@ COST = (
     VARIANT,
     ("issue ms", field("issue_ms", number(2))),
     ("busy ms", field("busy_ms", number(2))),
+    ("at another clock", other_clock),
     CEILING,
     ("max(1, issue/busy)", field("law", times)),
     ("queue model", field("queue_model", times)),

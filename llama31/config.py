@@ -200,7 +200,15 @@ PRESETS = {
     ),
     "bench": Config(),
     "full": Config(
-        **_WHOLE_8B, microbatches=2, weights="fp8", moments="bf16", min_steps=8, min_window_s=20.0, batches=4
+        **_WHOLE_8B,
+        microbatches=2,
+        weights="fp8",
+        moments="bf16",
+        min_steps=8,
+        min_window_s=20.0,
+        batches=4,
+        # At 2e-6 two eager runs are 0.02 apart in the loss of step 6, where 0.03 are allowed (20261123T202500Z).
+        lr=5e-7,
     ),
     "mlperf": Config(
         layers=126, share_tp=1, share_cp=1, tp=4, pp=8, cp=2, microbatches=144, min_steps=8, min_window_s=20.0

@@ -101,6 +101,17 @@ def test_the_ceiling_is_not_that_of_unusual_runs(step_ms, ceiling):
     assert row_of(found, "eager")["ceiling"] == (ceiling and pytest.approx(ceiling))
 
 
+def test_a_ceiling_of_some_runs_says_of_how_many():
+    found = session()
+    for record in found[4:]:
+        record["extra"]["profiled_clock_ratio"] = 1.1
+    _, cost = (part.splitlines() for part in tables.folder_text(compare.summarise(found)).split("\n\n")[:2])
+    assert "busy ms  at another clock      ceiling" in cost[0]
+    assert all("3/5  1.25x (2/5)" in line for line in cost[1:3])
+    whole = tables.folder_text(compare.summarise(session()))
+    assert "at another clock" not in whole and "1.25x (" not in whole
+
+
 def test_the_ceiling_of_kernels_is_that_of_the_same_sessions():
     """A variant that ran in an older session alone, of other code, had another base there."""
     old = [make(name, 1, 20.0) for name in ("eager", "other")]

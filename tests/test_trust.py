@@ -114,7 +114,7 @@ def test_no_committed_run_is_without_proof():
     # Attention of the Llamas is not deterministic, nor is a stage of GPT-3 that takes steps by its gradients' signs:
     # such runs need the spread of several eager ones. Random weights have no stable course at a learning rate of 5e-4
     # (Llama 2) and 2e-5 (Llama 3.1), where an eager run is too far from the others, too.
-    unstable_kinds = ("llama2_lora-bench", "llama31-bench", "gpt3-rank")
+    unstable_kinds = ("llama2_lora-bench", "llama31-bench", "llama31-bench-load16", "llama31-full", "gpt3-rank")
     unstable = {folder for folder in groups if folder.parent.name in unstable_kinds}
     assert failing <= unstable and len(failing) == 3
     too_far = {
@@ -134,7 +134,7 @@ def test_no_committed_run_is_without_proof():
         }
         assert fails == too_far.get((every[0]["model"], every[0]["config"]["lr"]), set())
         num_runs.append(len(every))
-    assert sorted(num_runs) == [6, 9, 9, 9, 12, 20]
+    assert sorted(num_runs) == [6, 7, 8, 9, 9, 9, 12, 20]
     num_judged = 0
     for group in groups.values():
         for record in group:
