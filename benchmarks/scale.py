@@ -334,8 +334,28 @@ def _same_work(record, other):
     return all(record["config"].get(key) == value for key, value in other["config"].items() if key not in split)
 
 
+def sessions_of(found) -> list[str]:
+    """The sessions that a table rests on, in order of time; records of schema 1 name none."""
+    names = {record.get("session") for record in found}
+    return sorted(filter(None, names)) + ["some of schema 1"] * (not all(names))
+
+
+def write(folder: Path, model: str, preset: str, variant: str, lines: list[str], found) -> Path:
+    """The printed lines as a page that says how it was made and from which sessions."""
+    path = folder / f"scale-{model}-{preset}.md"
+    made = f"make scale MODEL={model} PRESET={preset}" + (f" VARIANT={variant}" if variant != "graph" else "")
+    head = (
+        f"Simulated, not measured: eager over {variant} where many GPUs wait for each other. `{made}` made this page."
+    )
+    own = f"From the sessions {', '.join(sessions_of(found))}."
+    path.write_text("\n".join([head, "", *lines, "", own, ""]))
+    return path
+
+
 def main(argv=None) -> int:
-    """Print the table of a model and draw it. Exit status 2 for what cannot be simulated, said in one line."""
+    """Print the table of a model, write it as a page beside the results, draw it.
+
+    Exit status 2 for what cannot be simulated, said in one line."""
     parser = Parser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("results", help="folder of results")
     parser.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(SCALES)}")
@@ -359,7 +379,9 @@ def main(argv=None) -> int:
             f"no timed eager runs of {args.model}/{args.preset} with times of parts of their steps in {args.results}"
         )
     made = rows(found, args.model, args.variant, args.steps)
-    print("\n".join([*table(made), "", LEGEND, *of_several_ranks(found)]))
+    lines = [*table(made), "", LEGEND, "", *of_several_ranks(found)]
+    print("\n".join(lines))
+    print(f"page: {write(Path(args.results), args.model, args.preset, args.variant, lines, found)}")
     try:
         from benchmarks.figures import scale as figure
     except ModuleNotFoundError as error:

@@ -7,7 +7,7 @@ import sys
 import numpy
 import pytest
 
-from benchmarks import ROOT, scale
+from benchmarks import ROOT, frame, scale
 from benchmarks.figures import scale as figure
 from common import record as records
 from common import schedule
@@ -246,3 +246,24 @@ def test_the_figure_draws_each_row(tmp_path):
     drawn = path.read_text()
     assert path.name == "scale-gpt3.svg" and "11,616 GPUs" in drawn and "256 GPUs" in drawn
     assert "1.100x on one GPU of a quiet host would be 1.10x to 1.10x" in drawn
+
+
+def test_a_page_says_how_it_was_made_and_from_what(tmp_path):
+    found = [a_record("eager", 130.0) | {"session": "b"}, a_record("graph", 120.0) | {"session": "a"}]
+    lines = scale.table(scale.rows(found, "gpt3", "graph", num_steps=1, num_boot=0))
+    path = scale.write(tmp_path, "gpt3", "rank", "graph", lines, found)
+    text = path.read_text()
+    assert path.name == "scale-gpt3-rank.md" and "`make scale MODEL=gpt3 PRESET=rank` made" in text
+    assert "Simulated, not measured" in text and "| 11,616 |" in text and "From the sessions a, b." in text
+
+
+def test_committed_pages_are_of_all_sessions():
+    """A new session of a preset makes its page old."""
+    pages = sorted((ROOT / "results").glob("scale-*.md"))
+    runs = frame.read(ROOT / "results").frame
+    timed = runs[(runs["device"] == "cuda") & runs["is_timed"].astype(bool)]
+    for page in pages:
+        _, model, preset = page.stem.split("-")
+        found = frame.timed(frame.records_of(timed[(timed["model"] == model) & (timed["preset"] == preset)]))
+        assert f"From the sessions {', '.join(scale.sessions_of(found))}." in page.read_text(), page.name
+    assert pages
