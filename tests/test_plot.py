@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import frame, overview_rows, plot
 from benchmarks.figures import evidence, speed, steps, style
+from benchmarks.figures import words as figure_words
 from common import record as records
 from tests.drawn_pages import assert_apart, assert_inside, texts, words
 from tests.figure_records import POINTS, everything, failed, gpt3, make, put, session, sweep_file, trace_file
@@ -338,6 +339,9 @@ def test_what_does_not_pool_is_not_drawn_and_all_commits_are_named(tmp_path):
     assert drawn["jitter-gpt3-bench"].title.startswith("GPT-3 bench, p95 of a step beyond its median: eager 0.4 %")
     footer = "git bbbbbbbbbbbb and cccccccccccc, 10 rounds x 100 steps"
     assert any(text.endswith(footer) for text in words(drawn["step_time-gpt3-bench"]))
+    many = [{"torch": None, "cuda": None, "driver": None, "git_sha": letter * 40} for letter in "abcde"]
+    assert figure_words.versions(many[:4])[0].endswith(" and dddddddddddd")
+    assert figure_words.versions(many) == ["git 5 commits"]
     # Only the old one left a trace: better than none, and said.
     text = " ".join(words(drawn["timeline-gpt3-bench"]))
     assert "Traced in an older session" in text

@@ -12,6 +12,7 @@ NAMES = {
     "stable_diffusion": "Stable Diffusion",
 }
 LARGE = 1.2  # from here on a ratio reads better than per cent
+MAX_COMMITS = 4  # more are counted
 
 
 def of_model(model: str) -> str:
@@ -89,11 +90,14 @@ def provenance(members) -> str:
 
 
 def versions(envs: list[dict]) -> list[str]:
-    """`torch 2.13.0`, `CUDA 13.0`, `driver 580.1`, `git 0123456789ab`: what of it is known, and all of it."""
+    """`torch 2.13.0`, `CUDA 13.0`, `driver 580.1`, `git 0123456789ab`: what of it is known, and all of it but commits
+    beyond MAX_COMMITS, which the overview names."""
     values = {name: _distinct(env[name.lower()] for env in envs) for name in ("torch", "CUDA", "driver")}
     values["git"] = _distinct(
         env["git_sha"] and env["git_sha"][:12] + (" (changed)" if env.get("git_dirty") else "") for env in envs
     )
+    if len(values["git"]) > MAX_COMMITS:
+        values["git"] = [f"{len(values['git'])} commits"]
     return [f"{name} {' and '.join(each)}" for name, each in values.items() if each]
 
 
