@@ -65,10 +65,9 @@ def ratio(row: dict) -> str:
     what each of them gives; where no host has 3 pairs, with what all sessions give. Pairs of such hosts enter only
     where there is no other."""
     key = "speedup" if row["quiet_speedup"] is None else "quiet_speedup"
-    text = tables.interval(key)(row)
-    by_host = tables.host_range(row, "" if key == "speedup" else "quiet_")
-    if row[f"{key}_half_width"] is None and by_host:
-        text += f", hosts {by_host}"
+    text, both = tables.interval(key)(row), tables.two_hosts(row, key)
+    if both:
+        text += f", hosts {both}"
     if not row["num_hosts"] and row["every_low"] is not None:
         text += f", sessions {row['every_low']:.3f} to {row['every_high']:.3f}"
     return f"{text} ({row['num_hosts'] or 'none'}, {row['num_pairs']})"

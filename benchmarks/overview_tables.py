@@ -53,12 +53,7 @@ def _captured(limit):
 
 def _range(row):
     """The 95 % interval; of two hosts, where it would say nothing, what each of them gives."""
-    return tables.bounds("speedup")(row) or tables.host_range(row)
-
-
-def _quiet_range(row):
-    """Of two hosts, where there is no interval, what each of them gives."""
-    return None if row["quiet_speedup_half_width"] is not None else tables.host_range(row, "quiet_")
+    return tables.bounds("speedup")(row) or tables.two_hosts(row)
 
 
 _NAME = (("model", field("label")), tables.VARIANT)
@@ -84,7 +79,7 @@ HOST = (
     *_NAME,
     ("speed-up", interval("speedup")),
     ("by p10", interval("quiet_speedup")),
-    ("p10, 2 hosts", _quiet_range),
+    ("p10, 2 hosts", lambda row: tables.two_hosts(row, "quiet_speedup")),
     ("over all layers", interval("across_speedup")),
     ("beside busy processes", interval("contended_speedup")),
     (

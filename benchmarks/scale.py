@@ -32,6 +32,7 @@ from common import schedule
 from common.config import Parser
 
 NUM_BOOT, SEED = 20, 0
+VARIANT, NUM_STEPS = "graph", 400
 LEGEND = (
     "runs: of eager + of the variant, on so many hosts or sessions. times: of microbatches, or of whole steps where "
     "the records of either lack them. spread: a delay lies on all that a time is of alike; burst: on one microbatch of "
@@ -340,15 +341,14 @@ def sessions_of(found) -> list[str]:
     return sorted(filter(None, names)) + ["some of schema 1"] * (not all(names))
 
 
-def write(folder: Path, model: str, preset: str, variant: str, lines: list[str], found) -> Path:
-    """The printed lines as a page that says how it was made and from which sessions."""
-    path = folder / f"scale-{model}-{preset}.md"
-    made = f"make scale MODEL={model} PRESET={preset}" + (f" VARIANT={variant}" if variant != "graph" else "")
-    head = (
-        f"Simulated, not measured: eager over {variant} where many GPUs wait for each other. `{made}` made this page."
-    )
+def write(args, lines: list[str], found) -> Path:
+    """The printed lines as a page that says how it was made and from which sessions. args: of the command line."""
+    other = [args.variant] * (args.variant != VARIANT) + [f"steps{args.steps}"] * (args.steps != NUM_STEPS)
+    path = Path(args.results) / f"{'-'.join(['scale', args.model, args.preset, *other])}.md"
+    made = f"make scale MODEL={args.model} PRESET={args.preset} VARIANT={args.variant} ARGS='--steps {args.steps}'"
+    head = f"Simulated, not measured: eager over {args.variant} where many GPUs wait for each other."
     own = f"From the sessions {', '.join(sessions_of(found))}."
-    path.write_text("\n".join([head, "", *lines, "", own, ""]))
+    path.write_text("\n".join([head, "", f"    {made}", "", *lines, "", own, ""]))
     return path
 
 
@@ -360,8 +360,8 @@ def main(argv=None) -> int:
     parser.add_argument("results", help="folder of results")
     parser.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(SCALES)}")
     parser.add_argument("--preset", default="bench", metavar="NAME", help="whose records are a rank's (bench)")
-    parser.add_argument("--variant", default="graph", metavar="NAME", help="what stands against eager (graph)")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="replica steps to simulate (400)")
+    parser.add_argument("--variant", default=VARIANT, metavar="NAME", help="what stands against eager (graph)")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, metavar="N", help="replica steps to simulate (400)")
     args = parser.parse_args(argv)
     if args.model not in SCALES:
         parser.error(f"--model {args.model}: no cluster is known of it, take one of {', '.join(SCALES)}")
@@ -381,7 +381,7 @@ def main(argv=None) -> int:
     made = rows(found, args.model, args.variant, args.steps)
     lines = [*table(made), "", LEGEND, "", *of_several_ranks(found)]
     print("\n".join(lines))
-    print(f"page: {write(Path(args.results), args.model, args.preset, args.variant, lines, found)}")
+    print(f"page: {write(args, lines, found)}")
     try:
         from benchmarks.figures import scale as figure
     except ModuleNotFoundError as error:

@@ -104,10 +104,15 @@ def where(row):
     return f"on {num} host{'s' if num > 1 else ''}" if several else row["scope"]
 
 
-def host_range(row, key=""):
-    """The lowest and the highest ratio of two or more hosts. key: "", or "quiet_" by 10th percentile."""
-    low, high = row[f"{key}range_low"], row[f"{key}range_high"]
+def host_range(row, key="speedup"):
+    """The lowest and the highest ratio of two or more hosts. key: speedup, or quiet_speedup."""
+    low, high = (row[f"{key.removesuffix('speedup')}range_{end}"] for end in ("low", "high"))
     return None if low is None else f"{low:.3f} to {high:.3f}"
+
+
+def two_hosts(row, key="speedup"):
+    """What each of two hosts gives; nothing where there is an interval."""
+    return None if row[f"{key}_half_width"] is not None else host_range(row, key)
 
 
 def hosts_pairs(row):

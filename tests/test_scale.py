@@ -1,5 +1,6 @@
 """benchmarks/scale: a cluster's step from the steps of single ranks."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -251,10 +252,14 @@ def test_the_figure_draws_each_row(tmp_path):
 def test_a_page_says_how_it_was_made_and_from_what(tmp_path):
     found = [a_record("eager", 130.0) | {"session": "b"}, a_record("graph", 120.0) | {"session": "a"}]
     lines = scale.table(scale.rows(found, "gpt3", "graph", num_steps=1, num_boot=0))
-    path = scale.write(tmp_path, "gpt3", "rank", "graph", lines, found)
+    args = argparse.Namespace(results=tmp_path, model="gpt3", preset="rank", variant="graph", steps=scale.NUM_STEPS)
+    path = scale.write(args, lines, found)
     text = path.read_text()
-    assert path.name == "scale-gpt3-rank.md" and "`make scale MODEL=gpt3 PRESET=rank` made" in text
+    assert path.name == "scale-gpt3-rank.md" and "    make scale MODEL=gpt3 PRESET=rank VARIANT=graph ARGS=" in text
     assert "Simulated, not measured" in text and "| 11,616 |" in text and "From the sessions a, b." in text
+    # Of another variant, or of fewer steps, it is another page.
+    args.variant, args.steps = "graph_te", 10
+    assert scale.write(args, lines, found).name == "scale-gpt3-rank-graph_te-steps10.md" and path.read_text() == text
 
 
 def test_committed_pages_are_of_all_sessions():
@@ -263,7 +268,7 @@ def test_committed_pages_are_of_all_sessions():
     runs = frame.read(ROOT / "results").frame
     timed = runs[(runs["device"] == "cuda") & runs["is_timed"].astype(bool)]
     for page in pages:
-        _, model, preset = page.stem.split("-")
+        model, preset = page.stem.split("-")[1:3]
         found = frame.timed(frame.records_of(timed[(timed["model"] == model) & (timed["preset"] == preset)]))
         assert f"From the sessions {', '.join(scale.sessions_of(found))}." in page.read_text(), page.name
     assert pages
