@@ -30,7 +30,8 @@ class Point:
 
     x: see above. quiet, median: measured ratios by 10th percentile (None where steps exceed 0.4 s) and by median step.
     queue: the queue model's ratio, None where a record lacks it. base_step, variant_step: the model's step over the
-    measured median, less 1. issue_ms, busy_ms: what x is made of. is_main: one variant of each session is.
+    measured median, less 1. issue_ms, busy_ms: what x is made of. is_main: one variant of each session is,
+    unless all of its graphs are of compiled kernels.
     """
 
     group: str
@@ -101,7 +102,9 @@ def _of_session(group, session):
         ]
         if pairs:
             replaying[variant] = base, pairs, timed[0]
-    main = next((name for name in HEADLINE if name in replaying), next(iter(replaying), None))
+    # Compiled kernels are not the base's: what they gain follows from fusion as well.
+    own = [name for name, (_, _, row) in replaying.items() if row["record"]["extra"].get("kind") != "compile"]
+    main = next((name for name in (*HEADLINE, *own) if name in own), None)
     return [_point(*of_variant, is_main=variant == main) for variant, of_variant in replaying.items()]
 
 

@@ -149,7 +149,11 @@ def labels_of(blocks: list[Block]) -> dict[int, str]:
 
 
 def _short_name(block):
-    return suffix_of(block.folder.name, block.model, block.preset)
+    """As suffix_of, without the names of flags whose values it has: layer-torch-precision-bf16 -> torch-bf16."""
+    words = suffix_of(block.folder.name, block.model, block.preset).split("-")
+    flags = set(block.found[0]["config"])
+    pairs = zip(words, [*words[1:], None], strict=True)
+    return "-".join(word for word, after in pairs if word not in flags or after is None or after in flags)
 
 
 def suffix_of(folder: str, model: str, preset: str) -> str:

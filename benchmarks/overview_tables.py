@@ -71,7 +71,7 @@ SPEED = (
     ("hosts, pairs", tables.hosts_pairs),
     # Their intervals stand in the next table.
     ("by p10", plain_ratio("quiet_speedup")),
-    ("over all layers", plain_ratio("across_speedup")),
+    ("all layers", plain_ratio("across_speedup")),
     *tables.OLDER_LACKS,
 )
 _VERDICT = ("verdict", "scope", "num_hosts", "num_judged_hosts")
@@ -80,7 +80,7 @@ HOST = (
     ("speed-up", interval("speedup")),
     ("by p10", interval("quiet_speedup")),
     ("p10, 2 hosts", lambda row: tables.two_hosts(row, "quiet_speedup")),
-    ("over all layers", interval("across_speedup")),
+    ("all layers", interval("across_speedup")),
     ("beside busy processes", interval("contended_speedup")),
     (
         "verdict there, 99 %",
@@ -257,7 +257,7 @@ _WORDS = {
     "break_even_steps": "break-even counts compilation, capture, and what a variant's warm-up takes beyond eager's",
     "num_older": "older: sessions of other code, configuration, versions or schema, or with fewer eagers, not pooled",
     "range_low": "2 hosts: what each of two hosts gives, whose 95 % interval would say nothing",
-    "across_speedup": "over all layers: against the best eager of all kinds of layer; speed-up: of the variant's own",
+    "across_speedup": "all layers: against the best eager of all kinds of layer; speed-up: of the variant's own",
 }
 
 

@@ -194,7 +194,7 @@ GAIN = (
     ("fwd+bwd", ratio("model_speedup")),
     ("over eager_sync", interval("sync_speedup")),
     ("layer", field("layer")),
-    ("over all layers", _over_all_layers),
+    ("all layers", _over_all_layers),
     PARITY,
     STATUS,
     *OLDER_LACKS,

@@ -96,6 +96,16 @@ def test_one_variant_a_session_is_counted_as_its_main_one():
     assert law.counts(points)[1].startswith("max(1, x): 1 within 5 %, 1 within 10 %, of 1 sessions")
 
 
+def test_graphs_of_compiled_kernels_never_stand_for_a_session():
+    base = make("eager", 1, 20.0, issue_ms=20.0, busy_ms=8.0)
+    compiled = make("compile_graph", 1, 10.0, busy_ms=10.0)
+    compiled["extra"]["kind"] = "compile"
+    plain = make("layer", 1, 10.0, busy_ms=10.0)
+    assert [point.is_main for point in law.points([base, compiled])] == [False]
+    points = {point.variant: point.is_main for point in law.points([base, compiled, plain])}
+    assert points == {"compile_graph": False, "layer": True}
+
+
 def test_counts_are_of_both_predictions(monkeypatch):
     found = law.points(both(12.0, 10.0, 8.5, 10.0, predicted=(12.1, 10.0)))
     found += law.points(both(10.7, 10.0, 8.5, 10.0))

@@ -346,6 +346,15 @@ def test_labels_have_what_a_folders_name_adds_once(tmp_path):
     ]
 
 
+def test_a_label_has_the_values_of_flags_without_their_names(tmp_path):
+    config = {"layer": "torch", "precision": "bf16", "overlap": True}
+    put(tmp_path / "fake-bench-layer-torch-precision-bf16", *graphed(config=config))
+    put(tmp_path / "fake-bench-layer-torch-overlap", *graphed(config=config | {"precision": "fp8"}))
+    put(tmp_path / "fake-bench-overlap-layer-te", *graphed(config=config | {"layer": "te"}))
+    labels = sorted(row["label"] for row in rows_of(tmp_path))
+    assert labels == ["fake/bench overlap-te", "fake/bench torch-bf16", "fake/bench torch-overlap"]
+
+
 def test_the_label_of_fewer_layers_than_asked_for_has_no_preset_twice(tmp_path):
     """A GPU that holds 6 layers names its preset bench-l6, in the folder of what was asked for."""
     put(tmp_path / "fake-bench", *graphed(preset="bench-l6"))
