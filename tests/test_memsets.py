@@ -2,8 +2,9 @@
 
 import gzip
 import json
-import lzma
 from pathlib import Path
+
+from benchmarks import sessions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LIMIT = 512
@@ -11,14 +12,14 @@ LIMIT = 512
 
 def launches():
     """Of each timed run whose step is one launch of a graph: memsets, those that start after issue time, issue ms."""
-    for packed in sorted(RESULTS.glob("h[12]00x1/*/*/records.jsonl.xz")):
-        for record in map(json.loads, lzma.decompress(packed.read_bytes()).splitlines()):
+    for folder in sessions.find(RESULTS):
+        for _, record in sessions.read_records(folder)[0]:
             # The second graph of Llama 3.1 is the validation's; other variants with two graphs launch both.
             graphs = 2 if record["model"] == "llama31" else 1
             if not record["round"] or record["capture"]["num_graphs"] != graphs or not record["busy_ms"]:
                 continue
             attempt = f".a{record['attempt']}" if record.get("attempt", 1) > 1 else ""
-            trace = packed.parent / f"{record['variant']}.r{record['round']}{attempt}.trace.json.gz"
+            trace = folder / f"{record['variant']}.r{record['round']}{attempt}.trace.json.gz"
             if trace.exists():
                 events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
                 starts = [event["ts"] / 1e3 for event in events if event["cat"] == "gpu_memset"]
@@ -27,7 +28,8 @@ def launches():
 
 def test_the_launch_of_a_graph_waits_until_512_of_its_memsets_are_left():
     found = list(launches())
-    few = [issue_ms for num, _, issue_ms in found if num <= LIMIT]
-    many = [left for num, left, _ in found if num > LIMIT]
-    assert len(few) > 30 and max(few) < 4
-    assert len(many) > 45 and (min(many), max(many)) == (491, 523)
+    few = [(num, issue_ms) for num, _, issue_ms in found if num <= LIMIT]
+    many = [(num, left) for num, left, _ in found if num > LIMIT]
+    assert len(few) > 30 and max(num for num, _ in few) == 471 and max(issue_ms for _, issue_ms in few) < 4
+    assert len(many) > 45 and min(num for num, _ in many) == 560
+    assert (min(left for _, left in many), max(left for _, left in many)) == (491, 523)
