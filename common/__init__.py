@@ -1,0 +1,1 @@
+"""Code that training scripts share: configuration, capture, training, measuring and machine facts."""

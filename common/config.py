@@ -6,7 +6,7 @@ command line are answered in a fraction of a second, on machines without torch t
 
     args = parse("gpt3", Config, PRESETS, VARIANTS)
     args.config      the preset with the fields given on the command line replaced
-    args.run         what concerns this run only: variant, round, parity, steps, record, log, profile
+    args.run         what concerns this run only: variant, steps, parity, record, log, profile
 """
 
 import argparse
@@ -21,13 +21,11 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import garbage, phases  # noqa: F401 (a script's first import: it notes when its first line ran)
+from common import garbage
+from common.variant_table import Declared
 
-# A window keeps two events and five numbers of each step, and all of them go into one line of JSON: 30 MB of a million.
+# Each step keeps an event on the GPU and its time.
 MAX_STEPS = 1_000_000
-# A trace holds every kernel.
-MAX_PROFILE_STEPS = 1000
-MAX_WINDOW_S = 3600.0
 # What is computed from sizes stays within the range of a float.
 MAX_INTEGER = 2**53
 
@@ -61,23 +59,19 @@ class Run:
 
     preset: str
     variant: str
-    steps: int = option(0, "at least this many timed steps (0: the preset's)", metavar="N")
-    round: int = option(1, "number of the round this run belongs to", metavar="R")
+    steps: int = option(0, "train this many steps (0: --min-steps)", metavar="N")
     parity: bool = option(False, "deterministic kernels, every step hashed, nothing timed")
-    parity_steps: int = option(
-        0, "just so many steps with --parity (0: --steps, at least 20, or 3 of more than 0.4 s)", metavar="N"
-    )
-    record: str = option("", "where to write the record", metavar="PATH")
-    profile_steps: int = option(12, "steps in the profile pass, fewer of long ones (0: none)", metavar="N")
+    parity_steps: int = option(0, "just so many steps with --parity (0: --steps, at least 20)", metavar="N")
+    record: str = option("", "write what came of it as JSON", metavar="PATH")
     mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
     profile: str = option("", "time nothing, trace a few steps for a viewer (.json, .json.gz)", metavar="PATH")
+    worker: str = option("", "used by make bench: do what the process that listens here says", metavar="SOCKET")
 
     def __post_init__(self):
-        if min(self.steps, self.round, self.profile_steps, self.parity_steps) < 0:
-            raise ValueError("--steps, --round, --profile-steps and --parity-steps take a number from 0 up")
+        if min(self.steps, self.parity_steps) < 0:
+            raise ValueError("--steps and --parity-steps take a number from 0 up")
         require_steps("--steps", self.steps)
         require_steps("--parity-steps", self.parity_steps)
-        require_steps("--profile-steps", self.profile_steps, MAX_PROFILE_STEPS)
         if self.parity_steps and not self.parity:
             raise ValueError("--parity-steps needs --parity")
         if self.profile and not self.profile.endswith((".json", ".json.gz")):
@@ -102,16 +96,9 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What every model's Config has: how long a run warms up and times."""
+    """What every model's Config has: how many steps a run makes."""
 
-    min_steps: int = option(50, "timed steps at least")
-    min_window_s: float = option(5.0, "timed seconds at least")
-    warmup_min_s: float = option(4.0, "seconds of warm-up at least, until step time and clock settle")
-    warmup_max_s: float = option(10.0, "seconds of warm-up at most")
-
-
-# Of presets that show parity and replays on a CPU, where no time is worth waiting for.
-TINY_TIMING = {"min_window_s": 1.5, "warmup_min_s": 0.3, "warmup_max_s": 1.5}
+    min_steps: int = option(50, "steps of a run, unless --steps says otherwise")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -122,11 +109,12 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     """Parse `argv` (default: the process's own).
 
     model: the package's name, as in `python -m gpt3.train`. presets: name -> config_class instance.
-    variants: name -> one line of help. about: what else `--describe` tells the harness, see `describe`.
-    On `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr that names
-    what is allowed, and exit status 2.
+    variants: of `common.variant_table.table`, or name -> one line of help. about: what else `--describe` tells the
+    harness, see `describe`. On `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr
+    that names what is allowed, and exit status 2.
     """
-    parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants))
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
     parser.add_argument("--preset", metavar="NAME", default=next(iter(presets)), help=f"one of {', '.join(presets)}")
     parser.add_argument("--variant", metavar="NAME", default=next(iter(variants)), help=f"one of {', '.join(variants)}")
@@ -138,7 +126,9 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
         require_known("preset", run.preset, presets)
         require_known("variant", run.variant, variants)
         config = dataclasses.replace(presets[run.preset], **overrides)
-        _require_window(config)
+        if hasattr(config, "min_steps"):
+            require_steps("--min-steps", config.min_steps)
+            require_fields(config, ("min_steps",), lambda steps: steps >= 1, "a number from 1 up")
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
@@ -204,16 +194,17 @@ def mistakes_in_one_line(model, command="train"):
 def describe(model, config_class, presets, variants, about=None, asked=None) -> dict:
     """What the harness needs to know of a script, as plain data: presets, variants, flags, and what `about` adds.
 
-    about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance" (variant -> relative
-    difference of losses allowed in round 0), "reference" (variant -> the one that its numbers are compared with, where
-    that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of round 0), "sweeps"
-    (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
-    field that is text takes the value as it is), "kinds" (variant -> "eager", "graph", or "compile" for what
-    torch.compile makes), "traits" (variant -> {name in TRAITS: what it is here}), "presets_need", a function of a
-    preset's name and its config that gives `needs`, and "promises", a function of a config and a variant's name:
-    (graphs, replays a step), None for a number from 1 up that is known only later, 0 and 0 without graphs. It answers
-    as "promised": preset -> variant -> {"graphs", "replays_per_step"}. asked: preset -> the config that flags made of
-    it, for its needs and promises.
+    variants: as in `parse`. about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance"
+    (variant -> relative difference of losses that parity allows), "reference" (variant -> the one that its numbers are
+    compared with, where that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of
+    parity), "sweeps" (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep
+    their ratio to it; a field that is text takes the value as it is), "kinds" (variant -> "eager", "graph", or
+    "compile" for what torch.compile makes), "traits" (variant -> {name in TRAITS: what it is here}), "headline"
+    (variants of a benchmark that names none), "formerly" (old name -> variant), "builds" (name -> {field: value}),
+    "variant_builds" (variant -> names of its builds), "presets_need", a function of a preset's name and its config that
+    gives `needs`, and "promises", a function of a config and a variant's name: (graphs, replays a step), None for a
+    number from 1 up that is known only later, 0 and 0 without graphs. It answers as "promised": preset -> variant ->
+    {"graphs", "replays_per_step"}. asked: preset -> the config that flags made of it, for its needs and promises.
     """
     types = typing.get_type_hints(config_class)
     about = dict(about or {})
@@ -235,7 +226,7 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
     return {
         "model": model,
         "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},
-        "variants": dict(variants),
+        "variants": texts_of(variants),
         "flags": [
             {
                 "flag": flag_of(field.name),
@@ -299,24 +290,30 @@ def require_writable(flag, path):
         raise ValueError(f"{flag} {path}: cannot write in {folder} ({error.strerror})") from None
 
 
-def require_steps(flag, value, most=MAX_STEPS):
-    """ValueError where a number of steps is beyond what a window, or a trace, can hold."""
-    if value > most:
-        raise ValueError(f"{flag} {value}: takes at most {most:,} steps")
+def require_steps(flag, value):
+    """ValueError where a number of steps is beyond what a run can hold."""
+    if value > MAX_STEPS:
+        raise ValueError(f"{flag} {value}: takes at most {MAX_STEPS:,} steps")
 
 
-def _require_window(config):
-    """ValueError where one of the window's settings is not a number of seconds, or of steps, that can be run."""
-    require_steps("--min-steps", getattr(config, "min_steps", 0))
-    names = [name for name in ("min_window_s", "warmup_min_s", "warmup_max_s") if hasattr(config, name)]
-    takes = f"a number of seconds from 0 up, at most {MAX_WINDOW_S:,.0f}"
-    require_fields(config, names, lambda value: 0 <= value <= MAX_WINDOW_S, takes)
+def texts_of(variants) -> dict[str, str]:
+    """Name -> help of variants as `parse` takes them."""
+    return {name: each.help if isinstance(each, Declared) else each for name, each in variants.items()}
+
+
+def _listed(variants):
+    width = max(map(len, variants))
+    return "\n".join(["variants:", *(f"  {name:{width}}  {text}" for name, text in texts_of(variants).items())])
 
 
 def require_known(what, name, table):
-    """ValueError where `name` is not in the table of what --`what` takes."""
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
+    """ValueError where `name` is not in the table of what --`what` takes; it gives the new name for an old one."""
+    if name in table:
+        return
+    for new, each in table.items():
+        if isinstance(each, Declared) and name and each.formerly == name:
+            raise ValueError(f"variant {name!r} is now {new!r}")
+    raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
 
 
 def checked(kind, allowed, takes):
@@ -375,4 +372,5 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
+        """Print the mistake as one line on stderr and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")

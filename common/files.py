@@ -1,5 +1,6 @@
-"""Files that appear whole: a reader sees the old file or the new one, never a half."""
+"""Files that appear whole: a reader sees the old file or the new one, never a half; and JSON without NaN."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -35,6 +36,24 @@ def write_whole(path, write) -> int:
 def write_text(path, text: str | bytes) -> None:
     """Write text, or bytes, whole."""
     write_whole(path, lambda file: file.write(text.encode() if isinstance(text, str) else text))
+
+
+def json_line(value) -> str:
+    """One compact line of JSON; NaN and infinity, which JSON does not have, become null."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_without_nan(value), separators=(",", ":"), allow_nan=False)
+
+
+def _without_nan(value):
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value
 
 
 def sync(path) -> None:

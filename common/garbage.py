@@ -26,12 +26,6 @@ def of_run():
 
 
 def keep() -> None:
-    """What exists now and is in use stays, until the end of the run or `collect_all`."""
+    """What exists now and is in use stays, until the end of the run."""
     gc.collect()
     gc.freeze()
-
-
-def collect_all() -> None:
-    """Collect what was kept, too."""
-    gc.unfreeze()
-    gc.collect()

@@ -1,25 +1,26 @@
 """What a training script gives to a run, its state and its variants, and the variants that every model has.
 
-from common.marks import mark, section
+from common.measuring.marks import mark, section
 from common.variant import Capture, Compiled, Eager, Unsupported, warm_up
 """
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from common.announce import announced
-from common.capture import CaptureError, Pool
+from common.capture.pool import CaptureError, Pool
+from common.variant_table import Declared, about
 
 __all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
-__all__ += ["Closes", "Evaluates", "Finishes", "HasHyperparameters", "ReplacesModel"]
-__all__ += ["require_compiler", "synchronize", "warm_up"]
+__all__ += ["Closes", "Enters", "Evaluates", "Finishes", "HasHyperparameters"]
+__all__ += ["enter", "leave", "require_compiler", "synchronize", "warm_up"]
 
-# What a user waits for in these phases of a capture.
-WAITS = {"warmup_s": "warms up: libraries choose and load kernels", "compile_s": "runs torch.compile"}
+# The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (common/measuring/worker.py).
+eager_memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 class Unsupported(RuntimeError):
@@ -47,48 +48,52 @@ class Capture:
         """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s."""
         synchronize()
         start = time.perf_counter()
-        with announced(WAITS.get(name, "")):
-            yield
+        yield
         synchronize()
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
     @property
     def num_replays(self) -> int:
+        """Graph replays of all pools since their capture."""
         return sum(pool.num_replays for pool in self.pools)
 
 
 @dataclass(kw_only=True)
 class Workload:
-    """What a training script hands to `measure.run`. flops_per_step and items_per_step are per GPU.
+    """A training script's model, for `common.script.main`. flops_per_step and items_per_step are per GPU.
 
-    card: lines that say what runs. notes: what differs from what was asked for (kept in the record).
+    variants: the model's table, name -> `common.variant_table.Declared`, or name -> constructor, called with the state.
+    card: lines that say what runs. notes: what differs from what was asked for.
     hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
-    kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; promises None: nothing.
-    stage: this rank's, of a pipeline. layers_flops: those of flops_per_step that the sections "forward" and "backward"
-    hold, for the rate of the layers by themselves; None: it is not reported.
+    kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; of a table of
+    Declared they follow from it.
     """
 
     model: str
     build: object
     variants: dict
     reference: object
-    card: list
-    notes: list
-    flops_per_step: float
-    flops_convention: str
     items_per_step: float
     unit: str
+    card: list = field(default_factory=list)
+    notes: list = field(default_factory=list)
+    flops_per_step: float = 0.0
+    flops_convention: str = ""
     peak_flops: float | None = None
     hyperparameters: dict = field(default_factory=dict)
     kinds: dict = field(default_factory=dict)
     promises: object = None
-    stage: int = 0
-    layers_flops: float | None = None
+
+    def __post_init__(self):
+        declared = all(isinstance(variant, Declared) for variant in self.variants.values())
+        if declared and not self.kinds:
+            own = about(self.variants)
+            self.kinds, self.promises = own["kinds"], own["promises"]
 
 
 @runtime_checkable
 class State(Protocol):
-    """What a step reads and writes. `common.measure` resets it before each pass, hashes it, and reads it afterwards.
+    """What a step reads and writes. Whoever runs steps resets it before them, may hash it, and reads it afterwards.
 
     Where it does more, it is one of `Evaluates`, `Finishes`, `Closes`, `HasHyperparameters` as well.
     """
@@ -106,12 +111,16 @@ class State(Protocol):
         """Gradient norms of steps 0 to count - 1."""
 
     def batch_class(self, index: int) -> int:
-        """Which kind of batch step `index` has: batches of one shape are one class. Where none comes again, the first
-        min_steps steps are a class each, and all later ones one."""
+        """Return the class of batch that step `index` has: batches of one shape are one class.
+
+        Where no class comes again, the first min_steps steps are a class each, and all later ones one.
+        """
 
 
 @runtime_checkable
 class Evaluates(Protocol):
+    """A state or variant that can compute the loss of held-out batches."""
+
     def evaluate(self) -> float:
         """Mean loss over held-out batches, on every rank, with the training state left as it is; only for --mllog.
 
@@ -121,17 +130,22 @@ class Evaluates(Protocol):
 
 @runtime_checkable
 class Finishes(Protocol):
-    def finish(self, variant, record: dict) -> None:
-        """What there is to say after the window, of its steps alone, into the record.
+    """A state that has work left after training by hand, such as writing a file."""
 
-        record["extra"]["report"], flat {column: number, True or False}, is shown below the table, a row per variant.
+    def finish(self) -> list[str]:
+        """Do what comes after training by hand, as saving what was trained; every rank calls it.
+
+        Returns:
+            Lines for a person to read below the table.
         """
 
 
 @runtime_checkable
 class Closes(Protocol):
+    """A state or variant that holds resources until it is closed."""
+
     def close(self) -> dict | None:
-        """Let go of data workers, files or graphs. What it returns goes into the record's extra."""
+        """Let go of data workers, files or graphs. What it returns goes into the file of --record."""
 
 
 @runtime_checkable
@@ -142,16 +156,37 @@ class HasHyperparameters(Protocol):
 
 
 @runtime_checkable
-class ReplacesModel(Protocol):
-    def as_eager(self):
-        """A context in which a variant that changed the model, as torch.compile does, is eager again."""
+class Enters(Protocol):
+    """A variant that changes the state or torch for its steps, as torch.compile replaces functions of the model.
+
+    Its constructor leaves everything as eager needs it. `enter` puts the changes in before steps of the variant,
+    `leave` takes them out again: in one process variants alternate on one state.
+    """
+
+    def enter(self) -> None:
+        """Put the changes in."""
+
+    def leave(self) -> None:
+        """Take the changes out."""
+
+
+def enter(variant) -> None:
+    """Make ready for steps of the variant."""
+    if isinstance(variant, Enters):
+        variant.enter()
+
+
+def leave(variant) -> None:
+    """Make ready for steps of any other variant."""
+    if isinstance(variant, Enters):
+        variant.leave()
 
 
 @runtime_checkable
 class Variant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 
-    One that changes the model is a `ReplacesModel` as well; one that captured the evaluation `Evaluates`.
+    One that changes state or model is one of `Enters` as well; one that captured the evaluation `Evaluates`.
     """
 
     capture: Capture
@@ -167,15 +202,15 @@ class Variant(Protocol):
 
 
 def warm_up(state, capture: Capture, step, num_steps: int = 3) -> None:
-    """Eager steps on the capture stream, the first batches: libraries initialise and choose their kernels, caches and
-    optimizer state come to exist. Nothing of that may happen for the first time in a capture.
+    """Make eager steps on the capture stream, on the first batches.
 
-    step: step(state, index), as in Eager.
+    Libraries initialise and choose their kernels in them, caches and optimizer state come to exist. Nothing of that may
+    happen for the first time in a capture. step: step(state, index), as in Eager.
     """
     inputs = getattr(state, "inputs", None)
-    if hasattr(inputs, "reset"):
+    if inputs is not None and hasattr(inputs, "reset"):
         inputs.reset()
-    with capture.timed("warmup_s"):
+    with eager_memory(), capture.timed("warmup_s"):
         for index in range(num_steps):
             step(state, index)
 
@@ -190,9 +225,11 @@ class Eager:
         warm_up(state, self.capture, warm_up_step or step)
 
     def step(self, index: int):
+        """Train on batch `index`."""
         self._step(self.state, index)
 
     def replays_of(self, index: int) -> int:
+        """Return 0: eager steps replay no graph."""
         return 0
 
     def close(self):
@@ -205,7 +242,9 @@ class Compiled:
     With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
     """
 
-    def __init__(self, state, step, functions, what: str, mode="default", fullgraph=True, compile_steps=None):
+    def __init__(  # noqa: PLR0913
+        self, state, step, functions, what: str, mode="default", fullgraph=True, compile_steps=None
+    ):
         """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
 
         compile_steps: runs eager steps until nothing is compiled any more; default: four steps.
@@ -217,37 +256,41 @@ class Compiled:
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
         options = {"mode": mode, "dynamic": False, "fullgraph": fullgraph}
         self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
-        _put(self._compiled)
-        # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
-        with self.capture.timed("compile_s"), self.pool.adopt():
-            (compile_steps or self._four_steps)()
-        before = self.pool.num_replays
-        self.step(0)
-        self._num_replays = self.pool.num_replays - before
+        self.enter()
+        try:
+            # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
+            with self.capture.timed("compile_s"), self.pool.adopt():
+                (compile_steps or self._four_steps)()
+            before = self.pool.num_replays
+            self.step(0)
+            self._num_replays = self.pool.num_replays - before
+        finally:
+            self.leave()
         if mode == "reduce-overhead" and not self._num_replays:
-            self.close()
             raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
 
     def _four_steps(self):
         warm_up(self.state, Capture(strategy=""), lambda state, index: self.step(index), 4)
 
     def step(self, index: int):
+        """Train on batch `index`."""
         torch.compiler.cudagraph_mark_step_begin()
         self._step(self.state, index)
 
     def replays_of(self, index: int) -> int:
+        """Return the graph replays of a step: those that torch made of the first one after compilation."""
         return self._num_replays
 
-    @contextlib.contextmanager
-    def as_eager(self):
+    def enter(self):
+        """Put the compiled functions in the place of the model's."""
+        _put(self._compiled)
+
+    def leave(self):
+        """Put the model's own functions back."""
         _put(self._originals)
-        try:
-            yield
-        finally:
-            _put(self._compiled)
 
     def close(self):
-        _put(self._originals)
+        """Nothing to release: torch keeps what it compiled."""
 
 
 def require_compiler(device: torch.device) -> None:

@@ -1,0 +1,1 @@
+"""Graphs on either device: capture, checks, replay; host graphs, the stand-in without a GPU; Lightning."""

@@ -1,0 +1,95 @@
+"""What a host graph refuses: calls that a CUDA capture could not hold, and why, in words."""
+
+import contextlib
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+
+READS = "reads a value on the host, a CUDA capture cannot wait for it"
+SHAPE = "has a shape that depends on values, a graph's shapes are fixed"
+_NEW = "makes a tensor from host data: make it before the capture and copy into it"
+RANDOM = "reads or sets the random state on the host: do it before the capture"
+_RESIZES = "moves a tensor's memory, a graph's addresses are fixed"
+_COLLECTIVE = "is a collective of torch.distributed: use common/training/parallel/collectives.py"
+
+# Seen as calls of the Python API, before or instead of an operator.
+_CONVERSIONS = ("item", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__")
+FORBIDDEN_FUNCTIONS = {
+    **{getattr(torch.Tensor, name): (f"Tensor.{name}", READS) for name in _CONVERSIONS},
+    torch.equal: ("torch.equal", READS),
+    torch.allclose: ("torch.allclose", READS),
+}
+SPLITS = (torch.tensor_split, torch.Tensor.tensor_split)
+
+_FORBIDDEN_OPERATORS = {
+    "aten::_local_scalar_dense": READS,
+    "aten::item": READS,
+    "aten::is_nonzero": READS,
+    "aten::equal": READS,
+    "aten::allclose": READS,
+    "aten::_pack_padded_sequence": "reads the lengths on the host, its shape depends on them",
+    "aten::lift_fresh": _NEW,
+    "aten::resize_": _RESIZES,
+    "aten::resize_as_": _RESIZES,
+    "aten::set_": _RESIZES,
+}
+
+# Replaced in their modules or classes while a capture runs: no operator, and the function mode is off inside of
+# a function that it has seen, such as torch.autograd.grad with the Python code of a custom backward.
+_READERS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__")
+_RANDOM_NAMES = ("manual_seed", "seed", "get_rng_state", "set_rng_state")
+PATCHED: list[tuple[Any, str, str]] = [
+    *((torch.Tensor, name, READS) for name in _READERS),
+    *((module, name, RANDOM) for module in (torch, torch.random) for name in _RANDOM_NAMES),
+    *((module, "to_dlpack", READS) for module in (torch, torch.utils.dlpack)),
+    (torch, "frombuffer", _NEW),
+]
+
+# Their results hold nothing until a later operator writes it.
+_ALLOCATION_NAMES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+ALLOCATIONS = {f"aten::{name}" for name in _ALLOCATION_NAMES}
+
+# They change the shape that a tensor object has, not what is in memory.
+IN_PLACE_VIEWS = {f"aten::{name}" for name in ("as_strided_", "detach_", "squeeze_", "t_", "transpose_", "unsqueeze_")}
+
+
+def reason_against(func, args, kwargs) -> str | None:
+    """Why a graph cannot hold this call of an operator, or None."""
+    name = func._schema.name
+    if name in _FORBIDDEN_OPERATORS:
+        return _FORBIDDEN_OPERATORS[name]
+    if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+        return _COLLECTIVE
+    if name in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
+        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        # One number stored through a mask is a masked_fill on the GPU, which waits for nothing.
+        fills = name != "aten::index" and args[2].dim() == 0
+        return SHAPE if masked and not fills else None
+    if name == "aten::repeat_interleave":
+        return None if kwargs.get("output_size") is not None else SHAPE
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags:
+        return READS
+    return SHAPE if torch.Tag.dynamic_output_shape in tags else None
+
+
+# contextlib runs torch's context managers.
+_INVISIBLE = (
+    os.path.dirname(__file__) + os.sep + "host_graph",
+    contextlib.__file__,
+    os.path.dirname(torch.__file__) + os.sep,
+)
+
+
+def user_line() -> str:
+    """file:line of the innermost frame that is neither in torch nor in a module of host graphs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_INVISIBLE):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown line"

@@ -1,0 +1,1 @@
+"""Facts of a run's machine and source: GPU, host, memory, versions, commit. Observed, never set."""

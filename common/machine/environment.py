@@ -1,0 +1,111 @@
+"""What a run ran on: versions, GPU, host and source. No torch here but for a CUDA device.
+
+Hashes and git are in common/machine/source.py.
+"""
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import socket
+from importlib import metadata
+
+from common.machine.gpu_state import driver_version
+from common.machine.host_state import read_text
+from common.machine.source import git_state, source_hash
+
+KEYS: tuple[str, ...] = ("gpu_name", "gpu_uuid", "num_gpus", "world_size", "boot_id", "driver", "cuda", "cudnn")
+KEYS += ("nccl", "torch", "transformer_engine", "dali", "python", "host", "cpu", "git_sha", "git_tree", "git_dirty")
+KEYS += ("source_hash", "slurm", "variables")
+_VARIABLES = re.compile(r"(CUDA_|NCCL_|NVTE_|TORCH(?!ELASTIC_)|OMP_|GOMP_|KMP_|CUBLAS|TRITON|PYTORCH_.*ALLOC)")
+_SLURM = {
+    "job_id": "SLURM_JOB_ID",
+    "nodelist": "SLURM_JOB_NODELIST",
+    "partition": "SLURM_JOB_PARTITION",
+    "num_nodes": "SLURM_JOB_NUM_NODES",
+    "num_tasks": "SLURM_NTASKS",
+    "cpus_per_task": "SLURM_CPUS_PER_TASK",
+    "array_job_id": "SLURM_ARRAY_JOB_ID",
+    "array_task_id": "SLURM_ARRAY_TASK_ID",
+    "restart_count": "SLURM_RESTART_COUNT",
+}
+
+
+def describe_environment(device, world_size) -> dict:
+    """Describe machine, versions and code.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1", text or torch.device; torch is imported for a CUDA device only.
+        world_size: ranks of the run.
+
+    Returns:
+        The keys of KEYS. num_gpus counts the GPUs this process can see. host is a hash of the machine's name, so that
+        it can be published; slurm.nodelist is the scheduler's own text. variables are the environment variables that
+        change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do; torchrun's own bookkeeping (TORCHELASTIC_*)
+        is left out.
+    """
+    git_sha, git_tree, git_dirty = git_state()
+    in_job = "SLURM_JOB_ID" in os.environ
+    return dict.fromkeys(KEYS) | {
+        "num_gpus": 0,
+        "world_size": world_size,
+        "boot_id": read_text("/proc/sys/kernel/random/boot_id"),
+        **(_gpu(str(device)) if str(device).startswith("cuda") else {}),
+        "torch": _version("torch"),
+        "transformer_engine": _version("transformer_engine"),
+        "dali": _dali_version(),
+        "python": platform.python_version(),
+        "host": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
+        "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "git_sha": git_sha,
+        "git_tree": git_tree,
+        "git_dirty": git_dirty,
+        "source_hash": source_hash(),
+        "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+    }
+
+
+def _gpu(device):
+    import torch
+
+    index = torch.device(device).index
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "gpu_name": properties.name,
+        "gpu_uuid": _nvml_uuid(properties.uuid),
+        "num_gpus": torch.cuda.device_count(),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        # cuDNN 9 and later: major * 10000 + minor * 100 + patch.
+        "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+    }
+
+
+def _nvml_uuid(uuid):
+    """Return a GPU's UUID as NVML and nvidia-smi take it, GPU-<uuid>; torch prints it bare."""
+    text = str(uuid)
+    return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
+
+
+@functools.cache
+def _version(distribution):
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _dali_version():
+    # The distribution's name carries the CUDA version: nvidia-dali-cuda120, nvidia-dali-cuda130. To read the names of
+    # all distributions takes 0.2 s.
+    found = (_version(f"nvidia-dali-cuda{major}0") for major in range(11, 30))
+    return next(filter(None, found), None)
+
+
+def _cpu_model():
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
+    return found.group(1).strip() if found else platform.machine()

@@ -1,0 +1,163 @@
+"""Which code ran: a hash over all code of the tree, and what git says of it.
+
+`source_hash` has to be the same number in a checkout, in a copy without .git on another machine, and for a commit that
+is not checked out. So a rule on paths alone says what code is (`is_code`), and git is not asked: git's list of tracked
+files does not travel with a copy, and packs and scratch folders lie beside the code there. A file that the rule counts
+and git does not know makes the tree dirty, so that the hash of a clean tree is always that of its commit.
+"""
+
+import hashlib
+import os
+import subprocess
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h", ".sh", ".sbatch", ".toml", ".yaml")
+NAMES = ("Makefile", "constraints.txt")
+# At the top: evidence, tests and documents decide nothing about what is measured.
+TOP_FOLDERS_LEFT_OUT = ("results", "tests", "docs")
+# Anywhere: what .gitignore leaves out, and what tools make.
+FOLDERS_LEFT_OUT = ("runs", "build", "dist", "node_modules", "__pycache__")
+HIDDEN_FOLDER_OF_CODE = ".ci"
+
+# ------------------------------------------------------------------------------------------------
+# What code is
+
+
+def is_code(path: str) -> bool:
+    """Whether a file counts for `source_hash`. path: relative to the repository's root, parts joined by slashes."""
+    *folders, name = path.split("/")
+    if not (name in NAMES or PurePosixPath(name).suffix in SUFFIXES):
+        return False
+    return not (folders and folders[0] in TOP_FOLDERS_LEFT_OUT) and all(map(_may_hold_code, folders))
+
+
+def _may_hold_code(folder):
+    if folder.startswith("."):
+        return folder == HIDDEN_FOLDER_OF_CODE
+    return folder not in FOLDERS_LEFT_OUT and not folder.endswith(".egg-info")
+
+
+def code_files(root: Path = ROOT) -> list[str]:
+    """Paths of all code below `root`, relative to it, sorted. Linked folders and virtual environments are left out."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        prefix = Path(folder).relative_to(root).as_posix()
+        prefix = "" if prefix == "." else prefix + "/"
+        if prefix and "pyvenv.cfg" in names:
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if _may_hold_code(name) and (prefix or name not in TOP_FOLDERS_LEFT_OUT)]
+        found += [prefix + name for name in names if is_code(prefix + name)]
+    return sorted(found)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hashes
+
+
+def source_hash(root: Path = ROOT) -> str:
+    """First 16 hex digits of a SHA-256 over path and content of all code below `root`.
+
+    Independent of git and of the order in which the file system lists. A link counts by where it points, as in git.
+    """
+    return hash_files({name: _content(root / name) for name in code_files(root)})
+
+
+def source_hash_of_commit(sha: str, root: Path = ROOT) -> str | None:
+    """`source_hash` of the files as they are in commit `sha`; None without git, that commit or any code in it."""
+    blobs = _blobs_of_commit(sha, root)
+    return _hash_blobs({name: blob for name, blob in blobs.items() if is_code(name)}, root)
+
+
+def _content(path):
+    return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
+
+
+def hash_files(files):
+    """files: path relative to the root -> content. Lengths are hashed too, so that no two trees run together."""
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape"))
+        digest.update(files[name])
+    return digest.hexdigest()[:16]
+
+
+def _blobs_of_commit(sha, root, *folders):
+    """Path -> object name of each file of a commit; empty without git or that commit."""
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{sha}^{{commit}}")
+    listing = commit and _git(root, "ls-tree", "-r", "-z", commit.decode().strip(), "--", *folders)
+    blobs = {}
+    for entry in listing.decode(errors="surrogateescape").rstrip("\0").split("\0") if listing else ():
+        attributes, _, name = entry.partition("\t")
+        _, kind, blob = attributes.split()
+        if kind == "blob":
+            blobs[name] = blob
+    return blobs
+
+
+def _hash_blobs(blobs, root):
+    """`hash_files` of what git holds; None without a blob, or where git lacks one."""
+    contents = read_blobs(blobs.values(), root)
+    return hash_files({name: contents[blob] for name, blob in blobs.items()}) if contents else None
+
+
+def read_blobs(blobs, root: Path = ROOT) -> dict[str, bytes] | None:
+    """What git holds by these object names; None where it does not answer, or lacks one."""
+    names = list(dict.fromkeys(blobs))
+    answer = _git(root, "cat-file", "--batch", stdin="".join(f"{name}\n" for name in names).encode()) if names else b""
+    if answer is None:
+        return None
+    found, start = {}, 0
+    for name in names:
+        end = answer.index(b"\n", start)
+        header = answer[start:end].split()
+        if header[1] != b"blob":
+            return None
+        found[name] = answer[end + 1 : end + 1 + int(header[2])]
+        start = end + 2 + int(header[2])
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# git
+
+
+def git_state(root: Path = ROOT) -> tuple[str | None, str | None, bool | None]:
+    """(sha of HEAD, hash of its tree, whether the files differ from it).
+
+    Dirty means a changed tracked file outside results/, or a file that `is_code` counts and git does not track, ignored
+    or not: it could be imported like any other. Where git cannot tell, as in a copy without .git, SOURCE_SHA,
+    SOURCE_TREE and SOURCE_DIRTY (0 or 1) of the environment are taken, else None.
+    """
+    head = _git(root, "rev-parse", "HEAD", "HEAD^{tree}") if (root / ".git").exists() else None
+    if head is None:
+        dirty = os.environ.get("SOURCE_DIRTY", "").strip().lower()
+        sha, tree = (os.environ.get(name, "").strip() or None for name in ("SOURCE_SHA", "SOURCE_TREE"))
+        return sha, tree, dirty not in ("0", "false") if dirty else None
+    sha, tree = head.decode().split()
+    outside = ("--", ".", ":(exclude,top)results")
+    changed = _git(root, "--no-optional-locks", "status", "--porcelain", "--untracked-files=no", *outside)
+    tracked = _git(root, "ls-files", "-z")
+    if changed is None or tracked is None:
+        return sha, tree, None
+    unknown = set(code_files(root)) - set(tracked.decode(errors="surrogateescape").split("\0"))
+    return sha, tree, bool(changed or unknown)
+
+
+def last_commits(number: int, root: Path = ROOT) -> list[str]:
+    """The last commits of HEAD, newest first; none where git does not answer."""
+    answer = _git(root, "rev-list", "-n", str(number), "HEAD")
+    return answer.decode().split() if answer else []
+
+
+def _git(root, *arguments, stdin=b""):
+    """Return git's output as bytes, or None where git or the repository has no answer."""
+    # A git hook exports GIT_DIR and GIT_INDEX_FILE, which would redirect these calls.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        return subprocess.run(command, input=stdin, capture_output=True, check=True, env=variables).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,285 @@
+"""One block: a variant's steps from the seeded state, timed without any synchronisation in between.
+
+A block has three parts, on consecutive batches: a few untimed steps, the timed steps, and one to three steps that are
+drained at each mark, which give the host's issue time in the same seconds. Afterwards it looks at what training did.
+"""
+
+import contextlib
+import gc
+import itertools
+import math
+import os
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from common.measuring import marks
+from common.training.parallel.host_messages import barrier, of_all_ranks
+
+# Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
+NUM_TENSORS, NUM_ELEMENTS = 16, 4096
+NUM_LOSSES = 8
+PAUSE_S = 0.03
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Numbers of steps of a block; alike for all variants of a build, so that they train on the same batches."""
+
+    untimed: int
+    timed: int
+    drained: int
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole block."""
+        return self.untimed + self.timed + self.drained
+
+
+class Watched:
+    """A fixed choice of elements of the training state, to say how far a block has moved it.
+
+    Args:
+        named_state: (name, tensor) of all that training carries from step to step, updated in place.
+        device: of the tensors that are watched.
+    """
+
+    def __init__(self, named_state, device: torch.device):
+        tensors = [tensor.detach() for _, tensor in named_state if tensor.is_floating_point()]
+        tensors = [tensor for tensor in tensors if tensor.numel() >= 8 and tensor.device.type == device.type]
+        count = min(NUM_TENSORS, len(tensors))
+        self._views = [_few(tensors[index * len(tensors) // count]) for index in range(count)]
+
+    def values(self) -> list[torch.Tensor]:
+        """Copies of the elements, FP32."""
+        return [view.float().clone() for view in self._views]
+
+    @staticmethod
+    def moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[float | None]:
+        """The norm of each tensor's movement; None where it is not finite. Waits for the device."""
+        return [finite(value) for value in _norms(before, after)]
+
+
+def _norms(before, after):
+    if not before:
+        return []
+    return torch.stack([(b - a).double().norm() for a, b in zip(before, after, strict=True)]).tolist()
+
+
+def _few(tensor):
+    """Evenly spaced elements of a tensor in memory order; of one with gaps, of its last dimension."""
+    if not any(tensor.is_contiguous(memory_format=each) for each in _formats(tensor)):
+        tensor = tensor[(0,) * (tensor.dim() - 1)]
+        return tensor[:: max(1, tensor.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat[:: max(1, flat.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
+
+
+def _formats(tensor):
+    return [torch.contiguous_format] + [torch.channels_last] * (tensor.dim() == 4)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on the GPU, where there is one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(  # noqa: PLR0913
+    variant, state, watched: Watched, steps: Steps, device: torch.device, tell, reset: bool = True
+) -> dict:
+    """Run one block and return its facts.
+
+    Args:
+        variant: a `common.variant.Variant`, entered.
+        state: its state.
+        watched: of the same state.
+        steps: numbers of steps.
+        device: where the steps run.
+        tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
+        reset: whether the state goes back to its seeded start first.
+
+    Returns:
+        JSON-able facts; times in ms, `classes` holds the median of each class of batch.
+    """
+    if reset:
+        state.reset()
+    gc.collect()
+    gc.disable()
+    try:
+        before = watched.values()
+        held = held_bytes(device)
+        index = itertools.count()
+        for _ in range(steps.untimed):
+            variant.step(next(index))
+        replays = variant.capture.num_replays
+        synchronize(device)
+        barrier()
+        tell("timed_begin")
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
+        step_ms = timed_steps(variant, index, steps.timed, device)
+        end_s, cpu_s = time.monotonic(), time.process_time() - start_cpu_s
+        tell("timed_end")
+        replays = variant.capture.num_replays - replays
+        issue_ms = [_issue_ms(variant, next(index)) for _ in range(steps.drained)] if device.type == "cuda" else []
+        if device.type != "cuda":
+            for _ in range(steps.drained):
+                variant.step(next(index))
+        synchronize(device)
+        after = watched.values()
+    finally:
+        gc.enable()
+    now_held = held_bytes(device)
+    facts = times(step_ms, [state.batch_class(steps.untimed + each) for each in range(steps.timed)])
+    expected = sum(variant.replays_of(steps.untimed + each) for each in range(steps.timed))
+    facts |= {
+        "untimed_steps": steps.untimed,
+        "steps": steps.timed,
+        "drained_steps": steps.drained,
+        "cpu_ms": round(cpu_s * 1e3 / steps.timed, 5),
+        "issue_ms": round(statistics.median(issue_ms), 4) if issue_ms else None,
+        "process": os.getpid(),
+        "threads": num_threads(),
+        "reserved_bytes": reserved_bytes(device),
+        "growth_bytes": None if held is None or now_held is None else now_held - held,
+        "replays": replays,
+        "expected_replays": expected,
+        "begin_s": start_s,
+        "end_s": end_s,
+        "reset": reset,
+        "moved": watched.moved(before, after),
+    }
+    return facts | _afterwards(state, watched, after, steps.total, device)
+
+
+def timed_steps(variant, index, count: int, device: torch.device) -> list[float]:
+    """Make `count` steps without waiting for the device in between.
+
+    Args:
+        variant: a `common.variant.Variant`, entered.
+        index: iterator over the numbers of the steps.
+        count: steps.
+        device: where the steps run.
+
+    Returns:
+        Ms of each step between boundaries: events on a GPU, wall time on the CPU. Of ranks the slowest at each step.
+    """
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            variant.step(next(index))
+            event.record()
+        torch.cuda.synchronize(device)
+        own = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    else:
+        stamps = [time.perf_counter()]
+        for _ in range(count):
+            variant.step(next(index))
+            stamps.append(time.perf_counter())
+        own = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
+    return [max(at_once) for at_once in zip(*of_all_ranks(own), strict=True)]
+
+
+def _issue_ms(variant, index):
+    """Host ms to issue a step. The queue is drained at each mark, and the drains are not counted.
+
+    The launch queue holds about 1,024 launches. A host that runs further ahead waits for the GPU.
+    """
+    spent, last = 0.0, 0.0
+
+    def drain():
+        nonlocal spent, last
+        spent += time.perf_counter() - last
+        torch.cuda.synchronize()
+        last = time.perf_counter()
+
+    torch.cuda.synchronize()
+    with marks.watching_marks(drain):
+        last = time.perf_counter()
+        variant.step(index)
+        drain()
+    return spent * 1e3
+
+
+def times(step_ms: list[float], classes: list) -> dict:
+    """Sum up the times of steps.
+
+    Args:
+        step_ms: of each step.
+        classes: of each step, the class of its batch.
+
+    Returns:
+        `ms`, the mean over classes of each one's median, which are in `classes`; mean, 5th and 95th percentile of all.
+    """
+    by_class = defaultdict(list)
+    for kind, ms in zip(classes, step_ms, strict=True):
+        by_class[kind].append(ms)
+    medians = [statistics.median(own) for own in by_class.values()]
+    ordered = sorted(step_ms)
+    return {
+        "ms": round(statistics.mean(medians), 5),
+        "mean_ms": round(statistics.mean(step_ms), 5),
+        "p5_ms": round(ordered[int(0.05 * (len(ordered) - 1))], 5),
+        "p95_ms": round(ordered[math.ceil(0.95 * (len(ordered) - 1))], 5),
+        "classes": [round(each, 4) for each in medians] if 1 < len(medians) <= 16 else [],
+    }
+
+
+def _afterwards(state, watched, after, num_steps, device):
+    """Losses of the block's steps, and whether anything still works or changes after a pause.
+
+    On the CPU `late_ms` is the processor time of the pause, on a GPU the time until the device is idle after it.
+    """
+    try:
+        losses = state.read_losses(num_steps)
+        fault = ""
+    except FloatingPointError as error:
+        losses, fault = [], str(error)
+    sleep_cpu_s = time.process_time()
+    time.sleep(PAUSE_S)
+    late_s = time.process_time() - sleep_cpu_s
+    if device.type == "cuda":
+        start = time.perf_counter()
+        torch.cuda.synchronize(device)
+        late_s = time.perf_counter() - start
+    changed = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, watched.values(), strict=True))
+    count = len(losses)
+    chosen = sorted({round(each * (count - 1) / (NUM_LOSSES - 1)) for each in range(NUM_LOSSES)}) if count else []
+    return {
+        "losses": [finite(losses[index]) for index in chosen],
+        "finite": not fault and all(math.isfinite(loss) for loss in losses),
+        "late_ms": round(late_s * 1e3, 3),
+        "late_change": changed,
+    }
+
+
+def finite(value: float) -> float | None:
+    """The value with seven digits; None where it is not finite."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def num_threads() -> int:
+    """Threads of this process; 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return 0
+
+
+def held_bytes(device: torch.device) -> int | None:
+    """Bytes of live tensors on the GPU; on the CPU the resident set, None where it is not told."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else reserved_bytes(device)
+
+
+def reserved_bytes(device: torch.device) -> int | None:
+    """Bytes that torch's allocator has taken from the GPU; on the CPU the resident set, None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None

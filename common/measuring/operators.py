@@ -1,0 +1,42 @@
+"""The profile of a step without a GPU: how many operators it runs, and the share that host graphs run again."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def profile(variant, num_steps: int) -> dict:
+    """Operators a step, and the share that belongs to replays of host graphs.
+
+    Args:
+        variant: a `common.variant.Variant`, entered.
+        num_steps: steps that are counted, after one that is not.
+
+    Returns:
+        `kernels` (operators a step), `graph_share`; there is no busy time on a CPU.
+    """
+    variant.step(0)
+    graphs = [graph for pool in variant.capture.pools for graph in pool.graphs]
+    before = [graph.num_replays for graph in graphs]
+    counter = _Counter()
+    with counter:
+        for index in range(1, num_steps + 1):
+            variant.step(index)
+    replayed = sum(
+        (graph.num_replays - replays) * sum(graph.nodes().values())
+        for graph, replays in zip(graphs, before, strict=True)
+    )
+    return {
+        "busy_ms": None,
+        "kernels": round(counter.count / num_steps, 2),
+        "graph_share": min(1.0, replayed / counter.count) if counter.count else None,
+        "steps": num_steps,
+    }

@@ -1,0 +1,442 @@
+"""The worker: one process (on several GPUs one a rank) that makes a model's variants and runs what it is told to.
+
+`python -m gpt3.train --preset bench --worker SOCKET` connects to the process that listens at SOCKET and answers its
+commands until that process hangs up. Each command is an object with "do", each answer ends with one whose "say" is
+"done" or "failed":
+
+    build                                      the state, from the seeded start
+    parity   variant, steps, seconds           alone, deterministic kernels, the state hashed after each step
+    capture  variant                           keeps it for blocks
+    pilot    variant, steps                    ms of a step and of a reset
+    block    variant, untimed, timed, drained  see common/measuring/block.py
+    profile  variant, steps                    kernels, busy time, share launched by graphs
+    course   variant, first, steps             losses and hash of untimed steps from the seeded start
+    drop     variant
+
+Rank 0 is told; the other ranks follow it. All variants share one state, so each is entered before its steps and left
+after them.
+"""
+
+import contextlib
+import gc
+import math
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+from common import garbage, variant_table
+from common import variant as variants
+from common.capture.pool import CaptureError
+from common.machine import memory
+from common.machine.conditions import describe_host, pace_of_host
+from common.machine.gpu_state import GpuSampler
+from common.measuring import block, operators, torch_settings, trace
+from common.measuring.agreement import Agreement
+from common.measuring.channel import Channel, Closed
+from common.measuring.state_hash import StateHasher
+from common.measuring.torch_flags import changes, torch_flags
+from common.training.parallel.host_messages import of_all_ranks, of_first_rank
+from common.variant import Capture, State, Unsupported, Variant
+
+PROFILE_HEAT_S = 0.5
+LEAST_COURSE = 3
+
+
+def serve(workload, args, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
+    """Answer commands until the other end hangs up.
+
+    Args:
+        workload: `common.variant.Workload`.
+        args: `common.config.Arguments`; args.run.worker is the path of the socket.
+        device: of this rank.
+        rank: of this process in the process group.
+        world_size: ranks of the process group.
+    """
+    channel = Channel.connect(args.run.worker) if rank == 0 else None
+
+    def give_up(fault):
+        if channel is not None:
+            with contextlib.suppress(Closed):
+                channel.send({"say": "failed", "status": fault.status, "reason": str(fault), "fatal": True})
+
+    with Agreement(rank, world_size, give_up) as ranks:
+        worker = Worker(workload, args, device, channel, ranks)
+        try:
+            worker.run()
+        finally:
+            worker.close()
+
+
+class Worker:
+    """The state, the variants that are kept, and an answer to each command."""
+
+    def __init__(self, workload, args, device, channel: Channel | None, ranks: Agreement):
+        self.workload, self.config, self.device = workload, args.config, device
+        self.rank, self.world_size, self.channel, self.ranks = ranks.rank, ranks.world_size, channel, ranks
+        self._state: State | None = None
+        self._watched: block.Watched | None = None
+        self.sampler: GpuSampler | None = None
+        self.pool: torch.cuda.MemPool | None = None
+        self.kept: dict[str, Variant] = {}
+        self.places: dict[str, tuple[str, int]] = {}
+        self.settings = contextlib.ExitStack()
+        self.flags: dict[str, str] = {}
+
+    @property
+    def state(self) -> State:
+        """The training state, which the command build makes."""
+        assert self._state is not None, "the first command is build"
+        return self._state
+
+    @property
+    def watched(self) -> block.Watched:
+        """The elements of the training state that blocks look at."""
+        assert self._watched is not None, "the first command is build"
+        return self._watched
+
+    # --- commands
+
+    def run(self) -> None:
+        """Answer commands until the other end hangs up or a fault ends the worker."""
+        self.settings.enter_context(garbage.of_run())
+        torch_settings.prepare(self.device)
+        self.flags = torch_flags()
+        while True:
+            command = of_first_rank(self._next())
+            if command is None:
+                return
+            if not self._answer(command):
+                return
+
+    def _next(self):
+        if self.channel is None:
+            return None
+        try:
+            return self.channel.receive()
+        except Closed:
+            return None
+
+    def _answer(self, command) -> bool:
+        """Do what the command says and tell how it went. Whether the worker can go on."""
+        name = command.get("variant")
+        fatal = False
+        self.ranks.enter(command["do"])
+        try:
+            facts = getattr(self, f"do_{command['do']}")(command)
+            self.ranks.agree()
+            changed, moved = changes(self.flags, torch_flags()), self._moved()
+            if changed or moved:
+                facts, fatal = {}, True
+                reason = f"left torch changed: {changed}" if changed else f"moved the training state: {moved}"
+                self.say({"say": "failed", "status": "failed", "reason": reason, "fatal": True})
+            else:
+                self.say({"say": "done", **facts})
+            return not fatal
+        except Closed:
+            return False
+        except Unsupported as error:
+            status, reason = "unsupported", str(error)
+        except torch.OutOfMemoryError as error:
+            status, reason = "oom", memory.explain_oom(error, self.device)
+            error.__traceback__ = None
+            fatal = command["do"] not in ("capture", "parity")
+        except CaptureError as error:
+            status, reason, fatal = "capture_failed", str(error), True
+        except FloatingPointError as error:
+            status, reason, fatal = "numerics_failed", str(error), True
+        except ValueError as error:
+            status, reason, fatal = "failed", str(error), True
+        except Exception as error:
+            traceback.print_exc()
+            status, reason, fatal = "failed", f"{type(error).__name__}: {str(error)[:300]}", True
+        fatal = fatal or self.world_size > 1
+        self.ranks.tell(status, reason)
+        if not fatal:
+            self._clean(name)
+        with contextlib.suppress(Closed):
+            self.say({"say": "failed", "status": status, "reason": _line(reason), "fatal": fatal})
+        return not fatal
+
+    def _moved(self):
+        """The first tensor of the state that is not where it was after the build, or ""."""
+        if self._state is None:
+            return ""
+        now = _places(self._state)
+        self.places = self.places or now
+        return next((name for name, place in self.places.items() if now.get(name) != place), "")
+
+    def say(self, message):
+        """Send a message to the other end, from rank 0."""
+        if self.channel is not None:
+            self.channel.send(message)
+
+    def do_build(self, command):
+        """Make the state. "share": eager steps take their memory from the graphs' pool."""
+        start = time.monotonic()
+        if command.get("share") and self.device.type == "cuda":
+            self._share_memory()
+        self._state = self.workload.build(self.config, self.device)
+        self._watched = block.Watched(self.state.named_state(), self.device)
+        host = describe_host(self.device)
+        if self.device.type == "cuda":
+            self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
+            self.sampler.start()
+        garbage.keep()
+        self.flags = torch_flags()
+        own = self.workload
+        return {
+            "build_s": round(time.monotonic() - start, 3),
+            "host": host | pace_of_host(),
+            "gpus": [gpu for own in of_all_ranks(host["gpus"]) for gpu in own],
+            "config": {key: value for key, value in vars(self.config).items() if _is_plain(value)},
+            "card": list(own.card),
+            "notes": list(own.notes),
+            "flops_per_step": own.flops_per_step,
+            "flops_convention": own.flops_convention,
+            "items_per_step": own.items_per_step,
+            "unit": own.unit,
+            "period": period_of(self.state.batch_class),
+            "least_steps": getattr(self.config, "min_steps", 0),
+            "free_bytes": memory.free_bytes(self.device),
+        }
+
+    def do_parity(self, command):
+        """Steps of one variant from the seeded start with deterministic kernels; the variant is not kept."""
+        name, count, seconds = command["variant"], command["steps"], command.get("seconds")
+        with torch_settings.deterministic_kernels():
+            variant, facts = self._make(name)
+            try:
+                with self._entered(command["variant"], variant):
+                    return facts | self._course(variant, 0, count, every_step=True, seconds=seconds)
+            finally:
+                self._release(variant)
+                del variant
+
+    def do_capture(self, command):
+        """Make a variant and keep it for blocks."""
+        name = command["variant"]
+        variant, facts = self._make(name)
+        self.kept[name] = variant
+        return facts
+
+    def do_pilot(self, command):
+        """Time a reset, and single steps from the seeded start, each with the device drained after it."""
+        variant = self.kept[command["variant"]]
+        with self._entered(command["variant"], variant):
+            start = time.monotonic()
+            self.state.reset()
+            block.synchronize(self.device)
+            reset_s = time.monotonic() - start
+            times = []
+            for index in range(command["steps"]):
+                start = time.monotonic()
+                variant.step(index)
+                block.synchronize(self.device)
+                times.append((time.monotonic() - start) * 1e3)
+        return of_first_rank({"ms": round(min(times), 4), "reset_s": round(reset_s, 4)})
+
+    def do_block(self, command):
+        """Run one block of a kept variant, see common/measuring/block.py."""
+        variant = self.kept[command["variant"]]
+        steps = block.Steps(command["untimed"], command["timed"], command["drained"])
+
+        def tell(text):
+            self.say({"say": text})
+
+        with self._entered(command["variant"], variant):
+            facts = block.run(variant, self.state, self.watched, steps, self.device, tell, command.get("reset", True))
+        if self.sampler:
+            facts["sm_mhz"] = self.sampler.between(facts["begin_s"], facts["end_s"])["sm_mhz"]
+        if not facts["finite"]:
+            raise FloatingPointError("loss is not finite in a block")
+        return facts
+
+    def do_profile(self, command):
+        """Profile steps of a kept variant from the seeded start."""
+        variant = self.kept[command["variant"]]
+        with self._entered(command["variant"], variant):
+            self.state.reset()
+            return self._profile(variant, command["steps"], command["ms"])
+
+    def do_course(self, command):
+        """Untimed steps as they run in blocks: from the seeded start `first` go by, then `steps` are looked at."""
+        variant = self.kept[command["variant"]]
+        with self._entered(command["variant"], variant):
+            return self._course(variant, command["first"], command["steps"], every_step=False)
+
+    def do_drop(self, command):
+        """Release a kept variant, where it is kept."""
+        variant = self.kept.pop(command["variant"], None)
+        if variant is not None:
+            self._release(variant)
+        return {}
+
+    # --- parts
+
+    def _make(self, name):
+        """(the variant, what its capture came to), the state as eager needs it."""
+        self._settle_memory()
+        reserved, threads, start = self._held(), block.num_threads(), time.monotonic()
+        made = self.workload.variants[name]
+        if self.workload.kinds.get(name) == "eager":
+            with variants.eager_memory():
+                variant = variant_table.construct(made, self.state)
+        else:
+            variant = variant_table.construct(made, self.state)
+        self.ranks.note_steps_of(variant)
+        block.synchronize(self.device)
+        self._settle_memory()
+        own: Capture = variant.capture
+        graphs, replays = self.workload.promises(self.config, name) if self.workload.promises else (None, None)
+        return variant, {
+            "strategy": own.strategy,
+            "graphs": sum(len(pool.graphs) for pool in own.pools),
+            "promised_graphs": graphs,
+            "promised_replays": replays,
+            "made_s": round(time.monotonic() - start, 3),
+            "warmup_s": round(own.warmup_s, 3),
+            "compile_s": round(own.compile_s, 3),
+            "capture_s": round(own.capture_s, 3),
+            "bytes_added": None if reserved is None else self._held() - reserved,
+            "pool_bytes": sum(pool.bytes() for pool in own.pools),
+            "threads_added": block.num_threads() - threads,
+        }
+
+    def _course(self, variant, first, count, every_step, seconds=None):
+        """seconds: after so many it makes no further step, but LEAST_COURSE at least."""
+        state, start_s = self.state, time.monotonic()
+        state.reset()
+        hasher = StateHasher(state.named_state())
+        for index in range(first + count):
+            variant.step(index)
+            if every_step or index == first + count - 1:
+                hasher.update()
+            if seconds is not None:
+                block.synchronize(self.device)
+                if of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds):
+                    count = index + 1
+                    break
+        losses = state.read_losses(first + count)
+        norms = state.read_grad_norms(first + count)
+        if not all(math.isfinite(loss) for loss in losses):
+            bad = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
+            raise FloatingPointError(f"loss is {losses[bad]} at step {bad}")
+        return {
+            "hashes": hasher.digests(),
+            "losses": [block.finite(loss) for loss in losses[-count:]],
+            "grad_norms": [block.finite(norm) for norm in norms[-count:]],
+        }
+
+    def _profile(self, variant, num_steps, ms):
+        if self.device.type != "cuda":
+            return operators.profile(variant, num_steps)
+        index = iter(range(10**9))
+
+        def run_steps(count):
+            for _ in range(count):
+                variant.step(next(index))
+
+        heat = min(200, int(PROFILE_HEAT_S * 1e3 / ms) + 1)
+        if self.rank:
+            # All ranks make the same steps; rank 0 looks at its own.
+            run_steps(max(heat, 2) + num_steps)
+            block.synchronize(self.device)
+            return {}
+        profile = trace.profile(run_steps, num_steps, heat)
+        work = trace.gpu_work(profile.events)
+        if not work:
+            return {"busy_ms": None, "kernels": None, "graph_share": None}
+        summary = trace.summarise(work, num_steps)
+        gaps = summary["span_ms"] - summary["busy_ms"]
+        kernel_ms = sum(event["duration_us"] for event in work) / num_steps / 1e3
+        return {
+            "busy_ms": round(summary["busy_ms"], 4),
+            "span_ms": round(summary["span_ms"], 4),
+            "gap_ms": round(gaps, 4),
+            "overlap_ms": round(kernel_ms - summary["busy_ms"], 4),
+            "kernels": round(summary["num_kernels"], 2),
+            "graph_share": trace.graph_kernel_share(work),
+            "kernels_hash": trace.kernels_hash(work, num_steps),
+            "top_kernels": summary["top_kernels"][:5],
+            "sm_mhz": self.sampler.between(profile.start_s - 0.3, profile.end_s)["sm_mhz"] if self.sampler else None,
+            "steps": num_steps,
+            **trace.timeline(profile.events),
+        }
+
+    @contextlib.contextmanager
+    def _entered(self, name, variant):
+        is_eager = self.workload.kinds.get(name) == "eager"
+        with variants.eager_memory() if is_eager else contextlib.nullcontext():
+            variants.enter(variant)
+            try:
+                yield
+            finally:
+                variants.leave(variant)
+
+    def _share_memory(self):
+        """Graphs and eager steps in one pool: they never run at the same time."""
+        self.pool = pool = torch.cuda.MemPool()
+        torch.cuda.graph_pool_handle = lambda: pool.id  # type: ignore[assignment,return-value]
+        # Transformer Engine asks below torch's public name, which it may have imported already.
+        torch._C._graph_pool_handle = lambda: pool.id
+        if "transformer_engine.pytorch.graph" in sys.modules:
+            te_graph: Any = sys.modules["transformer_engine.pytorch.graph"]
+            te_graph._graph_pool_handle = lambda: pool.id
+        variants.eager_memory = lambda: torch.cuda.use_mem_pool(pool)
+
+    def _settle_memory(self):
+        # What was there after the build is frozen: to look through it takes half a second.
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _held(self):
+        return block.reserved_bytes(self.device)
+
+    def _release(self, variant):
+        variants.leave(variant)
+        if isinstance(variant, variants.Closes):
+            variant.close()
+        self._settle_memory()
+
+    def _clean(self, name):
+        """After a variant that could not be made: its memory goes, the state starts anew."""
+        self.kept.pop(name, None)
+        self._settle_memory()
+
+    def close(self):
+        """Release graphs before what they were captured over."""
+        for variant in self.kept.values():
+            with contextlib.suppress(Exception):
+                self._release(variant)
+        self.kept.clear()
+        if isinstance(self._state, variants.Closes):
+            with contextlib.suppress(Exception):
+                self._state.close()
+        if self.sampler:
+            self.sampler.stop()
+        self.settings.close()
+
+
+def period_of(batch_class, most: int = 256) -> int | None:
+    """Steps after which the classes of batches come again, or None where they do not within `most` steps."""
+    classes = [batch_class(index) for index in range(2 * most)]
+    for period in range(1, most + 1):
+        if all(classes[index] == classes[index + period] for index in range(most)):
+            return period
+    return None
+
+
+def _places(state):
+    return {name: (str(tensor.device), tensor.data_ptr()) for name, tensor in state.named_state()}
+
+
+def _is_plain(value):
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _line(text):
+    return (str(text).strip() or "no reason given").splitlines()[0][:400]

@@ -1,0 +1,69 @@
+"""What training by hand prints: a card before it builds anything, a table when it has trained."""
+
+import sys
+
+from common.machine import memory
+
+
+def print_card(result: dict, workload) -> None:
+    """Say what runs where.
+
+    Args:
+        result: of `common.script.by_hand`, as it is before the build.
+        workload: `common.variant.Workload`.
+    """
+    env = result["env"]
+    where = f"{env['gpu_name']} x{env['num_gpus']}" if result["device"] == "cuda" else f"CPU, {env['cpu']}"
+    print(f"{result['model']}/{result['preset']}  {result['variant']}  {where}  torch {env['torch']}")
+    for line in [*workload.card, *workload.notes]:
+        print(line)
+    sys.stdout.flush()
+
+
+def print_end(result: dict, workload) -> None:
+    """Print the table and, last, what a person should know: why it failed, or which command measures.
+
+    Args:
+        result: of `common.script.by_hand`.
+        workload: `common.variant.Workload`.
+    """
+    for name, value, note in _rows(result, workload):
+        print(f"{name:10s} {value:>16s}  {note}".rstrip())
+    for line in result["said"]:
+        print(line)
+    if result["status"] != "pass":
+        print(f"{result['status']}: {result['message']}")
+    elif result["ms"]:
+        print(f"Times of one run say little: make bench MODEL={result['model']} measures what a graph is worth")
+
+
+def _rows(result, workload):
+    """(name, value, note) of what is known."""
+    losses, hashes, ms = result["losses"], result["state_hashes"], result["ms"]
+    if result["steps"]:
+        yield "steps", str(result["steps"]), f"in {result['seconds']:.2f} s" if ms else ""
+    if ms:
+        num_classes = result["batch_classes"]
+        how = "median" if num_classes == 1 else f"mean over {num_classes} classes of batch of their medians"
+        yield "step", f"{ms:.2f} ms", how
+        yield "rate", f"{result['items_per_s']:,.0f} {workload.unit}/s", ""
+    if ms and result["device"] == "cuda":
+        tflops = workload.flops_per_step / ms / 1e9
+        peak = workload.peak_flops
+        yield "compute", f"{tflops:.0f} TFLOP/s", f"{100e12 * tflops / peak:.1f} % of the named peak" if peak else ""
+    if losses:
+        yield "loss", f"{losses[0]:.5f}", f"at first, {losses[-1]:.5f} at last"
+    if result["eval_loss"] is not None:
+        yield "held out", f"{result['eval_loss']:.5f}", "mean loss"
+    if hashes:
+        unmoved = result["unmoved"]
+        still = f", {len(unmoved)} never moved, such as {unmoved[0]}" if unmoved else ""
+        yield "state", hashes[-1], f"hash of {result['num_tensors']} tensors after the last step{still}"
+    if result["graphs"]:
+        yield "graphs", str(result["graphs"]), f"{result['replays']} replays; {result['strategy']}"
+    if result["strategy"] is not None:
+        rest = ", ".join(f"{name} {result[f'{name}_s']:.2f} s" for name in ("warmup", "compile") if result[f"{name}_s"])
+        yield "capture", f"{result['capture_s']:.2f} s", rest
+    if result["reserved_bytes"]:
+        pools = f"{memory.gib(result['graph_pool_bytes'])} in pools of graphs" if result["graphs"] else ""
+        yield "memory", memory.gib(result["reserved_bytes"]), pools

@@ -1,0 +1,100 @@
+"""Checks of training by hand: graphs against eager steps, finite losses, graphs and replays that were promised."""
+
+import contextlib
+import functools
+import gc
+
+import torch
+
+from common.capture.pool import CaptureError
+from common.machine import memory
+from common.training.parallel.host_messages import of_all_ranks
+from common.variant import enter, leave
+
+# On a GPU the fastest kernels may reorder sums; a replay of stale data misses eager's loss by far more.
+TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
+
+
+def compare_with_eager(state, variant, reference, device: torch.device) -> list[str]:
+    """Compare two steps of graphs from the seeded start with two eager ones: new inputs and moved weights.
+
+    A replay that ignores its input, or reads weights of the capture, would train on nonsense.
+
+    Args:
+        state: the variant's.
+        variant: entered; it is left for eager's steps and entered again.
+        reference: reference(state, index) makes an eager step.
+        device: of the state.
+
+    Returns:
+        Lines for a person: why it was left out, where a GPU has no memory for eager steps beside the graphs; else none.
+
+    Raises:
+        CaptureError: the losses differ. FloatingPointError: eager's are not finite.
+    """
+    ours = _two_losses(state, variant.step)
+    free = memory.free_bytes(device)
+    # An eager step needs about what the graphs hold.
+    if not all(of_all_ranks(free is None or sum(pool.bytes() for pool in variant.capture.pools) < free)):
+        return ["graphs were not compared with eager: no memory for its steps beside them"]
+    with as_eager(variant):
+        eagers = _two_losses(state, functools.partial(reference, state))
+    if device.type == "cuda":
+        # What eager steps took is no memory of the variant.
+        gc.collect()
+        torch.cuda.empty_cache()
+    # Where eager diverges as well, the capture is not to blame.
+    require_finite(eagers)
+    for index, (our, eager) in enumerate(zip(ours, eagers, strict=True)):
+        if not abs(our - eager) <= TOLERANCE[device.type] * abs(eager):
+            raise CaptureError(f"canary: step {index} replayed gives loss {our:.6g}, eager {eager:.6g}")
+    return []
+
+
+def _two_losses(state, step):
+    state.reset()
+    for index in range(2):
+        step(index)
+    return state.read_losses(2)
+
+
+@contextlib.contextmanager
+def as_eager(variant):
+    """Within it, state and torch are as eager needs them, also where the variant changes them for its steps."""
+    leave(variant)
+    try:
+        yield
+    finally:
+        enter(variant)
+
+
+def require_finite(losses: list[float]) -> None:
+    """Look at all losses.
+
+    Raises:
+        FloatingPointError: one is NaN or infinite.
+    """
+    for index, loss in enumerate(losses):
+        if not abs(loss) < float("inf"):
+            raise FloatingPointError(f"loss is {loss} at step {index}")
+
+
+def broken_promise(result: dict) -> str:
+    """Why graphs and replays are not those that the model's table declares for the variant, or "".
+
+    Args:
+        result: of `common.script.by_hand.run`: kind, steps, graphs, replays, expected_replays, promised_graphs and
+            promised_replays (a step). A promise of None is any number from 1 up, where the kind is known.
+    """
+    graphs, replays, steps = result["graphs"], result["replays"], result["steps"]
+    promised, wanted = result["promised_graphs"], result["promised_replays"]
+    if promised is not None and graphs != promised:
+        return f"{graphs} graphs made, {promised} promised"
+    if wanted is not None and replays != wanted * steps:
+        return f"{replays} replays in {steps} steps, {wanted} a step promised"
+    some_promised = result["kind"] == "graph" or (result["kind"] == "compile" and None in (promised, wanted))
+    if some_promised and not (graphs and replays):
+        return f"{graphs} graphs and {replays} replays in a variant that promised some"
+    if replays != result["expected_replays"]:
+        return f"{replays} replays counted, its steps make {result['expected_replays']}"
+    return ""

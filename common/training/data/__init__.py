@@ -1,0 +1,1 @@
+"""Files of data and weights that a user names: limits, tokens, safetensors, checkpoints."""

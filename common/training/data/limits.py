@@ -1,0 +1,67 @@
+"""Files of data that a user names: regular ones, and no more of them than these limits say.
+
+with open_regular(path, "--data") as file:
+    start = file.read(8)
+"""
+
+import os
+import stat
+from typing import BinaryIO
+
+# Of a file that is mapped, or read piece by piece.
+MAX_BYTES = 4 * 2**40
+# Of a file whose content is copied to memory, and of what it says that it holds uncompressed.
+MAX_READ_BYTES = 4 * 2**30
+MAX_ROWS = 10_000_000
+# JSON of one line, and of one header, is parsed at once and then takes up to 20 times its bytes.
+MAX_LINE_BYTES = 8 * 2**20
+MAX_HEADER_BYTES = 8 * 2**20
+# Names of files that are pickles, or hold some: never read.
+PICKLES = (".pkl", ".pickle", ".p", ".pyd", ".pt", ".pth")
+
+
+def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> BinaryIO:
+    """Open a regular file to read bytes; never waits for the other end of a pipe.
+
+    Args:
+        path: The file, or a link to one.
+        flag: What the message begins with.
+        max_bytes: The largest size that is taken.
+
+    Raises:
+        ValueError: In one line: missing, not readable, a folder, pipe, socket or device, or too large.
+    """
+    try:
+        # Asked before it is opened: opening alone can make a device do something.
+        _require_regular(os.stat(path), path, flag)
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot read {shown(path)} ({error.strerror})") from None
+    try:
+        found = os.fstat(file.fileno())
+        _require_regular(found, path, flag)
+        if found.st_size > max_bytes:
+            raise ValueError(f"{flag}: {shown(path)} has {found.st_size:,} bytes, at most {max_bytes:,} are read")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _require_regular(found, path, flag):
+    if stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{flag}: cannot read {shown(path)} (Is a directory)")
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{flag}: cannot read {shown(path)} (it is a pipe, a socket or a device)")
+
+
+def shown(text) -> str:
+    """A path or a name for a message: as it is where all of it can be printed, else with escapes."""
+    text = os.fspath(text)
+    return text if text.isprintable() else ascii(text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line that can be printed; its type where it says nothing."""
+    line = (str(error).strip().splitlines() or [""])[0][:300]
+    return shown(line) if line else type(error).__name__

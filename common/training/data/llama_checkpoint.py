@@ -1,0 +1,231 @@
+"""Weights of a Hugging Face Llama folder (config.json, *.safetensors), one layer at a time.
+
+    checkpoint = open_checkpoint(config.checkpoint, config)     names, shapes, sizes of all files checked, nothing read
+    weights = checkpoint.layer(0)                               {"qkv", "proj", "fc1", "fc2", "norm1", "norm2"}, bf16
+    checkpoint.embedding(), checkpoint.head(), checkpoint.final_norm()
+
+Names and shapes: transformers, models/llama/modeling_llama.py (Llama 2 and 3 alike). Rows of q and k keep their order,
+that of rotate_half: element i of a head turns with element i + head_dim / 2.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from common.training.data import safetensors_file
+from common.training.data.limits import MAX_HEADER_BYTES, open_regular, shown
+
+FLAG = "--checkpoint"
+_READABLE = ("BF16", "F16", "F32")
+
+
+class Llama(Protocol):
+    """What a config says of its model. ffn: of the gate and of the up projection each; vocab: rows of embedding, head.
+
+    A model that has fewer layers than a checkpoint takes its first ones.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    rope_theta: float
+    norm_eps: float
+
+
+class Checkpoint:
+    """Tensors of a folder that fits a config. Made by `open_checkpoint`; methods return new bf16 CPU tensors.
+
+    num_layers: of the checkpoint, which may have more than the config takes. tied: the head is the embedding.
+    A method raises ValueError in one line where a file has changed since it was opened.
+    """
+
+    def __init__(self, config: Llama, files: dict, num_layers: int, tied: bool):
+        self.num_layers, self.tied = num_layers, tied
+        self._config, self._files = config, files
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        """The weights of layer `index`.
+
+        qkv [(heads + 2 kv_heads) head_dim, hidden], rows of q, then k, then v; proj [hidden, heads head_dim];
+        fc1 [2 ffn, hidden], rows of gate, then up; fc2 [hidden, ffn]; norm1, norm2 [hidden].
+        """
+        weights = {}
+        for ours, shapes in _layer_shapes(self._config, index).items():
+            rows = [shape[0] for shape in shapes.values()]
+            weights[ours] = torch.empty(sum(rows), *next(iter(shapes.values()))[1:], dtype=torch.bfloat16)
+            for name, part in zip(shapes, weights[ours].split(rows), strict=True):
+                self._files[name].read_into(name, part)
+        return weights
+
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]."""
+        return self._read("model.embed_tokens.weight", (self._config.vocab, self._config.hidden))
+
+    def head(self) -> torch.Tensor:
+        """[vocab, hidden]; the embedding where they are tied."""
+        if self.tied:
+            return self.embedding()
+        return self._read("lm_head.weight", (self._config.vocab, self._config.hidden))
+
+    def final_norm(self) -> torch.Tensor:
+        """[hidden]."""
+        return self._read("model.norm.weight", (self._config.hidden,))
+
+    def _read(self, name, shape):
+        out = torch.empty(shape, dtype=torch.bfloat16)
+        self._files[name].read_into(name, out)
+        return out
+
+
+def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> Checkpoint:
+    """Check a checkpoint against the config: config.json, names and shapes of all tensors, byte ranges of all files.
+
+    A checkpoint of more layers than the config takes is read up to the config's. rope_scaling: Llama 3.1's, where the
+    model has it. ValueError in one line that names --checkpoint, what does not fit, and the flags that would.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{FLAG} {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
+    described = _read_json(folder / "config.json")
+    _require_llama(folder, described, rope_scaling)
+    _require_sizes(folder, described, config)
+    entries = _all_entries(folder)
+    shapes = {"model.embed_tokens.weight": (config.vocab, config.hidden), "model.norm.weight": (config.hidden,)}
+    # Files of tied models often hold the head as well; it is the same tensor.
+    tied = bool(described.get("tie_word_embeddings", False))
+    if not tied:
+        shapes["lm_head.weight"] = (config.vocab, config.hidden)
+    for index in range(config.layers):
+        for parts in _layer_shapes(config, index).values():
+            shapes.update(parts)
+    _require_tensors(folder, entries, shapes)
+    return Checkpoint(config, {name: entries[name] for name in shapes}, described["num_hidden_layers"], tied)
+
+
+def _layer_shapes(config, index):
+    """Ours -> {Llama's name: shape} of the parts that are stacked by rows, in this order."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, ffn = config.hidden, config.ffn
+    modules: dict[str, dict[str, tuple[int, ...]]] = {
+        "qkv": {"self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden)},
+        "proj": {"self_attn.o_proj": (hidden, q)},
+        "fc1": {"mlp.gate_proj": (ffn, hidden), "mlp.up_proj": (ffn, hidden)},
+        "fc2": {"mlp.down_proj": (hidden, ffn)},
+        "norm1": {"input_layernorm": (hidden,)},
+        "norm2": {"post_attention_layernorm": (hidden,)},
+    }
+    return {
+        ours: {f"model.layers.{index}.{module}.weight": shape for module, shape in parts.items()}
+        for ours, parts in modules.items()
+    }
+
+
+def _read_json(path):
+    try:
+        with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
+            content = json.load(file)
+    except OSError as error:
+        raise ValueError(f"{FLAG}: cannot read {path} ({error.strerror})") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError(f"{FLAG}: {path} is damaged, it is not JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{FLAG}: {path} is damaged, it is not a JSON object")
+    return content
+
+
+def _require_llama(folder, described, rope_scaling):
+    """What a Llama may have by its config.json and the model here has not."""
+    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{FLAG} {folder}: config.json is damaged, its rope_parameters are no object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    found = {
+        "model_type": (described.get("model_type"), ("llama",)),
+        "hidden_act": (described.get("hidden_act", "silu"), ("silu",)),
+        "attention_bias": (described.get("attention_bias", False), (False,)),
+        "mlp_bias": (described.get("mlp_bias", False), (False,)),
+        "quantization_config": (described.get("quantization_config"), (None,)),
+        "rope_type": (kind, ("llama3",) if rope_scaling else ("default",)),
+    }
+    for name, value in (rope_scaling or {}).items():
+        found[name] = (rope.get(name), (value,))
+    for name, (value, allowed) in found.items():
+        if value not in allowed:
+            value = value.get("quant_method", value) if isinstance(value, dict) else value
+            raise ValueError(
+                f"{FLAG} {folder}: config.json has {name} {value}, only {allowed[0]} is built: take another checkpoint"
+            )
+
+
+def _require_sizes(folder, described, config):
+    try:
+        heads = described["num_attention_heads"]
+        found = {
+            "hidden": described["hidden_size"],
+            "heads": heads,
+            "kv_heads": described.get("num_key_value_heads") or heads,
+            "head_dim": described.get("head_dim") or described["hidden_size"] // heads,
+            "ffn": described["intermediate_size"],
+            "vocab": described["vocab_size"],
+            # In rope_parameters since transformers 5.
+            "rope_theta": (described | (described.get("rope_parameters") or {})).get("rope_theta", 10000.0),
+            "norm_eps": described.get("rms_norm_eps", 1e-6),
+        }
+        num_layers = described["num_hidden_layers"]
+        differing = {name: value for name, value in found.items() if not math.isclose(value, getattr(config, name))}
+        if num_layers < config.layers:
+            differing["layers"] = num_layers
+    except KeyError as error:
+        raise ValueError(f"{FLAG} {folder}: config.json has no {error.args[0]}") from None
+    except (TypeError, ZeroDivisionError):
+        raise ValueError(f"{FLAG} {folder}: config.json has sizes that are no numbers from 1 up") from None
+    if differing:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in differing.items())
+        ours = ", ".join(f"{name} {getattr(config, name)}" for name in differing)
+        raise ValueError(f"{FLAG} {folder}: does not fit {ours}: take {flags}")
+
+
+def _all_entries(folder):
+    """Name -> the opened file that holds it, from the index or the single file."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            others = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+            other = f" ({others[0]} is pickled: save it with safe_serialization=True)" if others else ""
+            raise ValueError(f"{FLAG} {folder}: neither model.safetensors.index.json nor model.safetensors{other}")
+        file = safetensors_file.open_file(single, FLAG)
+        return dict.fromkeys(file.entries, file)
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{FLAG}: {index} is damaged, its weight_map does not name files")
+    for name in weight_map.values():
+        if Path(name).name != name:
+            raise ValueError(f"{FLAG}: {index} names {shown(name[:100])}, which is no file of its folder")
+    files = {name: safetensors_file.open_file(folder / name, FLAG) for name in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in files[file].entries:
+            raise ValueError(f"{FLAG}: {index} looks for {name} in {file}, which does not hold it")
+    return {name: files[file] for name, file in weight_map.items()}
+
+
+def _require_tensors(folder, entries, shapes):
+    missing = [name for name in shapes if name not in entries]
+    if missing:
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise ValueError(f"{FLAG} {folder}: holds no tensor {missing[0]}{more}")
+    for name, shape in shapes.items():
+        entry = entries[name].entries[name]
+        if entry.shape != shape:
+            raise ValueError(f"{FLAG} {folder}: {name} has the shape {entry.shape}, the flags say {shape}")
+        if entry.dtype not in _READABLE:
+            raise ValueError(f"{FLAG} {folder}: {name} has dtype {entry.dtype}, not {', '.join(_READABLE)}")
+    biases = sorted(name for name in entries if name.startswith("model.layers.") and name.endswith(".bias"))
+    if biases:
+        raise ValueError(f"{FLAG} {folder}: holds {biases[0]}, biases are not built: take another checkpoint")

@@ -1,0 +1,139 @@
+"""The header of a safetensors file: which tensors it holds and where; read and made without torch.
+
+    entries, metadata = read(path, flag="--data")
+    array = mapped(path, entries["input_ids"])
+    write_file.write(make({"input_ids": ("I32", (8192,))}, {}))
+
+common/training/data/safetensors_file.py says what the format is, and reads and writes tensors of torch.
+"""
+
+import json
+import math
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from common.training.data.limits import open_regular, shown
+
+# The dtypes that numpy has, too.
+NUMPY: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in NUMPY.items()} | {"BF16": 2}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMENSIONS = 32
+_LENGTH = struct.Struct("<Q")
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: dtype by the format's name, shape, place of its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Read the header and check every tensor's dtype, shape and place against the size of the file.
+
+    Args:
+        path: A regular file.
+        flag: What messages begin with.
+        max_header_bytes: The longest header that is parsed.
+
+    Returns:
+        The tensors by name, and the metadata, text by name.
+
+    Raises:
+        ValueError: In one line: missing, no safetensors file, truncated, or a header that contradicts itself.
+    """
+    name = shown(path)
+    with open_regular(path, flag) as file:
+        try:
+            num_bytes = os.fstat(file.fileno()).st_size
+            start = file.read(_LENGTH.size)
+            if start == b"version ":
+                raise ValueError(f"{flag}: {name} is the pointer of a file in Git LFS: git lfs pull brings the file")
+            length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
+            if not 2 <= length <= MAX_HEADER_BYTES:
+                raise ValueError(f"{flag}: {name} is not a safetensors file")
+            if length > max_header_bytes:
+                raise ValueError(
+                    f"{flag}: {name} has a header of {length:,} bytes, at most {max_header_bytes:,} are read"
+                )
+            if _LENGTH.size + length > num_bytes:
+                raise ValueError(f"{flag}: {name} is truncated within its header")
+            text = file.read(length)
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot read {name} ({error.strerror})") from None
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise TypeError("metadata is text")
+        entries = {tensor: _entry(fields, _LENGTH.size + length) for tensor, fields in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{flag}: the header of {name} is damaged") from None
+    for tensor, entry in entries.items():
+        size = ITEM_BYTES.get(entry.dtype)
+        if size is not None and math.prod(entry.shape) * size != entry.num_bytes:
+            raise ValueError(
+                f"{flag}: the header of {name} is damaged, {shown(tensor)} has not the bytes that its shape takes"
+            )
+        missing = entry.offset + entry.num_bytes - num_bytes
+        if missing > 0:
+            raise ValueError(f"{flag}: {name} is truncated, it ends {missing:,} bytes before {shown(tensor)} does")
+    return entries, metadata
+
+
+def _entry(fields, data_start):
+    begin, end = fields["data_offsets"]
+    shape = tuple(fields["shape"])
+    numbers = (begin, end, *shape)
+    # As large as a place in a file can be, so that their product is computed in no time.
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise ValueError("no place in a file")
+    if begin > end or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError("no place in a file")
+    return Entry(str(fields["dtype"]), shape, data_start + begin, end - begin)
+
+
+def make(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """The beginning of a file, up to its first tensor's bytes, which then follow one another in this order.
+
+    Args:
+        tensors: Name -> (dtype by the format's name, shape).
+        metadata: Text by name.
+    """
+    header: dict[str, dict] = {"__metadata__": metadata}
+    begin = 0
+    for name, (dtype, shape) in tensors.items():
+        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    # The data begin at a multiple of 8.
+    text += b" " * (-len(text) % 8)
+    return _LENGTH.pack(len(text)) + text
+
+
+def mapped(path, entry: Entry) -> np.ndarray:
+    """A tensor of a file, mapped to memory and not read; its dtype is one of NUMPY's."""
+    dtype = NUMPY[entry.dtype]
+    # Nothing cannot be mapped.
+    if not entry.num_bytes:
+        return np.empty(entry.shape, dtype)
+    return np.memmap(path, dtype, "r", entry.offset, entry.shape)

@@ -1,0 +1,318 @@
+"""Token sources: memory-mapped one-dimensional arrays of token ids, and windows drawn from them.
+
+    tokens = open_tokens("", cache_dir)                  the Python standard library's own source text
+    tokens = open_tokens("/data/books", cache_dir)       a folder of text, byte by byte
+    tokens = open_tokens("/data/c4_text_document", ...)  Megatron-LM's .bin/.idx
+    batch = tokens.batch(index, num_sequences=4, sequence_length=2048, seed=0)
+
+Byte-level sources have 256 ids, and a zero byte ends each document. Only numpy is needed.
+"""
+
+import codecs
+import functools
+import hashlib
+import json
+import os
+import platform
+import struct
+import sysconfig
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from common.config import require_folder_of_its_own
+from common.files import write_whole
+
+# A folder of text is copied once, byte by byte; a larger one belongs into Megatron's token files.
+MAX_FILES = 100_000
+MAX_TEXT_BYTES = 16 * 2**30
+
+_CHUNK_TOKENS = 1 << 22
+_END_OF_DOCUMENT = b"\0"
+_ELSE = "take one of its folders, or make Megatron token files (.bin, .idx) of it"
+
+
+class TokenFile:
+    """A memory-mapped run of token ids.
+
+    tokens: one-dimensional numpy memmap of integers, all documents one after the other. name: what the tokens are,
+    for the record. vocab_size: known size, or 0 to find the highest id in the file when it is first asked.
+    skipped: files of a text folder that are not UTF-8 text.
+    """
+
+    def __init__(self, tokens, name, vocab_size=0, skipped=()):
+        self.tokens = tokens
+        self.name = name
+        self.skipped = tuple(skipped)
+        self._vocab_size = vocab_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of token ids, all documents together."""
+        return len(self.tokens)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """256 for bytes; else the highest id + 1, which reads the whole file once, in chunks."""
+        if self._vocab_size:
+            return self._vocab_size
+        starts = range(0, self.num_tokens, _CHUNK_TOKENS)
+        return max(int(self.tokens[start : start + _CHUNK_TOKENS].max()) for start in starts) + 1
+
+    def batch(self, index, num_sequences, sequence_length, seed=0) -> np.ndarray:
+        """int64 [num_sequences, sequence_length + 1]: inputs are [:, :-1], targets [:, 1:].
+
+        Windows start anywhere, with replacement, and may cross documents. They depend on (seed, index) alone, so any
+        rank or variant draws batch `index` without having drawn those before. Raises ValueError when the file is
+        shorter than one window.
+        """
+        return self._windows(self._starts([seed, index], num_sequences, sequence_length), sequence_length)
+
+    def held_out(self, num_sequences, sequence_length, num_batches, batch_sequences, seed=0) -> np.ndarray:
+        """int64 [num_sequences, sequence_length + 1]: windows that share no place with training batches.
+
+        Those are the batches 0 .. num_batches - 1 of batch_sequences each that `batch` draws with this seed. Text that
+        the file itself repeats is not noticed. Raises LookupError where so little is left that windows are not found.
+        """
+        starts = [self._starts([seed, index], batch_sequences, sequence_length) for index in range(num_batches)]
+        seen = np.sort(np.concatenate(starts))
+        # One seed component more than any batch has, and enough draws for a file of which a tenth is left.
+        drawn = self._starts([seed, 0, 1], 100 * num_sequences, sequence_length)
+        after = np.searchsorted(seen, drawn)
+        distance = np.minimum(
+            np.abs(drawn - seen[np.minimum(after, len(seen) - 1)]), np.abs(drawn - seen[np.maximum(after - 1, 0)])
+        )
+        free = drawn[distance > sequence_length]
+        if len(free) < num_sequences:
+            raise LookupError(f"training batches leave no {num_sequences} windows of {self.name} to hold out")
+        return self._windows(free[:num_sequences], sequence_length)
+
+    def _starts(self, seeds, num_sequences, sequence_length):
+        num_starts = self.num_tokens - sequence_length
+        if num_starts < 1:
+            raise ValueError(
+                f"--data: {self.name} has {self.num_tokens} tokens, one window of sequence length {sequence_length} "
+                f"needs {sequence_length + 1}; give more text or a shorter sequence"
+            )
+        return np.random.default_rng(seeds).integers(num_starts, size=num_sequences)
+
+    def _windows(self, starts, sequence_length):
+        windows = np.empty((len(starts), sequence_length + 1), dtype=np.int64)
+        for row, start in zip(windows, starts, strict=True):
+            row[:] = self.tokens[start : start + sequence_length + 1]
+        return windows
+
+
+def open_tokens(data, cache_dir) -> TokenFile:
+    """What the flag --data names: "" is the Python corpus, a folder its text, else a Megatron prefix, .bin or .idx.
+
+    cache_dir: where token files made from text are kept. Raises ValueError that names --data, or the file that cannot
+    be written there.
+    """
+    if not data:
+        return python_corpus(cache_dir)
+    if Path(data).is_dir():
+        return text_folder(data, cache_dir)
+    if any(path.is_file() for path in _megatron_paths(data)):
+        return megatron(data)
+    raise ValueError(
+        f"--data {data}: neither a folder of text nor the prefix of Megatron token files ({data}.bin, {data}.idx)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Text, byte by byte
+
+
+def python_corpus(cache_dir) -> TokenFile:
+    """The source text of this Python's standard library, about 12 MB, without tests and installed packages.
+
+    The cached file's name holds the Python version and a hash of the content. Its content is compared with the
+    sources at every opening, so a damaged cache is made again.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped_folders = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    paths = [path for path in _files(root, skipped_folders) if path.suffix == ".py"]
+    text = b"".join(path.read_bytes() + _END_OF_DOCUMENT for path in paths)
+    name = f"python-{platform.python_version()}-{hashlib.sha256(text).hexdigest()[:16]}"
+    path = Path(cache_dir) / f"{name}.bin"
+    expected = np.frombuffer(text, dtype=np.uint8)
+    if not (path.is_file() and np.array_equal(_map_bytes(path), expected)):
+        _write_cache(path, lambda file: file.write(text))
+    return TokenFile(_map_bytes(path), name, vocab_size=256)
+
+
+def text_folder(path, cache_dir) -> TokenFile:
+    """All UTF-8 files below `path`, whatever their suffix, in the order of their names; hidden ones are left out.
+
+    Files that are not UTF-8 are left out too, with a warning that counts and names them. The cache is keyed by names,
+    sizes and modification times; its length is checked against the note beside it. Raises ValueError when there is
+    no text at all, when a file cannot be read, and for more than MAX_FILES names or MAX_TEXT_BYTES, before any file is
+    read.
+    """
+    root = Path(path)
+    require_folder_of_its_own("--data", str(root.resolve()))
+    paths = _files(root, set())
+    stats = [file.stat() for file in paths]
+    listing = [
+        (file.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+        for file, stat in zip(paths, stats, strict=True)
+    ]
+    num_bytes = sum(stat.st_size for stat in stats)
+    if num_bytes > MAX_TEXT_BYTES:
+        raise ValueError(
+            f"--data {path}: {num_bytes / 2**30:,.0f} GiB in {len(paths):,} files, a folder of text may have "
+            f"{MAX_TEXT_BYTES / 2**30:.0f}: {_ELSE}"
+        )
+    # What has no size is not read: files of /proc have none either, and some of them never end.
+    paths = [file for file, stat in zip(paths, stats, strict=True) if stat.st_size]
+    key = hashlib.sha256(json.dumps([str(root.resolve()), listing]).encode()).hexdigest()[:16]
+    name = f"{root.resolve().name}-{key}"
+    tokens_path, note_path = Path(cache_dir) / f"{name}.bin", Path(cache_dir) / f"{name}.json"
+    note = _read_note(note_path)
+    if note is None or not tokens_path.is_file() or tokens_path.stat().st_size != note["num_tokens"]:
+        skipped: list[str] = []
+        num_tokens = _write_cache(tokens_path, lambda file: concatenate(root, paths, file, skipped))
+        note = {"num_tokens": num_tokens, "skipped": skipped}
+        _write_cache(note_path, lambda file: file.write(json.dumps(note).encode()))
+    skipped = note["skipped"]
+    if skipped:
+        more = ", ..." if len(skipped) > 10 else ""
+        warnings.warn(
+            f"{path}: {len(skipped)} files are not UTF-8, skipped: {', '.join(skipped[:10])}{more}", stacklevel=3
+        )
+    if not note["num_tokens"]:
+        raise ValueError(f"--data {path}: no UTF-8 text in this folder ({len(skipped)} files skipped)")
+    return TokenFile(_map_bytes(tokens_path), name, vocab_size=256, skipped=skipped)
+
+
+def _files(root, skipped_folders):
+    """Regular files below `root`, sorted by relative path; hidden ones left out, linked folders not followed.
+
+    ValueError for more than MAX_FILES names of files and folders.
+    """
+    found, num_names = [], 0
+    for folder, folders, names in os.walk(root):
+        num_names += len(folders) + len(names)
+        if num_names > MAX_FILES:
+            raise ValueError(f"--data {root}: more than {MAX_FILES:,} files below this folder: {_ELSE}")
+        folders[:] = [name for name in folders if name not in skipped_folders and not name.startswith(".")]
+        found += [Path(folder) / name for name in names if not name.startswith(".")]
+    return sorted(filter(_is_file, found), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _is_file(path):
+    try:
+        return path.is_file()
+    except PermissionError:  # a link into a folder that is closed to us
+        return False
+
+
+def concatenate(root, paths, out, skipped):
+    """Append each UTF-8 file to `out`, others' names to `skipped`; empty files are neither."""
+    for path in paths:
+        start = out.tell()
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            with _open_to_read(root, path) as file:
+                while chunk := file.read(1 << 20):
+                    decoder.decode(chunk)
+                    out.write(chunk)
+                decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            skipped.append(path.relative_to(root).as_posix())
+            out.seek(start)
+            out.truncate()
+            continue
+        if out.tell() > start:
+            out.write(_END_OF_DOCUMENT)
+
+
+def _open_to_read(root, path):
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"--data {root}: cannot read {path} ({error.strerror})") from None
+
+
+def _read_note(path):
+    try:
+        note = json.loads(path.read_text())
+        return {"num_tokens": int(note["num_tokens"]), "skipped": list(note["skipped"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write_cache(path, write):
+    try:
+        return write_whole(path, write)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+        raise ValueError(
+            f"{path}: {error.strerror}; token files made from text are kept there, or give Megatron's as --data"
+        ) from None
+
+
+def _map_bytes(path):
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------
+# Megatron-LM's indexed dataset (megatron/core/datasets/indexed_dataset.py)
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, length of the document index
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+
+
+def megatron(prefix) -> TokenFile:
+    """Open `prefix`.bin and `prefix`.idx (MMapIndexedDataset, version 1) without reading the tokens.
+
+    prefix: with or without .bin or .idx. Raises ValueError that names the file and what is wrong with it: missing,
+    foreign, truncated, a dtype that holds no token ids, or lengths that contradict the size of the .bin.
+    """
+    bin_path, idx_path = _megatron_paths(prefix)
+    for path in (bin_path, idx_path):
+        if not path.is_file():
+            raise ValueError(f"--data: {path} is missing, Megatron token files come as .bin and .idx")
+    with open(idx_path, "rb") as file:
+        header = file.read(_HEADER.size)
+    if not header.startswith(_MAGIC):
+        raise ValueError(f"--data: {idx_path} is not a Megatron index, it does not start with {_MAGIC!r}")
+    if len(header) < _HEADER.size:
+        raise ValueError(f"--data: {idx_path} is truncated within its header")
+    _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
+    if version != 1:
+        raise ValueError(f"--data: {idx_path} has version {version}, this code reads version 1")
+    if code not in _DTYPES:
+        raise ValueError(f"--data: {idx_path} has the unknown dtype code {code}, known are 1 to {max(_DTYPES)}")
+    dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
+    if dtype.kind == "f":
+        raise ValueError(f"--data: {idx_path} has dtype {_DTYPES[code]} (code {code}), which holds no token ids")
+    if not num_sequences:
+        raise ValueError(f"--data: {idx_path} has no sequences")
+    # int32 lengths, int64 pointers, int64 document index; a multimodal dataset adds one byte a sequence.
+    num_index_bytes = _HEADER.size + num_sequences * (4 + 8) + num_documents * 8
+    actual = idx_path.stat().st_size
+    if actual not in (num_index_bytes, num_index_bytes + num_sequences):
+        fault = "is truncated" if actual < num_index_bytes else "is too long"
+        raise ValueError(f"--data: {idx_path} {fault}: {actual} bytes, its counts need {num_index_bytes}")
+    lengths = np.memmap(idx_path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
+    if int(lengths.min()) < 0:
+        raise ValueError(f"--data: {idx_path} has a negative sequence length")
+    num_tokens = int(lengths.sum(dtype=np.int64))
+    if num_tokens * dtype.itemsize != bin_path.stat().st_size:
+        raise ValueError(
+            f"--data: {bin_path} has {bin_path.stat().st_size} bytes, the lengths in {idx_path.name} sum to "
+            f"{num_tokens} tokens of {dtype.itemsize} bytes"
+        )
+    if not num_tokens:
+        raise ValueError(f"--data: {bin_path} holds no tokens")
+    return TokenFile(np.memmap(bin_path, dtype=dtype, mode="r"), bin_path.stem)
+
+
+def _megatron_paths(prefix):
+    text = str(prefix)
+    text = text[:-4] if text.endswith((".bin", ".idx")) else text
+    return Path(text + ".bin"), Path(text + ".idx")

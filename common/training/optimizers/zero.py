@@ -1,0 +1,130 @@
+"""ZeRO stage 1: each of the ranks that hold the same parameters has a share of Adam's masters and moments.
+
+    zero = ZeroAdam(parameters, main_grads, hyperparameters, group=groups.replicas)
+    ... backward passes fill the main_grads ...
+    zero.step(); zero.grads.zero_()
+
+A step reduce-scatters the gradients' mean, updates this rank's share and all-gathers the parameters. Nothing is read on
+the host: it can be captured. Bytes a parameter of a rank, with bf16 parameters and FP32 gradients: 6 + 12 / ranks.
+
+The result is bitwise that of averaging all gradients and updating all of them on every rank
+(`collectives.GradientBuckets` and `MasterAdam`) if the averages are equal and no gradient is clipped. Averages are
+equal on two ranks, whose sum has one order, on more if sums are exact or the backend adds in one order both ways: gloo
+does in buckets of one layout, NCCL promises nothing. The norm adds up in another order, so that its last bit, and with
+it a clipped gradient, may differ.
+"""
+
+import torch
+
+from common.training.optimizers.adam import Hyperparameters, MasterAdam
+from common.training.parallel import collectives
+
+BUCKET_BYTES = 256 * 2**20
+
+
+class ZeroAdam:
+    """`MasterAdam` of which each rank of `group` has and updates an equal share.
+
+    Args:
+        params: Parameters of one floating dtype, alike on all ranks of the group. Their memory moves into a few flat
+            buffers, in place.
+        grads: An FP32 buffer for each, of its shape, such as its main_grad. Their memory moves too, and keeps its
+            values.
+        hyperparameters: Of all parameters.
+        group: Ranks that hold the same parameters.
+        uncounted: Parameters whose gradients another rank counts in the norm already: those that all tensor ranks have
+            alike, on all but the first; a tied embedding, on the last stage.
+        bucket_bytes: Size of the flat buffers.
+
+    Attributes:
+        grads: The gradients' `collectives.GradientBuckets`.
+        flat_params: The flat buffers of the parameters.
+        adam: `MasterAdam` of this rank's share.
+        grad_norm: FP32 0-d, the norm of the averaged gradients over all ranks of the run, before clipping.
+    """
+
+    def __init__(
+        self,
+        params,
+        grads,
+        hyperparameters: Hyperparameters,
+        group: str = "",
+        uncounted=(),
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        self.params, self.group = list(params), group
+        num_parts, part = collectives.group_size(group), collectives.group_rank(group)
+        self.grads = collectives.GradientBuckets(grads, bucket_bytes, group, num_parts)
+        self.flat_params = [
+            _flatten_(self.params, places, flat.numel())
+            for flat, places in zip(self.grads.flats, self.grads.places, strict=True)
+        ]
+        own_params, own_grads = (
+            [flat.chunk(num_parts)[part] for flat in flats] for flats in (self.flat_params, self.grads.flats)
+        )
+        self._uncounted = self._shares_of({id(param) for param in uncounted}, num_parts, part)
+        self.adam = MasterAdam(own_params, own_grads, hyperparameters, self._reduce_norm)
+        self.lr, self.grad_norm, self.step_count = self.adam.lr, self.adam.grad_norm, self.adam.step_count
+
+    def _reduce_norm(self, norm):
+        reduce_norm_(norm, "", self._uncounted)
+
+    def _shares_of(self, identities, num_parts, part):
+        """This rank's parts of some parameters' gradients, flat."""
+        result = []
+        for flat, places in zip(self.grads.flats, self.grads.places, strict=True):
+            length = flat.numel() // num_parts
+            for index, start in places:
+                first = max(start, part * length)
+                end = min(start + self.params[index].numel(), (part + 1) * length)
+                if id(self.params[index]) in identities and first < end:
+                    result.append(flat[first:end])
+        return result
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Average, clip and apply the gradients, then make the parameters whole. The gradients are undefined then."""
+        for flat in self.grads.flats:
+            collectives.reduce_scatter_mean_(flat, self.group)
+        self.adam.step()
+        for flat in self.flat_params:
+            collectives.all_gather_(flat, self.group)
+
+    def reset(self) -> None:
+        """Start again, in place, from the parameters' present values, which must be alike on all ranks."""
+        self.adam.reset()
+
+    def named_state(self):
+        """Yield (name, tensor) of this rank's masters and moments and of the count of steps, for hashing."""
+        return self.adam.named_state()
+
+
+@torch.no_grad()
+def _flatten_(params, places, num_elements):
+    """Move the memory of the parameters at these places into one buffer; their values stay."""
+    first = params[places[0][0]]
+    flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
+    for index, start in places:
+        view = collectives.place_in(flat, start, params[index])
+        view.copy_(params[index])
+        # The tensor object stays, so modules that hold it read the buffer from now on.
+        params[index].data = view
+    return flat
+
+
+@torch.no_grad()
+def reduce_norm_(norm: torch.Tensor, group: str = "", uncounted=()) -> None:
+    """Make the norm of this rank's gradients the norm over all ranks of a group, in place.
+
+    Args:
+        norm: FP32 0-d.
+        group: Ranks that hold other gradients.
+        uncounted: Gradients of this rank that another rank of the group counts too.
+    """
+    norm.square_()
+    if uncounted:
+        norms = torch._foreach_norm(list(uncounted), 2, dtype=torch.float32)
+        # The rest may round to less than zero.
+        norm.sub_(torch.stack(norms).square_().sum()).clamp_(min=0)
+    collectives.all_reduce_sum_(norm, group)
+    norm.sqrt_()

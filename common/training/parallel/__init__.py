@@ -1,0 +1,1 @@
+"""Several ranks: groups, collectives that graphs can hold, and messages between hosts."""

@@ -1,0 +1,142 @@
+"""Collectives that a model differentiates through: tensor parallelism, sequence parallelism, all-to-all.
+
+Each is an autograd function of one collective forward and its transpose, another collective, for the gradient. group: a
+group's name as in collectives.py; with one rank they return x itself. Sequences lie along the first dimension.
+`look_up` and `cross_entropy`, of a vocabulary that is split over the ranks, are made of them.
+
+    y = reduce_from_region(F.linear(gelu(F.linear(copy_to_region(x, tensor), column)), row), tensor)
+
+computes with the columns of one matrix and the rows of the next split over the ranks of `tensor`. With sequence
+parallelism, where each rank has x of its own tokens only, gather_from_sequence stands for the former of the two and
+reduce_scatter_to_sequence for the latter.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from common.training.parallel import collectives
+
+
+class _Region(torch.autograd.Function):
+    """One collective forward, another one, its transpose, for the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group, forward, transpose):
+        ctx.group, ctx.transpose = group, transpose
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transpose(grad, ctx.group), None, None, None
+
+
+def _region(x, group, forward, transpose):
+    return x if collectives.group_size(group) == 1 else _Region.apply(x, group, forward, transpose)
+
+
+def _unchanged(x, group):
+    return x.view_as(x)
+
+
+def _summed(x, group):
+    # A copy: autograd may hand a gradient to others too, and a model may have kept its x.
+    result = x.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce_sum_(result, group)
+    return result
+
+
+def _gathered(x, group):
+    whole = x.new_empty(collectives.group_size(group) * x.shape[0], *x.shape[1:])
+    collectives.all_gather_into_(whole, x.contiguous(), group)
+    return whole
+
+
+def _reduce_scattered(x, group):
+    own = x.new_empty(_rows(x, group), *x.shape[1:])
+    collectives.reduce_scatter_sum_(own, x.contiguous(), group)
+    return own
+
+
+def _own_rows(x, group):
+    return x.narrow(0, collectives.group_rank(group) * _rows(x, group), _rows(x, group)).clone()
+
+
+def _swapped(x, group):
+    _rows(x, group)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    collectives.all_to_all_(received, x.contiguous(), group)
+    return received
+
+
+def _rows(x, group):
+    """The first dimension's share of a rank."""
+    size = collectives.group_size(group)
+    if x.shape[0] % size:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no equal parts for {size} ranks: pad it")
+    return x.shape[0] // size
+
+
+def copy_to_region(x, group=""):
+    """x, whose gradient is summed over the ranks: before a column-parallel matrix (Megatron's f)."""
+    return _region(x, group, _unchanged, _summed)
+
+
+def reduce_from_region(x, group=""):
+    """The sum of x over the ranks, whose gradient is alike on all: behind a row-parallel matrix (Megatron's g)."""
+    return _region(x, group, _summed, _unchanged)
+
+
+def gather_from_sequence(x, group="", partial_gradients=True):
+    """[n, ...] of the [n / ranks, ...] that each rank has: where tensor follows sequence parallelism.
+
+    partial_gradients: each rank's gradient is a summand, as behind a column-parallel matrix; else it is alike on all.
+    """
+    return _region(x, group, _gathered, _reduce_scattered if partial_gradients else _own_rows)
+
+
+def reduce_scatter_to_sequence(x, group=""):
+    """This rank's [n / ranks, ...] of the sum of x [n, ...]: from tensor into sequence parallelism."""
+    return _region(x, group, _reduce_scattered, _gathered)
+
+
+def scatter_to_sequence(x, group=""):
+    """This rank's [n / ranks, ...] of an x [n, ...] that is alike on all ranks: into sequence parallelism."""
+    return _region(x, group, _own_rows, _gathered)
+
+
+def all_to_all(x, group=""):
+    """Part r of the result [n, ...] is this rank's part of rank r's x [n, ...]; a part has n / ranks rows."""
+    return _region(x, group, _swapped, _swapped)
+
+
+def look_up(tokens, table, group="", find=F.embedding):
+    """[s / ranks, b, h]: this rank's tokens of the rows that `tokens` [s, b] names.
+
+    table: [rows, h], this rank's part of all rows, in the order of ranks. find: find(rows, table) of rows within it.
+    """
+    if collectives.group_size(group) == 1:
+        return find(tokens, table)
+    rows, inside = _own_part(tokens, table.shape[0], group)
+    return reduce_scatter_to_sequence(find(rows, table) * inside[..., None], group)
+
+
+def cross_entropy(logits, targets, group=""):
+    """Mean cross-entropy, alike on all ranks: logits [n, rows] of each rank's part of the words; targets [n]."""
+    if collectives.group_size(group) == 1:
+        return F.cross_entropy(logits, targets)
+    largest = logits.detach().amax(-1)
+    collectives.all_reduce_max_(largest, group)
+    logits = logits - largest[:, None]
+    log_sum = reduce_from_region(logits.exp().sum(-1), group).log()
+    rows, inside = _own_part(targets, logits.shape[1], group)
+    # Not gather: where algorithms are deterministic its backward is index_put, which sorts and, in some releases of
+    # torch, reads the largest index on the host.
+    of_target = -F.nll_loss(logits, rows, reduction="none") * inside
+    return (log_sum - reduce_from_region(of_target, group)).mean()
+
+
+def _own_part(rows, count, group):
+    """(rows counted from this rank's first one, 0 where another rank has them; whether this rank has them)."""
+    rows = rows - collectives.group_rank(group) * count
+    inside = (rows >= 0) & (rows < count)
+    return torch.where(inside, rows, 0), inside

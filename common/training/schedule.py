@@ -1,0 +1,254 @@
+"""Pipeline schedules: in which order a stage runs its chunks, and what it sends and receives between them. Pure Python.
+
+A stage holds `chunks` parts of the model, of equal numbers of layers. Chunk c of stage s is part (c - 1) pp + s: an
+activation goes through chunk 1 of stages 0 to pp - 1, then through chunk 2 of stage 0, and so on. A step of a stage is
++c, the forward pass of its chunk c, or -c, the backward pass of chunk c, in Transformer Engine's notation; the n-th +c,
+and the n-th -c, are of microbatch n, counted from 0.
+
+    before = communications(pp, stage, chunks, microbatches)
+    for transfers, (step, microbatch) in zip(before, numbered(order(pp, stage, chunks, microbatches))):
+        ...                     exchange what `transfers` lists, in one batch; then run `step`
+    ...                         exchange what before[-1] lists
+
+Rules of the order: 1F1B (Narayanan et al., 2019) and interleaved 1F1B (Narayanan et al., 2021) as Megatron-Core runs
+them: forward passes of a warm-up, then pairs of one forward and one backward pass, then the backward passes left. With
+as many microbatches as stages, interleaved, all forward passes come first.
+"""
+
+from collections import Counter, deque
+from typing import NamedTuple
+
+
+class Transfer(NamedTuple):
+    """One tensor between two stages, from the side of one of them.
+
+    sends: whether it goes out. peer: the other stage. step: the step of this stage that it belongs to: of +c the input
+    (received) or output (sent) of chunk c, of -c the gradient of its output (received) or input (sent).
+    """
+
+    sends: bool
+    peer: int
+    step: int
+    microbatch: int
+
+
+def require(pp: int, stage: int, chunks: int, microbatches: int) -> None:
+    """ValueError, which names the flag, where there is no such schedule."""
+    for flag, value in (("--pp", pp), ("--chunks", chunks), ("--microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: takes a number from 1 up")
+    if not 0 <= stage < pp:
+        raise ValueError(f"--pp-rank {stage}: takes a stage from 0 to {pp - 1} with --pp {pp}")
+    if pp > 1 and chunks > 1 and microbatches % pp:
+        raise ValueError(
+            f"--microbatches {microbatches} is no multiple of --pp {pp}, which an interleaved schedule (--chunks "
+            f"{chunks}) needs"
+        )
+
+
+def num_warmup(pp: int, stage: int, chunks: int, microbatches: int) -> int:
+    """Forward passes of a stage before its first pair of a forward and a backward pass."""
+    require(pp, stage, chunks, microbatches)
+    if pp == 1:
+        return chunks - 1
+    if chunks == 1:
+        return min(pp - stage - 1, microbatches)
+    total = chunks * microbatches
+    return total if microbatches == pp else min(2 * (pp - stage - 1) + (chunks - 1) * pp, total)
+
+
+def order(pp: int, stage: int, chunks: int, microbatches: int) -> list[int]:
+    """Steps of a stage: [1, 1, -1, ...], 2 x chunks x microbatches of them.
+
+    One stage (pp 1) runs a microbatch forward and backward before the next one. Raises ValueError as `require` does.
+    """
+    warmup = num_warmup(pp, stage, chunks, microbatches)
+    if pp == 1:
+        return [*range(1, chunks + 1), *range(-chunks, 0)] * microbatches
+    # Microbatches go through the chunks in groups of pp; backward passes begin with the last chunk.
+    forward = [1 + k % (pp * chunks) // pp for k in range(chunks * microbatches)]
+    backward = [step - chunks - 1 for step in forward]
+    num_pairs = len(forward) - warmup
+    pairs = [step for pair in zip(forward[warmup:], backward, strict=False) for step in pair]
+    return forward[:warmup] + pairs + backward[num_pairs:]
+
+
+def split(steps, parts: int) -> list[int]:
+    """The order with every chunk cut into `parts` that follow one another: of layers, where chunks are `parts` layers.
+
+    Chunk c becomes parts * (c - 1) + 1 to parts * c, backward in reverse.
+    """
+    return [
+        unit if step > 0 else -unit
+        for step in steps
+        for unit in range(parts * (abs(step) - 1) + 1, parts * abs(step) + 1)[:: 1 if step > 0 else -1]
+    ]
+
+
+def numbered(steps) -> list[tuple[int, int]]:
+    """(step, microbatch) of each step of an order."""
+    counts: Counter[int] = Counter()
+    result = []
+    for step in steps:
+        result.append((step, counts[step]))
+        counts[step] += 1
+    return result
+
+
+def peak_in_flight(pp: int, stage: int, chunks: int, microbatches: int) -> int:
+    """Most activations of a chunk and microbatch that a stage holds: those of the warm-up and of the first pair."""
+    return min(num_warmup(pp, stage, chunks, microbatches) + 1, chunks * microbatches)
+
+
+# ------------------------------------------------------------------------------------------------
+# Slots of captured graphs and of buffers
+
+
+def buffer_slots(steps, transfers) -> dict[tuple[int, int], int]:
+    """{(step, microbatch): slot} of the buffers that a stage's passes read: those of one slot are never there together.
+
+    steps: of `numbered`. transfers: of `communications`. An activation is read last in its chunk's backward pass, a
+    gradient in the pass that takes it. What is not received is written right before its pass.
+    """
+    place = {key: index for index, key in enumerate(steps)}
+    arrival = place | {
+        (transfer.step, transfer.microbatch): index
+        for index, batch in enumerate(transfers)
+        for transfer in batch
+        if not transfer.sends
+    }
+    slots: dict[tuple[int, int], int] = {}
+    free: dict[bool, deque[int]] = {True: deque(), False: deque()}
+    busy: list[tuple[int, tuple[int, int]]] = []
+    num_slots = 0
+    for key in sorted(steps, key=lambda key: (arrival[key], place[key])):
+        step, microbatch = key
+        for last, other in [each for each in busy if each[0] < arrival[key]]:
+            busy.remove((last, other))
+            free[other[0] > 0].append(slots[other])
+        # Activations and gradients apart, the oldest first: so that fewer microbatches, which leave out some passes,
+        # find them free as well.
+        if free[step > 0]:
+            slots[key] = free[step > 0].popleft()
+        else:
+            slots[key], num_slots = num_slots, num_slots + 1
+        busy.append((place[-abs(step), microbatch], key))
+    return slots
+
+
+def num_slots(steps) -> dict[int, int]:
+    """{chunk: most of its microbatches that are in flight at a time}: the graphs that it needs at least, each way."""
+    live: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for step in steps:
+        chunk = abs(step)
+        live[chunk] += 1 if step > 0 else -1
+        most[chunk] = max(most[chunk], live[chunk])
+    return dict(most)
+
+
+def unsafe_replay(steps, slots: dict[int, int], shared_pool: bool) -> str:
+    """Why graphs captured in the order of `steps` cannot be replayed in it, "" where they can.
+
+    slots: {chunk: number of its slots}; microbatch m takes slot m modulo that number, whose graphs are captured when it
+    is first used. A replay overwrites what its slot holds. Graphs of a shared pool, moreover, use memory that was free
+    when they were captured: a replay overwrites what is live now and was not live then.
+    """
+    captured: dict[tuple[int, tuple[int, int]], frozenset[tuple[int, int]]] = {}
+    live: set[tuple[int, int]] = set()
+    for index, (step, microbatch) in enumerate(numbered(steps)):
+        chunk = abs(step)
+        slot = (chunk, microbatch % slots[chunk])
+        where = f"step {index} ({step:+d}, microbatch {microbatch})"
+        if step > 0 and slot in live:
+            return f"{where} replays a slot that holds the activations of an earlier microbatch"
+        if step < 0 and slot not in live:
+            return f"{where} has no activations"
+        then = captured.setdefault((step, slot), frozenset(live))
+        if shared_pool and live - then:
+            return f"{where} overwrites {sorted(live - then)}, which were free when its graph was captured"
+        live ^= {slot}
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------
+# Time and communication
+
+
+def timeline(pp: int, chunks: int, microbatches: int, seconds=lambda stage, step, microbatch: 1) -> list[list[tuple]]:
+    """For each stage (start, end) of each of its steps, when every step starts as soon as it can.
+
+    A step waits for the one before it on its stage and for its input, which takes no time from stage to stage.
+    seconds(stage, step, microbatch): how long a step takes.
+    """
+    orders = [numbered(order(pp, stage, chunks, microbatches)) for stage in range(pp)]
+    times: list[list[tuple]] = [[] for _ in range(pp)]
+    ended: dict[tuple[int, int, int], float] = {}
+    ready = list(range(pp))
+    while ready:
+        stage = ready.pop()
+        while len(times[stage]) < len(orders[stage]):
+            step, microbatch = orders[stage][len(times[stage])]
+            source = origin(pp, chunks, stage, step)
+            if source and (*source, microbatch) not in ended:
+                break
+            before = times[stage][-1][1] if times[stage] else 0
+            start = max(before, ended[(*source, microbatch)]) if source else before
+            end = start + seconds(stage, step, microbatch)
+            times[stage].append((start, end))
+            ended[(stage, step, microbatch)] = end
+            target = _target(pp, chunks, stage, step)
+            if target and target[0] != stage:
+                ready.append(target[0])
+    assert list(map(len, times)) == list(map(len, orders)), "a step waits for ever"
+    return times
+
+
+def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[list[Transfer]]:
+    """What a stage exchanges before each step of its order and, last, after all of them.
+
+    The transfers of one entry go in one batch; the stage runs its step when all of them are done. A tensor is sent
+    right behind the step that makes it. Its receiver posts it at that time too, were all steps to last equally long,
+    and so often before it is used: what is received needs a buffer for each chunk and microbatch. Sends from one stage
+    to another and their receives come in the same order, so that one process group without tags serves both ways: the
+    pipeline's, in which a stage's number is its rank.
+    """
+    return all_communications(pp, chunks, microbatches)[stage]
+
+
+def all_communications(pp: int, chunks: int, microbatches: int) -> list[list[list[Transfer]]]:
+    """`communications` of each stage."""
+    orders = [numbered(order(pp, stage, chunks, microbatches)) for stage in range(pp)]
+    times = timeline(pp, chunks, microbatches)
+    messages = []
+    for stage, steps in enumerate(orders):
+        for index, (step, microbatch) in enumerate(steps):
+            target = _target(pp, chunks, stage, step)
+            if target and target[0] != stage:
+                messages.append((times[stage][index][1], stage, index + 1, step, *target, microbatch))
+    entries: list[list[list[Transfer]]] = [[[] for _ in range(len(steps) + 1)] for steps in orders]
+    # Of each stage the entry that the next message finds: messages come by time, and so do entries.
+    entry = [0] * pp
+    for time, stage, index, step, peer, peer_step, microbatch in sorted(messages):
+        while entry[peer] < len(times[peer]) and times[peer][entry[peer]][0] < time:
+            entry[peer] += 1
+        entries[stage][index].append(Transfer(True, peer, step, microbatch))
+        entries[peer][entry[peer]].append(Transfer(False, stage, peer_step, microbatch))
+    return entries
+
+
+def _target(pp, chunks, stage, step):
+    """(stage, step) that takes the result of a step; None for what leaves the model."""
+    position = (abs(step) - 1) * pp + stage
+    if step > 0:
+        # The last chunk's output is the loss, which its own backward pass starts from.
+        return (stage, -step) if position == pp * chunks - 1 else ((position + 1) % pp, (position + 1) // pp + 1)
+    return ((position - 1) % pp, -((position - 1) // pp + 1)) if position else None
+
+
+def origin(pp, chunks, stage, step):
+    """(stage, step) whose result a step takes; None for what enters the model."""
+    position = (abs(step) - 1) * pp + stage
+    if step < 0:
+        return (stage, -step) if position == pp * chunks - 1 else ((position + 1) % pp, -((position + 1) // pp + 1))
+    return ((position - 1) % pp, (position - 1) // pp + 1) if position else None

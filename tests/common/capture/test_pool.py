@@ -1,0 +1,378 @@
+"""common/capture: pools on the host, static inputs, and the CUDA side as far as fakes of torch.cuda can tell."""
+
+import contextlib
+import gc
+import sys
+import types
+
+import pytest
+import torch
+
+from common.capture.pool import CaptureError, Pool, StaticInputs
+
+CPU = torch.device("cpu")
+
+
+def line_of(fn, offset):
+    return f"{__file__}:{fn.__code__.co_firstlineno + offset}"
+
+
+# --- on the host
+
+
+def test_a_pool_counts_replays_nodes_and_bytes_and_releases():
+    pool = Pool(CPU)
+    assert (pool.num_replays, pool.nodes(), pool.bytes()) == (0, {}, 0)
+    x = torch.arange(4.0)
+    first, y = pool.capture(lambda: (x * 2).add_(1), (x,))
+    second, z = pool.capture(lambda: y * 3)
+    assert pool.graphs == [first, second]
+    assert pool.num_replays == 0, "a capture is no replay"
+    assert pool.nodes() == {"operator": 3}
+    assert pool.bytes() == 2 * 4 * 4
+    for _ in range(3):
+        x.add_(1)
+        first.replay()
+    second.replay()
+    assert (first.num_replays, second.num_replays, pool.num_replays) == (3, 1, 4)
+    assert torch.equal(z, (torch.arange(4.0) + 3) * 6 + 3)
+    pool.release()
+    assert (pool.graphs, pool.num_replays, pool.nodes(), pool.bytes()) == ([], 0, {}, 0)
+    with pytest.raises(CaptureError, match="released"):
+        first.replay()
+    pool.release()
+
+
+def test_a_failed_capture_is_not_in_the_pool():
+    pool, x = Pool(CPU), torch.ones(2)
+    with pytest.raises(CaptureError, match="test_pool.py"):
+        pool.capture(lambda: x.sum().item())
+    assert pool.graphs == []
+
+
+@pytest.mark.parametrize(
+    ("replace", "what"),
+    [
+        (lambda x: torch.ones(2, 3), "data_ptr"),
+        (lambda x: torch.ones(3, 2), "shape"),
+        (lambda x: x.data.view(torch.int32), "dtype"),
+        (lambda x: torch.ones(3, 2).t(), "stride"),
+    ],
+)
+def test_a_replaced_static_input_is_an_error_on_the_host(replace, what):
+    x = torch.zeros(2, 3)
+    graph, _ = Pool(CPU).capture(lambda: x + 1, (x,))
+    graph.replay()
+    x.data = replace(x)
+    with pytest.raises(CaptureError, match=f"static input 0 .*{what}"):
+        graph.replay()
+    assert graph.num_replays == 1
+
+
+def test_adopt_is_for_cuda_only():
+    with pytest.raises(AssertionError, match="only CUDA graphs"), Pool(CPU).adopt():
+        pass
+
+
+# --- static inputs
+
+
+def test_static_inputs_are_overwritten_in_place():
+    inputs = StaticInputs({"tokens": torch.zeros(2, 3, dtype=torch.int64), "mask": torch.zeros(3)})
+    address = inputs["tokens"].data_ptr()
+    inputs.load({"mask": torch.ones(3), "tokens": torch.arange(6).view(2, 3)})
+    assert inputs["tokens"].data_ptr() == address
+    assert inputs["tokens"].tolist() == [[0, 1, 2], [3, 4, 5]] and inputs["mask"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": torch.zeros(2)}, r"a batch of \['tokens'\] where the graph reads \['mask', 'tokens'\]"),
+        ({"tokens": torch.zeros(2), "mask": torch.zeros(3), "more": torch.zeros(1)}, r"\['mask', 'more', 'tokens'\]"),
+        (
+            {"tokens": torch.zeros(2), "mask": torch.zeros(1)},
+            r"input 'mask' is \(1,\) torch.float32, captured as \(3,\) torch.float32",
+        ),
+        (
+            {"tokens": torch.zeros(2, dtype=torch.int64), "mask": torch.zeros(3)},
+            r"input 'tokens' is \(2,\) torch.int64, captured as \(2,\) torch.float32",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_named(batch, message):
+    """A shape that broadcasts and a type that converts do not fit either."""
+    inputs = StaticInputs({"tokens": torch.zeros(2), "mask": torch.zeros(3)})
+    with pytest.raises(ValueError, match=message):
+        inputs.load(batch)
+
+
+# --- on CUDA, with a fake of torch.cuda
+
+
+class FakeGraph:
+    """torch.cuda.CUDAGraph's calls, logged; like the real one it takes its arguments in __new__ and __init__."""
+
+    log: list
+    invalid = False
+
+    def __new__(cls, keep_graph=False):
+        graph = super().__new__(cls)
+        graph.kept_by_new = keep_graph
+        return graph
+
+    def __init__(self, keep_graph=False):
+        self.kept = keep_graph and self.kept_by_new
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        self.handle = pool
+        self.log.append(("begin", pool, capture_error_mode, gc.isenabled()))
+
+    def capture_end(self):
+        self.log.append(("end", gc.isenabled()))
+        if self.invalid:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nmore lines")
+
+    def instantiate(self):
+        self.log.append("instantiate")
+
+    def replay(self):
+        self.log.append("replay")
+
+    def reset(self):
+        self.log.append("reset")
+
+    def pool(self):
+        return self.handle
+
+    def raw_cuda_graph(self):
+        return 4711
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """(device, log) of a pretended GPU with a side stream; every test leaves the collector as it was."""
+    log = []
+    handles = iter([(0, 1), (0, 2)])
+    monkeypatch.setattr(FakeGraph, "log", log, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "side")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    yield torch.device("cuda"), log
+    assert gc.isenabled()
+    gc.enable()
+
+
+def test_cuda_capture_in_order_without_the_collector(cuda):
+    device, log = cuda
+    pool = Pool(device)
+    graph, result = pool.capture(lambda: log.append(("fn", gc.isenabled())) or "result")
+    assert result == "result" and pool.graphs == [graph] and graph.graph.kept
+    assert log == [
+        "synchronize",
+        ("begin", (0, 1), "thread_local", False),
+        ("fn", False),
+        ("end", False),
+        "instantiate",
+    ]
+    graph.replay()
+    graph.replay()
+    assert log[-2:] == ["replay", "replay"] and pool.num_replays == 2
+    pool.release()
+    assert log[-1] == "reset" and pool.graphs == [] and pool.num_replays == 0
+    graph.release()
+    assert log.count("reset") == 1
+
+
+def test_a_collector_that_was_off_stays_off(cuda):
+    device, _ = cuda
+    gc.disable()
+    try:
+        Pool(device).capture(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_cuda_capture_needs_a_side_stream(cuda, monkeypatch):
+    device, log = cuda
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
+    with pytest.raises(AssertionError, match="side stream"):
+        Pool(device).capture(lambda: None)
+    assert log == []
+
+
+def synchronises():
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be")
+
+
+def test_an_invalidated_capture_is_ended_and_told_with_the_users_line(cuda, monkeypatch):
+    """Ending it raises as well; the first error is the one that is told."""
+    device, log = cuda
+    monkeypatch.setattr(FakeGraph, "invalid", True)
+    pool = Pool(device)
+    with pytest.raises(CaptureError) as error:
+        pool.capture(synchronises)
+    assert str(error.value) == (
+        "CUDA error: operation not permitted when stream is capturing " + f"(at {line_of(synchronises, 1)})"
+    )
+    assert isinstance(error.value.__cause__, RuntimeError)
+    assert log[-1] == ("end", False) and "instantiate" not in log
+    assert gc.isenabled()
+    assert pool.graphs == []
+
+
+def test_the_users_line_is_the_last_one_outside_torch(cuda):
+    device, _ = cuda
+
+    def inside_torch():
+        torch.nn.functional.linear(torch.zeros(2, 3), torch.zeros(2, 3), bias=torch.zeros(5))
+        return torch.nn.Linear(3, 2)(torch.zeros(4, 5))
+
+    def below():
+        return torch.nn.Linear(3, 2)(torch.zeros(4, 5))
+
+    for fn in (inside_torch, below):
+        with pytest.raises(CaptureError, match="shape|size|mat1") as error:
+            Pool(device).capture(fn)
+        assert str(error.value).endswith(f"(at {line_of(fn, 1)})")
+
+
+def test_the_users_line_may_lie_in_a_folder_named_torch(cuda):
+    device, _ = cuda
+    path = "/home/somebody/torch/model.py"
+    names = {}
+    exec(compile("def fn():\n    raise RuntimeError('not permitted')", path, "exec"), names)
+    with pytest.raises(CaptureError, match=f"{path}:2"):
+        Pool(device).capture(names["fn"])
+
+
+def test_an_error_without_a_text_is_told_too(cuda):
+    device, _ = cuda
+
+    def empty():
+        raise NotImplementedError
+
+    with pytest.raises(CaptureError, match="NotImplementedError") as error:
+        Pool(device).capture(empty)
+    assert line_of(empty, 1) in str(error.value)
+
+
+def test_a_swallowed_error_is_found_when_the_capture_ends(cuda, monkeypatch):
+    device, log = cuda
+    monkeypatch.setattr(FakeGraph, "invalid", True)
+
+    def swallows():
+        with contextlib.suppress(RuntimeError):
+            synchronises()
+
+    with pytest.raises(CaptureError, match="previous error during capture"):
+        Pool(device).capture(swallows)
+    assert "instantiate" not in log and gc.isenabled()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), KeyboardInterrupt(), KeyError("x")])
+def test_out_of_memory_and_what_is_no_cuda_error_go_through(cuda, monkeypatch, error):
+    device, log = cuda
+    monkeypatch.setattr(FakeGraph, "invalid", True)
+
+    def fails():
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        Pool(device).capture(fails)
+    assert raised.value is error
+    assert log[-1] == ("end", False) and gc.isenabled()
+
+
+def test_a_replaced_static_input_is_an_error_on_cuda(cuda):
+    device, log = cuda
+    x, y = torch.zeros(2, 3), torch.zeros(2)
+    graph, _ = Pool(device).capture(lambda: None, (x, y))
+    x.add_(1)
+    graph.replay()
+    for other in (torch.zeros(2), torch.zeros(3), y.data.view(torch.int32)):
+        y.data = other
+        with pytest.raises(CaptureError, match="static input 1 is not as captured"):
+            graph.replay()
+    assert graph.num_replays == 1 and log.count("replay") == 1
+
+
+def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
+    device, log = cuda
+    pool = Pool(device)
+    before = torch.cuda.CUDAGraph()
+    with pool.adopt():
+        foreign, never_captured = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        assert isinstance(foreign, FakeGraph) and foreign.kept, "nodes() needs the raw graph"
+        assert pool.graphs == []
+        foreign.capture_begin(pool=(7, 7))
+        foreign.capture_end()
+    assert torch.cuda.CUDAGraph is FakeGraph
+    after = torch.cuda.CUDAGraph()
+    for graph in (before, after, never_captured):
+        graph.replay()
+    assert pool.num_replays == 0
+    foreign.replay()
+    foreign.replay()
+    assert pool.num_replays == 2 and log.count("replay") == 5, "the replays themselves must happen"
+    assert len(pool.graphs) == 1 and pool.graphs[0].graph is foreign
+    pool.release()
+    assert log[-1] == "reset" and pool.num_replays == 0
+
+
+def test_adopt_gives_back_what_an_eager_warm_up_has_cached(cuda, monkeypatch):
+    """The other library warms up on a stream of its own, which cannot take memory that this one has cached."""
+    device, log = cuda
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
+    with Pool(device).adopt():
+        assert log == ["empty cache"]
+
+
+def test_adopt_leaves_out_a_graph_whose_capture_fails(cuda, monkeypatch):
+    pool = Pool(cuda[0])
+    monkeypatch.setattr(FakeGraph, "invalid", True)
+    with pool.adopt(), contextlib.suppress(RuntimeError):
+        torch.cuda.CUDAGraph().capture_end()
+    assert pool.graphs == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_adopt_restores_torch_after_an_error(cuda, error):
+    with pytest.raises(error), Pool(cuda[0]).adopt():
+        assert torch.cuda.CUDAGraph is not FakeGraph
+        raise error
+    assert torch.cuda.CUDAGraph is FakeGraph
+
+
+def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
+    segments = {(0, 1): [{"total_size": 2 << 20}, {"total_size": 20 << 20}], (7, 7): [{"total_size": 1 << 20}]}
+    monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", lambda mempool_id: segments[mempool_id])
+    pool = Pool(cuda[0])
+    pool.capture(lambda: None)
+    pool.capture(lambda: None)
+    with pool.adopt():
+        foreign = torch.cuda.CUDAGraph()
+        foreign.capture_begin(pool=(7, 7))
+        foreign.capture_end()
+    assert pool.bytes() == 23 << 20
+
+
+def test_nodes_on_cuda_by_type_or_nothing_without_cuda_bindings(cuda, monkeypatch):
+    kinds = ["CU_GRAPH_NODE_TYPE_KERNEL", "CU_GRAPH_NODE_TYPE_MEMCPY", "CU_GRAPH_NODE_TYPE_KERNEL"]
+    driver = types.SimpleNamespace(
+        CUgraph=lambda raw: ("graph", raw),
+        CUresult=types.SimpleNamespace(CUDA_SUCCESS=0),
+        cuGraphGetNodes=lambda graph, count=0: (0, kinds[:count] if graph == ("graph", 4711) else [], len(kinds)),
+        cuGraphNodeGetType=lambda node: (0, types.SimpleNamespace(name=node)),
+    )
+    pool = Pool(cuda[0])
+    pool.capture(lambda: None)
+    pool.capture(lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=driver))
+    assert pool.nodes() == {"kernel": 4, "memcpy": 2}
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert pool.nodes() == {}

@@ -1,0 +1,268 @@
+"""common/environment, gpu_state and host_state: versions, samplers, cores. nvidia-smi and NVML are fakes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from common.machine import environment, gpu_state, source
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def wait_until(condition, timeout_s=10):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition was not met in time"
+        time.sleep(0.01)
+
+
+# --- describe_environment
+
+
+def test_env_on_the_cpu():
+    env = environment.describe_environment("cpu", 2)
+    assert list(env) == list(environment.KEYS)
+    assert env["world_size"] == 2 and env["num_gpus"] == 0 and env["gpu_name"] is None
+    assert env["source_hash"] == source.source_hash()
+    assert (env["git_sha"], env["git_tree"], env["git_dirty"]) == source.git_state()
+    assert re.fullmatch(r"[0-9a-f-]{36}", env["boot_id"])
+    assert env["cpu"].endswith(f"{os.cpu_count()} cores")
+    assert env["torch"]
+
+
+def test_env_does_not_tell_the_machines_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "secret-node-17")
+    env = environment.describe_environment("cpu", 1)
+    assert re.fullmatch(r"[0-9a-f]{12}", env["host"])
+    assert "secret-node-17" not in str(env)
+    monkeypatch.setattr(socket, "gethostname", lambda: "secret-node-18")
+    assert environment.describe_environment("cpu", 1)["host"] != env["host"]
+
+
+def test_env_keeps_the_variables_that_matter(monkeypatch):
+    wanted = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "x",
+        "NVTE_FLASH_ATTN": "1",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCHINDUCTOR_FREEZING": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TRITON_CACHE_DIR": "c",
+    }
+    unwanted = {"PATH": os.environ["PATH"], "MY_CUDA_": "1", "API_TOKEN": "t", "TORCHELASTIC_RUN_ID": "7"}
+    monkeypatch.setattr(os, "environ", wanted | unwanted)
+    assert environment.describe_environment("cpu", 1)["variables"] == wanted
+
+
+def test_slurm_is_described_inside_a_job_only(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert environment.describe_environment("cpu", 1)["slurm"] == {}
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    slurm = environment.describe_environment("cpu", 1)["slurm"]
+    assert slurm["job_id"] == "42" and slurm["nodelist"] == "n[1-2]" and slurm["num_tasks"] == "8"
+
+
+def test_torch_is_not_imported_on_the_cpu():
+    code = (
+        "import sys; from common.machine.environment import describe_environment as d; d('cpu', 1); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_gpu_fields(monkeypatch):
+    import torch
+
+    properties = types.SimpleNamespace(name="NVIDIA H200", uuid="1b2c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: {3: properties}[index])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(environment, "driver_version", lambda: "580.1")
+    env = environment.describe_environment(torch.device("cuda:3"), 1)
+    assert list(env) == list(environment.KEYS)
+    seen = {key: env[key] for key in ("gpu_name", "gpu_uuid", "num_gpus", "driver", "cuda", "cudnn", "nccl")}
+    assert seen == {
+        "gpu_name": "NVIDIA H200",
+        "gpu_uuid": "GPU-1b2c",
+        "num_gpus": 4,
+        "driver": "580.1",
+        "cuda": "13.0",
+        "cudnn": "9.19.0",
+        "nccl": "2.28.9",
+    }
+
+
+# --- GpuSampler
+
+FAKE_NVIDIA_SMI = """#!/bin/sh
+echo "$$ $*" > "{folder}/call"
+while read -r line; do echo "$line"; sleep 0.05; done < "{folder}/samples"
+exec sleep 100
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """nvidia_smi(lines) puts a fake on PATH that prints them, 50 ms apart, and then waits."""
+
+    def install(*lines):
+        (tmp_path / "samples").write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / "nvidia-smi").write_text(FAKE_NVIDIA_SMI.format(folder=tmp_path))
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return tmp_path
+
+    return install
+
+
+def test_sampler_between(nvidia_smi):
+    folder = nvidia_smi(
+        "1000, 100.5, 40, 0x0000000000000001",
+        "1500, 300.0, 44, 0x0000000000000000",
+        "[N/A], 400.0, 43, 0x0000000000000024",
+        "a line of another kind",
+        "1800, [N/A], [N/A], [N/A]",
+    )
+    sampler = gpu_state.GpuSampler("GPU-1")
+    t0 = time.monotonic()
+    sampler.start()
+    wait_until(lambda: len(sampler.samples()) == 4)
+    t1 = time.monotonic()
+    assert sampler.between(t0, t1) == {
+        "sm_mhz": 1500,
+        "power_w": 300,
+        "temperature_c": 44,
+        "throttle": ["gpu_idle", "sw_power_cap", "sw_thermal_slowdown"],
+    }
+    times = [row[0] for row in sampler.samples()]
+    assert t0 < times[0] < times[1] - 0.04 < times[2] - 0.08 < t1
+    late = sampler.between(times[1], times[1])
+    assert late == {"sm_mhz": 1500, "power_w": 300, "temperature_c": 44, "throttle": []}
+    assert (folder / "call").read_text().split(" ", 1)[1].split() == [
+        "--query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "250",
+        "-i",
+        "GPU-1",
+    ]
+    sampler.stop()
+    assert sampler.between(t0, t1)["sm_mhz"] == 1500
+    pid = int((folder / "call").read_text().split()[0])
+    wait_until(lambda: not alive(pid))
+
+
+def test_a_line_that_is_not_whole_is_no_sample(nvidia_smi):
+    nvidia_smi("1980, 345.67, 45, 0x0000000000000004")
+    sampler = gpu_state.GpuSampler(0)
+    sampler.start()
+    wait_until(sampler.samples)
+    sampler.stop()
+    line, unfinished = b"1.0, 1700, 1.0, 1, 0x0000000000000000\n", b"3.0, 1800, 1.0, 1, 0x00"
+    os.write(sampler._file.fileno(), line * 100 + unfinished)
+    assert len(sampler.samples()) == 101 and sampler.samples()[-1][:2] == (1.0, 1700)
+
+
+def test_every_throttle_reason_has_nvmls_name(nvidia_smi):
+    nvidia_smi("1000, 1, 1, 0x00000000000001FF")
+    sampler = gpu_state.GpuSampler(0)
+    sampler.start()
+    wait_until(sampler.samples)
+    sampler.stop()
+    assert sampler.between(0, time.monotonic())["throttle"] == [
+        "gpu_idle",
+        "applications_clocks_setting",
+        "sw_power_cap",
+        "hw_slowdown",
+        "sync_boost",
+        "sw_thermal_slowdown",
+        "hw_thermal_slowdown",
+        "hw_power_brake_slowdown",
+        "display_clock_setting",
+    ]
+
+
+def test_sampler_without_nvidia_smi_or_samples(nvidia_smi, monkeypatch, tmp_path):
+    nothing = {"sm_mhz": None, "power_w": None, "temperature_c": None, "throttle": []}
+    monkeypatch.setattr(gpu_state.shutil, "which", lambda name: None)
+    sampler = gpu_state.GpuSampler(0)
+    sampler.start()
+    assert sampler.between(0, 1e9) == nothing
+    sampler.stop()
+    monkeypatch.undo()
+    nvidia_smi()
+    sampler.start()
+    wait_until((tmp_path / "call").exists)
+    assert sampler.between(0, 1e9) == nothing
+    sampler.stop()
+
+
+def test_sampler_ends_with_a_killed_parent(nvidia_smi):
+    folder = nvidia_smi("1000, 1, 1, 0x0")
+    code = (
+        "import time; from common.machine.gpu_state import GpuSampler; s = GpuSampler(0); s.start(); "
+        "print(s._child.pid, flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    stamper = int(parent.stdout.readline())
+    wait_until(lambda: (folder / "call").exists() and (folder / "call").read_text())
+    child = int((folder / "call").read_text().split()[0])
+    assert alive(stamper) and alive(child)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not alive(stamper) and not alive(child))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# --- the driver
+
+
+class FakeNvml:
+    class NVMLError(Exception):
+        pass
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != "GPU-1":
+            raise self.NVMLError
+        return "handle"
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.1"
+
+
+@pytest.fixture
+def no_cached_nvml():
+    gpu_state.nvml_or_none.cache_clear()
+    yield
+    gpu_state.nvml_or_none.cache_clear()
+
+
+def test_the_drivers_version(monkeypatch, no_cached_nvml):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert gpu_state.driver_version() == "580.1"

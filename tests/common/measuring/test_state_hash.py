@@ -1,0 +1,206 @@
+"""common/state_hash: what must change a hash, what must not, and the sidecar that the harness compares."""
+
+import numpy
+import pytest
+import torch
+
+from common.measuring import state_hash
+from common.measuring.state_hash import StateHasher, tensor_hash
+
+DTYPES = [
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+]
+UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def make(dtype, count=37):
+    generator = torch.Generator().manual_seed(0)
+    if dtype is torch.bool:
+        return torch.rand(count, generator=generator) > 0.5
+    values = torch.randn(count, generator=generator) * 20
+    return values.abs().to(dtype) if dtype is torch.uint8 else values.to(dtype)
+
+
+def value(tensor):
+    return int(tensor_hash(tensor))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_hash_is_one_int64_and_leaves_the_tensor_alone(dtype):
+    tensor = make(dtype)
+    before = tensor.clone()
+    result = tensor_hash(tensor)
+    assert result.shape == () and result.dtype == torch.int64
+    assert torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)), "hashing changed the state"
+    assert value(before) == int(result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_single_bit_counts(dtype):
+    tensor = make(dtype)
+    bits = tensor.view(UNSIGNED[tensor.element_size()])
+    seen = {value(tensor.clone())}
+    width = 1 if dtype is torch.bool else 8 * tensor.element_size()
+    for place in (0, 1, 17, 36):
+        for bit in range(width):
+            changed = bits.clone()
+            mask = 1 << bit
+            changed[place] ^= mask - (1 << width) if bit == width - 1 and dtype.itemsize > 1 else mask
+            seen.add(value(changed.view(dtype)))
+    assert len(seen) == 1 + 4 * width, "two different states have the same hash"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_swapped_elements_count(dtype):
+    tensor = make(dtype)
+    original = value(tensor.clone())
+    for first, second in [(0, 1), (1, 2), (0, 2), (0, 32), (3, 36)]:
+        order = torch.arange(tensor.numel())
+        order[[first, second]] = order[[second, first]]
+        bits = tensor.view(UNSIGNED[tensor.element_size()])
+        if bits[first] != bits[second]:
+            assert value(bits[order].view(dtype)) != original
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_swapped_elements_that_differ_in_few_high_bits(dtype):
+    """The bits of x and -x, or of 1 and 2, differ by a large power of two, which a sum that wraps can lose."""
+    ones = torch.ones(8193, dtype=dtype)
+    for other in (-1.0, 2.0):
+        for place in (1, 2, 64, 4096, 8192):
+            first, second = ones.clone(), ones.clone()
+            first[0], second[place] = other, other
+            assert value(first) != value(second)
+
+
+def test_negative_zero_is_not_zero():
+    assert value(torch.zeros(3)) != value(-torch.zeros(3))
+    assert value(torch.zeros(3, dtype=torch.float64)) != value(-torch.zeros(3, dtype=torch.float64))
+
+
+def test_the_length_counts_even_where_elements_are_zero():
+    assert len({value(torch.zeros(count)) for count in range(1, 20)}) == 19
+
+
+def test_equal_nans_are_equal_and_payloads_are_not():
+    nan = torch.tensor([float("nan"), 1.0])
+    other = nan.view(torch.int32).clone()
+    other[0] += 1
+    assert value(nan) == value(nan.clone())
+    assert value(nan) != value(other.view(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("chunk", [1, 2, 7, 36, 37, 38])
+def test_chunks_do_not_show(monkeypatch, dtype, chunk):
+    tensor = make(dtype)
+    whole = value(tensor.clone())
+    monkeypatch.setattr(state_hash, "CHUNK", chunk)
+    assert value(tensor.clone()) == whole
+    # Nor does it show which weights were kept.
+    monkeypatch.setattr(state_hash, "NUM_KEPT_WEIGHTS", 18)
+    assert value(tensor.clone()) == whole
+
+
+def test_the_shape_and_the_strides_do_not_count_but_the_order_does():
+    tensor = make(torch.float32, 24).view(4, 6)
+    assert value(tensor) == value(tensor.flatten()) == value(tensor.t().contiguous().t())
+    assert value(tensor.t()) == value(tensor.t().contiguous()) != value(tensor)
+    assert value(tensor[:, ::2]) == value(tensor[:, ::2].clone())
+    assert value(tensor[1:3]) == value(tensor[1:3].clone()), "a storage offset must not count"
+    assert value(tensor[0, 0]) == value(tensor[0, :1])
+    assert value(torch.empty(0)) == 0
+
+
+def test_parameters_are_hashed_without_autograd():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert not tensor_hash(parameter).requires_grad
+    assert value(parameter) == value(torch.ones(3))
+
+
+def test_a_hash_is_computed_without_a_host_read():
+    from common.capture.host_graph import HostPool
+
+    tensor = torch.ones(5)
+    graph, result = HostPool().capture(lambda: tensor_hash(tensor))
+    tensor.mul_(2)
+    graph.replay()
+    assert int(result) == value(torch.full((5,), 2.0))
+
+
+def trajectory(order=range(5), nudge=None):
+    """A hasher after five steps; `order` says which step's gradient comes when, `nudge` changes one bit of a step."""
+    weight, moment = torch.ones(4, 3, dtype=torch.bfloat16), torch.zeros(300)
+    hasher = StateHasher([("weight", weight), ("moment", moment)])
+    for step in order:
+        weight.view(torch.int16).add_(step + 1)
+        moment.add_(step + 1)
+        if step == nudge:
+            moment.view(torch.int32)[299] ^= 1 << 10
+        hasher.update()
+    return hasher
+
+
+def test_hashes_of_each_step_and_tensor():
+    hasher = trajectory()
+    hashes = hasher.hashes()
+    assert hashes.shape == (5, 2) and hashes.dtype == numpy.uint64
+    assert len(set(hashes.flatten().tolist())) == 10
+    assert numpy.array_equal(hashes, trajectory().hashes())
+    assert int(hashes.view("int64")[-1, 1]) == value(torch.full((300,), 15.0))
+
+
+def test_the_first_step_that_differs_shows_and_those_before_do_not():
+    differs = trajectory().hashes() != trajectory(nudge=2).hashes()
+    assert differs.tolist() == [[False, False], [False, False], [False, True], [False, True], [False, True]]
+
+
+def test_digests_are_of_each_step():
+    digests = trajectory().digests()
+    assert len(digests) == len(set(digests)) == 5 and all(len(each) == 16 and int(each, 16) >= 0 for each in digests)
+    assert digests == trajectory().digests() and digests[:4] == trajectory(range(4)).digests()
+    nudged = trajectory(nudge=2).digests()
+    assert [ours != theirs for ours, theirs in zip(digests, nudged, strict=True)] == [False, False, True, True, True]
+
+
+def test_two_swapped_steps_show_although_the_end_is_the_same():
+    straight, swapped = trajectory().digests(), trajectory(order=(0, 2, 1, 3, 4)).digests()
+    assert [a != b for a, b in zip(straight, swapped, strict=True)] == [False, True, False, False, False]
+
+
+def test_a_digest_is_of_all_ranks(monkeypatch):
+    hasher, other = trajectory(), trajectory(nudge=3)
+    rows = [row.tobytes() for row in other.hashes()]
+    monkeypatch.setattr(state_hash, "of_all_ranks", lambda own: [own, rows])
+    mixed = hasher.digests()
+    monkeypatch.setattr(state_hash, "of_all_ranks", lambda own: [own, own])
+    alike = hasher.digests()
+    assert [a != b for a, b in zip(mixed, alike, strict=True)] == [False, False, False, True, True]
+
+
+def test_tensors_that_never_move_are_named():
+    weight, frozen, back = torch.ones(3), torch.ones(3), torch.zeros(3)
+    hasher = StateHasher([("weight", weight), ("frozen", frozen), ("back", back)])
+    for step in range(3):
+        weight.add_(1)
+        back.fill_(step % 2)
+        hasher.update()
+    assert hasher.unmoved() == ["frozen"]
+
+
+def test_two_tensors_that_change_places_show():
+    a, b = torch.ones(3), torch.zeros(3)
+    digests = []
+    for named in ([("a", a), ("b", b)], [("a", b), ("b", a)]):
+        hasher = StateHasher(named)
+        hasher.update()
+        digests.append(hasher.digests())
+    assert digests[0] != digests[1]

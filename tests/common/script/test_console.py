@@ -1,0 +1,81 @@
+"""common/console: the card and the table of training by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from common.script import console
+
+WORKLOAD = SimpleNamespace(card=["a card"], notes=["a note"], unit="tokens", flops_per_step=2e12, peak_flops=4e15)
+CPU = {"cpu": "a CPU, 2 cores", "torch": "2.11"}
+GPU = CPU | {"gpu_name": "NVIDIA H200", "num_gpus": 8}
+UNKNOWN = {
+    "status": "failed", "message": "", "model": "fake", "preset": "tiny", "variant": "graph_step", "device": "cpu",
+    "env": CPU, "steps": 0, "losses": [], "state_hashes": [], "said": [], "ms": None, "graphs": None, "strategy": None,
+    "reserved_bytes": None, "eval_loss": None,
+}  # fmt: skip
+TRAINED = UNKNOWN | {
+    "status": "pass", "steps": 50, "ms": 2.0, "seconds": 0.1, "items_per_s": 12_345.6, "batch_classes": 1,
+    "losses": [5.5, 4.0, 3.25], "strategy": "one graph", "graphs": 1, "replays": 50, "warmup_s": 1.5, "compile_s": 0.0,
+    "capture_s": 0.25, "reserved_bytes": 3 << 30, "graph_pool_bytes": 1 << 29,
+}  # fmt: skip
+ADVICE = "Times of one run say little: make bench MODEL=fake measures what a graph is worth\n"
+
+
+@pytest.fixture
+def printed(capsys):
+    def end(**changes):
+        console.print_end(TRAINED | changes, WORKLOAD)
+        return capsys.readouterr().out
+
+    return end
+
+
+def test_the_card_says_what_runs_where(capsys):
+    console.print_card(UNKNOWN, WORKLOAD)
+    assert capsys.readouterr().out == "fake/tiny  graph_step  CPU, a CPU, 2 cores  torch 2.11\na card\na note\n"
+    console.print_card(UNKNOWN | {"device": "cuda", "env": GPU}, WORKLOAD)
+    assert capsys.readouterr().out.startswith("fake/tiny  graph_step  NVIDIA H200 x8  torch 2.11\n")
+
+
+def test_the_table(printed):
+    assert printed() == (
+        "steps                    50  in 0.10 s\n"
+        "step                2.00 ms  median\n"
+        "rate        12,346 tokens/s\n"
+        "loss                5.50000  at first, 3.25000 at last\n"
+        "graphs                    1  50 replays; one graph\n"
+        "capture              0.25 s  warmup 1.50 s\n"
+        "memory             3.00 GiB  0.50 GiB in pools of graphs\n" + ADVICE
+    )
+
+
+def test_on_a_gpu_it_has_the_share_of_the_named_peak(printed):
+    assert "compute        1000 TFLOP/s  25.0 % of the named peak\n" in printed(device="cuda")
+    assert "compute" not in printed()
+
+
+def test_what_is_not_there_has_no_row(printed):
+    out = printed(graphs=0, strategy="none", capture_s=0.0, reserved_bytes=None)
+    assert "graphs  " not in out and "memory" not in out
+    out = printed(ms=None)
+    assert not {"step", "rate"} & {line.split()[0] for line in out.splitlines()} and ADVICE not in out
+
+
+def test_parity_ends_with_its_hash_and_names_what_never_moved(printed):
+    parity = {"ms": None, "state_hashes": ["aa", "bb"], "num_tensors": 7}
+    assert "state                    bb  hash of 7 tensors after the last step\n" in printed(**parity, unmoved=[])
+    assert "last step, 2 never moved, such as x\n" in printed(**parity, unmoved=["x", "y"])
+
+
+def test_an_evaluation_and_what_the_model_says(printed):
+    out = printed(eval_loss=1.25, said=["saved in x", "all is well"])
+    assert "held out            1.25000  mean loss\n" in out
+    assert out.endswith(f"saved in x\nall is well\n{ADVICE}")
+
+
+def test_what_failed_ends_with_its_reason_and_no_advice(printed, capsys):
+    out = printed(status="failed", message="1 graphs made, 2 promised")
+    assert out.endswith("failed: 1 graphs made, 2 promised\n") and "step  " in out and "make bench" not in out
+    console.print_end(UNKNOWN | {"status": "unsupported", "message": "needs a GPU"}, WORKLOAD)
+    assert capsys.readouterr().out == "unsupported: needs a GPU\n"

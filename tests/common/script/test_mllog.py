@@ -1,0 +1,451 @@
+"""common/mllog: what the lines say and when they are written; the official checker on whole and on broken logs."""
+
+import json
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import Arguments, Run
+from common.script import by_hand, mllog
+from common.variant import Capture, Unsupported, Workload
+from tests.helpers import forked
+
+ROOT = Path(__file__).resolve().parents[3]
+RULES = ROOT / "common" / "script" / "mllog_rules.yaml"
+HYPERPARAMETERS = {
+    "seed": 7,
+    "global_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "train_samples": 16,
+    "eval_samples": 8,
+    "opt_name": "sgd",
+    "opt_base_learning_rate": 0.5,
+}
+
+
+def parse(text):
+    lines = [line.removeprefix(mllog.TOKEN + " ") for line in text.splitlines() if line.startswith(mllog.TOKEN)]
+    return [json.loads(line) for line in lines]
+
+
+def keys(lines):
+    return [line["key"] for line in lines]
+
+
+def of(lines, key):
+    """The one line of that key."""
+    (line,) = [line for line in lines if line["key"] == key]
+    return line
+
+
+def step_lines(lines):
+    return [line for line in lines if line["key"] == "tracked_stats" and "train_step_time" in line["value"]]
+
+
+def passes(path):
+    """What the official checker says, by our rules; skips the test where it is not installed."""
+    mlp_compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
+    logging.disable()
+    try:
+        checker = mlp_compliance.make_checker("training", "5.1.0", quiet=False, werror=False)
+        return mlp_compliance.main(str(path), str(RULES), checker)[0]
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# --- a real run, whole and broken
+
+
+@pytest.fixture(scope="module")
+def gpt3_log(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mllog") / "new folder" / "graph.mllog"
+    result = path.with_name("result.json")
+    flags = ["--preset", "tiny", "--variant", "graph_layer", "--steps", "8", "--mllog", str(path)]
+    flags += ["--record", str(result)]
+    run = forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=120)
+    assert run.returncode == 0, run.stderr
+    return path, json.loads(result.read_text())
+
+
+def test_official_checker_passes_the_log_of_a_run(gpt3_log, tmp_path):
+    path, _ = gpt3_log
+    assert passes(path)
+    command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "5.1.0"]
+    answer = subprocess.run([*command, "--config", RULES, path], cwd=tmp_path, capture_output=True, text=True)
+    assert answer.returncode == 0 and "SUCCESS" in answer.stderr
+
+
+def test_log_of_a_run_says_what_its_result_says(gpt3_log):
+    path, result = gpt3_log
+    lines = parse(path.read_text())
+    assert len(lines) == len(path.read_text().splitlines())
+    times_ms = [line["time_ms"] for line in lines]
+    assert times_ms == sorted(times_ms) and abs(times_ms[-1] / 1e3 - time.time()) < 300
+    stats = step_lines(lines)
+    seconds = [ms / 1e3 for ms in result["step_ms"]]
+    assert [line["value"]["train_step_time"] for line in stats] == pytest.approx(seconds, abs=2e-7)
+    assert len(stats) == 8 and [line["value"]["reduced_train_loss"] for line in stats] == result["losses"]
+    assert [line["metadata"]["samples_count"] for line in stats] == [2 * (i + 1) for i in range(len(stats))]
+    first, last = of(lines, "run_start")["time_ms"], of(lines, "block_stop")["time_ms"]
+    assert last - first == pytest.approx(1e3 * result["seconds"], abs=1.1)
+    warm_up = lines[keys(lines).index("init_stop") - 1]["value"]
+    assert warm_up["capture_time"] == pytest.approx(result["capture_s"], abs=1e-3)
+    assert warm_up["warmup_time"] == pytest.approx(result["warmup_s"] + result["capture_s"], abs=1e-3)
+    # A model that knows nothing says log(256) of a byte; eight steps teach it something of text it has not seen.
+    accuracy = of(lines, "eval_accuracy")["value"]
+    assert accuracy == result["eval_loss"] and 2 < accuracy < math.log(256)
+
+
+def test_log_claims_no_submission_and_names_no_path_of_the_machine(gpt3_log):
+    path, _ = gpt3_log
+    lines = parse(path.read_text())
+    assert "submission_division" not in keys(lines) and "not a submission" in of(lines, "submission_org")["value"]
+    assert {line["metadata"]["file"] for line in lines} == {"common/script/mllog.py"}
+    assert str(ROOT) not in path.read_text()
+
+
+def without(*names):
+    return lambda lines: [line for line in lines if line["key"] not in names]
+
+
+def moved(name, before):
+    """The first line of key `name` moved to just before the first of key `before`, and given its time."""
+
+    def change(lines):
+        line = lines.pop(keys(lines).index(name))
+        place = keys(lines).index(before)
+        return [*lines[:place], line | {"time_ms": lines[place]["time_ms"]}, *lines[place:]]
+
+    return change
+
+
+def replaced(name, which=0, **changes):
+    def change(lines):
+        place = [index for index, key in enumerate(keys(lines)) if key == name][which]
+        line = lines[place]
+        value = changes.pop("value", line["value"])
+        time_ms = line["time_ms"] + changes.pop("later_ms", 0)
+        line = line | {"value": value, "time_ms": time_ms, "metadata": line["metadata"] | changes}
+        return [*lines[:place], line, *lines[place + 1 :]]
+
+    return change
+
+
+def added(after, **line):
+    def change(lines):
+        place = keys(lines).index(after)
+        return [*lines[: place + 1], lines[place] | line, *lines[place + 1 :]]
+
+    return change
+
+
+def without_in_steps(name):
+    def change(lines):
+        for line in step_lines(lines):
+            line["value"].pop(name)
+        return lines
+
+    return change
+
+
+def swapped_steps(lines):
+    first, second = step_lines(lines)[:2]
+    first["metadata"], second["metadata"] = second["metadata"], first["metadata"]
+    return lines
+
+
+BROKEN = {
+    "no init_start": without("init_start"),
+    "no init_stop": without("init_stop"),
+    "no run_start": without("run_start"),
+    "no run_stop": without("run_stop"),
+    "no block_start": without("block_start"),
+    "no block_stop": without("block_stop"),
+    "no evaluation": without("eval_start", "eval_accuracy", "eval_stop"),
+    "no eval_accuracy": without("eval_accuracy"),
+    "no seed": without("seed"),
+    "no batch size": without("global_batch_size"),
+    "no optimizer": without("opt_name"),
+    "no learning rate": without("opt_base_learning_rate"),
+    "no tracked_stats": without("tracked_stats"),
+    "no steps": lambda lines: [line for line in lines if line not in step_lines(lines)],
+    "no last step": lambda lines: [line for line in lines if line is not step_lines(lines)[-1]],
+    "no train_step_time": without_in_steps("train_step_time"),
+    "no throughput": without_in_steps("throughput"),
+    "no loss": without_in_steps("reduced_train_loss"),
+    "no capture_time": replaced("tracked_stats", value={"warmup_time": 1.0}),
+    "init_stop before capture": moved("init_stop", "tracked_stats"),
+    "run_start before init_stop": moved("run_start", "init_stop"),
+    "block_start before run_start": moved("block_start", "run_start"),
+    "block_stop before the last step": moved("block_stop", "tracked_stats"),
+    "eval_start before block_stop": moved("eval_start", "block_stop"),
+    "eval_accuracy before eval_start": moved("eval_accuracy", "eval_start"),
+    "run_stop before eval_stop": moved("run_stop", "eval_stop"),
+    "seed on the clock": moved("seed", "block_stop"),
+    "capture on the clock": added("block_start", key="tracked_stats", value={"warmup_time": 1.0, "capture_time": 1.0}),
+    "steps in disorder": swapped_steps,
+    "time runs backwards": replaced("tracked_stats", which=3, later_ms=-100_000),
+    "evaluation before its time": replaced("eval_start", later_ms=-100_000),
+    "two runs": added("run_start"),
+    "aborted": replaced("run_stop", status="aborted"),
+    "no status": replaced("run_stop", status=None),
+    "accuracy is null": replaced("eval_accuracy", value=None),
+    "samples miscounted": replaced("block_stop", samples_count=1),
+    "a division": added("submission_org", key="submission_division", value="open"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_official_checker_fails_a_broken_log(gpt3_log, tmp_path, name):
+    lines = parse(gpt3_log[0].read_text())
+    path = tmp_path / "broken.mllog"
+    path.write_text("".join(f"{mllog.TOKEN} {json.dumps(line)}\n" for line in BROKEN[name](lines)))
+    assert not passes(path)
+
+
+@pytest.mark.parametrize("cut", [0, 0.5, 0.999])
+def test_official_checker_fails_a_log_that_ends_early(gpt3_log, tmp_path, cut):
+    text = gpt3_log[0].read_text()
+    path = tmp_path / "short.mllog"
+    path.write_text(text[: int(cut * len(text))])
+    assert not passes(path)
+
+
+# --- the lines of steps
+
+
+def logged(num_steps, losses=None, wall_ms=None, samples=4):
+    """Lines of steps of 10, 11, 12, 10, ... ms that began at 5 s on the monotonic clock."""
+    step_ms = [10.0 + index % 3 for index in range(num_steps)]
+    log = mllog.Log("", {"global_batch_size": samples})
+    log.origin_s, log.file = 1000.0, Lines()
+    wall_s = (wall_ms or sum(step_ms)) / 1e3
+    log.steps(step_ms, losses or [float(index) for index in range(num_steps)], 5.0, wall_s)
+    return step_ms, parse("".join(log.file))
+
+
+class Lines(list):
+    """A file that is a list of what was written to it."""
+
+    write = list.append
+
+    def flush(self):
+        """Nothing to do."""
+
+
+@pytest.mark.parametrize("num_steps, num_lines", [(1, 1), (200, 200), (201, 101), (400, 200), (1001, 167)])
+def test_at_most_two_hundred_step_lines_that_hold_every_step(num_steps, num_lines):
+    step_ms, lines = logged(num_steps)
+    stats = step_lines(lines)
+    assert len(stats) == num_lines
+    ends = [line["metadata"]["step"] for line in stats]
+    assert ends == sorted(set(ends)) and ends[-1] == num_steps
+    counts = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+    assert len(set(counts[:-1])) <= 1 and counts[-1] <= counts[0]
+    total = sum(line["value"]["train_step_time"] * count for line, count in zip(stats, counts, strict=True))
+    assert total * 1e3 == pytest.approx(sum(step_ms), rel=1e-5)
+    for line, count in zip(stats, counts, strict=True):
+        assert line["value"]["throughput"] == pytest.approx(4 / line["value"]["train_step_time"], abs=1e-3), count
+
+
+def test_a_step_is_dated_where_it_ended():
+    _, lines = logged(6)
+    assert [line["time_ms"] for line in step_lines(lines)] == [1005010, 1005021, 1005033, 1005043, 1005054, 1005066]
+    assert of(lines, "run_start")["time_ms"] == of(lines, "block_start")["time_ms"] == 1005000
+    assert of(lines, "block_stop")["time_ms"] == 1005066
+    _, lines = logged(6, wall_ms=660)
+    assert of(lines, "block_stop")["time_ms"] == step_lines(lines)[-1]["time_ms"] == 1005660
+    assert step_lines(lines)[0]["time_ms"] == 1005100
+
+
+def test_losses_that_a_script_did_not_keep_are_left_out_and_the_last_is_the_last_steps():
+    _, lines = logged(10, losses=[9.0, 8.0, 7.0, 1.0])
+    losses = [line["value"].get("reduced_train_loss") for line in step_lines(lines)]
+    assert losses == [9.0, 8.0, 7.0, None, None, None, None, None, None, 1.0]
+
+
+def test_loss_that_is_not_a_number_is_null():
+    _, lines = logged(2, losses=[1.0, math.nan])
+    assert [line["value"]["reduced_train_loss"] for line in step_lines(lines)] == [1.0, None]
+
+
+# --- when training by hand writes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    min_steps: int = 5
+
+
+class State:
+    """The loss of step i is 1 / (i + 1), and 0.25 on held-out data."""
+
+    def reset(self):
+        """Nothing to reset."""
+
+    def named_state(self):
+        yield "nothing", torch.zeros(1)
+
+    def read_losses(self, count):
+        return [1 / (index + 1) for index in range(count)]
+
+    read_grad_norms = read_losses
+
+    def batch_class(self, index):
+        return 0
+
+    def evaluate(self):
+        return 0.25
+
+
+class Variant:
+    def __init__(self, before=lambda index: None):
+        self.before = before
+        self.capture = Capture(strategy="none")
+
+    def step(self, index):
+        self.before(index)
+        time.sleep(0.002)
+
+    def replays_of(self, index):
+        return 0
+
+    def close(self):
+        """Nothing to release."""
+
+
+def run(make=lambda state: Variant(), path="", rank=0, state=State, **options):
+    workload = Workload(
+        model="tests.small",
+        build=lambda config, device: state(),
+        variants={"it": make},
+        reference=lambda state, index: None,
+        card=[],
+        notes=[],
+        flops_per_step=1.0,
+        flops_convention="none",
+        items_per_step=1,
+        unit="samples",
+        hyperparameters=HYPERPARAMETERS,
+    )
+    options = Run(preset="tiny", variant="it", mllog=str(path), **options)
+    return by_hand.run(workload, Arguments(config=Config(), run=options), torch.device("cpu"), rank)
+
+
+def test_any_script_that_says_its_hyperparameters_and_evaluates_passes(tmp_path):
+    result = run(path=tmp_path / "x")
+    assert result["status"] == "pass" and passes(tmp_path / "x")
+    lines = parse((tmp_path / "x").read_text())
+    assert of(lines, "eval_accuracy")["value"] == result["eval_loss"] == 0.25
+    assert of(lines, "opt_base_learning_rate")["value"] == 0.5
+
+
+def test_nothing_is_written_while_it_trains(tmp_path):
+    path, sizes = tmp_path / "x", []
+    run(lambda state: Variant(lambda index: sizes.append(path.stat().st_size)), path, steps=40)
+    assert len(sizes) == 40 and len(set(sizes)) == 1 and sizes[0] < path.stat().st_size
+    assert path.read_text()[: sizes[0]].rstrip().splitlines()[-1].count('"init_stop"') == 1
+
+
+def test_without_a_path_nothing_is_written_or_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(State, "evaluate", lambda self: pytest.fail("evaluated"))
+    result = run()
+    assert result["status"] == "pass" and not list(tmp_path.iterdir())
+
+
+def test_on_stdout_the_log_stands_before_the_table(capsys):
+    capsys.readouterr()
+    run(path="-")
+    out = capsys.readouterr().out
+    assert keys(parse(out))[0] == "init_start" and keys(parse(out))[-1] == "run_stop"
+    last = max(index for index, line in enumerate(out.splitlines()) if line.startswith(mllog.TOKEN))
+    assert out.splitlines()[last + 1].startswith("steps ")
+
+
+def test_only_rank_zero_writes_and_every_rank_evaluates(tmp_path, monkeypatch):
+    evaluated = []
+    monkeypatch.setattr(State, "evaluate", lambda self: evaluated.append(1) or 0.25)
+    run(path=tmp_path / "x", rank=1)
+    assert not (tmp_path / "x").exists() and evaluated == [1]
+
+
+def raising(error):
+    def make(state):
+        raise error
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (Unsupported("needs a GPU"), "unsupported: needs a GPU"),
+        (torch.OutOfMemoryError("9 GiB"), "oom: .*"),
+        (KeyError("x"), "failed: KeyError: 'x'"),
+    ],
+)
+def test_a_run_that_ends_early_says_so_and_fails_the_check(tmp_path, error, reason):
+    run(raising(error), tmp_path / "x")
+    lines = parse((tmp_path / "x").read_text())
+    assert keys(lines)[0] == "init_start" and keys(lines)[-1] == "run_stop" and "run_start" not in keys(lines)
+    assert lines[-1]["metadata"]["status"] == "aborted" and re.fullmatch(reason, lines[-1]["metadata"]["reason"])
+    assert not passes(tmp_path / "x")
+
+
+def test_losses_that_are_not_finite_abort_after_the_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(State, "read_losses", lambda self, count: [math.nan] * count)
+    result = run(path=tmp_path / "x")
+    lines = parse((tmp_path / "x").read_text())
+    assert result["status"] == "numerics_failed"
+    assert keys(lines)[-2:] == ["block_stop", "run_stop"] and lines[-1]["metadata"]["status"] == "aborted"
+    assert lines[-1]["time_ms"] == lines[-2]["time_ms"]
+
+
+def test_a_run_that_fails_to_close_did_not_succeed(tmp_path, monkeypatch):
+    monkeypatch.setattr(Variant, "close", lambda self: 1 / 0)
+    run(path=tmp_path / "x")
+    assert parse((tmp_path / "x").read_text())[-1]["metadata"]["status"] == "aborted"
+
+
+@pytest.mark.parametrize("error", [Unsupported, torch.OutOfMemoryError])
+def test_an_evaluation_that_cannot_be_is_a_note(tmp_path, monkeypatch, error):
+    def evaluate(self):
+        raise error("too little text")
+
+    monkeypatch.setattr(State, "evaluate", evaluate)
+    result = run(path=tmp_path / "x")
+    assert result["status"] == "pass" and result["said"] == ["no evaluation: too little text"]
+    assert "eval_start" not in keys(parse((tmp_path / "x").read_text())) and not passes(tmp_path / "x")
+
+
+def test_a_variant_that_changed_the_model_is_evaluated_eager(tmp_path, monkeypatch):
+    seen = []
+
+    class Changed(Variant):
+        def enter(self):
+            seen.append("changed")
+
+        def leave(self):
+            seen.append("eager")
+
+    monkeypatch.setattr(State, "evaluate", lambda self: seen.append("evaluated") or 0.25)
+    run(lambda state: Changed(), tmp_path / "x")
+    assert seen == ["changed", "eager", "evaluated", "changed", "eager"]
+
+
+def test_a_path_that_cannot_be_written_names_the_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="--mllog .*file/x: cannot write in"):
+        Run(preset="tiny", variant="it", mllog=str(tmp_path / "file" / "x"))
+    with pytest.raises(ValueError, match="--mllog .*: Is a directory"):
+        mllog.Log(str(tmp_path), HYPERPARAMETERS)

@@ -1,0 +1,243 @@
+"""Mistakes and faults: each is one line on stderr and a status, never a traceback and never a run."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpt3.config
+import rnnt.config
+import stable_diffusion.config
+from common import config
+from common.training import memory_fit
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = {"gpt3": gpt3.config, "rnnt": rnnt.config, "stable_diffusion": stable_diffusion.config}
+GIB = 2**30
+
+
+def run(*command, timeout_s=120):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *command]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+def assert_one_line(answer, status, *told):
+    assert answer.returncode == status, answer.stdout + answer.stderr
+    assert answer.stderr.count("\n") == 1 and "Traceback" not in answer.stdout, answer.stderr
+    for part in told:
+        assert part in answer.stderr, answer.stderr
+
+
+# --- answered by the command line, before torch is imported
+
+
+@pytest.mark.parametrize(
+    "command, told",
+    [
+        (["gpt3.train", "--layers=--"], ["argument --layers: expected a value, '--' is none"]),
+        (["gpt3.train", "--describe", "--data=--"], ["argument --data: expected a value"]),
+        (["rnnt.train", "--record=--"], ["argument --record: expected a value"]),
+        (["stable_diffusion.train", "--steps=--"], ["argument --steps: expected a value"]),
+        (["common.machine.host_pace", "--seconds=--"], ["argument --seconds: expected a value"]),
+        (["gpt3.train", "--data", "/"], ["--data /: this is the whole file system"]),
+        (["rnnt.train", "--data", "/usr/.."], ["--data /usr/..: this is the whole file system"]),
+        (["stable_diffusion.train", "--data=//"], ["--data //: this is the whole file system"]),
+        (["gpt3.train", "--min-steps", "1000001"], ["--min-steps 1000001: takes at most 1,000,000 steps"]),
+        (["rnnt.train", "--steps", str(10**30)], [f"--steps {10**30}: takes at most 1,000,000 steps"]),
+        (["rnnt.train", "--min-steps", "0"], ["--min-steps 0: takes a number from 1 up"]),
+        (["gpt3.train", "--hidden", "9" * 400], ["argument --hidden: '999", "...' is beyond 9,007,199,254,740,992"]),
+        (["gpt3.train", "--hidden", "9" * 5000], ["argument --hidden: '999", "...' is not of type int"]),
+    ],
+)
+def test_a_mistake_on_the_command_line(command, told):
+    answer = run("-m", *command)
+    assert_one_line(answer, 2, f"python -m {command[0]}: ", *told)
+    assert answer.stdout == "" and len(answer.stderr) < 300
+
+
+def test_values_that_look_like_it_are_taken():
+    parser = config.Parser(prog="p")
+    parser.add_argument("--name")
+    parser.add_argument("rest", nargs="*")
+    assert parser.parse_args(["--name=./--", "--", "--name=--"]) == parser.parse_args(
+        ["--name", "./--", "--", "--name=--"]
+    )
+    assert parser.parse_args(["--name=---"]).name == "---"
+    assert parser.parse_args(["--name=-"]).name == "-"
+
+
+def test_numbers_of_steps_at_their_bounds():
+    config.Run(preset="tiny", variant="eager", steps=config.MAX_STEPS)
+    with pytest.raises(ValueError, match="--steps 1000001"):
+        config.Run(preset="tiny", variant="eager", steps=10**6 + 1)
+    with pytest.raises(ValueError, match="--parity-steps 1000001"):
+        config.Run(preset="tiny", variant="eager", parity=True, parity_steps=10**6 + 1)
+
+
+# --- shapes too large
+
+
+def fields(model):
+    """Names of all flags that take any integer."""
+    every = dataclasses.fields(model.Config)
+    return [field.name for field in every if type(field.default) is int and not field.metadata["choices"]]
+
+
+# Their size changes no memory.
+FREE = (
+    "min_steps",
+    "lr_warmup",
+    "lr_hold",
+    "lr_epoch",
+    "growth_interval",
+    "hysteresis",
+    "max_floor_overflows",
+    "streams",
+)
+# Bounded, or bound to another one.
+BOUNDED = ("workers", "frames", "tokens")
+# Ranks and stages, which sizes are divided by.
+DIVIDING = ("tp", "pp", "cp", "chunks", "pp_rank")
+
+
+@pytest.mark.parametrize("value", [10**9, 2**53 - 2**53 % 96])
+@pytest.mark.parametrize("model, name", [(key, name) for key in MODELS for name in fields(MODELS[key])])
+def test_a_shape_too_large_blames_its_flag(model, name, value):
+    value = value - value % 96 if name == "channels" else value
+    module = MODELS[model]
+    flag = config.flag_of(name)
+
+    def ask():
+        module.require(dataclasses.replace(module.PRESETS["tiny"], **{name: value}), 24 * GIB)
+
+    if name in FREE:
+        ask()
+    elif name in DIVIDING:
+        with pytest.raises(ValueError, match=rf"^(?=.*{flag}\b)(?=.*\b{value}\b)"):
+            ask()
+    elif name == "head_dim" and model == "stable_diffusion":
+        with pytest.raises(ValueError, match=f"multiple of 32 and of {flag} {value}"):
+            ask()
+    elif name in BOUNDED:
+        with pytest.raises(ValueError, match=f"{flag} {value}: takes a number .*to "):
+            ask()
+    else:
+        before = getattr(module.PRESETS["tiny"], name)
+        told = (
+            rf"^{flag} {value} is too large: .* GiB are needed, 24.0 GiB are free; {flag} {before}, as in preset tiny"
+        )
+        with pytest.raises(ValueError, match=told):
+            ask()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    width: int = 2
+    depth: int = 2
+    other: int = 0
+
+    def __post_init__(self):
+        if self.width % 2:
+            raise ValueError("--width is even")
+        if self.width != self.depth and self.other == 7:
+            raise ValueError("not with --other 7")
+
+
+SHAPES = {"small": Shape(), "large": Shape(width=100, depth=10)}
+
+
+def need(shape):
+    return shape.width * shape.depth
+
+
+@pytest.mark.parametrize(
+    "shape, available, told",
+    [
+        # One flag, though another was given too.
+        (Shape(width=40, other=3), 10, "--width 40 is too large: * --width 2, as in preset small, fits"),
+        # The one that saves most is enough.
+        (Shape(width=40, depth=6), 20, "--width 40 is too large: * --width 2, as in preset small, fits"),
+        # Both are needed, the one that saves most first.
+        (
+            Shape(width=40, depth=60),
+            10,
+            "--depth 60 and --width 40 are too large: * --depth 2 and --width 2,*fit",
+        ),
+        # On the way back fields may contradict each other.
+        (Shape(width=40, depth=40, other=7), 4, "--width 40 and --depth 40 are too large*"),
+        # Nearest to another preset.
+        (Shape(width=100, depth=20), 1000, "--depth 20 is too large: * --depth 10, as in preset large, fits"),
+        # The preset alone is too large, as it stands, with a flag that changes nothing, and with one that helps little.
+        (SHAPES["large"], 10, None),
+        (Shape(width=100, depth=10, other=3), 10, None),
+        (Shape(width=100, depth=9), 10, None),
+        (Shape(width=200, depth=10), 10, None),
+        # What fits has no fault.
+        (Shape(width=4), 8, None),
+    ],
+)
+def test_blame(shape, available, told):
+    said = memory_fit.blame(shape, SHAPES, need, available)
+    if told is None:
+        assert said is None
+    else:
+        parts = told.split("*")
+        assert said.startswith(parts[0]) and said.endswith(parts[-1]) and all(part in said for part in parts)
+
+
+def test_sizes_in_words():
+    assert [memory_fit.gib(size) for size in (0, GIB * 3 // 2, 999 * GIB, 1000 * GIB, 10**300)][:4] == [
+        "0.0", "1.5", "999.0", "1,000"
+    ]  # fmt: skip
+    assert len(memory_fit.gib(10**300)) > 300
+
+
+def test_layers_that_fit_are_found_at_once():
+    """A billion of them are not tried one by one."""
+    module, tiny = gpt3.config, gpt3.config.PRESETS["tiny"]
+    fitted = module.fit(dataclasses.replace(tiny, layers=10**12), 24 * GIB)
+    assert module.predicted_bytes(fitted) <= 24 * GIB
+    assert module.predicted_bytes(dataclasses.replace(fitted, layers=fitted.layers + 1)) > 24 * GIB
+    with pytest.raises(ValueError, match="--sequence 1000000000 is too large: .* --sequence 64, as in preset tiny"):
+        module.fit(dataclasses.replace(tiny, sequence=10**9), 24 * GIB)
+
+
+def test_a_script_says_so_before_it_builds():
+    answer = run("-m", "gpt3.train", "--preset", "tiny", "--hidden", "1000000000")
+    assert_one_line(
+        answer, 2, "python -m gpt3.train: --hidden 1000000000 is too large: ", "--hidden 128, as in preset tiny"
+    )
+    assert answer.stdout == ""
+
+
+# --- faults
+
+
+# As a disk that is full from the moment at which --record is written; Python ignores the signal that comes with it.
+FULL_DISK = """
+import resource, runpy, sys
+from common import files
+write = files.write_text
+
+def write_to_full_disk(path, content):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    write(path, content)
+
+files.write_text = write_to_full_disk
+sys.argv[1:] = sys.argv[2:]
+runpy.run_module("gpt3.train", run_name="__main__")
+"""
+
+
+def test_a_disk_that_fills_while_the_result_is_written(tmp_path):
+    path = tmp_path / "eager.json"
+    path.write_text("an earlier one\n")
+    script = ["--preset", "tiny", "--layers", "1", "--parity", "--parity-steps", "1", "--record", str(path)]
+    answer = run("-c", FULL_DISK, "gpt3.train", *script)
+    assert_one_line(answer, 1, f"python -m gpt3.train: --record {path}: File too large")
+    assert path.read_text() == "an earlier one\n"
+    assert [left.name for left in tmp_path.iterdir()] == [path.name]

@@ -1,0 +1,261 @@
+"""common/config: flags out of a dataclass, mistakes in one line with exit status 2, --describe without torch."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+
+import pytest
+
+from common import config
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    layers: int = config.option(2, "transformer layers")
+    lr: float = config.option(1e-3, "learning rate, raised by 10 % or less")
+    data: str = config.option("", "folder of text")
+    precision: str = config.option("bf16", "number format", ("bf16", "fp8"))
+    tp: int = config.option(1, "tensor parallel ranks", (1, 2, 4))
+    bias: bool = config.option(True, "add a bias")
+    weight_decay: float = config.option(0.0, "decay")
+    min_steps: int = config.option(50, "steps")
+
+    def __post_init__(self):
+        if self.precision == "fp8" and self.layers % 2:
+            raise ValueError("--layers must be even with --precision fp8")
+
+
+PRESETS = {"tiny": Config(), "bench": Config(layers=8, precision="fp8", bias=False)}
+VARIANTS = {"eager": "kernels one by one", "graph": "one graph"}
+
+
+def parse(*argv):
+    return config.parse("toy", Config, PRESETS, VARIANTS, list(argv))
+
+
+def mistake(capsys, *argv):
+    """The one line that a wrong command line prints."""
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == "" and err.count("\n") == 1 and err.endswith("\n")
+    assert err.startswith("python -m toy.train: ")
+    return err
+
+
+def test_without_flags_the_first_preset_and_variant():
+    arguments = parse()
+    assert arguments.config == PRESETS["tiny"]
+    assert arguments.run == config.Run(preset="tiny", variant="eager")
+    assert arguments.run == config.Run(preset="tiny", variant="eager", steps=0, parity=False, parity_steps=0, record="")
+
+
+def test_run_options():
+    assert parse("--mllog", "-").run == config.Run(preset="tiny", variant="eager", mllog="-")
+    assert parse("--profile", "new/x.json.gz").run.profile == "new/x.json.gz"
+    argv = "--preset bench --variant graph --steps 20 --parity --parity-steps 3 --record out/x.json"
+    assert parse(*argv.split()).run == config.Run(
+        preset="bench", variant="graph", steps=20, parity=True, parity_steps=3, record="out/x.json"
+    )
+
+
+def test_given_fields_replace_those_of_the_preset_and_no_others():
+    argv = "--preset bench --layers 4 --lr 2e-5 --data x/y --tp 2 --weight-decay 0.1"
+    arguments = parse(*argv.split())
+    assert arguments.config == Config(
+        layers=4, lr=2e-5, data="x/y", precision="fp8", tp=2, bias=False, weight_decay=0.1
+    )
+    assert PRESETS["bench"] == Config(layers=8, precision="fp8", bias=False)
+
+
+def test_a_field_may_be_set_to_what_python_calls_false():
+    changed = parse("--preset", "bench", "--layers", "0", "--lr", "0", "--data", "", "--bias", "false").config
+    assert (changed.layers, changed.lr, changed.data, changed.bias) == (0, 0.0, "", False)
+
+
+def test_values_have_the_types_of_the_dataclass():
+    changed = parse("--layers", "3", "--lr", "1", "--tp", "4").config
+    assert [type(value) for value in (changed.layers, changed.lr, changed.tp)] == [int, float, int]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("True", True), ("1", True), ("false", False), ("FALSE", False), ("0", False)]
+)
+def test_bools(text, value):
+    assert parse("--bias", text).config.bias is value
+
+
+def test_arguments_are_frozen():
+    arguments = parse()
+    with pytest.raises(FrozenInstanceError):
+        arguments.run.steps = 5
+    with pytest.raises(FrozenInstanceError):
+        arguments.config = None
+
+
+def test_the_command_line_of_the_process_is_the_default(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--layers", "6"])
+    assert config.parse("toy", Config, PRESETS, VARIANTS).config.layers == 6
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ("--preset large", ["preset 'large'", "--preset takes one of tiny, bench"]),
+        ("--variant fast", ["variant 'fast'", "--variant takes one of eager, graph"]),
+        ("--layers two", ["--layers", "'two' is not of type int"]),
+        ("--layers 2.5", ["--layers", "'2.5' is not of type int"]),
+        ("--lr fast", ["--lr", "'fast' is not of type float"]),
+        ("--bias maybe", ["--bias", "'maybe' is not true or false"]),
+        ("--precision fp4", ["--precision", "'fp4' is not one of bf16, fp8"]),
+        ("--tp 3", ["--tp", "'3' is not one of 1, 2, 4"]),
+        ("--tp two", ["--tp", "'two' is not of type int"]),
+        ("--steps many", ["--steps", "int", "'many'"]),
+        ("--steps -1", ["--steps and --parity-steps take a number from 0 up"]),
+        ("--parity --parity-steps -1", ["--steps and --parity-steps take a number from 0 up"]),
+        ("--parity-steps 3", ["--parity-steps needs --parity"]),
+        ("--layers", ["--layers", "expected one argument"]),
+        ("--speed 3", ["--speed"]),
+        ("--layer 3", ["--layer"]),
+        ("graph", ["graph"]),
+        ("--precision fp8 --layers 3", ["--layers must be even with --precision fp8"]),
+        ("--mllog .", ["--mllog .", "a file", "folder"]),
+        ("--mllog /dev/null/x", ["--mllog /dev/null/x", "cannot write in /dev/null"]),
+        ("--profile /proc/x/y.json", ["--profile /proc/x/y.json", "cannot write in /proc"]),
+        (f"--profile {'x' * 250}.json", ["--profile", "cannot write", "name too long"]),
+        ("--record /proc/x/y.json", ["--record /proc/x/y.json", "cannot write in /proc"]),
+        ("--record /dev/null", ["--record /dev/null", "takes the path of a file"]),
+        ("--min-steps 1000001", ["--min-steps 1000001", "at most 1,000,000 steps"]),
+        ("--mllog x --parity", ["--mllog", "--parity"]),
+        ("--profile x.pt", ["--profile x.pt", ".json.gz"]),
+        ("--profile x.json --parity", ["--profile", "--parity"]),
+        ("--profile x.json --mllog -", ["--profile", "--mllog"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_what_is_allowed(capsys, argv, told):
+    line = mistake(capsys, *argv.split())
+    for part in told:
+        assert part in line
+
+
+def test_an_unknown_flag_is_answered_with_the_known_ones(capsys):
+    line = mistake(capsys, "--weight_decay", "0.1", "--layers", "4")
+    assert "--weight_decay" in line
+    assert "--weight-decay" in line and "--layers" in line and "--variant" in line
+
+
+def test_mistakes_that_building_shows_are_one_line_too(capsys):
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("toy"):
+        raise ValueError("--data has no text")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "python -m toy.train: --data has no text\n"
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("toy"):
+        raise KeyboardInterrupt
+    assert stop.value.code == 130 and capsys.readouterr().err == "\npython -m toy.train: stopped\n"
+    with pytest.raises(KeyError), config.mistakes_in_one_line("toy"):
+        raise KeyError("not the user's")
+
+
+def test_help_names_presets_variants_fields_and_choices(capsys):
+    """A help text may hold a percent sign."""
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    for part in ("one of tiny, bench", "one of eager, graph", "--weight-decay FLOAT", "10 % or less", "(1, 2, 4)"):
+        assert part in text
+
+
+def test_describe_is_one_line_of_json(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse("--describe")
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    description = json.loads(out)
+    assert set(description) == {"model", "presets", "variants", "flags"}
+    assert description["model"] == "toy"
+    assert description["variants"] == VARIANTS
+    assert list(description["presets"]) == ["tiny", "bench"], "the first one is the default"
+    assert description["presets"]["bench"] == {
+        "layers": 8,
+        "lr": 1e-3,
+        "data": "",
+        "precision": "fp8",
+        "tp": 1,
+        "bias": False,
+        "weight_decay": 0.0,
+        "min_steps": 50,
+    }
+    assert [flag["flag"] for flag in description["flags"]] == [
+        "--layers",
+        "--lr",
+        "--data",
+        "--precision",
+        "--tp",
+        "--bias",
+        "--weight-decay",
+        "--min-steps",
+    ]
+    assert description["flags"][5] == {"flag": "--bias", "type": "bool", "default": True, "help": "add a bias"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"), [("--describe", 0), ("--help", 0), ("--preset none", 2), ("--variant none", 2), ("--x", 2)]
+)
+def test_a_script_answers_without_torch_and_at_once(tmp_path, argv, status):
+    """The first of two packages named torch on the path raises when it is imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "gpt3.train", *argv.split()]
+    start = time.monotonic()
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    seconds = time.monotonic() - start
+    assert answer.returncode == status, answer.stderr
+    assert "torch was imported" not in answer.stderr
+    assert seconds < 0.8
+    if argv == "--describe":
+        assert json.loads(answer.stdout)["model"] == "gpt3"
+    if status:
+        assert answer.stdout == "" and answer.stderr.count("\n") == 1
+
+
+def promises(settings, variant):
+    return (None, None) if settings.precision == "fp8" else (0, 0) if variant == "eager" else (settings.layers, 2)
+
+
+def test_describe_answers_promises_of_each_preset_and_of_the_flags(capsys):
+    about = {"promises": promises, "kinds": {"eager": "eager", "graph": "graph"}, "parity_steps": 5}
+    with pytest.raises(SystemExit):
+        config.parse("toy", Config, PRESETS, VARIANTS, ["--describe", "--layers", "7"], about)
+    described = json.loads(capsys.readouterr().out)
+    assert described["promised"]["tiny"] == {
+        "eager": {"graphs": 0, "replays_per_step": 0},
+        "graph": {"graphs": 7, "replays_per_step": 2},
+    }
+    assert described["promised"]["bench"]["graph"] == {"graphs": None, "replays_per_step": None}
+    assert "promises" not in described and described["parity_steps"] == 5 and described["kinds"]["graph"] == "graph"
+    # The presets themselves are told as they are.
+    assert described["presets"]["tiny"]["layers"] == 2 and "promises" in about
+    assert "promised" not in config.describe("toy", Config, PRESETS, VARIANTS)
+
+
+def test_describe_answers_what_sets_variants_apart_in_known_words():
+    traits = {"graph": {"layer": "lean"}}
+    assert config.describe("toy", Config, PRESETS, VARIANTS, {"traits": traits})["traits"] == traits
+    for wrong in ({"graph": {"colour": "red"}}, {"no_such_variant": {"layer": "lean"}}):
+        with pytest.raises(AssertionError):
+            config.describe("toy", Config, PRESETS, VARIANTS, {"traits": wrong})
+
+
+def test_describe_checks_the_flags_beside_it(capsys):
+    """The harness describes with the flags of a session, so that a mistake costs no record."""
+    assert "--layers must be even" in mistake(capsys, "--describe", "--precision", "fp8", "--layers", "3")

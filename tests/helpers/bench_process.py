@@ -1,0 +1,65 @@
+"""`make bench` of the made model as a process: run it, watch it, find its workers."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import ROOT
+from benchmarks.files import run_file
+
+MODEL = "tests.lying_model"
+
+
+def words(out, variants, *more, model=MODEL, flags=()):
+    chosen = ["--model", model, "--preset", "tiny", "--out", str(out), "--variants", ",".join(variants)]
+    return [sys.executable, "-m", "benchmarks.run", *chosen, *map(str, more), *(["--", *flags] if flags else [])]
+
+
+def bench(out, variants, *more, model=MODEL, flags=(), **environment):
+    command = words(out, variants, *more, model=model, flags=flags)
+    options = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True, "timeout": 500}
+    return subprocess.run(command, **options)
+
+
+def start(out, variants, *more):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return subprocess.Popen(words(out, variants, *more), cwd=ROOT, **options)
+
+
+def only_run(out) -> run_file.Run:
+    (path,) = Path(out).rglob("*.json")
+    return run_file.read(path)
+
+
+def only_variants(out) -> dict[str, run_file.Variant]:
+    (build,) = only_run(out).builds.values()
+    return build.variants
+
+
+def wait_for(process, text, limit_s=240):
+    """Read lines of a process until one has the text; return all."""
+    until, seen = time.monotonic() + limit_s, ""
+    while time.monotonic() < until:
+        line = process.stdout.readline()
+        seen += line
+        if text in line or not line:
+            break
+    assert text in seen, seen
+    return seen
+
+
+def workers() -> dict[int, str]:
+    """Process id -> path of the socket of each worker of the made model on this machine."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_text().split("\0")
+            except OSError:
+                continue
+            is_worker = f"{MODEL}.train" in command and "--worker" in command
+            if is_worker and "benchmarks.processes.supervisor" not in command:
+                found[int(entry.name)] = command[command.index("--worker") + 1]
+    return found

@@ -1,0 +1,178 @@
+"""What tests of common/train_by_hand share: a small training on the CPU, its variants, and a run of one of them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from common.capture.pool import Pool
+from common.config import Arguments, Run
+from common.script import by_hand
+from common.variant import Capture, Workload
+
+CPU = torch.device("cpu")
+DECAY = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    min_steps: int = 12
+
+
+class State:
+    """A vector of weights that shrinks in every step; the loss depends on weights and input."""
+
+    def __init__(self, classes=1):
+        self.classes = classes
+        generator = torch.Generator().manual_seed(0)
+        self.batches = torch.randn(4, 8, generator=generator)
+        self.weight, self.input, self.loss = torch.ones(8), torch.zeros(8), torch.zeros(())
+        self.moment = torch.zeros(3)
+        self.losses = {}
+
+    def reset(self):
+        self.weight.fill_(1.0)
+        self.moment.zero_()
+        self.losses.clear()
+
+    def named_state(self):
+        yield "weight", self.weight
+        yield "moment", self.moment
+
+    def read_losses(self, count):
+        return [self.losses[index] for index in range(count)]
+
+    def read_grad_norms(self, count):
+        return [2 * self.losses[index] for index in range(count)]
+
+    def batch_class(self, index):
+        return index % self.classes
+
+    def compute(self):
+        self.loss.copy_((self.weight * self.input).square().sum())
+        self.weight.mul_(DECAY)
+
+
+def eager_step(state, index, compute=None):
+    state.input.copy_(state.batches[index % 4])
+    (compute or state.compute)()
+    state.losses[index] = float(state.loss)
+
+
+def expected_losses(count):
+    batches = State().batches.double()
+    return [float((batches[index % 4] * DECAY**index).square().sum()) for index in range(count)]
+
+
+class Variant:
+    """An eager variant; `before(i)` runs first in every step."""
+
+    strategy, replays, pools = "none", 0, ()
+
+    def __init__(self, state, before=lambda index: None):
+        self.state, self.before, self.closed, self.indices = state, before, 0, []
+        self.capture = Capture(strategy=self.strategy, pools=list(self.pools))
+        with self.capture.timed("warmup_s"):
+            for index in range(3):
+                eager_step(state, index)
+
+    def step(self, index):
+        self.indices.append(index)
+        self.before(index)
+        eager_step(self.state, index, self.compute)
+
+    def compute(self):
+        self.state.compute()
+
+    def replays_of(self, index):
+        return self.replays
+
+    def close(self):
+        self.closed += 1
+
+
+class Graphed(Variant):
+    strategy, replays = "one graph", 1
+
+    def __init__(self, state, promised=1):
+        self.pools, self.replays = [Pool(CPU)], promised
+        super().__init__(state)
+        with self.capture.timed("capture_s"):
+            self.graph, _ = self.pools[0].capture(self.captured(state))
+
+    def captured(self, state):
+        return state.compute
+
+    def compute(self):
+        self.graph.replay()
+
+    def close(self):
+        super().close()
+        self.pools[0].release()
+
+
+class StaleWeights(Graphed):
+    """Its graph reads the weights of the capture."""
+
+    def captured(self, state):
+        self.cache = torch.ones(8)
+
+        def compute():
+            state.loss.copy_((self.cache * state.input).square().sum())
+            state.weight.mul_(DECAY)
+
+        return compute
+
+
+class ByHand:
+    """One run: its result, what it printed, the variant and the state it made.
+
+    Args:
+        make: constructor of the variant.
+        folder: gets run.json, the file of --record.
+        read_output: gives what was printed since its last call.
+        promise: kind, graphs and replays a step of the variant, as a model's table has them.
+        run: flags of the command line.
+    """
+
+    def __init__(
+        self, make, folder, read_output, config=None, state=None, reference=eager_step, promise=None, rank=0, **run
+    ):
+        self.made, self.states = [], []
+        self.path = folder / "run.json"
+
+        def build(config, device):
+            self.states.append((state or State)())
+            return self.states[-1]
+
+        def make_variant(state):
+            self.made.append(make(state))
+            return self.made[-1]
+
+        workload = Workload(
+            model="tests.small",
+            build=build,
+            variants={"it": make_variant},
+            reference=reference,
+            card=["a card"],
+            notes=["a note"],
+            flops_per_step=1e9,
+            flops_convention="none",
+            items_per_step=10,
+            unit="samples",
+            kinds={"it": promise[0]} if promise else {},
+            promises=(lambda config, variant: promise[1:]) if promise else None,
+        )
+        options = Run(preset="tiny", variant="it", record=str(self.path), **run)
+        read_output()
+        self.result = by_hand.run(workload, Arguments(config=config or Config(), run=options), CPU, rank)
+        self.lines = read_output().splitlines()
+        self.variant = self.made[0] if self.made else None
+
+
+def running(folder, capsys):
+    """run(make=Variant, ...): a `ByHand` in this folder, for a fixture."""
+
+    def run(make=Variant, **more):
+        return ByHand(make, folder, lambda: capsys.readouterr().out, **more)
+
+    return run

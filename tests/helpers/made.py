@@ -1,0 +1,11 @@
+"""Variants as a run has them: made from a model's table and entered."""
+
+from common.variant import enter
+from common.variant_table import construct
+
+
+def made(variants, name, state):
+    """variants: of a model's variants.py."""
+    variant = construct(variants[name], state)
+    enter(variant)
+    return variant
