@@ -3,10 +3,12 @@
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from common import schedule
-from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
-from common.fitting import blame, gib
-from common.parallel import Parallel, Ranks, require_divisible
+from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common.training import schedule
+from common.training.memory_fit import blame, gib
+from common.training.parallel.groups import Parallel, Ranks, require_divisible
+from common.variant_table import about
+from gpt3.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "fp32")
 FP8 = ("fp8", "fp8_current")
@@ -28,9 +30,9 @@ class Config(Parallel, Timing):
     microbatches: int = option(4, "microbatches in a step, accumulated into main_grad")
     chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     pp_rank: int = option(-1, "run this stage of the pipeline alone, its edges fed with fixed tensors (-1: all stages)")
-    graph_unit: str = option("layer", "of graph: what one graph holds, forward or backward", ("layer", "chunk"))
+    graph_unit: str = option("layer", "of graph_layer: what one graph holds, forward or backward", ("layer", "chunk"))
     graph_scope: str = option(
-        "layer", "of graph: what is captured; attn, mlp: that half of each layer; none: see eager", SCOPES
+        "layer", "of graph_layer: what is captured; attn, mlp: that half of each layer; none: see eager", SCOPES
     )
     zero1: bool = option(False, "with data parallelism, split masters and moments over the data ranks (ZeRO-1)")
     precision: str = option(
@@ -83,7 +85,7 @@ class Config(Parallel, Timing):
 
     @property
     def staged(self) -> bool:
-        """Whether gpt3/pipeline.py makes the step: several stages or chunks, or graphs of other units."""
+        """Whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or graphs of other units."""
         return self.pp > 1 or self.chunks > 1 or self.alone or self.unit != "layer"
 
     @property
@@ -117,7 +119,6 @@ _TINY = {
     "amax_history": 16,
     "lr": 1e-3,
     "batches": 4,
-    **TINY_TIMING,
 }
 # MLPerf v4.1's largest graphed submission, 1,452 nodes of 8 GPUs: 96 heads, ffn 49152 and a vocabulary padded to 50,688
 # over 4 tensor ranks, 6 stages of 8 chunks of 2 layers, as many microbatches as stages.
@@ -136,41 +137,15 @@ PRESETS = {
 }
 ON_CPU = ("tiny", "tiny_pp")
 
-VARIANTS = {
-    "eager": "kernels launched one by one",
-    "graph_te": "NVIDIA's submission: Transformer Engine's make_graphed_callables, a slot for every microbatch",
-    "graph_te_slot": "graph_te with one slot that every microbatch uses again",
-    "graph_te_default": "graph_te with Transformer Engine's default flags: gradients cloned, no buffer reused",
-    "graph": "our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
-    "graph_opt": "graph, with clipping and Adam in a graph of their own",
-    "graph_overlap": "graph, with the next microbatch's forward beside the backward on a second stream",
-    "compile": "torch.compile of the layers (default mode, no graphs)",
-    "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
-}
-
 # width is the share of the layers that this GPU has, 96 heads and ffn 49152 divided by the tensor-parallel size;
 # hidden size and vocabulary stay as they are.
 SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", "ffn"], "layers": ["layers"]}
-GRAPHS = ("graph_te", "graph_te_slot", "graph_te_default", "graph", "graph_opt", "graph_overlap")
-KINDS = {"eager": "eager", **dict.fromkeys(GRAPHS, "graph"), "compile": "compile", "reduce_overhead": "compile"}
-
-
-def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
-    """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
-    units = {"chunk": config.chunks, "none": 0} if variant == "graph" else {}
-    per_slot = 2 * units.get(config.unit, config.stage_layers)
-    replays = per_slot * config.microbatches
-    # One slot is replayed in every microbatch, the optimizer's graph once a step.
-    others = {"graph_te_slot": (per_slot, replays), "graph_opt": (replays + 1, replays + 1)}
-    usual = (replays, replays) if variant in GRAPHS else (0, 0)
-    return {**others, "reduce_overhead": (None, None)}.get(variant, usual)
-
 
 ABOUT = {
-    "bitwise": ["eager", *GRAPHS],
+    **about(VARIANTS, BUILDS),
+    # Transformer Engine reads it when a layer is made: parity has a process of its own.
+    "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": SWEEPS,
-    "kinds": KINDS,
-    "promises": promises,
     "presets_need": lambda preset, config: needs(
         preset not in ON_CPU, **config.world_sizes(), submitted=(1452, 8) if preset == "mlperf" else None
     ),

@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import collectives
-from common.parallel import fill_
-from common.precision import EmulatedLinear, transformer_engine
-from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
+from common.training.parallel import collectives
+from common.training.parallel.differentiable_collectives import (
+    cross_entropy,
+    gather_from_sequence,
+    look_up,
+    reduce_scatter_to_sequence,
+)
+from common.training.parallel.groups import fill_
+from common.training.precision.fp8 import EmulatedLinear, transformer_engine
 from gpt3.config import FP8, Config
 
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
@@ -201,7 +206,8 @@ class _EmbedTokens(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         total = ctx.weight.main_grad
         if total.is_cuda and grad.dtype != torch.float32:
-            from gpt3.kernels import add_rows_  # with Triton, which a machine without a GPU need not have
+            # With Triton, which a machine without a GPU need not have.
+            from gpt3.kernels.embedding_gradient import add_rows_
 
             add_rows_(total, tokens, grad)
         else:

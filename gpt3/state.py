@@ -4,16 +4,19 @@ from pathlib import Path
 
 import torch
 
-from common import collectives, precision, schedule, token_files
-from common.capture import StaticInputs
-from common.marks import gradient_section, section
-from common.optimizers import MasterAdam
-from common.parallel import Ranks, make_groups
+from common.capture.pool import StaticInputs
+from common.measuring.marks import section
+from common.training import schedule
+from common.training.data import token_files
+from common.training.optimizers.adam import Hyperparameters, MasterAdam
+from common.training.optimizers.zero import ZeroAdam, reduce_norm_
+from common.training.parallel import collectives
+from common.training.parallel.groups import Ranks, make_groups
+from common.training.precision import fp8
 from common.variant import Unsupported
-from common.zero import ZeroAdam, reduce_norm_
-from gpt3.alone import Edges, NoAdam
 from gpt3.config import FP8, Config
 from gpt3.model import Embedding, attach_main_grads, initialise, layer_class, split_dimension
+from gpt3.pipeline.one_stage import Edges, NoAdam
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -26,8 +29,8 @@ class State:
     """Layers, embedding, FP8 scaling, optimizer, rotating batches, and the losses seen.
 
     config must be resolved (gpt3/workload.py): layer is "te" or "torch". rank: the world rank. Of a pipeline `chunks`
-    are the layers of this rank's stage, `steps` its passes in their order (common/schedule.py) and `transfers` what is
-    exchanged before each of them and after the last. embedding is None between the first and the last stage.
+    are the layers of this rank's stage, `steps` its passes in their order (common/training/schedule.py) and `transfers`
+    what is exchanged before each of them and after the last. embedding is None between the first and the last stage.
     """
 
     num_losses = 4096
@@ -86,13 +89,11 @@ class State:
         self.shared_rows = self.embedding.tokens.main_grad if self.ranks.pp > 1 and self.embedding else None
         if self.shared_rows is not None and self.is_last:
             uncounted = [*uncounted, self.embedding.tokens]
-        self.buckets = None
+        self.buckets, numbers = None, Hyperparameters(lr=config.lr, **ADAM)
         if config.alone:
             self.adam = NoAdam(self.parameters)
         elif config.zero1 and self.ranks.dp > 1:
-            self.adam = ZeroAdam(
-                self.parameters, main_grads, lr=config.lr, **ADAM, group=groups.replicas, uncounted=uncounted
-            )
+            self.adam = ZeroAdam(self.parameters, main_grads, numbers, groups.replicas, uncounted)
         else:
             if self.ranks.dp > 1:
                 self.buckets = collectives.GradientBuckets(main_grads, BUCKET_BYTES, groups.replicas)
@@ -103,7 +104,7 @@ class State:
                 def reduce_norm(norm):
                     reduce_norm_(norm, groups.shards, counted_elsewhere)
 
-            self.adam = MasterAdam(self.parameters, main_grads, config.lr, **ADAM, reduce_norm=reduce_norm)
+            self.adam = MasterAdam(self.parameters, main_grads, numbers, reduce_norm)
 
     def reset(self):
         torch.manual_seed(SEED)
@@ -136,9 +137,6 @@ class State:
         with section("loss"):
             loss = self.embedding.loss(hidden, self.inputs["targets"][microbatch]) / self.config.microbatches
             self.loss.add_(loss.detach())
-        if not self.config.staged:
-            # Part of the section "backward"; a pipeline has the loss's backward outside of it.
-            gradient_section("loss gradient", loss, hidden)
         return loss
 
     def end_step(self, index: int, update=None):
@@ -224,13 +222,13 @@ class State:
 
 def _scaling(config, layers, group):
     if config.precision not in FP8:
-        return precision.NoScaling()
+        return fp8.NoScaling()
     current = config.precision == "fp8_current"
     if config.layer == "te":
-        return precision.TransformerEngineScaling(layers, config.amax_history, group, current)
+        return fp8.TransformerEngineScaling(layers, config.amax_history, group, current)
     if current:
-        return precision.EmulatedCurrentScaling(layers)
-    return precision.EmulatedScaling(layers, config.amax_history, group)
+        return fp8.EmulatedCurrentScaling(layers)
+    return fp8.EmulatedScaling(layers, config.amax_history, group)
 
 
 def training_batches(config, device, data_rank):

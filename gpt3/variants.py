@@ -1,223 +1,119 @@
-"""GPT-3's layers by other libraries: Transformer Engine's own graphs in three forms, and torch.compile.
+"""GPT-3's variants: what each is, what it promises, and where it is made (no torch here).
 
-Captured and left eager: the same as in gpt3/train.py, whose eager step each of them is given.
-
-te.make_graphed_callables (read in version 2.20.2, transformer_engine/pytorch/graph.py) takes the layers, sample inputs
-and `_order`, the forward (1) and backward (-1) passes of a step. It warms up and captures in that order, a graph for
-each pass of each layer, all in one pool. A pair of graphs with its static buffers is a slot; its sample inputs, and
-what is returned, come in the order of microbatches and within one in that of layers. The returned callables are called
-like layers, and a call
-
-- copies its input into the slot, its output's gradient too: buffers are not chained from layer to layer;
-- casts the weights to FP8 in every slot, by kernels that a flag on the device turns into no-ops. The first layer called
-  in a microbatch sets it from is_first_microbatch. In the capture the modules know no first microbatch;
-- for the same reason always adds to main_grad, which therefore is zeroed in every step (`accumulate_all`). TE could
-  overwrite it for a weight whose `overwrite_main_grad` is set, but in each microbatch alike;
-- updates the FP8 scales outside of the graphs, as eager layers do: the forward ones where `fp8.forward()` ends, the
-  backward ones after the graph of the first layer's backward.
-
-The hooks of gpt3/model.py run in the captures: what biases and norms get is added to main_grad there, and no gradient
-of theirs is returned. There is no dropout, hence no random state to register.
+The eager step and the captures are in train.py, the others in overlap.py and other_variants.py. With several stages or
+chunks workload.py puts the constructors of pipeline/ in their places.
 """
 
-from typing import ClassVar
+from common.variant_table import Declared, table
 
-import torch
-
-from common import collectives
-from common.capture import Pool
-from common.marks import mark, section
-from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
-from gpt3 import pipeline
-from gpt3.config import FP8
-from gpt3.state import State
+# What torch.compile needs: te and FP8 modules opt out of it.
+BUILDS = {"torch_bf16": {"layer": "torch", "precision": "bf16"}}
+STEP = {"step": "gpt3.train:eager_step"}
 
 
-class AsSubmitted:
-    """A slot for every microbatch, 2 x layers x microbatches graphs, and nothing is copied that need not be.
-
-    Slots share static inputs and output gradients (`_reuse_graph_input_output_buffers`): those of a microbatch are
-    free after its backward, and outputs go back to the pool then. What this costs over one slot is the graphs' own
-    memory, and a longer capture, since warm-up and capture go through every slot.
-
-    Raises Unsupported without a GPU or Transformer Engine.
-    """
-
-    name = "graph_te"
-    one_slot = False
-    flags: ClassVar = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
-
-    def __init__(self, state: State, eager_step):
-        make_graphed_callables = require(state, self.name)
-        fp8, num_layers = state.config.precision in FP8, len(state.layers)
-        num_slots = 1 if self.one_slot else state.config.microbatches
-        self.state, self.pool = state, Pool(state.device)
-        # Named where there is one: Transformer Engine keeps amaxes by group.
-        shared = {"amax_reduction_group": collectives.process_group(state.groups.tensor)} if state.config.tp > 1 else {}
-        strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
-        self.capture = Capture(strategy=strategy, pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
-        with self.capture.timed("capture_s"), self.pool.adopt():
-            self.callables = make_graphed_callables(
-                tuple(state.layers),
-                self._sample_inputs(num_slots),
-                enabled=fp8,
-                recipe=state.fp8.recipe if fp8 else None,
-                cache_quantized_params=fp8,
-                _order=[1, -1] * num_slots,
-                _num_layers_per_chunk=num_layers,
-                **shared,
-                **self.flags,
-            )
-        self.slots = [self.callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
-
-    def _sample_inputs(self, num_slots):
-        """(x,) for every slot: of each layer in the first microbatch, then of each in the second, and so on.
-
-        No two layers may share memory. Two microbatches may where TE reuses buffers, and would share it then anyway.
-        """
-        sample = self.state.embedding(self.state.inputs["tokens"][0]).detach()
-        num_shared = num_slots if self.flags.get("_reuse_graph_input_output_buffers") else 1
-        own = len(self.state.layers) * num_slots // num_shared
-        return tuple((sample.clone().requires_grad_(),) for _ in range(own)) * num_shared
-
-    def step(self, index: int):
-        state = self.state
-        state.begin_step(index, accumulate_all=True)
-        for microbatch in range(state.config.microbatches):
-            with section("embedding"):
-                hidden = state.embedding(state.inputs["tokens"][microbatch])
-            with section("forward"), state.fp8.forward():
-                for layer in self.slots[microbatch % len(self.slots)]:
-                    hidden = layer(hidden, is_first_microbatch=microbatch == 0)
-            loss = state.microbatch_loss(hidden, microbatch)
-            mark()
-            with section("backward"):
-                loss.backward()
-            mark()
-        state.end_step(index)
-
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers * self.state.config.microbatches
-
-    def close(self):
-        for layer in self.callables:
-            layer.reset()
-        self.pool.release()
+def graphs_of_units(config) -> int:
+    """A graph for each unit's forward and backward in each microbatch. A unit is a layer, unless flags say else."""
+    units = {"chunk": config.chunks, "none": 0}.get(config.unit, config.stage_layers)
+    return 2 * units * config.microbatches
 
 
-class OneSlot(AsSubmitted):
-    """One slot that every microbatch uses again, 2 x layers graphs, as Megatron-Core captures without a pipeline.
-
-    It is right because a microbatch's backward is over before the next one's forward begins. It saves graphs and
-    the time to capture them; kernels and replays of a step are those of `AsSubmitted`.
-    """
-
-    name = "graph_te_slot"
-    one_slot = True
-    flags: ClassVar = {"clone_param_grads_on_return": False}
+def graphs_of_layers(config) -> int:
+    """A graph for each layer's forward and backward in each microbatch."""
+    return 2 * config.stage_layers * config.microbatches
 
 
-class StageAsSubmitted(pipeline.Called):
-    """`AsSubmitted` over a stage of a pipeline: a slot for each layer and microbatch, in the stage's own order.
-
-    Sample inputs and what is returned come by chunk, within one by microbatch, then by layer. Slots share static inputs
-    where one's backward pass is over before the other's forward pass begins, which Transformer Engine finds out from
-    the order; it leaves an input's gradient valid until the next chunk's backward pass has ended, and by then it is
-    sent. FP8 scales are updated once a step, as in gpt3/pipeline.py.
-
-    Raises Unsupported without a GPU or Transformer Engine.
-    """
-
-    accumulate_all = True
-
-    def __init__(self, state: State):
-        super().__init__(state)
-        make_graphed_callables = require(state, "graph_te")
-        fp8, self._num_layers = state.config.precision in FP8, len(state.chunks[0])
-        self.pool = Pool(state.device)
-        order = [step for step, _ in state.steps]
-        self.capture = Capture(strategy=f"te.make_graphed_callables, order {order}", pools=[self.pool])
-        warm_up(state, self.capture, pipeline.eager_step)
-        num_slots = len(state.layers) * state.config.microbatches
-        with self.capture.timed("capture_s"), self.pool.adopt():
-            self.callables = make_graphed_callables(
-                tuple(state.layers),
-                tuple((torch.zeros_like(state.empty_hidden()).requires_grad_(),) for _ in range(num_slots)),
-                enabled=fp8,
-                recipe=state.fp8.recipe if fp8 else None,
-                amax_reduction_group=collectives.process_group(state.groups.tensor),
-                cache_quantized_params=fp8,
-                _order=order,
-                _num_layers_per_chunk=self._num_layers,
-                **AsSubmitted.flags,
-            )
-
-    def layers(self, chunk, microbatch):
-        start = ((chunk - 1) * self.state.config.microbatches + microbatch) * self._num_layers
-        return self.callables[start : start + self._num_layers]
-
-    def replays_of(self, index: int) -> int:
-        return 2 * len(self.callables)
-
-    def close(self):
-        for layer in self.callables:
-            layer.reset()
-        self.pool.release()
-
-
-class Defaults(AsSubmitted):
-    """A slot for every microbatch with TE's default flags, on weights marked as Megatron-Core marks them.
-
-    Every slot keeps static inputs, outputs and output gradients of its own. By default TE clones each parameter
-    gradient that it returns. For weights with the mark `grad_added_to_main_grad` it returns one of the weight's shape
-    that holds nothing, so that hooks on gradients run: each backward of a layer then reads and writes as much memory
-    as its weights take, for nothing. Without the mark, as in the other variants, no parameter's gradient is returned,
-    and the default has nothing to clone.
-    """
-
-    name = "graph_te_default"
-    flags: ClassVar = {}
-
-    def __init__(self, state: State, eager_step):
-        require(state, self.name)
-        self.hooks = []
-        for weight in state.overwritten:
-            weight.grad_added_to_main_grad = False
-            self.hooks.append(weight.register_post_accumulate_grad_hook(_drop_placeholder))
-        super().__init__(state, eager_step)
-
-    def close(self):
-        for weight, hook in zip(self.state.overwritten, self.hooks, strict=True):
-            hook.remove()
-            del weight.grad_added_to_main_grad
-        super().close()
-
-
-def _drop_placeholder(weight):
-    from transformer_engine.pytorch.graph import is_graph_capturing
-
-    # In a capture TE still has to see it.
-    if not is_graph_capturing():
-        weight.grad = None
-
-
-def require(state: State, name: str):
-    """te.make_graphed_callables; raises Unsupported where variant `name` cannot run."""
-    if state.config.layer != "te" or state.device.type != "cuda":
-        raise Unsupported(f"{name} needs a GPU and Transformer Engine: make te")
-    from transformer_engine.pytorch import make_graphed_callables
-
-    return make_graphed_callables
-
-
-def compiled(state: State, eager_step, mode="default") -> Compiled:
-    """torch.compile of each layer, called by the eager step. mode "reduce-overhead": in graphs that torch makes."""
-    require_compiler(state.device)
-    if state.config.layer != "torch" or state.config.precision != "bf16":
-        raise Unsupported(
-            "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
-        )
-    if state.config.tp > 1:
-        raise Unsupported("the layers are compiled whole, without the collectives of several tensor ranks: --tp 1")
-    return Compiled(state, eager_step, [(layer, "forward") for layer in state.layers], "each layer", mode)
+VARIANTS = table(
+    Declared(
+        "eager",
+        "kernels launched one by one",
+        kind="eager",
+        make="common.variant:Eager",
+        options=STEP,
+        parity="bitwise",
+        headline=True,
+        builds=("", "torch_bf16"),
+    ),
+    Declared(
+        "graph_layer",
+        "our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
+        kind="graph",
+        make="gpt3.train:Graphed",
+        graphs=graphs_of_units,
+        replays=graphs_of_units,
+        parity="bitwise",
+        headline=True,
+        formerly="graph",
+    ),
+    Declared(
+        "graph_layer_te",
+        "NVIDIA's submission: Transformer Engine's make_graphed_callables, a slot for every microbatch",
+        kind="graph",
+        make="gpt3.other_variants:AsSubmitted",
+        options=STEP,
+        graphs=graphs_of_layers,
+        replays=graphs_of_layers,
+        parity="bitwise",
+        headline=True,
+        formerly="graph_te",
+    ),
+    Declared(
+        "graph_layer_te_slot",
+        "graph_layer_te with one slot that every microbatch uses again",
+        kind="graph",
+        make="gpt3.other_variants:OneSlot",
+        options=STEP,
+        graphs=lambda config: 2 * config.stage_layers,
+        replays=graphs_of_layers,
+        parity="bitwise",
+        formerly="graph_te_slot",
+    ),
+    Declared(
+        "graph_layer_te_default",
+        "graph_layer_te with Transformer Engine's default flags: gradients cloned, no buffer reused",
+        kind="graph",
+        make="gpt3.other_variants:Defaults",
+        options=STEP,
+        graphs=graphs_of_layers,
+        replays=graphs_of_layers,
+        parity="bitwise",
+        formerly="graph_te_default",
+    ),
+    Declared(
+        "graph_layer_optimizer",
+        "graph_layer, with clipping and Adam in a graph of their own",
+        kind="graph",
+        make="gpt3.train:GraphedOptimizer",
+        graphs=lambda config: graphs_of_layers(config) + 1,
+        replays=lambda config: graphs_of_layers(config) + 1,
+        parity="bitwise",
+        formerly="graph_opt",
+    ),
+    Declared(
+        "graph_layer_overlap",
+        "graph_layer, with the next microbatch's forward beside the backward on a second stream",
+        kind="graph",
+        make="gpt3.overlap:GraphedOverlap",
+        graphs=graphs_of_layers,
+        replays=graphs_of_layers,
+        parity="bitwise",
+        formerly="graph_overlap",
+    ),
+    Declared(
+        "compile",
+        "torch.compile of the layers (default mode, no graphs)",
+        kind="compile",
+        make="gpt3.other_variants:compiled",
+        options=STEP,
+        builds=("torch_bf16",),
+    ),
+    Declared(
+        "reduce_overhead",
+        "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+        kind="compile",
+        make="gpt3.other_variants:compiled",
+        options={**STEP, "mode": "reduce-overhead"},
+        graphs=None,
+        replays=None,
+        builds=("torch_bf16",),
+    ),
+)

@@ -4,29 +4,35 @@ from dataclasses import replace as replace_fields
 
 import torch
 
-from common import flops, host_state, precision
-from common.host_messages import of_all_ranks
+from common.machine import host_state
+from common.training import flops
+from common.training.parallel.host_messages import of_all_ranks
+from common.training.precision import fp8
 from common.variant import Unsupported, Workload
+from common.variant_table import Declared
 from gpt3 import config as gpt3_config
-from gpt3 import pipeline
 from gpt3.config import ABOUT, FP8
-from gpt3.stage_graphs import Graphed
+from gpt3.pipeline import stage as pipeline
 from gpt3.state import State, hyperparameters
-from gpt3.variants import StageAsSubmitted
 
-OF_STAGES = {"eager": pipeline.eager, "graph": Graphed, "graph_te": StageAsSubmitted}
+# What makes them over several stages or chunks.
+OF_STAGES = {
+    "eager": "gpt3.pipeline.stage:eager",
+    "graph_layer": "gpt3.pipeline.stage_graphs:Graphed",
+    "graph_layer_te": "gpt3.other_variants:StageAsSubmitted",
+}
 
 
 def workload(args, device: torch.device, rank: int, world_size: int, variants: dict, eager_step):
-    """(arguments as they can run on `device`, Workload), for `common.main`.
+    """(arguments as they can run on `device`, Workload), for `common.script.main`.
 
-    variants: name -> what makes it, of a run of one stage. Several stages or chunks have gpt3/pipeline.py's.
+    variants: of gpt3/variants.py, for a run of one stage. Several stages or chunks have other constructors.
     """
     ranks = args.config.ranks(world_size)
     args, notes = resolve(args, device, ranks.dp)
     config = args.config
     if config.staged:
-        variants = {name: OF_STAGES.get(name, _of_one_stage) for name in variants}
+        variants = {name: _over_stages(variant) for name, variant in variants.items()}
         eager_step = pipeline.eager_step
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     sequences = config.microbatch * config.microbatches
@@ -46,18 +52,22 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         hyperparameters=hyperparameters(config, ranks.dp),
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
-        stage=config.pp_rank if config.alone else ranks.place(rank).stage,
-        layers_flops=_flops(config, head=False),
     )
 
 
-def _of_one_stage(state):
+def _over_stages(variant: Declared) -> Declared:
+    """The variant as several stages or chunks have it."""
+    return replace_fields(variant, make=OF_STAGES.get(variant.name, "gpt3.workload:of_one_stage"), options={})
+
+
+def of_one_stage(state):
+    """In the place of a constructor that knows one stage alone: raises Unsupported."""
     names = ", ".join(OF_STAGES)
     raise Unsupported(f"over stages or chunks, and with --graph-unit or --graph-scope, there are {names} alone")
 
 
-def _flops(config, head=True):
-    """Of a step and a GPU: all stages' mean, or those of the stage that runs alone. head: whether that is counted."""
+def _flops(config):
+    """Of a step and a GPU: all stages' mean, or those of the stage that runs alone."""
     attention = config.heads * config.head_dim
     all_stages = not config.alone
     num_flops = flops.gpt(
@@ -67,7 +77,7 @@ def _flops(config, head=True):
         q_width=attention,
         kv_width=attention,
         ffn=config.ffn,
-        vocab=config.vocab if head and (all_stages or config.pp_rank == config.pp - 1) else 0,
+        vocab=config.vocab if all_stages or config.pp_rank == config.pp - 1 else 0,
         mlp_matrices=2,
     )
     return config.microbatch * config.microbatches * num_flops / (config.pp if all_stages else 1)
@@ -79,7 +89,7 @@ def resolve(args, device: torch.device, data_ranks: int = 1):
     if config.precision == "fp32":
         config = replace_fields(config, layer="torch")
     if config.layer == "auto":
-        fault = None if device.type == "cpu" else precision.te_fault(fp8=config.precision in FP8)
+        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision in FP8)
         on_te = device.type == "cuda" and fault is None
         config = replace_fields(config, layer="te" if on_te else "torch")
         if fault and config.precision in FP8:

@@ -26,6 +26,28 @@ class Edges:
         self.activations = recorded(1.0)
         self.gradients = recorded(1.0 / (like.numel() * microbatches) ** 0.5)
 
+    @torch.no_grad()
+    def feed(self, sent, transfers, received) -> torch.Tensor:
+        """Stand in for an exchange: fill what is received, and return what is sent as one number.
+
+        Args:
+            sent: tensors that go to other stages.
+            transfers: of the exchange, sends and receives.
+            received: tensors to fill, in the order of the receives.
+
+        Returns:
+            The sum of the sent tensors' root mean squares over the number of microbatches.
+        """
+        receives = (transfer for transfer in transfers if not transfer.sends)
+        for tensor, transfer in zip(received, receives, strict=True):
+            edges = self.activations if transfer.step > 0 else self.gradients
+            tensor.copy_(edges[transfer.microbatch])
+        total = torch.zeros((), device=self.activations[0].device)
+        for tensor in sent:
+            share = 1.0 / (tensor.numel() ** 0.5 * len(self.activations))
+            total.add_(torch.linalg.vector_norm(tensor, dtype=torch.float32), alpha=share)
+        return total
+
 
 class NoAdam:
     """Has what a State asks of its optimizer. grad_norm: of the gradients of vectors and first rows."""

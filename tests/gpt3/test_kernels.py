@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.triton_interpreter import DEVICE, on_device, run_interpreted
+from tests.helpers.triton_interpreter import DEVICE, on_device, run_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
 
@@ -21,7 +21,7 @@ def expected(total, tokens, grad):
     ids=str,
 )
 def test_rows_that_tokens_name_get_their_gradients_and_no_others(rows, hidden, shape, dtype):
-    from gpt3.kernels import add_rows_
+    from gpt3.kernels.embedding_gradient import add_rows_
 
     torch.manual_seed(0)
     total = torch.randn(rows, hidden)

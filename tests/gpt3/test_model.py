@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common.precision import EmulatedScaling
+from common.training.precision.fp8 import EmulatedScaling
 from gpt3 import model as gpt3_model
 from gpt3.config import PRESETS, Config
 from gpt3.model import INIT_STD, Embedding, LayerNorm1p, PlainLayer, TeHalves, attach_main_grads, initialise

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.capture import Pool
-from common.schedule import buffer_slots
+from common.capture.pool import Pool
+from common.training.schedule import buffer_slots
 from common.variant import Capture, Unsupported, warm_up
-from gpt3.pipeline import Passes, eager_step
+from gpt3.pipeline.stage import Stage, eager_step
 from gpt3.state import State
 
 
@@ -39,13 +39,13 @@ class Part:
     saved: tuple | None = None
 
 
-class Graphed(Passes):
+class Graphed(Stage):
     """See the top of this file."""
 
     def __init__(self, state: State):
         super().__init__(state)
         if state.config.unit == "none":
-            raise Unsupported("graph captures nothing with --graph-scope none: that is --variant eager")
+            raise Unsupported("graph_layer captures nothing with --graph-scope none: that is --variant eager")
         self.pool = Pool(state.device)
         strategy = f"{state.config.unit} x chunk x microbatch, forward and backward, in the stage's order"
         self.capture = Capture(strategy=strategy, pools=[self.pool])

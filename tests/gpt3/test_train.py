@@ -1,6 +1,5 @@
 """gpt3/train on the host graph: graphed steps against eager ones, bit for bit; what a step is made of."""
 
-import contextlib
 import json
 import os
 import resource
@@ -15,25 +14,27 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import flops, marks
-from common import record as records
+from common import variant_table
 from common.config import Arguments, Run
-from common.state_hash import StateHasher
+from common.measuring.state_hash import StateHasher
+from common.training import flops
 from common.variant import Unsupported
 from gpt3 import train
-from gpt3.config import PRESETS, VARIANTS, promises
+from gpt3.config import PRESETS
 from gpt3.state import State, held_out_batches, hyperparameters, training_batches
+from gpt3.variants import VARIANTS
 from gpt3.workload import resolve, workload
-from tests.megatron_files import write_megatron
+from tests.helpers.made import made
+from tests.helpers.megatron_files import write_megatron
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], layer="torch")
 # A history that ten steps go round more than twice.
 SHORT = replace(TINY, amax_history=4, batches=3)
 RUN = Run(preset="tiny", variant="eager")
-GRAPHED = ("graph", "graph_opt", "graph_overlap")
-TE_GRAPHS = ("graph_te", "graph_te_slot", "graph_te_default")
+GRAPHED = ("graph_layer", "graph_layer_optimizer", "graph_layer_overlap")
+TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot", "graph_layer_te_default")
 
 
 def follow(state, step, count):
@@ -77,20 +78,20 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     eager = follow_eager(state, 10)
     assert_equal(follow_eager(state, 10), eager, state)
     for name in GRAPHED:
-        variant = train.MAKE_VARIANT[name](state)
+        variant = made(VARIANTS, name, state)
         before = variant.capture.num_replays
         assert_equal(follow(state, variant.step, 10), eager, state)
         promised = sum(variant.replays_of(index) for index in range(10))
         assert variant.capture.num_replays - before == promised > 0
-        graphs, replays = promises(state.config, name)
-        assert promised == 10 * replays and len(variant.capture.pools) == (2 if name == "graph_overlap" else 1)
-        assert replays == 2 * state.config.layers * state.config.microbatches + (name == "graph_opt")
+        graphs, replays = VARIANTS[name].promised(state.config)
+        assert promised == 10 * replays and len(variant.capture.pools) == (2 if name == "graph_layer_overlap" else 1)
+        assert replays == 2 * state.config.layers * state.config.microbatches + (name == "graph_layer_optimizer")
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs == replays
         variant.close()
 
 
 @pytest.mark.parametrize(
-    "name, precision", [*((name, "fp8") for name in GRAPHED), ("graph", "bf16"), ("graph", "fp8_current")]
+    "name, precision", [*((name, "fp8") for name in GRAPHED), ("graph_layer", "bf16"), ("graph_layer", "fp8_current")]
 )
 def test_evaluation_between_steps_leaves_replays_right(name, precision):
     state = State(replace(TINY, precision=precision), CPU)
@@ -111,16 +112,16 @@ def test_evaluation_between_steps_leaves_replays_right(name, precision):
         return follow(state, both, 6), seen
 
     eager, eager_losses = with_evaluation(lambda index: train.eager_step(state, index))
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
     graphed, losses = with_evaluation(variant.step)
     assert_equal(graphed, eager, state)
     assert losses == eager_losses and len(set(losses)) == 2
 
 
-@pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("graph", "bf16")])
+@pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("graph_layer", "bf16")])
 def test_evaluation_leaves_training_as_it_was(name, precision):
     state = State(replace(TINY, precision=precision), CPU)
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
     expected = follow(state, variant.step, 5)
     losses = []
 
@@ -177,7 +178,7 @@ def test_hyperparameters_are_those_of_the_step():
 def test_eager_and_graphed_steps_mix(name):
     state = State(TINY, CPU)
     eager = follow_eager(state, 6)
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
 
     def step(index):
         if index % 3 == 2:
@@ -192,7 +193,7 @@ def test_eager_and_graphed_steps_mix(name):
 def test_replays_read_the_batch_that_was_loaded(name):
     """Other text, other losses; the eager step agrees."""
     state = State(TINY, CPU)
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
     losses = follow(state, variant.step, 4)[0]
     for batch in state.batches:
         batch["tokens"] = (batch["tokens"] + 1) % TINY.vocab
@@ -204,7 +205,7 @@ def test_replays_read_the_batch_that_was_loaded(name):
 def test_the_optimizers_graph_follows_what_changes_from_step_to_step(precision):
     """The learning rate of a schedule, filled in before each step; Adam's count of steps goes on by itself."""
     state = State(replace(TINY, precision=precision), CPU)
-    variant = train.MAKE_VARIANT["graph_opt"](state)
+    variant = made(VARIANTS, "graph_layer_optimizer", state)
 
     def scheduled(step, factor):
         def both(index):
@@ -231,7 +232,7 @@ def test_the_optimizers_graph_follows_what_changes_from_step_to_step(precision):
 
 def test_the_optimizer_is_in_its_graph_and_the_rest_of_the_step_is_not():
     state = State(TINY, CPU)
-    variant = train.MAKE_VARIANT["graph_opt"](state)
+    variant = made(VARIANTS, "graph_layer_optimizer", state)
     operators = variant.pool.graphs[-1].operators()
     assert sum("_fused_adamw_" in name for name in operators) == 1
     assert operators[-1].startswith("aten._foreach_copy_"), "parameters follow their masters last"
@@ -277,17 +278,17 @@ def test_gradients_are_accumulated_over_all_microbatches(precision):
 
 
 @pytest.mark.parametrize(
-    "variant, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("eager", "bf16"), ("graph", "bf16")]
+    "variant, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("eager", "bf16"), ("graph_layer", "bf16")]
 )
 def test_a_step_owes_nothing_to_gradients_left_over(variant, precision):
     state = State(replace(TINY, precision=precision), CPU)
-    made = train.MAKE_VARIANT[variant](state)
-    clean = follow(state, made.step, 3)
+    run = made(VARIANTS, variant, state)
+    clean = follow(state, run.step, 3)
 
     def step(index):
         for parameter in state.parameters:
             parameter.main_grad.fill_(1e6)
-        made.step(index)
+        run.step(index)
 
     assert_equal(follow(state, step, 3), clean, state)
 
@@ -308,40 +309,16 @@ def test_ranks_read_different_text():
 
 
 def test_flops():
-    """torch's counter counts attention in full; the record's figure leaves out the half that is masked."""
+    """torch's counter counts attention in full; the script's figure leaves out the half that is masked."""
     config = replace(TINY, precision="bf16", layers=3, microbatches=3, microbatch=2)
     state = State(config, CPU)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         train.eager_step(state, 0)
-    _, made = workload(Arguments(config=config, run=RUN), CPU, 0, 1, variants={}, eager_step=None)
+    _, described = workload(Arguments(config=config, run=RUN), CPU, 0, 1, variants={}, eager_step=None)
     masked_half = 3 * 2 * config.sequence**2 * config.heads * config.head_dim * config.layers * 6
-    assert made.flops_convention == flops.CAUSAL_HALF
-    assert made.flops_per_step == counter.get_total_flops() - masked_half
-    assert made.items_per_step == 6 * config.sequence
-    head = 6 * config.sequence * config.hidden * config.vocab * 6
-    assert made.layers_flops == made.flops_per_step - head
-
-
-@pytest.mark.parametrize("name", ["eager", "graph", "graph_opt"])
-def test_the_losss_backward_is_a_section_within_each_backward(name):
-    state, order = State(TINY, CPU), []
-
-    @contextlib.contextmanager
-    def follow_section(name):
-        order.append(f"{name} begins")
-        yield
-        order.append(f"{name} ends")
-
-    variant = train.MAKE_VARIANT[name](state)
-    with marks.opening_sections(follow_section, inner=True):
-        variant.step(0)
-    inner = [place for place in order if place.startswith(("backward", "loss gradient"))]
-    once = ["backward begins", "loss gradient begins", "loss gradient ends", "backward ends"]
-    assert inner == once * TINY.microbatches
-    # Of a step that nobody watches nothing is left.
-    order.clear()
-    variant.step(1)
-    assert not order
+    assert described.flops_convention == flops.CAUSAL_HALF
+    assert described.flops_per_step == counter.get_total_flops() - masked_half
+    assert described.items_per_step == 6 * config.sequence
 
 
 # --- the state
@@ -376,13 +353,13 @@ def test_two_states_start_alike():
     assert (hashes[0] == hashes[1]).all()
 
 
-@pytest.mark.parametrize("name", ["graph", "graph_overlap"])
+@pytest.mark.parametrize("name", ["graph_layer", "graph_layer_overlap"])
 def test_close_releases_the_graphs_memory(name):
     """Closed variants that are still referred to, with pools of 15 MB or more each."""
     state = State(replace(TINY, sequence=256, microbatch=2, precision="bf16"), CPU)
 
     def make():
-        variant = train.MAKE_VARIANT[name](state)
+        variant = made(VARIANTS, name, state)
         held = sum(pool.bytes() for pool in variant.capture.pools)
         variant.close()
         assert sum(pool.bytes() for pool in variant.capture.pools) == 0
@@ -403,11 +380,11 @@ def test_close_releases_the_graphs_memory(name):
 @pytest.mark.parametrize("name", ["compile", "reduce_overhead", *TE_GRAPHS])
 def test_variants_that_need_a_gpu_say_so(name):
     with pytest.raises(Unsupported, match="GPU"):
-        train.MAKE_VARIANT[name](State(replace(TINY, precision="bf16"), CPU))
+        made(VARIANTS, name, State(replace(TINY, precision="bf16"), CPU))
 
 
-def test_every_variant_of_the_description_can_be_made():
-    assert list(train.MAKE_VARIANT) == list(VARIANTS)
+def test_every_variant_is_made_by_what_the_table_names():
+    assert all(callable(variant_table.resolved(variant.make)) for variant in VARIANTS.values())
 
 
 def resolved(config):
@@ -445,68 +422,59 @@ def python_m(*arguments):
     return answer.stdout
 
 
-def hashes_beside(path):
-    with numpy.load(path.with_suffix(".parity.npz")) as sidecar:
-        return sidecar["hashes"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_sixty_steps_in_processes_of_their_own(precision, tmp_path):
     flags = ("gpt3.train", "--parity", "--steps", "60", "--precision", precision)
+    hashes = {}
     for variant in ("eager", *GRAPHED):
-        python_m(*flags, "--variant", variant, "--record", str(tmp_path / f"{variant}.json"))
-    eager = hashes_beside(tmp_path / "eager.json")
-    assert len(eager) == 60
-    for variant in GRAPHED:
-        assert (hashes_beside(tmp_path / f"{variant}.json") == eager).all()
+        path = tmp_path / f"{variant}.json"
+        python_m(*flags, "--variant", variant, "--record", str(path))
+        hashes[variant] = json.loads(path.read_text())["state_hashes"]
+    assert len(set(hashes["eager"])) == 60
+    assert all(hashes[variant] == hashes["eager"] for variant in GRAPHED)
 
 
 def two_ranks(path, variant, *flags):
     launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gpt3.train")
     out = python_m(*launch, "--variant", variant, "--record", str(path), *flags)
-    record = records.read(path)
-    assert record["status"] == "pass", record["message"]
-    assert record["env"]["world_size"] == 2
+    result = json.loads(path.read_text())
+    assert result["status"] == "pass", result["message"]
+    assert result["env"]["world_size"] == 2
     # Rank 0 alone writes and prints.
-    assert [json.loads(line) for line in out.splitlines() if line.startswith("{")] == [record]
-    return record
+    assert sum(line.startswith(f"gpt3/{result['preset']}  {variant} ") for line in out.splitlines()) == 1
+    return result
 
 
 @pytest.mark.slow
 def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path):
-    for variant in ("eager", *GRAPHED):
-        record = two_ranks(tmp_path / f"{variant}.json", variant, "--parity", "--steps", "20")
-        assert record["capture"]["num_replays"] == record["capture"]["expected_replays"]
-        hashes = hashes_beside(tmp_path / f"{variant}.json")
-        if variant == "eager":
-            eager = hashes
-        assert (hashes == eager).all()
+    results = {
+        variant: two_ranks(tmp_path / f"{variant}.json", variant, "--parity", "--steps", "20")
+        for variant in ("eager", *GRAPHED)
+    }
+    assert len(set(results["eager"]["state_hashes"])) == 20
+    for result in results.values():
+        assert result["replays"] == result["expected_replays"]
+        assert result["state_hashes"] == results["eager"]["state_hashes"]
     # The other rank's text is in the mean: one rank alone ends elsewhere.
     python_m("gpt3.train", "--variant", "eager", "--parity", "--steps", "20", "--record", str(tmp_path / "one.json"))
-    one = hashes_beside(tmp_path / "one.json")[-1]
-    # The first rank's tensors come first.
-    assert (one != eager[-1][: len(one)]).any()
+    one = json.loads((tmp_path / "one.json").read_text())
+    assert one["losses"][0] != results["eager"]["losses"][0] and one["losses"][-1] != results["eager"]["losses"][-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--preset", "tiny_pp"), ("--tp", "2"), ("--zero1", "true")])
 def test_two_ranks_of_each_kind(flags, tmp_path):
-    """Stages, tensor ranks, data ranks with ZeRO-1: both ranks' states bitwise eager's, both judged."""
-    hashes = []
-    for variant in ("eager", "graph"):
-        path = tmp_path / f"{variant}.json"
-        record = two_ranks(path, variant, "--parity", "--parity-steps", "5", *flags)
-        hashes.append(hashes_beside(path))
-        assert [own["stage"] for own in record["ranks"]] == ([0, 1] if "tiny_pp" in flags else [0, 0])
-    assert (hashes[0] == hashes[1]).all()
+    """Stages, tensor ranks, data ranks with ZeRO-1: both ranks' states bitwise eager's."""
+    eager, graphed = (
+        two_ranks(tmp_path / f"{variant}.json", variant, "--parity", "--parity-steps", "5", *flags)["state_hashes"]
+        for variant in ("eager", "graph_layer")
+    )
+    assert len(set(eager)) == 5 and eager == graphed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["eager", "graph"])
+@pytest.mark.parametrize("variant", ["eager", "graph_layer"])
 def test_two_ranks_are_timed_over_the_same_steps(variant, tmp_path):
-    """How long to warm up and how many steps to time must not be each rank's own guess."""
-    for attempt in range(2):
-        record = two_ranks(tmp_path / f"{attempt}.json", variant)
-        assert len(record["steps"]["gpu_ms"]) >= TINY.min_steps
-        assert record["rank_skew_ms"] >= 0
+    result = two_ranks(tmp_path / "two.json", variant)
+    assert len(result["step_ms"]) == result["steps"] == TINY.min_steps and result["ms"] > 0

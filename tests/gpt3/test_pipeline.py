@@ -1,4 +1,4 @@
-"""gpt3/pipeline.py and gpt3/stage_graphs.py in one process: chunks, one stage alone, what is captured."""
+"""gpt3/pipeline/stage.py and stage_graphs.py in one process: chunks, one stage alone, what is captured."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,16 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.capture import Pool
+from common.capture.pool import Pool
 from common.config import Arguments, Run
-from common.schedule import peak_in_flight
+from common.training.schedule import peak_in_flight
 from common.variant import Unsupported
-from gpt3 import alone, pipeline, stage_graphs, train
-from gpt3.config import PRESETS, predicted_bytes, promises
-from gpt3.stage_graphs import Graphed
+from common.variant_table import construct, resolved
+from gpt3 import train
+from gpt3.config import PRESETS, predicted_bytes
+from gpt3.pipeline import one_stage as alone
+from gpt3.pipeline import stage as pipeline
+from gpt3.pipeline import stage_graphs
+from gpt3.pipeline.stage_graphs import Graphed
 from gpt3.state import State
+from gpt3.variants import VARIANTS
 from gpt3.workload import OF_STAGES, resolve, workload
-from tests.gpt3_case import CPU, SMALL, STEPS, eager_step_of, follow
+from tests.helpers.gpt3_case import CPU, SMALL, STEPS, eager_step_of, follow
 
 # The 11,616-GPU run's stage at toy width: 8 chunks of 2 layers, 6 stages, 6 microbatches.
 RANK = replace(
@@ -58,7 +63,7 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     before = variant.capture.num_replays
     graphed = follow(state, variant.step, 4)
     assert eager[:2] == graphed[:2] and (eager[2] == graphed[2]).all()
-    graphs, replays = promises(state.config, "graph")
+    graphs, replays = VARIANTS["graph_layer"].promised(state.config)
     assert variant.capture.num_replays - before == 4 * replays == sum(map(variant.replays_of, range(4)))
     assert len(variant.pool.graphs) == graphs
     mixed = follow(state, lambda index: variant.step(index) if index % 2 else eager_step_of(state)(index), 4)
@@ -74,7 +79,7 @@ def test_the_rank_of_the_11616_gpu_run_at_toy_width():
     assert peak_in_flight(6, 0, 8, 6) == 48
     eager = follow(state, eager_step_of(state), STEPS)
     variant = Graphed(state)
-    assert len(variant.pool.graphs) == 192 == promises(PRESETS["rank"], "graph")[0]
+    assert len(variant.pool.graphs) == 192 == VARIANTS["graph_layer"].promised(PRESETS["rank"])[0]
     before = variant.capture.num_replays
     graphed = follow(state, variant.step, STEPS)
     assert variant.capture.num_replays - before == 192 * STEPS
@@ -152,11 +157,11 @@ def test_borrowed_memory_is_free_for_later_captures():
     assert borrowed.isnan().all()
 
 
-@pytest.mark.parametrize("name", ["eager", "graph"])
+@pytest.mark.parametrize("name", ["eager", "graph_layer"])
 def test_evaluation_leaves_training_as_it_was(name):
     """FP8, two chunks of one process."""
     state = State(replace(SMALL, chunks=2, vocab=256), CPU)
-    variant = OF_STAGES[name](state)
+    variant = resolved(OF_STAGES[name])(state)
     expected = follow(state, variant.step, 4)
 
     def step(index):
@@ -174,13 +179,13 @@ def test_no_evaluation_over_several_stages():
 
 def test_what_is_not_there_for_stages_says_so():
     args = Arguments(config=replace(SMALL, chunks=2), run=Run(preset="tiny", variant="eager"))
-    _, made = workload(args, CPU, 0, 1, train.MAKE_VARIANT, train.eager_step)
-    assert list(made.variants) == list(train.MAKE_VARIANT) and made.reference is pipeline.eager_step
+    _, made = workload(args, CPU, 0, 1, VARIANTS, train.eager_step)
+    assert list(made.variants) == list(VARIANTS) and made.reference is pipeline.eager_step
     state = State(args.config, CPU)
-    with pytest.raises(Unsupported, match="eager, graph, graph_te alone"):
-        made.variants["graph_opt"](state)
-    with pytest.raises(Unsupported, match="graph_te needs a GPU"):
-        made.variants["graph_te"](state)
+    with pytest.raises(Unsupported, match="eager, graph_layer, graph_layer_te alone"):
+        construct(made.variants["graph_layer_optimizer"], state)
+    with pytest.raises(Unsupported, match="graph_layer_te needs a GPU"):
+        construct(made.variants["graph_layer_te"], state)
     with pytest.raises(Unsupported, match="that is --variant eager"):
         Graphed(State(replace(SMALL, graph_scope="none"), CPU))
 
@@ -189,10 +194,10 @@ def test_a_stage_alone_is_said_so():
     args = Arguments(config=RANK, run=Run(preset="rank", variant="eager"))
     _, notes = resolve(args, CPU)
     assert any("edges fed with fixed tensors, no optimizer" in note for note in notes)
-    _, made = workload(args, CPU, 0, 1, train.MAKE_VARIANT, train.eager_step)
-    assert "edges fed" in made.card[-1] and made.stage == 0
+    _, made = workload(args, CPU, 0, 1, VARIANTS, train.eager_step)
+    assert "edges fed" in made.card[-1]
     # The embedding is no product; the head is the last stage's.
-    _, last = workload(Arguments(config=replace(RANK, pp_rank=5), run=args.run), CPU, 0, 1, train.MAKE_VARIANT, None)
+    _, last = workload(Arguments(config=replace(RANK, pp_rank=5), run=args.run), CPU, 0, 1, VARIANTS, None)
     assert last.flops_per_step > made.flops_per_step
 
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import collectives
-from common.parallel import Ranks
+from common.training.parallel import collectives
+from common.training.parallel.groups import Ranks
 from gpt3 import state as gpt3_state
 from gpt3.config import PRESETS
 from gpt3.model import PlainLayer, initialise, split_dimension
 from gpt3.state import State
-from tests import gloo_ranks
-from tests.gpt3_case import CPU, SMALL, SPLITS, STEADY_ADAM, STEPS, eager_step_of, follow, gathered, whole
+from tests.helpers import gloo_ranks
+from tests.helpers.gpt3_case import CPU, SMALL, SPLITS, STEADY_ADAM, STEPS, eager_step_of, follow, gathered, whole
 
 IN_MAKE_TEST = ("tp2", "pp2x2", "dp2_zero")
 EACH = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS]
@@ -21,7 +21,7 @@ EACH = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.s
 def on_ranks(function, split, monkeypatch, **environment):
     for name, value in {"SPLIT": split, **environment}.items():
         monkeypatch.setenv(name, str(value))
-    return gloo_ranks.run("tests.gpt3_case", function, SPLITS[split][0], timeout_s=120)
+    return gloo_ranks.run("tests.helpers.gpt3_case", function, SPLITS[split][0], timeout_s=120)
 
 
 def data_ranks(split):

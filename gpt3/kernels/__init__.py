@@ -1,0 +1,1 @@
+"""A kernel for the gradient of the embedding."""

@@ -1,0 +1,264 @@
+"""GPT-3's layers by other libraries: Transformer Engine's own graphs in three forms, and torch.compile.
+
+Captured and left eager: the same as in gpt3/train.py, whose eager step each of them is given.
+
+te.make_graphed_callables (read in version 2.20.2, transformer_engine/pytorch/graph.py) takes the layers, sample inputs
+and `_order`, the forward (1) and backward (-1) passes of a step. It warms up and captures in that order, a graph for
+each pass of each layer, all in one pool. A pair of graphs with its static buffers is a slot; its sample inputs, and
+what is returned, come in the order of microbatches and within one in that of layers. The returned callables are called
+like layers, and a call
+
+- copies its input into the slot, its output's gradient too: buffers are not chained from layer to layer;
+- casts the weights to FP8 in every slot, by kernels that a flag on the device turns into no-ops. The first layer called
+  in a microbatch sets it from is_first_microbatch. In the capture the modules know no first microbatch;
+- for the same reason always adds to main_grad, which therefore is zeroed in every step (`accumulate_all`). TE could
+  overwrite it for a weight whose `overwrite_main_grad` is set, but in each microbatch alike;
+- updates the FP8 scales outside of the graphs, as eager layers do: the forward ones where `fp8.forward()` ends, the
+  backward ones after the graph of the first layer's backward.
+
+The hooks of gpt3/model.py run in the captures: what biases and norms get is added to main_grad there, and no gradient
+of theirs is returned. There is no dropout, hence no random state to register.
+
+With `_order` it returns functions and leaves the layers' own `forward` as it is, so that eager steps run no graphs. The
+flag on the device remains: there is one in a process, and any later capture of a layer would read it. So each of these
+variants has a flag of its own, which is Transformer Engine's between `enter` and `leave` alone.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from common.capture.pool import Pool
+from common.measuring.marks import mark, section
+from common.training.parallel import collectives
+from common.training.precision.transformer_engine import undone_where_it_fails
+from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
+from gpt3.config import FP8
+from gpt3.pipeline import stage as pipeline
+from gpt3.state import State
+
+
+class ByTransformerEngine:
+    """Graphs of make_graphed_callables, and the flag by which they cast the weights (None in bf16)."""
+
+    state: State
+    pool: Pool
+    flag: torch.Tensor | None = None
+
+    def make_callables(self, make_graphed_callables, samples, order, num_layers: int, **options) -> None:
+        """self.callables of the state's layers, in the order of samples, with the flag taken out."""
+        state, fp8 = self.state, self.state.config.precision in FP8
+        with self.capture.timed("capture_s"), self.pool.adopt(), undone_where_it_fails(state.layers):
+            try:
+                self.callables = make_graphed_callables(
+                    tuple(state.layers),
+                    samples,
+                    enabled=fp8,
+                    recipe=state.fp8.recipe if fp8 else None,
+                    cache_quantized_params=fp8,
+                    _order=order,
+                    _num_layers_per_chunk=num_layers,
+                    **options,
+                )
+            finally:
+                self.flag = _exchange_flag(None)
+
+    def enter(self):
+        """Put in the flag that these graphs read."""
+        _exchange_flag(self.flag)
+
+    def leave(self):
+        """Take the flag out, as other variants' captures need it."""
+        _exchange_flag(None)
+
+    def close(self):
+        for layer in self.callables:
+            layer.reset()
+        self.pool.release()
+
+
+def _exchange_flag(flag):
+    """Make `flag` the one by which Transformer Engine skips casts of weights; returns the one that was."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    kept = FP8GlobalStateManager.quantization_state
+    before, kept.skip_fp8_weight_update_tensor = kept.skip_fp8_weight_update_tensor, flag
+    return before
+
+
+class AsSubmitted(ByTransformerEngine):
+    """A slot for every microbatch, 2 x layers x microbatches graphs, and nothing is copied that need not be.
+
+    Slots share static inputs and output gradients (`_reuse_graph_input_output_buffers`): those of a microbatch are
+    free after its backward, and outputs go back to the pool then. What this costs over one slot is the graphs' own
+    memory, and a longer capture, since warm-up and capture go through every slot.
+
+    Raises Unsupported without a GPU or Transformer Engine.
+    """
+
+    name = "graph_layer_te"
+    one_slot = False
+    flags: ClassVar = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
+
+    def __init__(self, state: State, step):
+        make_graphed_callables, num_layers = require(state, self.name), len(state.layers)
+        num_slots = 1 if self.one_slot else state.config.microbatches
+        self.state, self.pool = state, Pool(state.device)
+        # Named where there is one: Transformer Engine keeps amaxes by group.
+        shared = {"amax_reduction_group": collectives.process_group(state.groups.tensor)} if state.config.tp > 1 else {}
+        strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
+        self.capture = Capture(strategy=strategy, pools=[self.pool])
+        warm_up(state, self.capture, step)
+        samples = self._sample_inputs(num_slots)
+        self.make_callables(make_graphed_callables, samples, [1, -1] * num_slots, num_layers, **shared, **self.flags)
+        self.slots = [self.callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
+
+    def _sample_inputs(self, num_slots):
+        """(x,) for every slot: of each layer in the first microbatch, then of each in the second, and so on.
+
+        No two layers may share memory. Two microbatches may where TE reuses buffers, and would share it then anyway.
+        """
+        sample = self.state.embedding(self.state.inputs["tokens"][0]).detach()
+        num_shared = num_slots if self.flags.get("_reuse_graph_input_output_buffers") else 1
+        own = len(self.state.layers) * num_slots // num_shared
+        return tuple((sample.clone().requires_grad_(),) for _ in range(own)) * num_shared
+
+    def step(self, index: int):
+        state = self.state
+        state.begin_step(index, accumulate_all=True)
+        for microbatch in range(state.config.microbatches):
+            with section("embedding"):
+                hidden = state.embedding(state.inputs["tokens"][microbatch])
+            with section("forward"), state.fp8.forward():
+                for layer in self.slots[microbatch % len(self.slots)]:
+                    hidden = layer(hidden, is_first_microbatch=microbatch == 0)
+            loss = state.microbatch_loss(hidden, microbatch)
+            mark()
+            with section("backward"):
+                loss.backward()
+            mark()
+        state.end_step(index)
+
+    def replays_of(self, index: int) -> int:
+        return 2 * self.state.config.layers * self.state.config.microbatches
+
+
+class OneSlot(AsSubmitted):
+    """One slot that every microbatch uses again, 2 x layers graphs, as Megatron-Core captures without a pipeline.
+
+    It is right because a microbatch's backward is over before the next one's forward begins. It saves graphs and
+    the time to capture them; kernels and replays of a step are those of `AsSubmitted`.
+    """
+
+    name = "graph_layer_te_slot"
+    one_slot = True
+    flags: ClassVar = {"clone_param_grads_on_return": False}
+
+
+class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
+    """`AsSubmitted` over a stage of a pipeline: a slot for each layer and microbatch, in the stage's own order.
+
+    Sample inputs and what is returned come by chunk, within one by microbatch, then by layer. Slots share static inputs
+    where one's backward pass is over before the other's forward pass begins, which Transformer Engine finds out from
+    the order; it leaves an input's gradient valid until the next chunk's backward pass has ended, and by then it is
+    sent. FP8 scales are updated once a step, as in gpt3/pipeline/stage.py.
+
+    Raises Unsupported without a GPU or Transformer Engine.
+    """
+
+    accumulate_all = True
+
+    def __init__(self, state: State):
+        super().__init__(state)
+        make_graphed_callables, self._num_layers = require(state, "graph_layer_te"), len(state.chunks[0])
+        self.pool = Pool(state.device)
+        order = [step for step, _ in state.steps]
+        self.capture = Capture(strategy=f"te.make_graphed_callables, order {order}", pools=[self.pool])
+        warm_up(state, self.capture, pipeline.eager_step)
+        num_slots = len(state.layers) * state.config.microbatches
+        samples = tuple((torch.zeros_like(state.empty_hidden()).requires_grad_(),) for _ in range(num_slots))
+        group = collectives.process_group(state.groups.tensor)
+        flags = {"amax_reduction_group": group, **AsSubmitted.flags}
+        self.make_callables(make_graphed_callables, samples, order, self._num_layers, **flags)
+
+    def layers(self, chunk, microbatch):
+        start = ((chunk - 1) * self.state.config.microbatches + microbatch) * self._num_layers
+        return self.callables[start : start + self._num_layers]
+
+    def replays_of(self, index: int) -> int:
+        return 2 * len(self.callables)
+
+
+class Defaults(AsSubmitted):
+    """A slot for every microbatch with TE's default flags, on weights marked as Megatron-Core marks them.
+
+    Every slot keeps static inputs, outputs and output gradients of its own. By default TE clones each parameter
+    gradient that it returns. For weights with the mark `grad_added_to_main_grad` it returns one of the weight's shape
+    that holds nothing, so that hooks on gradients run: each backward of a layer then reads and writes as much memory
+    as its weights take, for nothing. Without the mark, as in the other variants, no parameter's gradient is returned,
+    and the default has nothing to clone.
+    """
+
+    name = "graph_layer_te_default"
+    flags: ClassVar = {}
+
+    def __init__(self, state: State, step):
+        require(state, self.name)
+        self.state, self.hooks = state, []
+        self._mark()
+        try:
+            super().__init__(state, step)
+        finally:
+            self._unmark()
+
+    def enter(self):
+        """Put in flag, marks and hooks."""
+        super().enter()
+        self._mark()
+
+    def leave(self):
+        """Take them out."""
+        self._unmark()
+        super().leave()
+
+    def _mark(self):
+        if self.hooks:
+            return
+        for weight in self.state.overwritten:
+            weight.grad_added_to_main_grad = False
+            self.hooks.append(weight.register_post_accumulate_grad_hook(_drop_placeholder))
+
+    def _unmark(self):
+        for weight, hook in zip(self.state.overwritten, self.hooks, strict=False):
+            hook.remove()
+            del weight.grad_added_to_main_grad
+        self.hooks = []
+
+
+def _drop_placeholder(weight):
+    from transformer_engine.pytorch.graph import is_graph_capturing
+
+    # In a capture TE still has to see it.
+    if not is_graph_capturing():
+        weight.grad = None
+
+
+def require(state: State, name: str):
+    """te.make_graphed_callables; raises Unsupported where variant `name` cannot run."""
+    if state.config.layer != "te" or state.device.type != "cuda":
+        raise Unsupported(f"{name} needs a GPU and Transformer Engine: make te")
+    from transformer_engine.pytorch import make_graphed_callables
+
+    return make_graphed_callables
+
+
+def compiled(state: State, step, mode="default") -> Compiled:
+    """torch.compile of each layer, called by the eager step. mode "reduce-overhead": in graphs that torch makes."""
+    require_compiler(state.device)
+    if state.config.layer != "torch" or state.config.precision != "bf16":
+        raise Unsupported(
+            "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
+        )
+    if state.config.tp > 1:
+        raise Unsupported("the layers are compiled whole, without the collectives of several tensor ranks: --tp 1")
+    return Compiled(state, step, [(layer, "forward") for layer in state.layers], "each layer", mode)
