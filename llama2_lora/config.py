@@ -1,22 +1,24 @@
-"""Llama 2 70B LoRA: what can be set, the presets, and arithmetic on them (no torch here)."""
+"""Llama 2 70B LoRA: what can be set, the presets, and counts that follow from them (no torch here)."""
 
 import math
 from dataclasses import dataclass
 
-from common.config import TINY_TIMING, Timing, flag_of, needs, option, require_folder_of_its_own
-from common.parallel import Ranks
+from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common.training.parallel.groups import Ranks
+from common.variant_table import about
+from llama2_lora.variants import BUILDS, VARIANTS
 
-PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4", "nvfp4_emulated")
-# Operands of the frozen GEMMs are stored in FP8, whose dgrad needs the transposed weight (see llama2_lora/lean.py).
+LAYERS = ("handwritten", "te", "torch")
+PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4_emulated")
+# The GEMMs of frozen weights read FP8 operands. Their input gradient (dgrad) needs the transposed weight.
 FP8 = ("fp8", "fp8_current")
-# What a layer quantises (see llama2_lora/scaling.py).
+# Tensors that a layer quantises (llama2_lora/kernels/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
-BACKWARD_SCALES = ("qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
-# NVIDIA's for 8 H200s in v4.1. Random weights have no minimum that adapters are near, and Adam moves each of 8,192
-# inputs of a row of A by the learning rate: at 5e-4 the loss went from 12.0 to 10.1 to 34.0 on an H200, a course on
-# which any difference grows.
+SCALES = (*FORWARD_SCALES, "qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
+# MLPERF_LR is NVIDIA's for 8 H200s in v4.1. Random weights have no minimum near the adapters: at 5e-4 their loss went
+# from 12.0 to 10.1 to 34.0 on an H200, and on such a course any difference grows.
 MLPERF_LR, RANDOM_LR = 5e-4, 2e-5
-# Of a window, padding counted as one.
+# Documents in a window. Padding counts as a document.
 MAX_DOCUMENTS = 16
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank", "batches")
 _COUNTS += ("min_steps", "amax_history", "cp")
@@ -24,7 +26,7 @@ _COUNTS += ("min_steps", "amax_history", "cp")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Timing):
-    """Llama 2 70B with LoRA adapters on the q k v and output projections of attention; one sequence a step."""
+    """Llama 2 70B with LoRA adapters on attention's q k v and output projections. A step trains on one sequence."""
 
     layers: int = option(80, "transformer layers")
     hidden: int = option(8192, "hidden size")
@@ -34,7 +36,7 @@ class Config(Timing):
     ffn: int = option(28672, "feed-forward width, of the gate and of the up projection each")
     vocab: int = option(32000, "rows of embedding and head")
     sequence: int = option(8192, "tokens in a window")
-    cp: int = option(1, "ranks that share each window (context parallelism); each has two runs of its tokens")
+    cp: int = option(1, "ranks that share each window (context parallelism)")
     rank: int = option(16, "rank of the adapters")
     alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank")
     dropout: float = option(0.1, "probability that the adapters drop an element of their input")
@@ -42,29 +44,29 @@ class Config(Timing):
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     precision: str = option(
         "fp8",
-        "of the frozen GEMMs. fp8: delayed scaling, fp8_current: current scaling, emulated without FP8 hardware; "
-        "nvfp4_emulated: numerics only",
+        "precision of the frozen GEMMs. fp8: delayed scaling, fp8_current: current scaling, both emulated without FP8 "
+        "hardware; nvfp4_emulated: numerics only",
         PRECISIONS,
     )
     layer: str = option(
-        "lean",
-        "lean: our own forward and backward; te: Transformer Engine's modules; torch: plain PyTorch",
-        ("lean", "te", "torch"),
+        "handwritten",
+        "handwritten: our forward and backward, without autograd; te: Transformer Engine's modules; torch: plain "
+        "PyTorch, bf16 only",
     )
     fc1_store: str = option(
         "auto",
-        "format in which lean layers hand fc1's output to their backward; auto: that of the frozen GEMMs",
+        "format in which handwritten layers keep fc1's output for their backward; auto: that of the frozen GEMMs",
         ("auto", "bf16", "fp8"),
     )
     transposes: str = option(
         "inline",
-        "where lean layers transpose the FP8 weights that they do not hold. inline: before each dgrad GEMM, all in one "
-        "buffer; beside: on a second stream, beside what comes before that GEMM, each matrix in a buffer of its own; "
-        "own: before each dgrad GEMM, each layer in memory of its own, and none are held",
+        "where handwritten layers transpose the FP8 weights that they do not hold. inline: before each dgrad GEMM, in "
+        "one shared buffer; beside: on a second stream, each matrix in a buffer of its own; own: before each dgrad "
+        "GEMM, each layer in its own memory",
         ("inline", "beside", "own"),
     )
-    fast_dgrad: bool = option(False, "lean: sum the products of dgrad GEMMs in the tensor cores' own precision")
-    memory_gib: float = option(0.0, "bytes to reserve at most, for the plan of what layers keep (0: all that is free)")
+    fast_dgrad: bool = option(False, "handwritten layers: sum dgrad GEMMs in the tensor cores' own precision")
+    memory_gib: float = option(0.0, "GiB that torch may reserve (0: all that is free)")
     amax_history: int = option(4, "steps in the amax history of delayed scaling")
     lr: float = option(-1.0, f"learning rate of Adam; -1: {MLPERF_LR:g} with --checkpoint, else {RANDOM_LR:g}")
     documents: str = option(
@@ -73,28 +75,32 @@ class Config(Timing):
         ("whole", "separate"),
     )
     data: str = option(
-        "", "folder of text, or packed rows of GovReport (empty: the Python standard library)", is_path=True
+        "",
+        "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)",
+        is_path=True,
     )
     checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)", is_path=True)
-    adapter: str = option("", "folder of an adapter to go on from (empty: a new one)", is_path=True)
+    adapter: str = option("", "folder of an adapter in PEFT's format to start from (empty: a new one)", is_path=True)
     save_adapter: str = option("", "folder for the trained adapter, in PEFT's format (empty: none)", is_path=True)
     batches: int = option(8, "different windows that rotate")
 
     def __post_init__(self):
-        # Compared so that NaN, which compares as false, is refused too.
-        ranges = {
-            "takes a number from 1 up": (lambda value: value >= 1, _COUNTS),
-            "takes a number from 0 up, below 1": (lambda value: 0 <= value < 1, ("dropout",)),
-            "takes a finite number from 0 up": (lambda value: 0 <= value < math.inf, ("memory_gib",)),
-            "takes a finite number from 0 up, or -1": (lambda value: value == -1 or 0 <= value < math.inf, ("lr",)),
-            "takes a finite number above 0": (lambda value: 0 < value < math.inf, ("alpha", "rope_theta", "norm_eps")),
-        }
-        for told, (fits, names) in ranges.items():
-            for name in names:
-                if not fits(getattr(self, name)):
-                    raise ValueError(f"{flag_of(name)} {getattr(self, name)}: {told}")
+        if self.layer == "lean":
+            raise ValueError("--layer lean is now --layer handwritten")
+        if self.layer not in LAYERS:
+            raise ValueError(f"--layer {self.layer}: takes one of {', '.join(LAYERS)}")
+        require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
+        require_fields(self, ("dropout",), lambda value: 0 <= value < 1, "a number from 0 up, below 1")
+        require_fields(self, ("memory_gib",), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        require_fields(
+            self, ("lr",), lambda value: value == -1 or 0 <= value < math.inf, "-1 or a finite number from 0 up"
+        )
+        positive = ("alpha", "rope_theta", "norm_eps")
+        require_fields(self, positive, lambda value: 0 < value < math.inf, "a finite number above 0")
+        if self.layer == "torch" and self.precision != "bf16":
+            raise ValueError(f"--layer torch needs --precision bf16, not {self.precision}")
         for name in ("data", "checkpoint", "adapter", "save_adapter"):
-            require_folder_of_its_own(flag_of(name), getattr(self, name))
+            require_folder_of_its_own(f"--{name.replace('_', '-')}", getattr(self, name))
         if self.fc1_store == "fp8" and self.precision not in FP8:
             raise ValueError(f"--fc1-store fp8 needs --precision fp8 or fp8_current, not {self.precision}")
         if self.heads % self.kv_heads:
@@ -111,18 +117,18 @@ class Config(Timing):
 
     @property
     def tokens(self) -> int:
-        """Of a window, on one rank."""
+        """Tokens of a window that one rank has."""
         return self.sequence // self.cp
 
     @property
     def learning_rate(self) -> float:
-        """lr, where it is given; else MLPerf's for pretrained weights and RANDOM_LR for random ones."""
+        """lr if it is given, else MLPerf's for a checkpoint and RANDOM_LR for random weights."""
         if self.lr >= 0:
             return self.lr
         return MLPERF_LR if self.checkpoint else RANDOM_LR
 
     def ranks(self, world_size: int) -> Ranks:
-        """Sizes for a run of `world_size` processes. ValueError where it is no multiple of --cp."""
+        """Sizes of the groups of `world_size` processes. ValueError if that is no multiple of --cp."""
         if world_size % self.cp:
             raise ValueError(
                 f"--cp {self.cp} needs a multiple of {self.cp} ranks, this run has {world_size}: change it or torchrun "
@@ -135,13 +141,17 @@ class Config(Timing):
         return self.heads * self.head_dim
 
     @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
     def qkv_width(self) -> int:
         """Columns of the fused projection: q, then k, then v."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.q_width + 2 * self.kv_width
 
     @property
     def fc1_fp8(self) -> bool:
-        """Whether lean layers hand fc1's output to their backward in FP8: kept so, or computed again and rounded."""
+        """Handwritten layers give their backward fc1's output in FP8: kept in FP8, or computed again and rounded."""
         return self.precision in FP8 and self.fc1_store != "bf16"
 
     @property
@@ -165,8 +175,8 @@ class Config(Timing):
         }
 
 
-# Widths, LoRA and optimizer of MLPerf Training v5.0's llama2_70b_lora (NVIDIA's configs); 1024 tokens are a GPU's share
-# of its largest, graphed runs (mlperf_cp8: context-parallel size 8), 8192 its run on 8 GPUs.
+# Widths, LoRA and optimizer are those of MLPerf Training v5.0's llama2_70b_lora (NVIDIA's configs). 1024 tokens are a
+# GPU's share of its largest, graphed runs (mlperf_cp8: context-parallel size 8), 8192 those of its run on 8 GPUs.
 PRESETS = {
     "tiny": Config(
         layers=3,
@@ -181,60 +191,32 @@ PRESETS = {
         alpha=16.0,
         lr=1e-2,
         batches=4,
-        **TINY_TIMING,
     ),
     "bench": Config(sequence=1024),
-    "full": Config(min_steps=8, min_window_s=20.0, batches=4),
+    "full": Config(min_steps=8, batches=4),
     "slice": Config(layers=8, sequence=1024),
-    "mlperf": Config(min_steps=8, min_window_s=20.0),
+    "mlperf": Config(min_steps=8),
     "mlperf_cp8": Config(cp=8),
 }
 
-VARIANTS = {
-    "eager": "kernels launched one by one",
-    "graph": "a forward and a backward graph per layer, one pool, buffers chained",
-    "one_graph": "the whole step in one graph: all layers, loss, clipping and AdamW",
-    "eager_te": "eager, with Transformer Engine's modules",
-    "graph_te": "Transformer Engine's make_graphed_callables over its modules: two graphs per layer, one slot",
-    "compile": "torch.compile of plain PyTorch layers (default mode, no graphs)",
-    "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
-}
-
-
-def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
-    """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
-    per_layer = 2 * config.layers
-    table = {"graph": (per_layer, per_layer), "graph_te": (per_layer, per_layer), "one_graph": (1, 1)}
-    return {**table, "reduce_overhead": (None, None)}.get(variant, (0, 0))
-
-
 ABOUT = {
-    "bitwise": ["eager", "graph", "one_graph", "eager_te", "graph_te"],
-    "reference": {"eager_te": "eager_te", "graph_te": "eager_te"},
-    "traits": {"eager_te": {"layer": "te"}, "graph_te": {"layer": "te"}},
+    **about(VARIANTS, BUILDS),
+    # Transformer Engine reads it when a layer is made: parity has a process of its own.
+    "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"]},
-    "kinds": {
-        **dict.fromkeys(("eager", "eager_te"), "eager"),
-        **dict.fromkeys(("graph", "one_graph", "graph_te"), "graph"),
-        **dict.fromkeys(("compile", "reduce_overhead"), "compile"),
-    },
-    "promises": promises,
     "presets_need": lambda preset, config: needs(
         preset != "tiny", multiple_of=config.cp, submitted={"mlperf": (1, 8), "mlperf_cp8": (128, 4)}.get(preset)
     ),
 }
 
-# ------------------------------------------------------------------------------------------------
-# Arithmetic
-
 
 def layer_weights(config: Config) -> int:
-    """Elements of the four frozen matrices of a layer: 855,638,016 of Llama 2 70B."""
+    """Elements of the four frozen matrices of a layer: 855,638,016 in Llama 2 70B."""
     return sum(outputs * inputs for outputs, inputs in config.matrices.values())
 
 
 def num_trainable(config: Config) -> int:
-    """Elements of all adapters: 44,564,480 of Llama 2 70B at rank 16."""
+    """Elements of all adapters: 44,564,480 in Llama 2 70B at rank 16."""
     return config.layers * sum(rows * columns for rows, columns in config.adapters.values())
 
 
@@ -245,7 +227,7 @@ def num_parameters(config: Config) -> int:
 
 
 def flops_per_step(config: Config) -> float:
-    """Model FLOP of a step on one window of s tokens, of one of the ranks that share it.
+    """Model FLOP that one rank computes in a step on its part of a window of s tokens.
 
     Frozen weights have no gradient: 4 s W a layer and 4 s h V for the head instead of 6; attention 3 times its causal
     half, 2 s^2 q; the adapters 6 s P. Recomputed work is not counted. 2,517.7 TFLOP for 8192 tokens of the whole model.

@@ -1,43 +1,45 @@
-"""What Llama 2 LoRA's training reads and writes: built once, reset in place, the same for every variant."""
+"""Everything that a step of Llama 2 LoRA reads and writes: built once, reset in place, the same for every variant."""
 
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from common import collectives
-from common.capture import StaticInputs
-from common.llama_checkpoint import open_checkpoint
-from common.marks import section
-from common.memory_plan import GIB
-from common.optimizers import MasterAdam
-from common.parallel import make_groups
+from common.capture.pool import StaticInputs
+from common.measuring.marks import section
+from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.memory_plan import GIB
+from common.training.optimizers.adam import Hyperparameters, MasterAdam
+from common.training.parallel import collectives
+from common.training.parallel.groups import make_groups
 from common.variant import Unsupported
-from llama2_lora import adapters
-from llama2_lora.attention import attention_for
 from llama2_lora.config import Config
-from llama2_lora.context import AcrossRanks, own_part
-from llama2_lora.data import open_windows
-from llama2_lora.lean import LeanStack
-from llama2_lora.modules import ModuleStack, operators_for, plain_operators, require_kind
-from llama2_lora.plan import plan_for
-from llama2_lora.scaling import Formats
-from llama2_lora.trainable import Adapters
-from llama2_lora.weights import FrozenWeights
+from llama2_lora.data.windows import open_windows
+from llama2_lora.kernels.attention import attention_for
+from llama2_lora.kernels.operators import operators_for
+from llama2_lora.kernels.scaling import Formats
+from llama2_lora.layers.context import AcrossRanks, own_part
+from llama2_lora.layers.handwritten import HandwrittenStack
+from llama2_lora.layers.module_stack import ModuleStack
+from llama2_lora.layers.transformer_engine import require_kind
+from llama2_lora.plan import make_plan
+from llama2_lora.weights import adapters
+from llama2_lora.weights.frozen import FrozenWeights
+from llama2_lora.weights.trainable import Adapters
 
 SEED = 1234
 # MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4, "clip": 0.3}
 HELD_OUT_WINDOWS = 4
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
-# Ranks count their steps, which are in the masks of dropout, from numbers this far apart.
+# Each rank counts its steps, which select the masks of dropout, from a number this far from the next rank's.
 RANK_STEPS = 1_000_003
 
 
 class State:
-    """The stack of layers, adapters, optimizer, rotating windows, and the losses seen.
+    """The stack of layers, adapters, optimizer, rotating windows, and the losses so far.
 
-    config must be resolved (llama2_lora/resolve.py). kind: "lean", "te" or "torch", of the layers.
+    config must come from llama2_lora/workload.py's `resolve`. kind: "handwritten", "te" or "torch", of the layers.
     """
 
     num_losses = 4096
@@ -46,13 +48,14 @@ class State:
         self.config, self.device, self.kind, self.rank, self.world_size = config, device, kind, rank, world_size
         self.ranks = config.ranks(world_size)
         self.place = self.ranks.place(rank)
-        # What cannot run, or does not fit, is said before weights are read or made.
+        # Everything that can be refused comes before weights are read or made.
         require_kind(kind, config, device)
-        budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
-        self.plan = plan_for(kind, config, budget)
+        self.plan = None
+        if kind == "handwritten":
+            self.plan = make_plan(config, int(config.memory_gib * GIB) if config.memory_gib else 2**62)
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
-        self.start, self.first_step = _start_of(config)
-        # Names of the groups that share a window, and that have a window each.
+        self.start = adapters.load(config.adapter, config) if config.adapter else {}
+        # Names of the groups of ranks that share a window, and of those that each have their own.
         self.context, self.data = collectives.ALONE, ""
         if config.cp > 1:
             groups = make_groups(self.ranks, device.type)
@@ -65,24 +68,25 @@ class State:
         self.adapters = Adapters(config, formats.main, device)
         weights = FrozenWeights(config, formats, device, checkpoint)
         if device.type == "cuda":
-            # What quantising the weights has used.
+            # Quantising the weights leaves memory in the cache.
             torch.cuda.empty_cache()
-        inputs = {**self.inputs.buffers, "weights": self.weights_of_tokens}
-        if kind == "lean":
-            attention = attention_for(config, device)
-            if config.cp > 1:
-                attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
-            parts = operators_for(device), attention
-            self.stack = LeanStack(config, formats, weights, self.adapters, inputs, self.plan, *parts)
-        else:
-            operators = plain_operators(config, formats, device) if kind == "torch" else None
-            across = self.context, self.place.context_rank
-            again = self.plan.items()["rest"]["recomputed"] if self.plan else 0
-            self.stack = ModuleStack(kind, config, weights, self.adapters, inputs, operators, *across, again)
-        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], lr=config.learning_rate, **ADAM)
+        self.stack = self._make_stack(formats, weights)
+        numbers = Hyperparameters(lr=config.learning_rate, **ADAM)
+        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], numbers)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
         self.reset()
+
+    def _make_stack(self, formats, weights):
+        config, inputs = self.config, {**self.inputs.buffers, "weights": self.weights_of_tokens}
+        if self.kind != "handwritten":
+            across = self.context, self.place.context_rank
+            return ModuleStack(self.kind, config, weights, self.adapters, inputs, *across)
+        attention = attention_for(config, self.device)
+        if config.cp > 1:
+            attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
+        parts = self.plan, operators_for(self.device), attention
+        return HandwrittenStack(config, formats, weights, self.adapters, inputs, *parts)
 
     def reset(self):
         torch.manual_seed(SEED + self.rank)
@@ -91,22 +95,20 @@ class State:
         self.adapters.main_grad.zero_()
         self.adam.reset()
         if self.start:
-            for name, view in self._trained():
-                if name in self.start:
-                    view.copy_(self.start[name])
-            self.adam.step_count.fill_(self.first_step)
+            for name, view in self.adapters.named(self.adam.masters[0]):
+                view.copy_(self.start[name])
             self.adapters.values.copy_(self.adam.masters[0])
-        self.stack.reset((self.rank * RANK_STEPS + self.first_step) % 2**30)
+        self.stack.reset(self.rank * RANK_STEPS % 2**30)
         self.losses.zero_()
         self.grad_norms.zero_()
 
     def load_window(self, index: int):
-        """Copy the window of step `index` into the static buffers. The loss is the mean over the window's tokens that
-        are not masked out."""
+        """Copy the window of step `index` into the static buffers."""
         with section("data"):
-            self._load(self.batches[(index + self.first_step) % len(self.batches)])
+            self._load(self.batches[index % len(self.batches)])
 
     def _load(self, batch):
+        """The loss is the mean over a window's unmasked tokens: each has the weight 1 / their number."""
         self.inputs.load(batch)
         mask = self.inputs["loss_mask"]
         count = mask.sum()
@@ -114,7 +116,7 @@ class State:
         torch.div(mask, count.clamp_(min=1.0), out=self.weights_of_tokens)
 
     def _host_batch(self, window):
-        """This rank's part of a window as the step loads it: name -> host tensor, pinned for an asynchronous copy."""
+        """This rank's part of a window: name -> host tensor, pinned for an asynchronous copy."""
         batch = own_part(window, self.config, self.place.context_rank)
         return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
@@ -126,8 +128,11 @@ class State:
         if self.ranks.dp > 1:
             collectives.all_reduce_mean_(self.adapters.main_grad, self.data)
 
-    def note(self, index: int):
-        """Loss and gradient norm of step `index`, on the device. A run beyond num_losses overwrites the last place."""
+    def keep_loss(self, index: int):
+        """Copy loss and gradient norm of step `index` to their history on the device, before a replay overwrites them.
+
+        Steps beyond num_losses overwrite the last place.
+        """
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.stack.loss)
         # Each rank has the part of its tokens.
@@ -138,7 +143,7 @@ class State:
     def evaluate(self) -> float:
         """Mean loss of a token over HELD_OUT_WINDOWS windows that no rank trains on, without dropout. Eager.
 
-        Raises Unsupported where the text is too short to hold any out.
+        Raises Unsupported if the text is too short to hold any out.
         """
         if not self.windows.num_held_out:
             raise Unsupported(f"{self.windows.name} is too short to hold windows out")
@@ -151,30 +156,21 @@ class State:
             loss += float(part)
         return loss / self.windows.num_held_out
 
-    def finish(self, variant, record):
-        """After the window: the plan for the record, and the adapter that the window's steps have trained."""
-        if self.config.save_adapter and self.rank == 0:
-            moments, step = dict(self._trained()), int(self.adam.step_count)
-            masters = {name.removeprefix("masters."): moments.pop(name) for name in list(moments) if "masters" in name}
-            adapters.save(self.config.save_adapter, masters, self.config, moments, step)
-            record["extra"]["notes"].append(f"adapter after {step} steps saved in {self.config.save_adapter}")
-        if self.start and not self.first_step:
-            record["extra"]["notes"].append(f"{self.config.adapter} has no training state: AdamW began anew")
-        if self.plan and self.device.type == "cuda":
-            record["extra"]["memory_plan"] = self.plan.as_dict()
-            record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
+    def finish(self) -> list[str]:
+        """Save the trained adapter. Returns a line that says so."""
+        folder = self.config.save_adapter
+        if not folder or self.rank:
+            return []
+        adapters.save(folder, dict(self.adapters.named(self.adam.masters[0])), self.config)
+        return [f"adapter after {int(self.adam.step_count)} steps saved in {folder}"]
 
     def named_state(self):
         """Masters and moments by adapter, the count of steps, and the scales."""
-        yield from self._trained()
-        yield "optimizer.step", self.adam.step_count
-        yield from self.stack.named_state()
-
-    def _trained(self):
-        """(masters.<adapter> or exp_avg.<adapter> or exp_avg_sq.<adapter>, FP32 view) of all adapters."""
         for kind in ("masters", "exp_avg", "exp_avg_sq"):
             for name, view in self.adapters.named(getattr(self.adam, kind)[0]):
                 yield f"{kind}.{name}", view
+        yield "optimizer.step", self.adam.step_count
+        yield from self.stack.named_state()
 
     def read_losses(self, count: int) -> list[float]:
         return self.losses[: min(count, self.num_losses)].tolist()
@@ -187,20 +183,8 @@ class State:
         return 0
 
 
-def _start_of(config):
-    """({name as in State._trained: FP32 on the host}, steps done) of --adapter; ({}, 0) without.
-
-    Where others have saved the adapter there is no training state, and AdamW starts with moments of zero.
-    """
-    if not config.adapter:
-        return {}, 0
-    masters = adapters.load(config.adapter, config)
-    moments, step = adapters.load_state(config.adapter)
-    return {**{f"masters.{name}": master for name, master in masters.items()}, **moments}, step
-
-
 def hyperparameters(config: Config, data_ranks: int) -> dict:
-    """What the MLPerf log says of this training."""
+    """MLPerf's names -> values of this training, for --mllog."""
     return {
         "seed": SEED,
         "global_batch_size": data_ranks,

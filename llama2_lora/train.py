@@ -1,40 +1,56 @@
 """Llama 2 70B LoRA: a CUDA graph for the forward and one for the backward of every layer, or one for the whole step.
 
-What is trained, without graphs:
+The loop that is trained, without graphs:
 
-    for step in range(n):
-        tokens, targets, share_of_loss = window(step)       # one sequence, packed with documents
+    for step in range(num_steps):
+        tokens, targets, weights = window(step)                     # one packed sequence, from host memory
         hidden = embedding(tokens)
         for layer in layers:
             hidden = layer(hidden)
-        gradient = d loss(head(hidden), targets, share_of_loss) / d hidden
+        loss = sum(weights * cross_entropy(head(hidden), targets))  # weights: 0 if masked, else 1 / unmasked tokens
+        gradient = d loss / d hidden
         for layer in reversed(layers):
-            gradient = layer.backward(gradient)             # weights are frozen: only adapters' gradients are kept
-        average(adapters.gradients); clip(); adamw(); fp8_scales()
+            gradient = layer.backward(gradient)                     # base weights are frozen: adapters' gradients only
+        all_reduce(gradients), clip(gradients), adamw(adapters), update(fp8_scales)
 
-The loss is the sum over tokens of share_of_loss times cross-entropy; the share of a masked token is 0, that of each
-other token 1 / their number.
+The layers are written by hand (`--layer handwritten`, layers/handwritten.py): two functions each, forward and backward,
+that call kernels on preallocated buffers, without autograd. The 69 billion base weights are frozen, so a backward only
+has to compute the adapters' gradients and the gradient of its layer's input. It reads five tensors of the forward, and
+each of them may be computed again. So all 80 layers fit on one GPU of 141 GB, at 8192 tokens too. No tensor moves
+between steps, so a capture needs no copies. The same script also runs two kinds of modules under autograd:
+Transformer Engine's (`--layer te`) and plain PyTorch's (`--layer torch`).
 
-`graph` captures each layer's forward and backward, 160 graphs for 80 layers. It leaves eager: the window's copy (each
-window lies at another address of the host's memory), embedding, head and loss (a few kernels), and the last line of the
-loop (a few kernels on flat buffers). Of these only the window's copy must be eager.
-`one_graph` captures everything after the window's copy. On one rank nothing else stays out. On several ranks the last
-line runs eagerly after the replay: NCCL could be captured, as in stable_diffusion, but this is a single all-reduce.
+Captured:
+    graph_layer   each layer's forward and backward: 160 graphs for 80 layers, in one pool of memory
+    graph_step    the whole loop body but for the window's copy: one graph
 
-A replay reads the window, frozen weights, adapters, FP8 scales, and what dropout draws from: a count of steps on the
-device (lean layers) or torch's generator (modules). It writes the adapters' gradients and the largest magnitudes that
-the next FP8 scales are made from. The replay of `one_graph` also writes the loss and, on one rank, reads the learning
-rate and updates adapters, FP32 masters, moments and scales. All of these lie outside the pool.
+Not captured, and why:
+    the window's copy          every window lies at another host address, and a graph reads from fixed ones
+    embedding, head and loss   graph_layer only: a few kernels
+    the loop's last line       graph_layer: a few kernels on flat buffers. graph_step captures it on one rank; with
+                               several it stays eager after the replay, as it is one all-reduce for the whole step
 
-    python -m llama2_lora.train --preset tiny --variant graph
-    python -m llama2_lora.train --preset bench --variant graph --record runs/graph.r1.json
-    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph      # data parallel
-    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph --cp 2
+A capture comes to
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        stack.forward(layer)                # kernels are recorded, none runs
+    graph.replay()                          # later, each step: the same kernels on the same memory
+
+Each replay reads the static window, the weights, adapters and FP8 scales, and draws dropout from a count of steps on
+the device. It overwrites the adapters' gradients and the largest magnitudes (for the next FP8 scales); the replay of
+graph_step also overwrites loss, gradient norm, adapters, moments and scales. Loss and gradient norm must be read before
+the next step: `state.keep_loss` copies them. The activations' memory belongs to the pool until `close` releases it.
+
+    python -m llama2_lora.train --preset tiny --variant graph_layer
+    python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
+    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer   # data parallel
+    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --cp 2
 """
 
 from common.config import parse
-from llama2_lora import config as lora_config
-from llama2_lora.config import ABOUT, FP8, PRESETS, VARIANTS, Config
+from llama2_lora.config import ABOUT, PRESETS, Config
+from llama2_lora.variants import VARIANTS
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
@@ -42,131 +58,115 @@ if __name__ == "__main__":
 
 from functools import partial
 
-import torch
-
-from common import flops
-
-# A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
-# pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before the replay; each replay
-# checks that their address, shape, strides and dtype are those of the capture.
-from common.capture import Pool
-from common.main import main
-
-# They launch nothing in a timed step. section: a part of the step that a measuring pass times. mark: a place where one
-# may wait for the GPU, needed every 800 launches. A replay is one launch, so `one_graph` has no marks.
-from common.marks import mark, section
-from common.variant import Capture, Eager, Workload, warm_up
-from llama2_lora import variants
-from llama2_lora.resolve import card, kind_of_layers, resolve
-from llama2_lora.state import State, hyperparameters
+from common.capture.pool import Pool  # of torch.cuda.CUDAGraphs; without a GPU of host graphs, which record operators
+from common.measuring.marks import mark, section  # places where the host is timed; ranges in a profile
+from common.script.main import main
+from common.variant import Capture, warm_up
+from llama2_lora.state import State
+from llama2_lora.workload import workload
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. state.stack has the layers: written by hand (lean.py), or modules under autograd (modules.py).
+# 1. The eager step. The baseline `eager` runs it as it is: common.variant.Eager warms up and calls it.
 
 
 def eager_step(state: State, index: int):
-    """Train on window `index`. Nothing here waits for the device: loss and gradient norm stay there."""
-    state.load_window(index)
+    """Train on window `index`. Nothing in it waits for the GPU."""
+    state.load_window(index)  # copies tokens, targets, mask, positions and bounds of documents into static buffers
     forward_and_backward(state)
     update(state)
-    state.note(index)
+    state.keep_loss(index)
 
 
 def forward_and_backward(state: State):
-    """Compute the loss of the window in the static buffers, and the adapters' gradients, in adapters.grads."""
+    """Compute the loss of the loaded window, stack.loss, and the adapters' gradients, adapters.grads."""
     stack = state.stack
     with section("embedding"):
         stack.embed()
     with section("forward"):
-        stack.forward_all()
+        stack.forward_all()  # for layer in range(layers): stack.forward(layer)
     mark()
     with section("loss"):
-        stack.head()
+        stack.head()  # final norm, logits, cross-entropy, gradient of the last layer's output
     with section("backward"):
-        stack.backward_all()
+        stack.backward_all()  # for layer in reversed(range(layers)): stack.backward(layer)
     mark()
 
 
 def update(state: State):
-    """Average the gradients over the ranks in FP32, clip them, update the FP32 masters by AdamW and the FP8 scales."""
+    """The loop's last line."""
     with section("reduction"):
         state.adapters.collect()  # from bf16 grads to FP32 main_grad
-        state.reduce_gradients()
+        state.reduce_gradients()  # over the ranks
     with section("optimizer"):
-        state.adam.step()  # clips; reads the learning rate on the device, where a schedule could change it
+        state.adam.step()  # clips, updates FP32 masters, copies them to the adapters; reads its rate on the GPU
         state.stack.update_scales()
 
 
-# The baseline `eager` is common.variant.Eager: it warms up, then runs eager_step, which launches kernels one by one.
-
 # ------------------------------------------------------------------------------------------------
-# 2. A forward and a backward graph for each layer
+# 2. graph_layer: a forward and a backward graph for each layer
 
 
-class Graphed:
-    """The eager step with a replay where a layer was called. A replay copies nothing: what layer l writes is the buffer
-    that layer l + 1 reads. All graphs share one pool. Of what a layer keeps for its backward, lean layers have only
-    attention's output in the pool, and all else in fixed buffers; modules under autograd have all of it in the pool.
+class GraphedLayers:
+    """The eager step with replays in the place of the layers.
+
+    A replay copies nothing: layer l + 1 reads the buffer that layer l writes. All graphs share one pool. Attention's
+    output lies in the pool; the other tensors that handwritten layers keep lie in fixed buffers outside. Modules under
+    autograd have everything that they keep in the pool.
     """
 
     def __init__(self, state: State):
-        variants.require_kept(state)
         self.state, stack, layers = state, state.stack, range(state.config.layers)
         self.pool = Pool(state.device)
         self.capture = Capture(strategy="layer, forward and backward", pools=[self.pool])
-        # Warm-up steps train; `state.reset`, which common/measure.py calls before it measures, undoes that.
+        # Libraries allocate and choose kernels at first use, which must not be in a graph. Warm-up steps train;
+        # `state.reset`, which a run calls before its first step, undoes that.
         warm_up(state, self.capture, eager_step)
-        # All layers read the same window: it is enough that the first graph of a step checks it.
+        # pool.capture(fn, static): each replay checks that the tensors of `static`, which others fill, have kept
+        # address and shape. All layers read one window, so the first graph of a step checks it for all.
         window = tuple(stack.inputs.values())
-        # Captured in the order of a step, since a backward reads what its forward's capture has kept in the pool. In
-        # stack.capturing() no update of FP8 scales is captured.
+        # In the order of a step: a backward reads tensors that its forward's capture has left in the pool, and frees
+        # them for later captures. In stack.capturing() no update of FP8 scales is captured.
         with self.capture.timed("capture_s"), stack.capturing():
             self.forward = [
                 self.pool.capture(partial(stack.forward, layer), () if layer else window)[0] for layer in layers
             ]
             self.backward = [self.pool.capture(partial(stack.backward, layer))[0] for layer in reversed(layers)]
-        # From now on the memory for attention's output belongs to the pool. The eager steps that these graphs are
-        # checked by compute attention again in the backward, with the same bits; the variant `eager` need not.
-        stack.keeps_attention = False
 
     def step(self, index: int):
         state, stack = self.state, self.state.stack
         state.load_window(index)
         with section("embedding"):
             stack.embed()
-        # Transformer Engine updates its FP8 scales when the context around its layers ends, so replays need it, too.
-        # For other layers it does nothing.
+        # Transformer Engine updates FP8 scales when the context around its layers ends, so replays need it, too. For
+        # other layers it does nothing.
         with section("forward"), stack.replaying_forward():
             for graph in self.forward:
                 graph.replay()
         mark()
         with section("loss"):
-            # The same loss, of the last graph's output buffer, which autograd does not connect to a layer.
-            stack.head_of_chain()
+            stack.head_of_chain()  # head() on the last graph's output, which no autograd graph connects to a layer
         with section("backward"), stack.replaying_backward():
             for graph in self.backward:
                 graph.replay()
         mark()
         update(state)
-        state.note(index)
+        state.keep_loss(index)
 
     def replays_of(self, index: int) -> int:
         return 2 * self.state.config.layers
 
     def close(self):
         self.pool.release()
-        self.state.stack.keeps_attention = True
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. One graph
+# 3. graph_step: one graph
 
 
-class OneGraph:
-    """Everything after the window's copy in one graph; on several ranks, all up to the adapters' gradients."""
+class GraphedStep:
+    """Everything after the window's copy in one graph; with several ranks, everything up to the adapters' gradients."""
 
     def __init__(self, state: State):
-        variants.require_kept(state)
         self.state = state
         self.pool = Pool(state.device)
         self.capture = Capture(strategy="the whole step", pools=[self.pool])
@@ -175,7 +175,6 @@ class OneGraph:
         # Not in stack.capturing(): this graph holds the updates of the FP8 scales.
         with self.capture.timed("capture_s"):
             self.graph, _ = self.pool.capture(self._captured, tuple(state.stack.inputs.values()))
-        state.stack.keeps_attention = False  # as in Graphed
 
     def _captured(self):
         forward_and_backward(self.state)
@@ -188,55 +187,25 @@ class OneGraph:
             self.graph.replay()
         if not self.captures_update:
             update(self.state)
-        self.state.note(index)
+        self.state.keep_loss(index)
 
     def replays_of(self, index: int) -> int:
         return 1
 
     def close(self):
         self.pool.release()
-        self.state.stack.keeps_attention = True
 
-
-# Transformer Engine's own graphs and torch.compile are in variants.py. eager_te and graph_te are declared in config.py
-# to have Transformer Engine's layers; the other variants have those of --layer.
-MAKE_VARIANT = {
-    "eager": partial(Eager, step=eager_step),
-    "graph": Graphed,
-    "one_graph": OneGraph,
-    "eager_te": partial(Eager, step=eager_step),
-    "graph_te": partial(variants.GraphedByTransformerEngine, step=eager_step),
-    "compile": partial(variants.compiled, step=eager_step, mode="default"),
-    "reduce_overhead": partial(variants.compiled, step=eager_step, mode="reduce-overhead"),
-}
 
 # ------------------------------------------------------------------------------------------------
-# Main
-
-
-def workload(args, device, rank, world_size):
-    """(arguments as they can run on this device, what is measured)"""
-    args, notes = resolve(args, device, world_size)
-    config, kind = args.config, kind_of_layers(args)
-    count = lora_config.flops_per_step(config)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return args, Workload(
-        model="llama2_lora",
-        build=lambda config, device: State(config, device, kind, rank, world_size),
-        variants=MAKE_VARIANT,
-        reference=eager_step,
-        card=card(config, kind, device),
-        notes=notes,
-        flops_per_step=count,
-        flops_convention=flops.CAUSAL_HALF,
-        items_per_step=config.tokens,
-        unit="tokens",
-        peak_flops=flops.peak_flops(gpu, "fp8" if config.precision in FP8 else "bf16"),
-        hyperparameters=hyperparameters(config, config.ranks(world_size).dp),
-        kinds=ABOUT["kinds"],
-        promises=ABOUT["promises"],
-    )
-
+# 4. All variants, declared in variants.py
+#
+#     eager, eager_te            eager_step above
+#     graph_layer                GraphedLayers
+#     graph_step                 GraphedStep
+#     graph_layer_te             other_variants.py: Transformer Engine's make_graphed_callables
+#     compile, reduce_overhead   other_variants.py: torch.compile
+#
+# eager_te and graph_layer_te run Transformer Engine's layers, the other variants those of --layer.
 
 if __name__ == "__main__":
-    main("llama2_lora", args, workload)
+    main("llama2_lora", args, partial(workload, variants=VARIANTS, eager_step=eager_step))

@@ -1,84 +1,90 @@
-"""Peers of train.py's graphs: Transformer Engine's make_graphed_callables, and torch.compile.
+"""Llama 2 LoRA's variants: what each captures, what it promises, and where it is made (no torch here).
 
-Each is made of a state and of train.py's eager step, which calls the layers that `state.stack.calls` lists.
+The eager step and our captures are in train.py, the others in other_variants.py. A variant without a trait `layer` runs
+the layers that --layer names.
 """
 
-import torch
+from common.variant_table import Declared, table
 
-from common.capture import Pool
-from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
-
-
-def require_kept(state) -> None:
-    """Raises Unsupported where layers of Transformer Engine run again: that sets the state of random numbers from the
-    host, which no graph can record."""
-    if state.kind == "te" and state.stack.again:
-        raise Unsupported(
-            f"{state.stack.again} of {state.config.layers} layers of Transformer Engine run again in the backward for "
-            "want of memory, which cannot be captured: lower --sequence or --layers"
-        )
+# torch.compile needs plain layers in bf16: it cannot see into our kernels or Transformer Engine's.
+BUILDS = {"te": {"layer": "te"}, "torch_bf16": {"layer": "torch", "precision": "bf16"}}
+STEP = {"step": "llama2_lora.train:eager_step"}
+EXACT = {"parity": "bitwise", "headline": True}
+TE = {"reference": "eager_te", "builds": ("te",), "traits": {"layer": "te"}}
 
 
-class GraphedByTransformerEngine:
-    """NVIDIA's mechanism: make_graphed_callables over Transformer Engine's layers, one slot of two graphs for each.
-
-    The wrapped layers are called like layers under autograd; each call copies its input into the slot, and each
-    backward its gradient. The adapters' gradients come out of the graphs and are added to their buffers eagerly.
-    """
-
-    def __init__(self, state, step):
-        if state.kind != "te":
-            raise Unsupported("graph_te needs Transformer Engine's layers")
-        require_kept(state)
-        from transformer_engine.pytorch import make_graphed_callables
-
-        self.state, self._step, stack = state, step, state.stack
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy="te.make_graphed_callables, order [1, -1]", pools=[self.pool])
-        warm_up(state, self.capture, step)
-        fp8 = state.config.precision == "fp8"
-        # Below the first layer nothing needs a gradient.
-        samples = tuple((torch.randn_like(stack.x).requires_grad_(index > 0),) for index in range(len(stack.layers)))
-        with self.capture.timed("capture_s"), self.pool.adopt():
-            self.calls = make_graphed_callables(
-                tuple(stack.layers),
-                samples,
-                allow_unused_input=True,
-                enabled=fp8,
-                recipe=stack.fp8.recipe if fp8 else None,
-                # Frozen FP8 weights: there is nothing to cast in a graph.
-                cache_quantized_params=False,
-                clone_param_grads_on_return=False,
-                _order=[1, -1],
-                _num_layers_per_chunk=len(stack.layers),
-            )
-
-    def step(self, index: int):
-        stack = self.state.stack
-        stack.calls = self.calls
-        try:
-            self._step(self.state, index)
-        finally:
-            stack.calls = list(stack.layers)
-
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers
-
-    def close(self):
-        for call in self.calls:
-            call.reset()
-        self.pool.release()
+def graphs_of_layers(config) -> int:
+    """A graph for each layer's forward, and one for its backward."""
+    return 2 * config.layers
 
 
-def compiled(state, step, mode: str) -> Compiled:
-    """torch.compile of every layer; plain bf16 layers only."""
-    require_compiler(state.device)
-    if state.kind != "torch" or state.config.precision != "bf16":
-        raise Unsupported(
-            "lean layers are kernels called by hand, te and FP8 modules leave the compiler: compare all variants "
-            "with --layer torch --precision bf16"
-        )
-    layers = [(layer, "forward") for layer in state.stack.layers]
-    # Dropout draws as it does in eager layers.
-    with torch._inductor.config.patch(fallback_random=True):
-        return Compiled(state, step, layers, "each layer", mode)
+VARIANTS = table(
+    Declared(
+        "eager",
+        "kernels launched one by one",
+        kind="eager",
+        make="common.variant:Eager",
+        options=STEP,
+        builds=("", "torch_bf16"),
+        **EXACT,
+    ),
+    Declared(
+        "graph_layer",
+        "a forward and a backward graph per layer, one pool, buffers chained",
+        kind="graph",
+        make="llama2_lora.train:GraphedLayers",
+        graphs=graphs_of_layers,
+        replays=graphs_of_layers,
+        formerly="graph",
+        **EXACT,
+    ),
+    Declared(
+        "graph_step",
+        "the whole step in one graph: all layers, loss, clipping and AdamW",
+        kind="graph",
+        make="llama2_lora.train:GraphedStep",
+        graphs=1,
+        replays=1,
+        formerly="one_graph",
+        **EXACT,
+    ),
+    Declared(
+        "eager_te",
+        "eager, with Transformer Engine's modules",
+        kind="eager",
+        make="common.variant:Eager",
+        options=STEP,
+        **EXACT,
+        **TE,
+    ),
+    Declared(
+        "graph_layer_te",
+        "Transformer Engine's make_graphed_callables over its modules: two graphs per layer, one slot",
+        kind="graph",
+        make="llama2_lora.other_variants:GraphedByTransformerEngine",
+        options=STEP,
+        graphs=graphs_of_layers,
+        replays=graphs_of_layers,
+        formerly="graph_te",
+        **EXACT,
+        **TE,
+    ),
+    Declared(
+        "compile",
+        "torch.compile of plain PyTorch layers (default mode, no graphs)",
+        kind="compile",
+        make="llama2_lora.other_variants:compiled",
+        options={**STEP, "mode": "default"},
+        builds=("torch_bf16",),
+    ),
+    Declared(
+        "reduce_overhead",
+        "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+        kind="compile",
+        make="llama2_lora.other_variants:compiled",
+        options={**STEP, "mode": "reduce-overhead"},
+        graphs=None,
+        replays=None,
+        builds=("torch_bf16",),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Packed text: files of rows, and windows of them."""

@@ -1,0 +1,1 @@
+"""Operators of handwritten layers, in plain PyTorch and in Triton."""

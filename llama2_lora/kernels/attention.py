@@ -1,0 +1,114 @@
+"""Causal attention as two calls, forward and backward, so that a layer may compute q k v again between them.
+
+q [s, heads, dim], k and v [s, kv, dim] are views of one tensor; with --cp there are more keys and values than queries
+(llama2_lora/layers/context.py). inputs: name -> static tensor, as in HandwrittenStack. own, keys: int64, places in the
+window of the queries and of the keys; None: both are all of it. The forward returns the output [s, heads dim] and a
+tuple of other tensors for the backward; the backward returns gradients [heads, s, dim] and [kv, s, dim], strided.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from llama2_lora.config import Config
+
+
+def split_qkv(config: Config, qkv):
+    """[s, (heads + 2 kv) dim] -> views q, k, v."""
+    parts = qkv.split([config.q_width, config.kv_width, config.kv_width], 1)
+    return [part.view(qkv.shape[0], -1, config.head_dim) for part in parts]
+
+
+class PlainAttention:
+    """torch's scaled_dot_product_attention in FP32 with a mask of all pairs, for any device.
+
+    inputs: it reads positions, int64 [s], the place of a token in its document; a token sees its own document up to
+    itself. The backward computes the forward again under autograd.
+    """
+
+    name = "plain"
+
+    def __init__(self, config: Config, inputs, own=None, keys=None):
+        self.positions = inputs["positions"]
+        every = torch.arange(config.sequence, device=self.positions.device)
+        self._own, self._keys = (every if own is None else own)[:, None], every if keys is None else keys
+
+    def _attend(self, *heads_first):
+        visible = (self._keys <= self._own) & (self._keys >= self._own - self.positions[:, None])
+        q, k, v = (each[None] for each in heads_first)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)[0]
+
+    def forward(self, q, k, v):
+        out = self._attend(*(each.float().transpose(0, 1) for each in (q, k, v)))
+        return out.transpose(0, 1).flatten(1).to(q.dtype), ()
+
+    def backward(self, grad, q, k, v, out, rest):
+        with torch.enable_grad():
+            leaves = [each.detach().float().transpose(0, 1).requires_grad_() for each in (q, k, v)]
+            again = self._attend(*leaves)
+        return torch.autograd.grad(again, leaves, grad.view(q.shape).float().transpose(0, 1))
+
+
+class CudnnAttention:
+    """cuDNN's fused attention over the whole window: one causal sequence, grouped heads. CUDA, bf16."""
+
+    name = "cudnn"
+
+    def __init__(self, config: Config, inputs):
+        self.config = config
+
+    def forward(self, q, k, v):
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        # With the logarithms of the sums, no dropout, causal, no debug mask.
+        result = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
+        out = result[0]
+        return out.transpose(1, 2).reshape(out.shape[2], -1), result[1:8]
+
+    def backward(self, grad, q, k, v, out, rest):
+        log_sum, cum_q, cum_k, max_q, max_k, seed, offset = rest
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        grad, out = (t.view(1, -1, self.config.heads, self.config.head_dim).transpose(1, 2) for t in (grad, out))
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, log_sum, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
+        )
+        return [each[0] for each in grads]
+
+
+class FlashAttention:
+    """Flash attention of torch over documents of changing lengths: their bounds are read on the device. CUDA, bf16.
+
+    inputs: of them cu_seqlens, int32 [documents + 1], padded with s, so that a captured launch serves every packing;
+    cu_seqlens_k: the same of the keys, where they are others. Of a document's queries the last one sees all its keys.
+    """
+
+    name = "flash"
+
+    def __init__(self, config: Config, inputs, own=None, keys=None):
+        self.config, bounds = config, inputs["cu_seqlens"]
+        self._documents = bounds, inputs.get("cu_seqlens_k", bounds), config.tokens, config.sequence
+
+    def forward(self, q, k, v):
+        # No dropout, causal, no debug mask.
+        out, *rest = torch.ops.aten._flash_attention_forward(q, k, v, *self._documents, 0.0, True, False)
+        return out.view(self.config.tokens, -1), tuple(rest[:3])
+
+    def backward(self, grad, q, k, v, out, rest):
+        log_sum, state, unused = rest
+        grad, out = (tensor.view(-1, self.config.heads, self.config.head_dim) for tensor in (grad, out))
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, log_sum, *self._documents, 0.0, True, state, unused
+        )
+        return [each.transpose(0, 1) for each in grads]
+
+
+def attention_for(config: Config, device):
+    """The class for a device: on a GPU cuDNN's for whole windows, which is the faster one, flash for packed ones and
+    where ranks share a window.
+
+    cuDNN's backward is not deterministic (torch's own selection leaves it out under deterministic algorithms, in
+    sdp_utils.cpp). Where these are asked for, as for parity, flash attention takes its place.
+    """
+    if device.type == "cpu":
+        return PlainAttention
+    if config.documents == "whole" and config.cp == 1 and not torch.are_deterministic_algorithms_enabled():
+        return CudnnAttention
+    return FlashAttention

@@ -1,0 +1,109 @@
+"""Scales of the operands of the frozen GEMMs, on the device and without a host read.
+
+A layer quantises nine tensors: the inputs of its four GEMMs, fc1's output where it is kept in FP8, and the gradients
+that enter the four GEMMs of the backward. Delayed scaling: the scale of this step comes from the largest magnitudes
+(amax) of the last `amax_history` steps and is updated once a step. Current scaling: it comes from the tensor itself.
+Both formats as Transformer Engine's HYBRID: E4M3 forward, E5M2 for gradients.
+"""
+
+import contextlib
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
+from llama2_lora.config import FORWARD_SCALES, FP8, SCALES, Config
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place: scale, its inverse and amax are FP32 [1]; what is stored is value * scale."""
+
+    scale: torch.Tensor
+    inverse: torch.Tensor
+    amax: torch.Tensor
+    largest: float
+
+
+class Scaling:
+    """Slots of all layers. precision: the config's; `kind` is "delayed", "current" or "none"."""
+
+    def __init__(self, config: Config, device):
+        self.kind = {"fp8": "delayed", "fp8_current": "current"}.get(config.precision, "none")
+        count = config.layers * len(SCALES)
+        # 16 bytes apart, so that a kernel sees every pointer aligned alike and is compiled once.
+        self.scale, self.inverse = torch.ones(count, 4, device=device), torch.ones(count, 4, device=device)
+        self.amax = torch.zeros(count, 4, device=device)
+        self.history = torch.zeros(config.amax_history, count, device=device)
+        largest = [E4M3_MAX if name in FORWARD_SCALES else E5M2_MAX for name in SCALES] * config.layers
+        self.largest = torch.tensor(largest, device=device)
+        # Made once: a step asks for some 20 a layer, and views cost host time.
+        columns = (tensor[:, :1].unbind() for tensor in (self.scale, self.inverse, self.amax))
+        self._slots = list(itertools.starmap(Slot, zip(*columns, largest, strict=True)))
+
+    def slot(self, layer: int, name: str) -> Slot:
+        return self._slots[layer * len(SCALES) + SCALES.index(name)]
+
+    def update(self) -> None:
+        """Scales of the next step, from the amaxes of this one and of those before it.
+
+        With current scaling only fc1_out keeps its scale until it is used: what a layer stores is scaled with delay.
+        """
+        if self.kind == "none":
+            return
+        self.history.copy_(torch.cat((self.amax[:, :1].t(), self.history[:-1])))
+        scale = scale_of(self.history.amax(0), self.largest, self.scale[:, 0])
+        self.scale.copy_(scale[:, None].expand_as(self.scale))
+        self.inverse.copy_((1.0 / scale)[:, None].expand_as(self.inverse))
+        self.amax.zero_()
+
+    def reset(self) -> None:
+        self.scale.fill_(1.0)
+        self.inverse.fill_(1.0)
+        self.amax.zero_()
+        self.history.zero_()
+
+    def named_tensors(self):
+        """All that a step changes."""
+        for name in ("scale", "inverse", "amax", "history"):
+            yield name, getattr(self, name)
+
+    def named_state(self):
+        """What goes on from step to step, for hashing."""
+        if self.kind != "none":
+            yield "fp8.scale", self.scale[:, 0]
+            yield "fp8.amax_history", self.history
+
+
+@contextlib.contextmanager
+def restored(tensors):
+    """After it, these tensors hold what they held before."""
+    tensors = list(tensors)
+    saved = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, saved, strict=True):
+            tensor.copy_(value)
+
+
+def scale_of(amax, largest, otherwise):
+    """largest / amax, within FP32; `otherwise` where amax is zero or not finite."""
+    usable = (amax > 0) & torch.isfinite(amax)
+    return torch.where(usable, (largest / amax).clamp(max=torch.finfo(torch.float32).max), otherwise)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """dtypes of what GEMMs of the frozen weights read: weights and inputs, gradients, and everything else."""
+
+    main: torch.dtype
+    operand: torch.dtype
+    gradient: torch.dtype
+
+    @classmethod
+    def of(cls, config: Config, main: torch.dtype = torch.bfloat16):
+        if config.precision in FP8:
+            return cls(main, torch.float8_e4m3fn, torch.float8_e5m2)
+        return cls(main, main, main)

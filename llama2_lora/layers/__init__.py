@@ -1,0 +1,1 @@
+"""The layers: written by hand, and as modules under autograd."""

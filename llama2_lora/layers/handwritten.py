@@ -1,0 +1,357 @@
+"""Layers written by hand: forward and backward of a LoRA layer over static workspaces, without autograd.
+
+The base weights are frozen and have no gradient. So a layer's backward needs its input x, q k v, attention's output,
+the residual sum before the MLP and fc1's output, and nothing else. Only x is always kept. The rest is kept or computed
+again in the backward, layer by layer as the plan says (llama2_lora/plan.py). Both ways give the same bits.
+
+Layers are chained through buffers: layer l leaves its residual sum and its MLP's output. The norm at the start of layer
+l + 1 adds them, which gives its x. In the backward `grad` is the gradient of the residual stream, and `grad_operand`
+the same quantised for the GEMM that reads it first.
+"""
+
+import contextlib
+
+import torch
+
+from common.measuring.marks import mark
+from llama2_lora.config import FP8, Config, layer_weights
+from llama2_lora.kernels.attention import split_qkv
+from llama2_lora.kernels.operators import dropout_key
+from llama2_lora.kernels.scaling import Formats, Scaling, restored
+from llama2_lora.plan import workspace
+from llama2_lora.weights.frozen import FrozenWeights
+from llama2_lora.weights.trainable import Adapters
+
+KEPT_BY_PLAN = ("qkv", "attention", "residual", "fc1")
+QKV, PROJ = 0, 1
+# Layers between two marks: some 400 launches (see common/measuring/marks.py).
+MARK_EVERY = 16
+
+
+class HandwrittenStack:
+    """All layers with embedding and head.
+
+    A step: embed, forward(0), forward(1), ..., head, backward(last), ..., backward(0), update_scales.
+    inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
+    loss. plan: `common.training.memory_plan.Plan`. operators, attention: classes for this device, or functions that
+    make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
+    """
+
+    def __init__(
+        self, config: Config, formats: Formats, weights: FrozenWeights, adapters: Adapters, inputs, plan, operators,
+        attention,
+    ):  # fmt: skip
+        self.config, self.formats, self.weights, self.adapters, self.inputs = config, formats, weights, adapters, inputs
+        self.device = weights.device
+        self.scaling = Scaling(config, self.device)
+        self.operators = operators(config, formats, self.scaling, self.device)
+        self.attention = attention(config, inputs)
+        self.ratio = config.alpha / config.rank
+        self.keeps = [frozenset(KEPT_BY_PLAN) - set(plan.of(layer).recomputes) for layer in range(config.layers)]
+        types = {"fp32": torch.float32, "main": formats.main, "operand": formats.operand, "gradient": formats.gradient}
+        self.work = {
+            name: torch.zeros(shape, dtype=types[kind], device=self.device)
+            for name, (shape, kind) in workspace(config).items()
+        }
+        self._views = {}
+        self.kept = [self._kept(keeps) for keeps in self.keeps]
+        self.holds_transposes = ["transpose" in plan.of(layer).keeps for layer in range(config.layers)]
+        self.transposes = [self._transposes(layer) for layer in range(config.layers)]
+        self.side = None
+        if config.transposes == "beside" and config.precision in FP8 and self.device.type == "cuda":
+            self.side = torch.cuda.Stream(self.device)
+            self.ready = {name: torch.cuda.Event() for name in config.matrices}
+        # Attention's outputs from the forward to the backward. Evaluation keeps none.
+        self.attended, self.keeps_attention = [None] * config.layers, True
+        self.loss = torch.zeros((), device=self.device)
+
+    def _kept(self, keeps):
+        """Buffers for the tensors that one layer keeps; attention itself allocates its output."""
+        c, main = self.config, self.formats.main
+        fc1 = torch.float8_e4m3fn if c.fc1_fp8 else main
+        shapes = {"qkv": (c.qkv_width, main), "residual": (c.hidden, main), "fc1": (2 * c.ffn, fc1)}
+        return {
+            name: torch.zeros(c.tokens, width, dtype=dtype, device=self.device)
+            for name, (width, dtype) in shapes.items()
+            if name in keeps
+        }
+
+    def _transposes(self, layer):
+        """name -> W^T [inputs, outputs]. A layer that holds them makes them here, once; others get the place where
+        they are made for each dgrad GEMM: shared by all matrices, or the matrix's or the layer's own."""
+        found, place = {}, 0
+        if self.config.transposes == "own":
+            place = layer * layer_weights(self.config)
+        for name, (rows, columns) in self.config.matrices.items() if self.config.precision in FP8 else ():
+            value = self.weights.layers[layer][name].value
+            if self.holds_transposes[layer]:
+                found[name] = value.new_empty(columns, rows)
+                self.operators.transpose(value, found[name])
+            else:
+                found[name] = self.work["transpose"][place : place + rows * columns].view(columns, rows)
+                place += 0 if self.config.transposes == "inline" else rows * columns
+        return found
+
+    def _view(self, name, width):
+        """The start of a flat workspace as [s, width]. Made once, as views cost host time."""
+        if (name, width) not in self._views:
+            tokens = self.config.tokens
+            self._views[name, width] = self.work[name][: tokens * width].view(tokens, width)
+        return self._views[name, width]
+
+    # -- GEMMs of the frozen weights ---------------------------------------------------------------
+
+    def _multiply(self, layer, name, operand, out):
+        """out = operand W^T: a forward GEMM, of the input of the matrix `name`."""
+        matrix, slot = self.weights.layers[layer][name], self.scaling.slot(layer, f"{name}_in")
+        self.operators.gemm(operand, matrix.value, slot.inverse, matrix.inverse, out, fast=True)
+
+    def _multiply_back(self, layer, name, operand, out):
+        """out = operand W: a dgrad GEMM. In FP8 it reads W^T, which is held, made now, or made on the second stream."""
+        matrix = self.weights.layers[layer][name]
+        if self.config.precision not in FP8:
+            torch.mm(operand, matrix.backward, out=out)
+            return
+        transposed = self.transposes[layer][name]
+        if not self.holds_transposes[layer]:
+            if self.side:
+                torch.cuda.current_stream().wait_event(self.ready[name])
+            else:
+                self.operators.transpose(matrix.value, transposed)
+        slot = self.scaling.slot(layer, f"{name}_grad")
+        self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=self.config.fast_dgrad)
+
+    def _transpose_ahead(self, layer):
+        """Start a layer's transposes on the second stream, in the order in which its backward waits for them.
+
+        In a capture this makes a branch of the graph, which ends where the last of them is waited for.
+        """
+        if not self.side or self.holds_transposes[layer]:
+            return
+        # The buffers may still be read by the layer above.
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            # The first layer's backward ends before q k v's dgrad.
+            for name in ("fc2", "fc1", "proj", "qkv")[: 4 if layer else 3]:
+                self.operators.transpose(self.weights.layers[layer][name].value, self.transposes[layer][name])
+                self.ready[name].record(self.side)
+
+    # -- parts that both directions compute ----------------------------------------------------------
+
+    def _qkv(self, layer, qkv, recompute):
+        """q k v, turned, of the normalised x in `operand`. The adapter's a is there already if `recompute`."""
+        c, adapter, a = self.config, self.adapters.layers[layer], self.work["a"][layer, QKV]
+        self._multiply(layer, "qkv", self._view("operand", c.hidden), qkv)
+        if not recompute:
+            self._into_rank(self._view("dropped", c.hidden), adapter["qkv.a"], a)
+        qkv.addmm_(a, adapter["qkv.b"].t())
+        self.operators.rope(qkv, self.inputs["positions"])
+
+    def _proj(self, layer, recompute):
+        """The projection of attention's output in `operand`, with its adapter."""
+        c, adapter, a = self.config, self.adapters.layers[layer], self.work["a"][layer, PROJ]
+        self._multiply(layer, "proj", self._view("operand", c.q_width), self.work["proj"])
+        if not recompute:
+            self._into_rank(self._view("dropped", c.q_width), adapter["proj.a"], a)
+        self.work["proj"].addmm_(a, adapter["proj.b"].t())
+
+    def _into_rank(self, x, matrix, out):
+        """out [s, rank] = alpha / rank * x matrix^T."""
+        torch.addmm(out, x, matrix.t(), beta=0, alpha=self.ratio, out=out)
+
+    def _mlp_norm(self, layer, **sources):
+        """The norm before the MLP, as fc1's operand."""
+        operand, slot = self._view("operand", self.config.hidden), self.scaling.slot(layer, "fc1_in")
+        self.operators.norm(gain=self.weights.norms[layer][1], operand=operand, slot=slot, **sources)
+
+    def _residual(self, layer):
+        return self.kept[layer].get("residual", self.work["residual"])
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def embed(self) -> None:
+        """Counts the step, whose number is in the masks of dropout, and looks up the embedding."""
+        self.operators.step.add_(1)
+        self._look_up()
+
+    def _look_up(self):
+        torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
+
+    def forward_all(self) -> None:
+        for layer in range(self.config.layers):
+            self.forward(layer)
+            if layer % MARK_EVERY == 0:
+                mark()
+
+    def forward(self, layer: int) -> None:
+        """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what is planned."""
+        c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
+        x, gain = work["x"][layer], self.weights.norms[layer][0]
+        written = {
+            "operand": self._view("operand", c.hidden),
+            "slot": self.scaling.slot(layer, "qkv_in"),
+            "dropped": self._view("dropped", c.hidden),
+            "key": dropout_key(layer, QKV),
+        }
+        if layer == 0:
+            operators.norm(x, gain, **written)
+        else:
+            operators.norm(self._residual(layer - 1), gain, add=work["fc2"], total=x, **written)
+        qkv = kept.get("qkv", work["qkv"])
+        self._qkv(layer, qkv, recompute=False)
+        out, rest = self.attention.forward(*split_qkv(c, qkv))
+        if self.keeps_attention and "attention" in self.keeps[layer]:
+            self.attended[layer] = out, rest
+        written = {"operand": self._view("operand", c.q_width), "slot": self.scaling.slot(layer, "proj_in")}
+        operators.quantize(out, **written, dropped=self._view("dropped", c.q_width), key=dropout_key(layer, PROJ))
+        self._proj(layer, recompute=False)
+        self._mlp_norm(layer, x=x, add=work["proj"], total=self._residual(layer))
+        fc1, fc1_slot, stored = self._view("fc1", 2 * c.ffn), None, None
+        if c.fc1_fp8:
+            fc1_slot, stored = self.scaling.slot(layer, "fc1_out"), kept.get("fc1")
+        else:
+            fc1 = kept.get("fc1", fc1)
+        self._multiply(layer, "fc1", self._view("operand", c.hidden), fc1)
+        written = {"operand": work["fc2_in"], "slot": self.scaling.slot(layer, "fc2_in")}
+        operators.swiglu(fc1, **written, stored_slot=fc1_slot, stored=stored)
+        self._multiply(layer, "fc2", work["fc2_in"], work["fc2"])
+
+    def head(self) -> None:
+        """Final norm, logits, loss, and the gradient of the last layer's output."""
+        c, work, last = self.config, self.work, self.config.layers - 1
+        normed, grad = self._view("dropped", c.hidden), self._view("wide_grad", c.hidden)
+        logits = self._view("fc1", c.vocab)
+        gain = self.weights.final_norm
+        self.operators.norm(self._residual(last), gain, add=work["fc2"], total=work["final"], plain=normed)
+        torch.mm(normed, self.weights.head.t(), out=logits)
+        self.operators.cross_entropy(logits, self.inputs["targets"], self.inputs["weights"], work["losses"])
+        torch.sum(work["losses"], 0, out=self.loss)
+        torch.mm(logits, self.weights.head, out=grad)
+        slot = self.scaling.slot(last, "fc2_grad")
+        self.operators.norm_backward(grad, work["final"], gain, work["grad"], operand=work["grad_operand"], slot=slot)
+
+    def backward_all(self) -> None:
+        for layer in reversed(range(self.config.layers)):
+            self.backward(layer)
+            if layer % MARK_EVERY == 0:
+                mark()
+
+    def backward(self, layer: int) -> None:
+        """Read the gradient of the layer's output in `grad` and `grad_operand`, leave that of its input there."""
+        work = self.work
+        self._transpose_ahead(layer)
+        qkv, out, rest, residual, fc1 = self._again(layer)
+        self._mlp_backward(layer, residual, fc1)
+        self._proj_backward(layer, out)
+        parts = split_qkv(self.config, qkv)
+        grads = self.attention.backward(self._view("wide_grad", self.config.q_width), *parts, out, rest)
+        written = {"operand": work["qkv_grad_operand"], "slot": self.scaling.slot(layer, "qkv_grad")}
+        self.operators.rope_backward(*grads, self.inputs["positions"], work["qkv_grad"], **written)
+        self.attended[layer] = None
+        del grads, out, rest
+        self._qkv_backward(layer)
+
+    def _again(self, layer):
+        """The tensors that the backward reads: kept, or computed again in the order of the forward."""
+        c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
+        x = work["x"][layer]
+        if (qkv := kept.get("qkv")) is None:
+            qkv = work["qkv"]
+            slot = self.scaling.slot(layer, "qkv_in")
+            operators.norm(x, self.weights.norms[layer][0], operand=self._view("operand", c.hidden), slot=slot)
+            self._qkv(layer, qkv, recompute=True)
+        out, rest = self.attended[layer] or self.attention.forward(*split_qkv(c, qkv))
+        if (residual := kept.get("residual")) is None:
+            residual = work["residual"]
+            slot = self.scaling.slot(layer, "proj_in")
+            operators.quantize(out, operand=self._view("operand", c.q_width), slot=slot)
+            self._proj(layer, recompute=True)
+            self._mlp_norm(layer, x=x, add=work["proj"], total=residual)
+        elif "fc1" not in kept:
+            self._mlp_norm(layer, x=residual)
+        if (fc1 := kept.get("fc1")) is None:
+            fc1 = self._view("fc1", 2 * c.ffn)
+            self._multiply(layer, "fc1", self._view("operand", c.hidden), fc1)
+        return qkv, out, rest, residual, fc1
+
+    def _mlp_backward(self, layer, residual, fc1):
+        c, work = self.config, self.work
+        self._multiply_back(layer, "fc2", work["grad_operand"], work["swiglu_grad"])
+        stored = self.scaling.slot(layer, "fc1_out") if c.fc1_fp8 else None
+        written = {"operand": work["fc1_grad"], "slot": self.scaling.slot(layer, "fc1_grad")}
+        self.operators.swiglu_backward(fc1, work["swiglu_grad"], **written, stored_slot=stored)
+        grad = self._view("wide_grad", c.hidden)
+        self._multiply_back(layer, "fc1", work["fc1_grad"], grad)
+        self._norm_backward(grad, residual, self.weights.norms[layer][1], self.scaling.slot(layer, "proj_grad"))
+
+    def _norm_backward(self, grad, x, gain, slot, **through):
+        """Add the gradient of a norm's input x to `grad`, and write the sum as `grad_operand`."""
+        stream, operand = self.work["grad"], self.work["grad_operand"]
+        self.operators.norm_backward(grad, x, gain, stream, residual=stream, operand=operand, slot=slot, **through)
+
+    def _proj_backward(self, layer, out):
+        """The gradient of attention's output to `wide_grad`, those of the projection's adapter to their place."""
+        c, key = self.config, dropout_key(layer, PROJ)
+        grad, dropped = self._view("wide_grad", c.q_width), self._view("dropped", c.q_width)
+        self._multiply_back(layer, "proj", self.work["grad_operand"], grad)
+        self.operators.quantize(out, dropped=dropped, key=key)
+        through = self._view("dropped_grad", c.q_width)
+        self._adapter_backward(layer, "proj", self.work["grad"], self.work["a"][layer, PROJ], dropped, through)
+        self.operators.add_dropout_gradient(grad, through, key)
+
+    def _qkv_backward(self, layer):
+        c, work, x, key = self.config, self.work, self.work["x"][layer], dropout_key(layer, QKV)
+        gain, dropped = self.weights.norms[layer][0], self._view("dropped", c.hidden)
+        self.operators.norm(x, gain, dropped=dropped, key=key)
+        # Below layer 0 is the frozen embedding: nothing needs the gradient of its output.
+        through = self._view("dropped_grad", c.hidden) if layer else None
+        self._adapter_backward(layer, "qkv", work["qkv_grad"], work["a"][layer, QKV], dropped, through)
+        if layer == 0:
+            return
+        grad = self._view("wide_grad", c.hidden)
+        self._multiply_back(layer, "qkv", work["qkv_grad_operand"], grad)
+        slot = self.scaling.slot(layer - 1, "fc2_grad")
+        self._norm_backward(grad, x, gain, slot, through_dropout=through, key=key)
+
+    def _adapter_backward(self, layer, name, grad, a, dropped, through):
+        """Gradients of both matrices, and of the dropped-out input to `through` unless that is None."""
+        adapter, grads = self.adapters.layers[layer], self.adapters.layer_grads[layer]
+        rank_grad = self.work["rank_grad"]
+        torch.addmm(rank_grad, grad, adapter[f"{name}.b"], beta=0, alpha=self.ratio, out=rank_grad)
+        torch.mm(grad.t(), a, out=grads[f"{name}.b"])
+        torch.mm(rank_grad.t(), dropped, out=grads[f"{name}.a"])
+        if through is not None:
+            torch.mm(rank_grad, adapter[f"{name}.a"], out=through)
+
+    def update_scales(self) -> None:
+        """After the backward: the scales of the next step."""
+        self.scaling.update()
+
+    # Modules under autograd need more around captures and replays (llama2_lora/layers/module_stack.py).
+
+    def head_of_chain(self) -> None:
+        self.head()
+
+    def capturing(self):
+        return contextlib.nullcontext()
+
+    replaying_forward = replaying_backward = capturing
+
+    # ----------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """`loss` of the inputs without dropout, eager; scales, gradients and the count of steps stay as they are."""
+        self.keeps_attention = False
+        with self.operators.no_dropout(), restored(tensor for _, tensor in self.scaling.named_tensors()):
+            self._look_up()
+            self.forward_all()
+            self.head()
+        self.keeps_attention = True
+
+    def reset(self, first_step: int = 0) -> None:
+        """first_step: start of the count that selects the masks of dropout; each rank has its own."""
+        self.scaling.reset()
+        self.operators.step.fill_(first_step)
+
+    def named_state(self):
+        yield from self.scaling.named_state()

@@ -1,0 +1,83 @@
+"""A layer in plain PyTorch under autograd, bf16, with the frozen weights and adapters of handwritten layers.
+
+It draws dropout from torch's generator. torch.compile can see all of it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.training.parallel.context_parallel import places
+from common.training.parallel.differentiable_collectives import gather_from_sequence
+from llama2_lora.config import Config
+from llama2_lora.kernels.operators import rope_angles
+
+
+class Adapter(nn.Module):
+    """alpha / rank * dropout(x) a^T b^T; a and b are parameters in the adapters' flat buffer, grads in theirs.
+
+    name: "qkv" or "proj".
+    """
+
+    def __init__(self, config: Config, adapters, layer: int, name: str):
+        super().__init__()
+        self.dropout, self.ratio = config.dropout, config.alpha / config.rank
+        values, grads = adapters.layers[layer], adapters.layer_grads[layer]
+        self.a, self.b = nn.Parameter(values[f"{name}.a"]), nn.Parameter(values[f"{name}.b"])
+        self.a.grad, self.b.grad = grads[f"{name}.a"], grads[f"{name}.b"]
+
+    def forward(self, x):
+        return F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.a), self.b) * self.ratio
+
+
+class PlainLayer(nn.Module):
+    """[s, hidden] -> [s, hidden]. inputs: name -> static tensor; the layer reads positions, int64 [s].
+
+    tables: cosines and sines of RoPE, FP32 [sequence, head_dim / 2]. places: places in the window of this rank's
+    queries [s, 1], and of the keys [sequence] in the order of the ranks of `group`.
+    """
+
+    def __init__(self, config: Config, layer: int, weights, adapters, inputs, tables, places, group: str):
+        super().__init__()
+        self.config, self.norms, self.inputs, self.group = config, weights.norms[layer], inputs, group
+        self.tables, self.places = tables, places
+        self.matrices = {name: matrix.value for name, matrix in weights.layers[layer].items()}
+        self.qkv_adapter, self.proj_adapter = (Adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
+
+    def forward(self, x):
+        c = self.config
+        normed = self._norm(x, self.norms[0])
+        qkv = (F.linear(normed, self.matrices["qkv"]) + self.qkv_adapter(normed)).view(c.tokens, -1, c.head_dim)
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 1)
+        cos, sin = (table[self.inputs["positions"]][:, None] for table in self.tables)
+        out = self._attention(_turned(q, cos, sin), _turned(k, cos, sin), v)
+        x = x + (F.linear(out, self.matrices["proj"]) + self.proj_adapter(out))
+        gate, up = F.linear(self._norm(x, self.norms[1]), self.matrices["fc1"]).chunk(2, 1)
+        return x + F.linear(F.silu(gate) * up, self.matrices["fc2"])
+
+    def _attention(self, q, k, v):
+        k, v = (gather_from_sequence(each, self.group) for each in (k, v))
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        visible = None
+        if self.config.cp > 1 or self.config.documents == "separate":
+            own, keys = self.places
+            visible = (keys <= own) & (keys >= own - self.inputs["positions"][:, None])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    def _norm(self, x, gain):
+        return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
+
+
+def _turned(x, cos, sin):
+    low, high = x.float().chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
+
+
+def make_layers(config: Config, weights, adapters, inputs, group: str, rank: int) -> nn.ModuleList:
+    """All layers. group, rank: name of the group of ranks that share a window, and this rank's number in it."""
+    angles, device = rope_angles(config), weights.device
+    tables = [table.float().to(device) for table in (angles.cos(), angles.sin())]
+    of_ranks = [places(config.sequence, config.cp, each).to(device) for each in range(config.cp)]
+    parts = inputs, tables, (of_ranks[rank][:, None], torch.cat(of_ranks)), group
+    return nn.ModuleList(PlainLayer(config, layer, weights, adapters, *parts) for layer in range(config.layers))

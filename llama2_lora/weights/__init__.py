@@ -1,0 +1,1 @@
+"""Frozen weights and adapters."""

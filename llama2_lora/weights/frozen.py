@@ -1,0 +1,107 @@
+"""The frozen weights: from a checkpoint or random, quantised once on the way in, stored row by row.
+
+An FP8 GEMM on Hopper reads both operands along the dimension that it sums over, so the backward's dx = dy W needs W
+transposed. Nothing here holds a transpose; handwritten layers make them (llama2_lora/layers/handwritten.py).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from common.training.precision import nvfp4
+from common.training.precision.fp8 import E4M3_MAX
+from llama2_lora.config import FP8, Config
+from llama2_lora.kernels.scaling import Formats
+
+STD = 0.02
+# Rows that are quantised at a time: their FP32 copy is the only memory needed besides.
+CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """value [outputs, inputs]: the weight is value * inverse, FP32 [1]. backward: of its shape, what dgrad reads."""
+
+    value: torch.Tensor
+    inverse: torch.Tensor
+    backward: torch.Tensor
+
+
+class RandomWeights:
+    """The weights of a `llama_checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual
+    stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew."""
+
+    def __init__(self, config: Config, device, seed: int = 1):
+        self._config, self._device = config, device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def layer(self, index: int) -> dict[str, torch.Tensor]:
+        depth = math.sqrt(2 * self._config.layers)
+        std = {"qkv": STD, "proj": STD / depth, "fc1": STD, "fc2": STD / depth}
+        layer = {name: self._normal(shape, std[name]) for name, shape in self._config.matrices.items()}
+        return layer | {name: self.final_norm() for name in ("norm1", "norm2")}
+
+    def embedding(self) -> torch.Tensor:
+        return self._normal((self._config.vocab, self._config.hidden), 1.0)
+
+    def head(self) -> torch.Tensor:
+        return self._normal((self._config.vocab, self._config.hidden), STD)
+
+    def final_norm(self) -> torch.Tensor:
+        return torch.ones(self._config.hidden)
+
+    def _normal(self, shape, std):
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return tensor.normal_(0.0, std, generator=self._generator)
+
+
+class FrozenWeights:
+    """layers[i]: name -> Matrix; norms[i]: (norm before attention, norm before the MLP); embedding, head, final_norm.
+
+    source: a Checkpoint; None: RandomWeights.
+    """
+
+    def __init__(self, config: Config, formats: Formats, device, source=None):
+        self.config, self.formats, self.device = config, formats, device
+        source = source or RandomWeights(config, device)
+        # All that stays is allocated first. Between bf16 weights that come and go it would leave holes in the
+        # allocator's segments, 1.8 GiB in all 80 layers.
+        self.embedding, self.head = (
+            torch.empty(config.vocab, config.hidden, dtype=formats.main, device=device) for _ in range(2)
+        )
+        copies = 1 if config.precision in FP8 else 2 if config.precision == "nvfp4_emulated" else 0
+        values = [
+            {
+                name: [torch.empty(shape, dtype=formats.operand, device=device) for _ in range(copies)]
+                for name, shape in config.matrices.items()
+            }
+            for _ in range(config.layers)
+        ]
+        self.layers, self.norms = [], []
+        for index, stored in enumerate(values):
+            tensors = source.layer(index)
+            self.layers.append(
+                {name: self._matrix(tensors[name].to(device), *stored[name]) for name in config.matrices}
+            )
+            self.norms.append(tuple(tensors[name].to(device, formats.main) for name in ("norm1", "norm2")))
+            # Before the next layer is drawn, not after.
+            del tensors
+        self.embedding.copy_(source.embedding())
+        self.head.copy_(source.head())
+        self.final_norm = source.final_norm().to(device, formats.main)
+
+    def _matrix(self, weight, value=None, backward=None):
+        """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, in NVFP4 for the forward in
+        `value` and for dgrad in `backward`."""
+        if self.config.precision == "nvfp4_emulated":
+            nvfp4.frozen_weight(weight.to(self.formats.main), value, backward)
+            return Matrix(value, torch.ones(1, device=self.device), backward)
+        if value is None:
+            weight = weight.to(self.formats.main)
+            return Matrix(weight, torch.ones(1, device=self.device), weight)
+        amax = torch.linalg.vector_norm(weight, math.inf).float().clamp(min=torch.finfo(torch.float32).tiny)
+        scale = E4M3_MAX / amax
+        for rows, stored in zip(weight.split(CHUNK), value.split(CHUNK), strict=True):
+            stored.copy_((rows.float() * scale).clamp(-E4M3_MAX, E4M3_MAX))
+        return Matrix(value, (1.0 / scale).reshape(1), value)

@@ -1,0 +1,111 @@
+"""Llama 2 70B LoRA as it can run on this device, and the lines that a run prints about it."""
+
+from dataclasses import replace
+
+import torch
+
+from common.machine import host_state
+from common.training import flops
+from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.memory_plan import GIB
+from common.training.parallel.host_messages import of_all_ranks
+from common.variant import Workload
+from llama2_lora import config as lora_config
+from llama2_lora import plan
+from llama2_lora.config import ABOUT, FP8
+from llama2_lora.data import rows
+from llama2_lora.state import State, hyperparameters
+from llama2_lora.weights import adapters
+
+
+def workload(args, device: torch.device, rank: int, world_size: int, variants: dict, eager_step):
+    """(arguments as they can run on `device`, Workload), for `common.script.main`. variants: a table."""
+    args, notes = resolve(args, device, world_size)
+    config, kind = args.config, kind_of_layers(args)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return args, Workload(
+        model="llama2_lora",
+        build=lambda config, device: State(config, device, kind, rank, world_size),
+        variants=variants,
+        reference=eager_step,
+        card=card(config, kind, device),
+        notes=notes,
+        flops_per_step=lora_config.flops_per_step(config),
+        flops_convention=flops.CAUSAL_HALF,
+        items_per_step=config.tokens,
+        unit="tokens",
+        peak_flops=flops.peak_flops(gpu, "fp8" if config.precision in FP8 else "bf16"),
+        hyperparameters=hyperparameters(config, config.ranks(world_size).dp),
+        kinds=ABOUT["kinds"],
+        promises=ABOUT["promises"],
+    )
+
+
+def kind_of_layers(args) -> str:
+    """The layers that the variant is declared to have, else those of --layer."""
+    return ABOUT["traits"].get(args.run.variant, {}).get("layer", args.config.layer)
+
+
+def resolve(args, device: torch.device, world_size: int = 1):
+    """(arguments with precision, memory and number of layers as they can run on `device`, notes on what changed).
+
+    ValueError if they cannot run, or checkpoint, adapter or data do not fit. Nothing has been built then.
+    """
+    args.config.ranks(world_size)
+    args, notes = _fit(args, device)
+    # A run file says at which rate it trained.
+    config = replace(args.config, lr=args.config.learning_rate)
+    args = replace(args, config=config)
+    if config.checkpoint:
+        open_checkpoint(config.checkpoint, config)
+    adapters.require(config)
+    rows.require(config.data)
+    if config.memory_gib and kind_of_layers(args) == "handwritten":
+        plan.make_plan(config, int(config.memory_gib * GIB))
+    return args, notes
+
+
+def _fit(args, device):
+    config, run, notes = args.config, args.run, []
+    if device.type == "cpu":
+        if config.layer == "te":
+            raise ValueError("--layer te needs a GPU; take --layer handwritten or torch")
+        available = host_state.available_host_bytes()
+        if available is not None:
+            plan.require(config, available)
+        if config.precision in FP8:
+            notes.append("FP8 emulated: operands rounded to FP8, GEMMs in FP32")
+        return args, notes
+    if config.precision in FP8 and torch.cuda.get_device_capability(device) < (8, 9):
+        config = replace(config, precision="bf16", fc1_store="auto")
+        notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
+    # The least of all ranks, so that all have one plan and as many layers.
+    free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
+    budget = plan.budget_bytes(free) // GIB
+    if config.memory_gib > free / GIB:
+        raise ValueError(f"--memory-gib {config.memory_gib}: {free / GIB:.1f} GiB are free, take at most {budget}")
+    if not config.memory_gib:
+        smaller = plan.fit(config, budget * GIB)
+        if smaller.layers < config.layers:
+            run = replace(run, preset=f"{run.preset}-l{smaller.layers}")
+            notes.append(f"{smaller.layers} of {config.layers} layers: what fits into {budget} GiB")
+        config = replace(smaller, memory_gib=float(budget))
+    return replace(args, config=config, run=run), notes
+
+
+def card(config, kind: str, device: torch.device) -> list[str]:
+    """Lines that say what runs; on a GPU with the memory plan of handwritten layers."""
+    known = {(8192, 80): "Llama 2 70B", (8192, config.layers): f"{config.layers} of 80 layers of Llama 2 70B"}
+    of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
+    lines = [
+        f"{config.layers} layers, hidden {config.hidden}, heads {config.heads} ({config.kv_heads} groups), "
+        f"ffn {config.ffn}: {known.get((config.hidden, config.layers), 'toy widths')}",
+        f"{lora_config.num_parameters(config) / 1e6:,.1f} M frozen parameters, "
+        f"{'of ' + config.checkpoint if config.checkpoint else 'random'}; "
+        f"{lora_config.num_trainable(config) / 1e6:,.2f} M trainable ones, learning rate {config.learning_rate:g}",
+        f"{config.tokens} tokens{of_window} | {kind} layers, {config.precision} | "
+        f"{lora_config.flops_per_step(config) / 1e12:.4g} TFLOP/step",
+    ]
+    if device.type == "cuda" and kind == "handwritten":
+        lines += ["", *plan.make_plan(config, int(config.memory_gib * GIB)).text().splitlines()]
+    return lines

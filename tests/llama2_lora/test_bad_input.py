@@ -1,0 +1,79 @@
+"""python -m llama2_lora.train with what it cannot use: one line on stderr that names the flag, before weights exist."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llama2_lora.weights import adapters
+from tests.helpers import forked
+from tests.helpers.llama2_lora_case import TINY, weights, write_checkpoint
+
+
+def said(*arguments):
+    """The one line on stderr; nothing on stdout: no card, no table."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = forked.run("llama2_lora.train", ["--preset", "tiny", *arguments], environment, timeout_s=100)
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
+    assert answer.stderr.startswith("python -m llama2_lora.train: "), answer.stderr
+    return answer.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--sequence", "1000"], "--sequence 1000: takes a multiple of 16"),
+        (["--rank", "0"], "--rank 0: takes a number from 1 up"),
+        (["--rank", "129"], "--rank 129: takes a number from 1 to 128"),
+        (["--memory-gib", "0.01"], "the smallest plan needs 90,177,536: 90,177,536 fixed and 3 layers of 0; --memory-"),
+        (["--layers", "1000000000"], "--layers 1000000000 is too large"),
+        (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
+        (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
+        (["--adapter", "/nowhere/adapter"], "--adapter /nowhere/adapter: no such folder"),
+        (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter: cannot write"),
+    ],
+)
+def test_flags(arguments, told):
+    assert told in said(*arguments)
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path):
+    folder = write_checkpoint(tmp_path / "wide", replace(TINY, ffn=512, layers=1))
+    line = said("--checkpoint", str(folder))
+    assert "does not fit ffn 256, layers 3: take --ffn 512 --layers 1" in line
+    tensors = weights(TINY)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    folder = write_checkpoint(tmp_path / "lacking", TINY, tensors)
+    assert "holds no tensor model.layers.2.mlp.up_proj.weight" in said("--checkpoint", str(folder))
+
+
+def test_a_truncated_checkpoint(tmp_path):
+    folder = write_checkpoint(tmp_path / "llama", TINY, shards=1)
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1000)
+    line = said("--checkpoint", str(folder))
+    assert f"--checkpoint: {file} is truncated, it ends 744 bytes before lm_head.weight does" in line
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    config, folder = replace(TINY, rank=4), tmp_path / "adapter"
+    masters = {f"layers.{i}.{name}": torch.zeros(shape) for i in range(3) for name, shape in config.adapters.items()}
+    adapters.save(folder, masters, config)
+    return folder
+
+
+def test_an_adapter_of_another_rank(adapter):
+    for flag in ("--adapter", "--save-adapter"):
+        told = f"{flag} {adapter}: holds an adapter of r 4, this run has 8 (--rank)"
+        assert told in said(flag, str(adapter))
+
+
+def test_an_adapter_of_a_module_that_is_not_there(adapter):
+    path = adapter / adapters.CONFIG_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": ["q_proj", "gate"]}))
+    line = said("--rank", "4", "--adapter", str(adapter))
+    told = f"--adapter {adapter}: holds an adapter of target_modules ['gate', 'q_proj'], this run has ['k_proj', "
+    assert told in line

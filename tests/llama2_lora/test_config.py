@@ -1,0 +1,105 @@
+"""llama2_lora/config: counts against the published ones, presets, and mistakes in one line."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.training import flops
+from llama2_lora.config import (
+    ABOUT,
+    PRESETS,
+    Config,
+    flops_per_step,
+    layer_weights,
+    num_parameters,
+    num_trainable,
+)
+from llama2_lora.variants import VARIANTS
+
+TINY, BENCH, FULL = (PRESETS[name] for name in ("tiny", "bench", "full"))
+
+
+def test_llama_2_70b_lora():
+    assert num_trainable(FULL) == 44_564_480
+    assert layer_weights(FULL) == 855_638_016
+    # 68,976,648,192: meta-llama/Llama-2-70b-hf.
+    assert num_parameters(FULL) == 68_976_648_192
+    assert num_trainable(replace(FULL, layers=1)) == 557_056
+
+
+def test_flop_of_a_step():
+    """2,517.7 TFLOP for 8192 tokens; the layers' part is that of common/flops with frozen weights."""
+    assert flops_per_step(FULL) / 1e12 == pytest.approx(2517.67, abs=0.01)
+    c = FULL
+    shared = flops.gpt(
+        num_layers=c.layers,
+        sequence_length=c.sequence,
+        hidden=c.hidden,
+        q_width=c.q_width,
+        kv_width=c.kv_heads * c.head_dim,
+        ffn=c.ffn,
+        vocab=c.vocab,
+        mlp_matrices=3,
+        weight_gradients=False,
+    )
+    assert flops_per_step(FULL) == shared + 6 * c.sequence * num_trainable(c)
+
+
+def test_presets():
+    assert set(PRESETS) == {"tiny", "bench", "full", "slice", "mlperf", "mlperf_cp8"}
+    assert (BENCH.layers, BENCH.sequence) == (80, 1024)
+    assert (FULL.layers, FULL.sequence) == (80, 8192) == (PRESETS["mlperf"].layers, PRESETS["mlperf"].sequence)
+    assert (PRESETS["slice"].layers, PRESETS["slice"].hidden) == (8, 8192)
+    # Chained layers, shared groups and rotating windows all need two.
+    assert min(TINY.layers, TINY.heads // TINY.kv_heads, TINY.kv_heads, TINY.batches) >= 2
+    assert all((c.rank, c.alpha, c.dropout, c.precision) == (16, 32.0, 0.1, "fp8") for c in (BENCH, FULL))
+
+
+def test_the_learning_rate_is_mlperfs_for_a_checkpoint_and_a_small_one_for_random_weights():
+    assert BENCH.learning_rate == 2e-5 and TINY.learning_rate == 1e-2
+    assert replace(BENCH, checkpoint="llama").learning_rate == 5e-4
+    assert replace(BENCH, checkpoint="llama", lr=1e-3).learning_rate == 1e-3
+    assert replace(BENCH, lr=0.0).learning_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"sequence": 8200}, ("--sequence 8200", "16")),
+        ({"rank": 0}, ("--rank 0",)),
+        ({"rank": 9000}, ("--rank 9000", "8192")),
+        ({"heads": 60}, ("--heads 60", "--kv-heads 8")),
+        ({"head_dim": 127}, ("--head-dim 127",)),
+        ({"ffn": 1001}, ("--ffn", "16")),
+        ({"dropout": 1.0}, ("--dropout 1.0",)),
+        ({"dropout": float("nan")}, ("--dropout nan",)),
+        ({"alpha": 0.0}, ("--alpha 0.0",)),
+        ({"memory_gib": -1.0}, ("--memory-gib -1.0",)),
+        ({"lr": float("inf")}, ("--lr inf",)),
+        ({"lr": -0.5}, ("--lr -0.5", "-1 or")),
+        ({"precision": "bf16", "fc1_store": "fp8"}, ("--fc1-store fp8", "--precision")),
+        ({"layers": 0}, ("--layers 0",)),
+        ({"checkpoint": "/"}, ("--checkpoint /",)),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_flag(fields, words):
+    with pytest.raises(ValueError) as error:
+        Config(**fields)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_what_is_handed_on_in_fp8():
+    assert Config().fc1_fp8 and Config(precision="fp8_current").fc1_fp8
+    assert not Config(fc1_store="bf16").fc1_fp8 and not Config(precision="bf16").fc1_fp8
+
+
+def test_promises():
+    assert VARIANTS["graph_layer"].promised(FULL) == VARIANTS["graph_layer_te"].promised(FULL) == (160, 160)
+    assert VARIANTS["graph_step"].promised(FULL) == (1, 1)
+    assert (
+        VARIANTS["eager"].promised(FULL)
+        == VARIANTS["eager_te"].promised(FULL)
+        == VARIANTS["compile"].promised(FULL)
+        == (0, 0)
+    )
+    assert set(ABOUT["kinds"]) == set(VARIANTS)

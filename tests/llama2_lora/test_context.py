@@ -1,0 +1,153 @@
+"""llama2_lora --cp: two ranks that share each window against one process, graphed against eager, and their parts."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.training.memory_plan import GIB
+from common.training.parallel.context_parallel import places
+from common.variant import Unsupported
+from llama2_lora import state as states
+from llama2_lora.config import PRESETS, flops_per_step
+from llama2_lora.data.windows import PackedBatch
+from llama2_lora.kernels.attention import PlainAttention
+from llama2_lora.kernels.scaling import Formats
+from llama2_lora.layers.context import own_part
+from llama2_lora.layers.transformer_engine import require_kind
+from llama2_lora.plan import fixed_bytes, items, needed_bytes
+from llama2_lora.state import State, hyperparameters
+from llama2_lora.variants import VARIANTS
+from tests.helpers import gloo_ranks
+from tests.helpers.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager, inputs_of
+from tests.helpers.made import made
+
+# FP32 and no dropout, whose masks are each rank's own: what is left is the order of sums.
+EXACT = replace(TINY, precision="bf16", dropout=0.0)
+STEPS = 4
+
+
+def exact_losses(monkeypatch, config, rank=0, world_size=1, kind="handwritten"):
+    """(losses, gradient norms, held-out loss) of training in FP32."""
+    monkeypatch.setattr(states.Formats, "of", lambda config: Formats(*[torch.float32] * 3))
+    state = State(config, CPU, kind, rank, world_size)
+    losses, norms, _ = follow_eager(state, STEPS)
+    return losses, norms, state.evaluate()
+
+
+def own_rank():
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def trained(config, kind="handwritten"):
+    with pytest.MonkeyPatch.context() as patch:
+        return exact_losses(patch, config, *own_rank(), kind)
+
+
+WAYS = [(documents, kind) for documents in ("whole", "separate") for kind in ("handwritten", "torch")]
+
+
+def cp2():
+    return [trained(replace(EXACT, cp=2, documents=documents), kind) for documents, kind in WAYS]
+
+
+def dp2_cp2():
+    return trained(replace(EXACT, cp=2))
+
+
+def dp2():
+    return trained(EXACT)
+
+
+def close(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_two_ranks_of_a_window_train_as_one_process_does(monkeypatch):
+    alone = [exact_losses(monkeypatch, replace(EXACT, documents=each), kind=kind) for each, kind in WAYS]
+    assert alone[0][0] != alone[2][0]
+    for ranks in gloo_ranks.run(__name__, "cp2", 2):
+        for ours, theirs in zip(ranks, alone, strict=True):
+            close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_two_windows_of_two_ranks_each_train_as_two_data_ranks_do():
+    expected = gloo_ranks.run(__name__, "dp2", 2)
+    for rank, ours in enumerate(gloo_ranks.run(__name__, "dp2_cp2", 4)):
+        close(ours, expected[rank // 2])
+
+
+def graphed():
+    """With dropout; handwritten layers in FP8, by a plan of several ways."""
+    config = replace(TINY, cp=2)
+    some = needed_bytes(config) + config.layers * sum(item.bytes for item in items(config)) // 5
+    state = State(replace(config, memory_gib=some / GIB), CPU, "handwritten", *own_rank())
+    assert any(way.recomputes for way in state.plan.configurations.values())
+    return graphs_of(state), graphs_of(State(replace(config, precision="bf16"), CPU, "torch", *own_rank()))
+
+
+def graphs_of(state):
+    """Losses of eager, which those of the graphed variants are."""
+    eager = follow_eager(state, STEPS)
+    for name in GRAPHED:
+        variant = made(VARIANTS, name, state)
+        before = variant.capture.num_replays
+        assert_equal(follow(state, variant.step, STEPS), eager, state)
+        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
+        variant.close()
+    return eager[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit():
+    first, second = gloo_ranks.run(__name__, "graphed", 2, timeout_s=200)
+    assert first == second and all(len(set(losses)) == STEPS for losses in first)
+
+
+@pytest.mark.parametrize("lengths", [[64], [10, 1, 30, 23], [5] * 12 + [4]])
+def test_bounds_of_runs_are_those_of_their_documents(lengths):
+    """What flash attention computes by the bounds of queries and keys, spelled out, against the whole window's mask."""
+    config = replace(TINY, cp=2)
+    inputs = inputs_of(config, lengths=lengths)
+    window = PackedBatch(
+        inputs["tokens"], inputs["targets"], inputs["weights"], inputs["cu_seqlens"], inputs["positions"]
+    )
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = (document[:, None] == document) & torch.ones(64, 64, dtype=torch.bool).tril()
+    for rank in range(2):
+        part, own = own_part(window, config, rank), places(64, 2, rank)
+        assert torch.equal(part["tokens"], window.tokens[own]) and torch.equal(part["positions"], window.positions[own])
+        bounds, bounds_k = part["cu_seqlens"].tolist(), part["cu_seqlens_k"].tolist()
+        starts = own[::16].tolist()
+        keys = torch.cat([torch.arange(start + 16) for start in starts])
+        assert (bounds[0], bounds[-1], bounds_k[-1]) == (0, 32, len(keys)) and len(bounds) == len(bounds_k)
+        seen = torch.zeros(32, 64, dtype=torch.bool)
+        for begin, end, begin_k, end_k in zip(bounds, bounds[1:], bounds_k, bounds_k[1:], strict=False):
+            for query in range(begin, end):
+                # The last query of a document sees all its keys.
+                seen[query, keys[begin_k : end_k - (end - 1 - query)]] = True
+        assert torch.equal(seen, visible[own])
+
+
+def test_sizes_are_those_of_a_ranks_tokens():
+    config = PRESETS["mlperf_cp8"]
+    assert (config.tokens, config.ranks(16).dp, hyperparameters(config, 2)["global_batch_size"]) == (1024, 2, 2)
+    assert flops_per_step(config) == flops_per_step(PRESETS["full"]) / 8
+    # Beside a window of 1024 tokens of its own: keys, values and positions of the others.
+    assert fixed_bytes(PRESETS["bench"]) < fixed_bytes(config) < fixed_bytes(PRESETS["bench"]) * 1.02
+    seen = [int((places(8192, 8, rank) + 1).sum()) for rank in range(8)]
+    assert len(set(seen)) == 1
+
+
+def test_what_does_not_fit_is_said():
+    with pytest.raises(ValueError, match="--cp 2 needs a multiple of 2 ranks, this run has 3"):
+        replace(TINY, cp=2).ranks(3)
+    with pytest.raises(ValueError, match="--sequence 64: takes a multiple of 16 x --cp 3"):
+        replace(TINY, cp=3)
+    for cp, kv_heads in ((4, 2), (3, 3)):
+        with pytest.raises(Unsupported, match=f"--cp {cp} ranks: --kv-heads {kv_heads} is no multiple"):
+            require_kind("te", replace(TINY, cp=cp, heads=6, kv_heads=kv_heads, sequence=192), CPU)
+    assert PlainAttention(TINY, inputs_of(TINY)).name == "plain"

@@ -1,0 +1,143 @@
+"""Handwritten layers as a GPU runs them, without one: tensors without memory, Triton kernels compiled and not launched.
+
+Shapes, dtypes and layouts are checked by torch's meta kernels, launches by Triton's compiler. Nothing is computed.
+"""
+
+import contextlib
+import itertools
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
+
+from common.training import triton_launch  # noqa: E402
+from llama2_lora import state as states  # noqa: E402
+from llama2_lora import train  # noqa: E402
+from llama2_lora.config import PRESETS  # noqa: E402
+from llama2_lora.kernels.triton_operators import TritonOperators  # noqa: E402
+from llama2_lora.variants import VARIANTS  # noqa: E402
+from tests.helpers import triton_driver  # noqa: E402
+from tests.helpers.llama2_lora_case import plan_of, ways_of  # noqa: E402
+from tests.helpers.made import made  # noqa: E402
+from tests.helpers.triton_interpreter import INTERPRETED  # noqa: E402
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+DEVICE = torch.device("meta")
+devices = itertools.count(200)
+# Heads as wide as flash attention takes them, weights that the transpose's tiles divide.
+SMALL = replace(PRESETS["tiny"], hidden=256, head_dim=64, heads=4, kv_heads=2, ffn=512, vocab=512, sequence=128)
+
+
+class Anything:
+    """In place of a stream, an event or a graph: takes all calls and does nothing."""
+
+    def __init__(self, *args, **options):
+        """Of nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args, **options: None
+
+
+class CpuGenerator(torch.Generator):
+    """A generator of the CPU, for whichever device it is asked: tensors without memory draw nothing from it."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu")
+
+
+class ScaledMatrixProducts(TorchDispatchMode):
+    """torch has a meta kernel for the FP8 GEMM that returns its result, and none for the one that is given a place."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func, types_, args=(), kwargs=None):
+        options = dict(kwargs or {})
+        if func is not torch.ops.aten._scaled_mm.out:
+            return func(*args, **options)
+        out = options.pop("out")
+        result = torch.ops.aten._scaled_mm.default(*args, **options)
+        assert (result.shape, result.dtype, result.stride()) == (out.shape, out.dtype, out.stride())
+        # A scale for all of a matrix.
+        assert all((scale.numel(), scale.dtype) == (1, torch.float32) for scale in args[2:4])
+        self.num_calls += 1
+        return out
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What was called: `gemms`, `through_triton`, and `launches` of the driver."""
+    driver, seen = triton_driver.Driver(), types.SimpleNamespace(through_triton=0, gemms=ScaledMatrixProducts())
+    seen.launches, stream, default = driver.launches, Anything(), Anything()
+    # Triton keeps kernels, with the driver that launches them, by device.
+    driver.device = next(devices)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(triton_launch, "_current_device", driver.get_current_device)
+    monkeypatch.setattr(triton_launch, "_current_stream", driver.get_current_stream)
+    replaced = {"Stream": Anything, "Event": Anything, "CUDAGraph": Anything, "graph_pool_handle": lambda: (0, 1)}
+    replaced |= {"synchronize": lambda: None, "empty_cache": lambda: None, "stream": contextlib.nullcontext}
+    replaced |= {"current_stream": lambda: stream, "default_stream": lambda: default}
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "Generator", CpuGenerator)
+    monkeypatch.setattr(states, "operators_for", lambda device: TritonOperators)
+    call, run, dtypes = triton_launch.Launch.__call__, triton_launch.JITFunction.run, {}
+
+    def checked(self, grid, tensors, numbers=()):
+        assert all(tensor.device == DEVICE for tensor in tensors)
+        # A Launch does not look at them.
+        own = [tensor.dtype for tensor in tensors]
+        assert dtypes.setdefault(self, own) == own
+        call(self, grid, tensors, numbers)
+
+    def counted(self, *args, **options):
+        seen.through_triton += 1
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(triton_launch.Launch, "__call__", checked)
+    monkeypatch.setattr(triton_launch.JITFunction, "run", counted)
+    return seen
+
+
+def make_state(config, monkeypatch):
+    """Its layers keep as much as they can, as little, and something between."""
+    ways = list(ways_of(config))
+    plan = plan_of(config, [ways[0], ways[-1], ways[5]])
+    monkeypatch.setattr(states, "make_plan", lambda config, budget: plan)
+    state = states.State(config, DEVICE, "handwritten")
+    if config.transposes == "beside":
+        state.stack.side, state.stack.ready = Anything(), {name: Anything() for name in config.matrices}
+    # tests/common/training/optimizers/test_fused_adam.py has it.
+    monkeypatch.setattr(state.adam, "step", lambda: None)
+    return state
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"transposes": "beside", "documents": "separate", "precision": "fp8_current"},
+     {"transposes": "own", "fc1_store": "bf16", "fast_dgrad": True}, {"precision": "bf16"}],
+    ids=["fp8", "current", "own", "bf16"],
+)  # fmt: skip
+def test_steps_call_torch_and_triton_as_they_want_it(gpu, monkeypatch, changes):
+    config = replace(SMALL, **changes)
+    with gpu.gemms:
+        state = make_state(config, monkeypatch)
+        assert state.stack.attention.name == ("flash" if config.documents == "separate" else "cudnn")
+        train.eager_step(state, 0)
+        first, gpu.through_triton = len(gpu.launches), 0
+        train.eager_step(state, 1)
+        # All are prepared, and go the short way.
+        assert gpu.through_triton == 0 and first > 25 and len(gpu.launches) > 1.5 * first
+        assert (gpu.gemms.num_calls > 40) == (config.precision != "bf16")
+        for name in ("graph_layer", "graph_step"):
+            variant = made(VARIANTS, name, state)
+            assert len(variant.pool.graphs) == variant.replays_of(0)
+            variant.step(0)
+            # As the canary does beside a graph.
+            train.eager_step(state, 0)
+            variant.close()
+        assert gpu.through_triton == 0
+        state.stack.evaluate()

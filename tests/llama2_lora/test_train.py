@@ -1,0 +1,277 @@
+"""llama2_lora/train on the host graph: graphed steps equal eager ones bit for bit; what resolve makes of arguments."""
+
+import json
+import os
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from common.config import Arguments, Run
+from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.memory_plan import GIB
+from common.variant_table import resolved
+from llama2_lora import plan as plans
+from llama2_lora import train, workload
+from llama2_lora.config import PRESETS
+from llama2_lora.state import ADAM, State, hyperparameters
+from llama2_lora.variants import VARIANTS
+from llama2_lora.weights import adapters
+from tests.helpers import forked, gloo_ranks
+from tests.helpers.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager, write_checkpoint
+from tests.helpers.made import made
+
+
+def mixed(config):
+    """The config with memory for a plan of several configurations."""
+    low = plans.needed_bytes(config)
+    high = low + config.layers * sum(item.bytes for item in plans.items(config))
+    return replace(config, memory_gib=(low + 0.2 * (high - low)) / GIB)
+
+
+def assert_replays_as_promised(variant, name, config, num_replays, num_steps):
+    num_graphs, promised = VARIANTS[name].promised(config)
+    assert num_replays == sum(map(variant.replays_of, range(num_steps))) == num_steps * promised
+    assert len(variant.pool.graphs) == num_graphs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"documents": "separate", "batches": 16},
+        {"precision": "fp8_current", "layers": 2},
+        {"precision": "bf16", "layers": 1},
+        {"precision": "nvfp4_emulated", "layers": 2},
+    ],
+    ids=["fp8", "fp8_current", "bf16", "nvfp4_emulated"],
+)
+def test_graphs_equal_eager_bit_for_bit(changes):
+    config = mixed(replace(TINY, **changes))
+    state, num_steps = State(config, CPU, "handwritten"), min(config.batches, 10)
+    if config.layers > 2:
+        assert len(state.plan.counts) > 1, state.plan.counts
+        # Every step has another packing, and no graph is captured again.
+        assert len({tuple(batch["cu_seqlens"].tolist()) for batch in state.batches}) == 16
+    eager = follow_eager(state, num_steps)
+    assert_equal(follow_eager(state, num_steps), eager, state)
+    for name in GRAPHED:
+        variant = made(VARIANTS, name, state)
+        before = variant.capture.num_replays
+        assert_equal(follow(state, variant.step, num_steps), eager, state)
+        assert_replays_as_promised(variant, name, config, variant.capture.num_replays - before, num_steps)
+        variant.close()
+
+
+def test_variants_take_turns_on_one_state():
+    state = State(TINY, CPU, "handwritten")
+    expected = follow_eager(state, 2)
+
+    def held_after_forward():
+        state.stack.embed()
+        state.stack.forward_all()
+        held = sum(each is not None for each in state.stack.attended)
+        state.stack.attended = [None] * TINY.layers
+        return held
+
+    variants = [made(VARIANTS, name, state) for name in ("eager", *GRAPHED)]
+    for variant in variants * 2:
+        assert_equal(follow(state, variant.step, 2), expected, state)
+    # A capture leaves eager steps the attention outputs that they keep.
+    assert held_after_forward() == TINY.layers
+    for variant in variants:
+        variant.close()
+    assert_equal(follow_eager(state, 2), expected, state)
+
+
+def test_documents_that_do_not_see_each_other_have_another_loss():
+    whole, separate = (State(replace(TINY, documents=each), CPU, "handwritten") for each in ("whole", "separate"))
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(whole.batches, separate.batches, strict=True))
+    assert follow_eager(whole, 2)[0] != follow_eager(separate, 2)[0]
+
+
+@pytest.mark.parametrize("name", ["eager", "graph_layer"])
+def test_evaluation_leaves_training_as_it_was(name):
+    state = State(mixed(TINY), CPU, "handwritten")
+    variant = made(VARIANTS, name, state)
+    expected = follow(state, variant.step, 3)
+    losses = []
+
+    def step(index):
+        variant.step(index)
+        if index < 2:
+            before = [tensor.clone() for _, tensor in state.named_state()]
+            losses.append(state.evaluate())
+            assert losses[-1] == state.evaluate()
+            assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
+
+    assert_equal(follow(state, step, 3), expected, state)
+    assert len(set(losses)) == 2 and all(3 < loss < 7 for loss in losses)
+    variant.close()
+
+
+def test_a_step_is_the_recipes():
+    """One step from the gradients that the layers leave: the mean over the unmasked tokens, clipped, AdamW in FP32."""
+    state = State(TINY, CPU, "handwritten")
+    state.adapters.values.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(0))
+    state.adam.reset()
+    master = state.adam.masters[0].clone()
+    state.load_window(1)
+    mask = state.batches[1]["loss_mask"]
+    assert torch.equal(state.weights_of_tokens, mask / mask.sum()) and 0 < mask.sum() < 64
+    train.forward_and_backward(state)
+    grad = state.adapters.grads.float()
+    train.update(state)
+    norm = grad.norm()
+    assert float(state.adam.grad_norm) == pytest.approx(float(norm), rel=1e-6)
+    leaf = torch.nn.Parameter(master)
+    leaf.grad = grad * min(1.0, ADAM["clip"] / (float(norm) + 1e-6))
+    torch.testing.assert_close(state.adapters.main_grad, leaf.grad, rtol=1e-5, atol=1e-9)
+    torch.optim.AdamW([leaf], lr=TINY.lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-4).step()
+    torch.testing.assert_close(state.adam.masters[0], leaf.detach(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(state.adapters.values, state.adam.masters[0].bfloat16())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_weights_of_a_checkpoint_are_trained_on(precision, tmp_path):
+    folder = write_checkpoint(tmp_path / "llama", TINY)
+    config = replace(TINY, precision=precision, checkpoint=str(folder))
+    frozen, tensors = State(config, CPU, "handwritten").stack.weights, open_checkpoint(folder, config)
+    assert torch.equal(frozen.embedding, tensors.embedding()) and torch.equal(frozen.head, tensors.head())
+    for index in range(config.layers):
+        layer = tensors.layer(index)
+        for name, matrix in frozen.layers[index].items():
+            weight = matrix.value.float() * matrix.inverse
+            torch.testing.assert_close(weight, layer[name].float(), rtol=2**-4 if precision == "fp8" else 0, atol=1e-4)
+        assert torch.equal(torch.stack(frozen.norms[index]), torch.stack([layer["norm1"], layer["norm2"]]))
+    assert torch.equal(frozen.final_norm, tensors.final_norm())
+
+
+def data_rank():
+    """Facts of two steps on this rank, by variant."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    state, facts = State(TINY, CPU, "handwritten", rank, size), {}
+    for name in ("eager", "graph_step"):
+        variant = made(VARIANTS, name, state)
+        follow(state, variant.step, 2)
+        sums = {"own": state.adapters.grads, "mean": state.adapters.main_grad, "master": state.adam.masters[0]}
+        facts[name] = {each: tensor.double().sum().item() for each, tensor in sums.items()}
+        facts[name] |= {"tokens": state.batches[0]["tokens"].tolist(), "step": int(state.stack.operators.step)}
+        variant.close()
+    return facts
+
+
+def test_ranks_average_the_gradients():
+    """Each of two ranks has windows and masks of its own, and both end with the same adapters."""
+    first, second = gloo_ranks.run(__name__, "data_rank", 2)
+    assert first["eager"] == first["graph_step"] and second["eager"] == second["graph_step"]
+    first, second = first["eager"], second["eager"]
+    assert all(first[name] != second[name] for name in ("tokens", "step", "own"))
+    assert first["master"] == second["master"] and first["mean"] == second["mean"]
+
+
+def resolve(device, preset="tiny", variant="eager", **fields):
+    run = Run(preset=preset, variant=variant)
+    return workload.resolve(Arguments(config=replace(PRESETS[preset], **fields), run=run), device)
+
+
+def test_arguments_on_the_host():
+    args, notes = resolve(CPU)
+    assert args.config == TINY and "emulated" in notes[0]
+    assert resolve(CPU, precision="bf16")[1] == []
+    with pytest.raises(ValueError, match="--layer te needs a GPU"):
+        resolve(CPU, layer="te")
+    with pytest.raises(ValueError, match="--preset tiny"):
+        resolve(CPU, "full")
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Call it with free GiB and a compute capability: all that resolve asks of a GPU."""
+
+    def make(free_gib, capability=(9, 0)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 141 * GIB))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return torch.device("cuda")
+
+    return make
+
+
+def test_arguments_on_a_gpu(fake_gpu, monkeypatch):
+    h200 = fake_gpu(139.2)
+    for name in ("bench", "full"):
+        args, notes = resolve(h200, name)
+        assert (args.config.layers, args.config.memory_gib, args.run.preset) == (80, 137.0, name) and notes == []
+        card = workload.card(args.config, "handwritten", h200)
+        assert "Llama 2 70B" in card[0] and any(line.startswith("sum, of 137.00 GiB") for line in card)
+    with pytest.raises(ValueError, match="--memory-gib 140.0: 139.2 GiB are free, take at most 137"):
+        resolve(h200, "full", memory_gib=140.0)
+    assert resolve(h200, "full", memory_gib=115.0)[0].config.memory_gib == 115.0
+    # All ranks plan for the least memory that one has.
+    monkeypatch.setattr(workload, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
+    assert resolve(h200, "full")[0].config.memory_gib == 119.0
+
+
+def test_arguments_on_smaller_gpus(fake_gpu):
+    h100 = fake_gpu(78.6)
+    assert resolve(h100, "bench")[0].config.layers == 80
+    args, notes = resolve(h100, "full")
+    layers = args.config.layers
+    assert 60 < layers < 80 and args.run.preset == f"full-l{layers}" and f"{layers} of 80" in notes[0]
+    old, notes = resolve(fake_gpu(23.0, (8, 6)), "slice")
+    assert (old.config.precision, old.config.layers) == ("bf16", 8) and "no FP8" in notes[0]
+
+
+def test_layers_are_those_that_a_variant_is_declared_to_have():
+    for variant, kind in (("graph_layer_te", "te"), ("eager_te", "te"), ("graph_layer", "torch"), ("compile", "torch")):
+        config = replace(TINY, layer="torch", precision="bf16")
+        args = Arguments(config=config, run=Run(preset="tiny", variant=variant))
+        assert workload.kind_of_layers(args) == kind
+
+
+def test_every_variant_is_made_by_what_the_table_names():
+    assert all(callable(resolved(variant.make)) for variant in VARIANTS.values())
+
+
+def test_hyperparameters_are_those_of_the_step():
+    said = hyperparameters(PRESETS["mlperf"], 8)
+    assert (said["global_batch_size"], said["max_sequence_length"], said["opt_gradient_clip_norm"]) == (8, 8192, 0.3)
+
+
+def test_nvfp4_emulated_trains_beside_fp8():
+    """Losses over the same windows: FP4 rounds more, and stays near."""
+    losses = {}
+    for precision in ("fp8", "nvfp4_emulated"):
+        losses[precision] = follow_eager(State(replace(TINY, precision=precision), CPU, "handwritten"), 32)[0]
+    first, last = ([numpy.mean(each[part]) for each in losses.values()] for part in (slice(0, 8), slice(-8, None)))
+    assert last[0] < first[0] - 0.3 and last[1] < first[1] - 0.3
+    assert losses["fp8"] != losses["nvfp4_emulated"]
+    assert last[1] == pytest.approx(last[0], rel=0.05)
+
+
+def run_script(path, *arguments):
+    """The result of a short run of the tiny preset, which is written to `path`."""
+    flags = ["--preset", "tiny", "--steps", "3", *arguments, "--record", str(path)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = forked.run("llama2_lora.train", flags, environment, timeout_s=200)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    result = json.loads(path.read_text())
+    assert result["status"] == "pass", result["message"]
+    return result
+
+
+def test_a_user_trains_saves_and_starts_from_the_saved_adapter(tmp_path):
+    """Packed rows as GovReport has them, on a checkpoint."""
+    generator = numpy.random.default_rng(0)
+    rows = [{"input_ids": generator.integers(0, 256, 64).tolist(), "labels": [-100] * 32 + [1] * 32} for _ in range(12)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    checkpoint, adapter = write_checkpoint(tmp_path / "llama", TINY), tmp_path / "adapter"
+    path, flags = tmp_path / "result.json", ("--data", str(tmp_path), "--checkpoint", str(checkpoint))
+    first = run_script(path, *flags, "--save-adapter", str(adapter))
+    assert first["said"] == [f"adapter after 3 steps saved in {adapter}"]
+    saved = adapters.load(adapter, TINY)
+    second = run_script(path, *flags, "--variant", "graph_layer", "--adapter", str(adapter))
+    assert all(numpy.isfinite(first["losses"])) and all(numpy.isfinite(second["losses"]))
+    assert second["losses"][0] != first["losses"][0]
+    state = State(replace(TINY, adapter=str(adapter)), CPU, "handwritten")
+    assert all(torch.equal(view, saved[name]) for name, view in state.adapters.named(state.adam.masters[0]))
