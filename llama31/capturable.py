@@ -1,8 +1,8 @@
 """What a CUDA graph of a training step cannot hold: one table, asked before any work on the GPU.
 
-    refuse(Setting(variant="graph", nan_checks=True))        ValueError: what, why, and what to take instead
+    refuse(Setting(variant="graph_fwd_bwd", nan_checks=True))        ValueError: what, why, and what to take instead
 
-    python -m llama31.capturable --variant graph --ramp 4,6,8 --nan-checks true        is this one possible?
+    python -m llama31.capturable --variant graph_fwd_bwd --ramp 4,6,8 --nan-checks true        is this one possible?
     python -m llama31.capturable --variant transformer_engine --scope attn,moe         and this one, of Megatron's?
     python -m llama31.capturable                                                       the table, as in docs/
 
@@ -20,7 +20,7 @@ from common.config import Parser, option, parse_with_fields, require_fields
 # Those of llama31.train that capture nothing themselves, those that do, and Megatron's.
 NOT_CAPTURING, OURS = (
     ("eager", "eager_nan_checks", "compile", "reduce_overhead"),
-    ("layer", "chunk", "graph", "full_step"),
+    ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step"),
 )
 VARIANTS = (*NOT_CAPTURING, *OURS, "local", "transformer_engine")
 DENSE_SCOPES, OTHER_SCOPES = ("attn", "mlp"), ("moe", "moe_router", "moe_preprocess", "mamba")
@@ -32,9 +32,10 @@ class Setting:
     """A training step and what shall be captured of it."""
 
     variant: str = option(
-        "graph",
-        "who captures what: layer, chunk (a microbatch), graph (all microbatches), full_step (clipping and Adam too), "
-        "as in llama31.train, whose others capture nothing; local, transformer_engine: Megatron's per layer or module",
+        "graph_fwd_bwd",
+        "who captures what: graph_layer, graph_microbatch, graph_fwd_bwd (all microbatches), graph_step (clipping and "
+        "Adam too), as in llama31.train, whose others capture nothing; local, transformer_engine: Megatron's per layer "
+        "or module",
     )
     scope: str = option("", f"Megatron's cuda_graph_scope, with commas: {', '.join(SCOPES)}")
     nan_checks: bool = option(False, "loss or gradients are checked for NaN on the host")
@@ -69,12 +70,12 @@ class Setting:
     @property
     def whole(self) -> bool:
         """Whether all of a microbatch, its loss too, is captured together."""
-        return self.variant == "chunk" or self.iteration
+        return self.variant == "graph_microbatch" or self.iteration
 
     @property
     def iteration(self) -> bool:
         """Whether all microbatches are captured together."""
-        return self.variant in ("graph", "full_step") or "full_iteration" in self.scopes
+        return self.variant in ("graph_fwd_bwd", "graph_step") or "full_iteration" in self.scopes
 
 
 def numbers_of(ramp: str) -> tuple[int, ...]:
@@ -128,16 +129,17 @@ RULES = (
     ),
     Rule(
         what="a number of microbatches that changes, with a graph over all of them",
-        why="each number is another schedule and must be captured again, with a warm-up and memory of its own (the "
-        "record of a run with one number says how much: seconds.warmup, seconds.capture, memory.graph_pool_bytes)",
-        instead="--variant chunk, whose graphs are replayed as often as asked, or one number (--ramp '')",
+        why="each number is another schedule and must be captured again, with a warm-up and memory of its own (a run "
+        "file with one number says how much: capture.warmup_s, capture.capture_s, capture.pool_bytes)",
+        instead="--variant graph_microbatch, whose graphs are replayed as often as asked, or one number (--ramp '')",
         refuses=lambda s: s.captures and s.iteration and s.changing_microbatches,
     ),
     Rule(
         what="clipping with a host read in a captured optimizer",
         why="the host would have to read the norm in the middle of the graph",
-        instead="--clip device, whose factor stays on the GPU, or --variant graph, which leaves the optimizer eager",
-        refuses=lambda s: s.variant == "full_step" and s.clip == "host",
+        instead="--clip device, whose factor stays on the GPU, or --variant graph_fwd_bwd, which leaves the optimizer "
+        "eager",
+        refuses=lambda s: s.variant == "graph_step" and s.clip == "host",
     ),
     Rule(
         what="expandable segments while NCCL registers buffers in captures",

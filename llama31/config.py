@@ -4,11 +4,13 @@ import math
 import os
 from dataclasses import dataclass
 
-from common import schedule
-from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
-from common.flops import gpt
-from common.parallel import Parallel, require_divisible
+from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common.training import schedule
+from common.training.flops import gpt
+from common.training.parallel.groups import Parallel, require_divisible
+from common.variant_table import about
 from llama31.capturable import Setting, numbers_of, refuse
+from llama31.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
 # Llama 3.1's scaling of the rotary embedding (config.json, rope_scaling of type llama3).
@@ -127,6 +129,11 @@ class Config(Parallel, Timing):
         return numbers_of(self.ramp) or (self.microbatches,)
 
     @property
+    def stage_sizes(self) -> list[int]:
+        """Layers of each pipeline stage."""
+        return [sum(map(len, chunks)) for chunks in layers_of_stages(self.layers, self.pp, self.chunks)]
+
+    @property
     def local_heads(self) -> int:
         return self.heads // (self.share_tp * self.tp)
 
@@ -172,11 +179,6 @@ def layers_of_stages(layers: int, pp: int, chunks: int = 1) -> list[list[range]]
     return [ranges[stage::pp] for stage in range(pp)]
 
 
-def stage_sizes(config: Config) -> list[int]:
-    """Layers of each pipeline stage."""
-    return [sum(map(len, chunks)) for chunks in layers_of_stages(config.layers, config.pp, config.chunks)]
-
-
 _WHOLE_8B = {"hidden": 4096, "heads": 32, "ffn": 14336, "layers": 32, "share_tp": 1, "share_cp": 1}
 # bench: one GPU's share of 405B at the submission's TP8 CP2, 4 of 126 layers. full: 8B whole, 12 bytes a parameter.
 # mlperf: NVIDIA's 512 B200 of MLPerf Training v5.1 (tensor 4, pipeline 8, context 2, 144 microbatches), without
@@ -196,7 +198,6 @@ PRESETS = {
         share_cp=1,
         lr=2e-3,
         batches=4,
-        **TINY_TIMING,
     ),
     "bench": Config(),
     "full": Config(
@@ -205,27 +206,12 @@ PRESETS = {
         weights="fp8",
         moments="bf16",
         min_steps=8,
-        min_window_s=20.0,
         batches=4,
         # At 2e-6 two eager runs are 0.02 apart in the loss of step 6, where 0.03 are allowed (20261123T202500Z).
         lr=5e-7,
     ),
-    "mlperf": Config(
-        layers=126, share_tp=1, share_cp=1, tp=4, pp=8, cp=2, microbatches=144, min_steps=8, min_window_s=20.0
-    ),
+    "mlperf": Config(layers=126, share_tp=1, share_cp=1, tp=4, pp=8, cp=2, microbatches=144, min_steps=8),
 }
-
-VARIANTS = {
-    "eager": "kernels launched one by one",
-    "layer": "a forward and a backward graph per layer and microbatch, one pool, buffers chained",
-    "chunk": "a graph per microbatch, forward and backward",
-    "graph": "NVIDIA's submission: forward and backward of all microbatches, with their communication, in one graph",
-    "full_step": "graph, with clipping and Adam in it",
-    "compile": "torch.compile of the layers (default mode, no graphs)",
-    "reduce_overhead": "torch.compile(mode='reduce-overhead'): graphs as torch makes them",
-    "eager_nan_checks": "eager, with the NaN checks that a graph over all microbatches forbids",
-}
-GRAPHS = ("layer", "chunk", "graph", "full_step")
 
 
 def num_validations(config: Config, index: int) -> int:
@@ -233,30 +219,11 @@ def num_validations(config: Config, index: int) -> int:
     return int(config.validate_every > 0 and (index + 1) % config.validate_every == 0)
 
 
-def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
-    """(graphs, replays a step) of a variant; None: at least one, known only later."""
-    stages = set(stage_sizes(config))
-    passes = config.microbatches * (2 * config.chunks if config.pp > 1 else 1)
-    training = {"layer": 2 * max(stages) * config.microbatches, "chunk": passes, "graph": 1, "full_step": 1}
-    if variant == "reduce_overhead" or (variant == "layer" and len(stages) > 1):
-        return None, None
-    if variant not in training:
-        return 0, 0
-    changes = len(set(config.counts)) > 1 or config.counts[0] != config.microbatches or config.validate_every
-    # The graph more is that of the validation.
-    return training[variant] + 1, None if changes else training[variant]
-
-
 ABOUT = {
-    "bitwise": ["eager", "eager_nan_checks", *GRAPHS],
-    "traits": {"eager_nan_checks": {"extra_work": "reads each microbatch's loss and the gradient norm on the host"}},
+    **about(VARIANTS, BUILDS),
+    # Transformer Engine reads it when a layer is made: parity has a process of its own.
+    "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": {"batch": ["microbatches"], "sequence": ["sequence"], "layers": ["layers"]},
-    "kinds": {
-        **dict.fromkeys(("eager", "eager_nan_checks"), "eager"),
-        **dict.fromkeys(GRAPHS, "graph"),
-        **dict.fromkeys(("compile", "reduce_overhead"), "compile"),
-    },
-    "promises": promises,
     "presets_need": lambda preset, config: needs(
         preset != "tiny", **config.world_sizes(), submitted=(64, 8) if preset == "mlperf" else None
     ),
@@ -306,7 +273,7 @@ def layer_parameters(config: Config) -> int:
 
 def num_parameters(config: Config) -> int:
     """Elements on a GPU of the widest stage: 8,030,261,248 of the whole 8B, 405,853,388,800 of 405B."""
-    layers = max(stage_sizes(config))
+    layers = max(config.stage_sizes)
     ends = (2 if config.pp == 1 else 1) * config.local_vocab * config.hidden + config.hidden
     return layers * layer_parameters(config) + ends
 

@@ -14,14 +14,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import collectives, nvfp4
-from common.context_parallel import places
-from common.memory_plan import Configuration
-from common.parallel import Groups, Place, fill_
-from common.precision import E4M3_MAX, E5M2_MAX, transformer_engine
-from common.regions import cross_entropy, gather_from_sequence, look_up, reduce_scatter_to_sequence
+from common.training.memory_plan import Configuration
+from common.training.parallel import collectives
+from common.training.parallel.context_parallel import places
+from common.training.parallel.differentiable_collectives import (
+    cross_entropy,
+    gather_from_sequence,
+    look_up,
+    reduce_scatter_to_sequence,
+)
+from common.training.parallel.groups import Groups, Place, fill_
+from common.training.precision import nvfp4
+from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX, transformer_engine
 from llama31.config import ROPE_SCALING, Config
-from llama31.recompute import run_again
+from llama31.memory.recompute import run_again
 
 INIT_STD = 0.02
 # Tokens whose logits a validation has at a time.
@@ -186,7 +192,7 @@ def make_linear(config: Config, in_features, out_features, dtype, device, group=
 # ------------------------------------------------------------------------------------------------
 # SwiGLU
 
-# One operator, so that llama31/recompute.py can keep its results.
+# One operator, so that llama31/memory/recompute.py can keep its results.
 _library = torch.library.Library("llama31", "DEF")
 _library.define("to_fp8(Tensor x, str group) -> (Tensor, Tensor)")
 
@@ -256,7 +262,7 @@ class PlainLayer(nn.Module):
             self.visible = (keys[None] <= positions_of(c, place.context_rank)[:, None]).to(device)
 
     def parts(self) -> dict[str, "Part"]:
-        """By the names that common/llama_checkpoint.py gives them."""
+        """By the names that common/training/data/llama_checkpoint.py gives them."""
         linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
         parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}
@@ -270,7 +276,7 @@ class PlainLayer(nn.Module):
         return x + reduce_scatter_to_sequence(self.fc2(up, first), group)
 
     def keep(self, way: Configuration, scaling):
-        """What is called instead of this layer, so that it keeps what `way` says (llama31/plan.py)."""
+        """What is called instead of this layer, so that it keeps what `way` says (llama31/memory/plan.py)."""
         return run_again(self, scaling, None if way.keeps == ("x",) and not way.keeps_fp8 else way)
 
     def _norm(self, x, gain):
@@ -453,7 +459,7 @@ def fill_at_random_(value, config: Config, place: Place, name: str, layer: int |
 
 
 def checkpoint_part(config: Config, place: Place, name: str, whole):
-    """This rank's part of a tensor of common/llama_checkpoint.py: q, k, v rows come by group here, fc1's in halves."""
+    """This rank's part of a checkpoint's tensor: q, k, v rows come by group here, fc1's in halves."""
     c, rank = config, place.tensor_rank
     if name == "qkv":
         dim, groups = c.head_dim, c.kv_heads

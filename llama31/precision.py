@@ -2,7 +2,7 @@
 
 import torch
 
-from common.precision import require_fp8, require_nvfp4, usable_transformer_engine
+from common.training.precision.fp8 import require_fp8, require_nvfp4, usable_transformer_engine
 from common.variant import Unsupported
 from llama31.config import Config
 

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import torch
 
-from common import collectives, token_files
-from common.capture import StaticInputs
-from common.marks import mark, section
-from common.memory_plan import GIB
-from common.mixed_adam import MixedAdam, Weight
-from common.parallel import make_groups
-from common.precision import transformer_engine
+from common.capture.pool import StaticInputs
+from common.measuring.marks import mark, section
+from common.training.data import token_files
+from common.training.optimizers.adam import Hyperparameters
+from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.optimizers.zero import ZeroAdam, reduce_norm_
+from common.training.parallel import collectives
+from common.training.parallel.groups import make_groups
+from common.training.precision.fp8 import transformer_engine
 from common.variant import Unsupported
-from common.zero import ZeroAdam, reduce_norm_
 from llama31 import validation
 from llama31.config import Config, layers_of_stages, num_validations
+from llama31.memory.plan import make_plan
 from llama31.model import (
     Embedding,
     Head,
@@ -28,7 +30,6 @@ from llama31.model import (
     positions_of,
     rope_angles,
 )
-from llama31.plan import make_plan
 from llama31.precision import recipe_of, require_precision
 from llama31.weights import open_checkpoint
 
@@ -116,6 +117,7 @@ class State:
 
     def _make_adam(self):
         c = self.config
+        numbers = Hyperparameters(lr=c.lr, **ADAM)
         parameters = [part.parameter for _, _, part in self.parts]
         self.main_grads = [parameter.main_grad for parameter in parameters]
         # Each tensor rank has the norms' gradients of its own tokens.
@@ -126,8 +128,7 @@ class State:
             return ZeroAdam(
                 parameters,
                 self.main_grads,
-                lr=c.lr,
-                **ADAM,
+                numbers,
                 group=self.groups.replicas,
                 uncounted=counted_elsewhere,
                 bucket_bytes=BUCKET_BYTES,
@@ -137,8 +138,7 @@ class State:
         return MixedAdam(
             [Weight(part.parameter, part.write) for _, _, part in self.parts],
             self.main_grads,
-            lr=c.lr,
-            **ADAM,
+            numbers,
             moments=DTYPES[c.moments],
             reduce_norm=lambda norm: reduce_norm_(norm, self.groups.shards, uncounted),
             clip_on_host=c.clip == "host",
@@ -295,7 +295,7 @@ class State:
         return num_validations(self.config, index) > 0
 
     # ------------------------------------------------------------------------------------------------
-    # What common.measure asks
+    # What a run asks of any state
 
     def evaluate(self) -> float:
         """Mean loss of the held-out batch, eager. Raises Unsupported where the text is too short to hold one out."""
@@ -325,12 +325,6 @@ class State:
                     layer, tensors = number, self.checkpoint.layer(number)
                 whole = tensors[name]
             target.copy_(checkpoint_part(self.config, self.place, name, whole))
-
-    def finish(self, variant, record) -> None:
-        """After the window: the plan for the record, the memory that it predicts beside what was measured."""
-        if self.device.type == "cuda":
-            record["extra"]["memory_plan"] = self.plan.as_dict()
-            record["extra"]["report"] = {"planned GiB": round(self.plan.bytes / GIB, 2)}
 
     def named_state(self):
         for name, number, part in self.parts:

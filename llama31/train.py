@@ -12,24 +12,25 @@ What is trained, without graphs:
         average(main_grad)                                    # over the ranks that hold equal parameters
         clip(main_grad), adam(main_grad)
 
-Captured by `graph`, as NVIDIA submits 405B (MLPerf v5.1, FullCudaGraphWrapper): the loop over microbatches and the
-average after it, with all communication in them, in ONE graph. FP8 scales are computed inside the layers.
-What layers keep for their backward, and what runs again in it, is a plan that all variants share (plan.py).
+Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1, FullCudaGraphWrapper): the loop over microbatches and
+the average after it, with all communication in them, in ONE graph. FP8 scales are computed inside the layers.
+What layers keep for their backward, and what runs again in it, is a plan that all variants share (memory/plan.py).
 
 Not captured, and why:
     the batch           it comes from the host; all microbatches are pulled ahead into static buffers, on a side stream
     zero(main_grad)     gradients are added up in memory that lives through the whole run, so it is cleared in place
-    clip, Adam          schedules and logging change them; `full_step` captures them all the same
+    clip, Adam          schedules and logging change them; `graph_step` captures them all the same
     reading losses      they lie in static memory, which the next replay overwrites
 
-    python -m llama31.train --preset tiny --variant graph
-    python -m llama31.train --preset bench --variant graph --record runs/graph.r1.json     # a GPU's share of 405B
-    python -m llama31.train --preset full --variant graph                                  # 8B whole on one GPU
-    torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph --tp 2
+    python -m llama31.train --preset tiny --variant graph_fwd_bwd
+    python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B
+    python -m llama31.train --preset full --variant graph_fwd_bwd      # 8B whole on one GPU
+    torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph_fwd_bwd --tp 2
 """
 
 from common.config import parse
-from llama31.config import ABOUT, PRESETS, VARIANTS, Config, require_runnable
+from llama31.config import ABOUT, PRESETS, Config, require_runnable
+from llama31.variants import VARIANTS
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
@@ -39,13 +40,13 @@ from functools import partial
 
 import torch
 
-from common import collectives
-from common.capture import Pool
-from common.main import main
-from common.marks import mark, section
-from common.variant import Capture, Eager
-from llama31 import pipeline, variants
-from llama31.stage_graphs import StageGraphs
+from common.capture.pool import Pool
+from common.measuring.marks import mark, section
+from common.script.main import main
+from common.training.parallel import collectives
+from common.variant import Capture
+from llama31.pipeline import stage as pipeline
+from llama31.pipeline.stage_graphs import StageGraphs
 from llama31.state import State
 from llama31.validation import GraphedValidation, validate, warm_up_all
 from llama31.workload import workload
@@ -64,7 +65,7 @@ def eager_step(state: State, index: int):
 
 
 def forward_and_backward(state: State, count: int):
-    """All microbatches of a step, and the gradients' average over ranks. This is what `graph` captures."""
+    """All microbatches of a step, and the gradients' average over ranks. This is what `graph_fwd_bwd` captures."""
     if state.config.pp > 1:
         pipeline.forward_and_backward(state, count)  # the same, in the order of a pipeline's schedule
     else:
@@ -128,7 +129,7 @@ class Graphed:
             raise ValueError(
                 f"a step of {count} microbatches, the graph holds {self.count}: it must be captured again, which took "
                 f"{self.capture.capture_s:.1f} s and {self.pool.bytes() / 2**30:.2f} GiB; take --microbatches {count}, "
-                "or --variant chunk, whose graphs are replayed as often as asked"
+                "or --variant graph_microbatch, whose graphs are replayed as often as asked"
             )
         with section("replay"):
             self.graphs[0].replay()
@@ -216,17 +217,8 @@ def graphed_microbatches(state: State):
     return StageGraphs(state, eager_step, whole=True) if state.config.pp > 1 else GraphedMicrobatches(state)
 
 
-# Graphs of single layers are in stage_graphs.py, torch.compile and eager with NaN checks in variants.py.
-MAKE_VARIANT = {
-    "eager": partial(Eager, step=eager_step),
-    "layer": partial(StageGraphs, step=eager_step),
-    "chunk": graphed_microbatches,
-    "graph": Graphed,
-    "full_step": GraphedStep,
-    "compile": partial(variants.compiled, step=eager_step, mode="default"),
-    "reduce_overhead": partial(variants.compiled, step=eager_step, mode="reduce-overhead"),
-    "eager_nan_checks": partial(variants.CheckedEager, step=eager_step),
-}
+# variants.py is the table of all variants. Graphs of single layers are in pipeline/stage_graphs.py, torch.compile
+# and eager with NaN checks in other_variants.py.
 
 if __name__ == "__main__":
-    main("llama31", args, partial(workload, variants=MAKE_VARIANT, eager_step=eager_step), require_runnable)
+    main("llama31", args, partial(workload, variants=VARIANTS, eager_step=eager_step), require_runnable)

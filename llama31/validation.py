@@ -5,10 +5,10 @@ state: a llama31.state.State.
 
 import torch
 
-from common.capture import Pool
-from common.marks import section
+from common.capture.pool import Pool
+from common.measuring.marks import section
 from common.variant import warm_up
-from llama31 import pipeline
+from llama31.pipeline import stage as pipeline
 
 
 def validate(state) -> None:

@@ -1,6 +1,6 @@
-"""A Hugging Face Llama 3.1 folder as the initial weights: common/llama_checkpoint.py with Llama 3.1's positions."""
+"""A Hugging Face Llama 3.1 folder as the initial weights: common's llama_checkpoint with Llama 3.1's positions."""
 
-from common import llama_checkpoint
+from common.training.data import llama_checkpoint
 from llama31.config import ROPE_SCALING, Config
 
 

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from common import flops, host_state
-from common.host_messages import of_all_ranks
-from common.memory_plan import GIB
-from common.precision import te_fault
+from common.machine import host_state
+from common.training import flops
+from common.training.memory_plan import GIB
+from common.training.parallel.host_messages import of_all_ranks
+from common.training.precision.fp8 import te_fault
 from common.variant import Workload
 from llama31 import config as llama_config
-from llama31 import plan
 from llama31.config import ABOUT
+from llama31.memory import plan
 from llama31.state import State, hyperparameters
 from llama31.weights import open_checkpoint
 
@@ -19,7 +20,7 @@ KNOWN = {(16384, 53248): ("Llama 3.1 405B", 126), (4096, 14336): ("Llama 3.1 8B"
 
 
 def workload(args, device: torch.device, rank: int, world_size: int, variants: dict, eager_step):
-    """(arguments as they can run on `device`, Workload), for `common.main`. variants: name -> what makes it."""
+    """(arguments as they can run on `device`, Workload), for `common.script.main`. variants: a table."""
     args, notes = resolve(args, device, world_size)
     config, ranks = args.config, args.config.ranks(world_size)
     return args, Workload(
@@ -39,7 +40,6 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         hyperparameters=hyperparameters(config, ranks.dp),
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
-        stage=ranks.place(rank).stage,
     )
 
 

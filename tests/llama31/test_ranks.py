@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import collectives
-from common.memory_plan import GIB
+from common.training.memory_plan import GIB
+from common.training.parallel import collectives
 from llama31 import train
-from llama31.plan import make_plan, needed_bytes
-from tests import gloo_ranks
-from tests.llama31_case import TINY, difference, follow, follow_eager, make
+from llama31.memory.plan import make_plan, needed_bytes
+from llama31.variants import VARIANTS
+from tests.helpers import gloo_ranks
+from tests.helpers.llama31_case import TINY, difference, follow, follow_eager, make
+from tests.helpers.made import made
 
 # FP32 throughout: what is left is the order of sums.
 EXACT = {"precision": "bf16", "main_grad": "fp32", "microbatches": 4}
@@ -130,7 +132,7 @@ def differences(variants):
         eager = follow_eager(state, STEPS)
         assert len(set(eager[0])) == STEPS and min(eager[0]) > 0
         for name in names:
-            variant = train.MAKE_VARIANT[name](state)
+            variant = made(VARIANTS, name, state)
             before = variant.capture.num_replays
             found[f"{split} {name}"] = difference(follow(state, variant.step, STEPS), eager, state)
             assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
@@ -139,7 +141,13 @@ def differences(variants):
 
 
 def graphed():
-    return differences({"dp2": ("graph", "full_step"), "tp2": ("graph",), "pp2": ("graph", "layer", "chunk")})
+    return differences(
+        {
+            "dp2": ("graph_fwd_bwd", "graph_step"),
+            "tp2": ("graph_fwd_bwd",),
+            "pp2": ("graph_fwd_bwd", "graph_layer", "graph_microbatch"),
+        }
+    )
 
 
 def pipeline_ramp():
@@ -150,8 +158,8 @@ def pipeline_ramp():
     state = make(*own_rank(), memory_gib=some / GIB, **changes)
     assert any(way.recomputes for way in state.plan.configurations.values())
     found, eager = {}, follow_eager(state, 8)
-    for name in ("layer", "chunk"):
-        variant = train.MAKE_VARIANT[name](state)
+    for name in ("graph_layer", "graph_microbatch"):
+        variant = made(VARIANTS, name, state)
         found[name] = difference(follow(state, variant.step, 8), eager, state)
         variant.close()
     return found
@@ -160,15 +168,15 @@ def pipeline_ramp():
 @pytest.mark.slow
 def test_a_ramp_in_a_pipeline_replays_as_many_graphs_as_asked():
     for found in gloo_ranks.run(__name__, "pipeline_ramp", 2, timeout_s=200):
-        assert list(found) == ["layer", "chunk"] and not any(found.values()), found
+        assert list(found) == ["graph_layer", "graph_microbatch"] and not any(found.values()), found
 
 
 def interleaved():
-    return differences({"pp2_chunks2": ("chunk",)})
+    return differences({"pp2_chunks2": ("graph_microbatch",)})
 
 
 def interleaved_otherwise():
-    return differences({"pp2_chunks2": ("graph", "full_step", "layer")})
+    return differences({"pp2_chunks2": ("graph_fwd_bwd", "graph_step", "graph_layer")})
 
 
 @pytest.mark.parametrize(
@@ -180,8 +188,13 @@ def test_interleaved_stages_graphed_equal_eager_bit_for_bit(function, count):
 
 
 def graphed_otherwise():
-    splits = {"dp2": ("layer", "chunk"), "tp2": ("full_step",), "cp2": ("graph",), "pp2": ("full_step",)}
-    return differences({**splits, "dp2_zero": ("graph", "full_step")})
+    splits = {
+        "dp2": ("graph_layer", "graph_microbatch"),
+        "tp2": ("graph_step",),
+        "cp2": ("graph_fwd_bwd",),
+        "pp2": ("graph_step",),
+    }
+    return differences({**splits, "dp2_zero": ("graph_fwd_bwd", "graph_step")})
 
 
 @pytest.mark.parametrize("function", ["graphed", pytest.param("graphed_otherwise", marks=pytest.mark.slow)])

@@ -9,13 +9,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import common.precision
+import common.training.precision.fp8
 from common.config import Arguments, Run
-from common.memory_plan import GIB
+from common.training.memory_plan import GIB
 from common.variant import Unsupported
-from llama31 import train, workload
+from llama31 import workload
 from llama31.config import PRESETS, num_parameters
-from llama31.plan import (
+from llama31.memory.plan import (
     CONTEXT_BYTES,
     budget_bytes,
     fit,
@@ -27,7 +27,9 @@ from llama31.plan import (
     state_bytes,
     ways,
 )
-from tests.llama31_case import TINY, difference, follow, follow_eager, make
+from llama31.variants import VARIANTS
+from tests.helpers.llama31_case import TINY, difference, follow, follow_eager, make
+from tests.helpers.made import made
 
 FULL, BENCH = (replace(PRESETS[name], layer="te") for name in ("full", "bench"))
 
@@ -169,7 +171,7 @@ def test_whatever_layers_keep_the_bits_are_the_same(changes):
         assert difference(follow_eager(with_ways(names, **changes), 2), expected, state) == "", names
 
 
-@pytest.mark.parametrize("name", ["layer", "chunk", "graph", "full_step"])
+@pytest.mark.parametrize("name", ["graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step"])
 def test_graphs_of_a_plan_of_several_ways_equal_eager(name):
     low = needed_bytes(TINY)
     config = replace(TINY, memory_gib=(low + 0.6 * (make_plan(TINY).bytes - low)) / GIB)
@@ -177,7 +179,7 @@ def test_graphs_of_a_plan_of_several_ways_equal_eager(name):
     assert len(state.plan.counts) > 1 and any(way.recomputes for way in state.plan.configurations.values())
     everything = make()
     assert difference(follow_eager(state, 3), follow_eager(everything, 3), state) == ""
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
     assert difference(follow(state, variant.step, 3), follow_eager(everything, 3), state) == ""
     variant.close()
 
@@ -242,7 +244,7 @@ def test_a_layer_of_the_gpus_own_choice_is_noted(monkeypatch, config, usable, fp
         return SimpleNamespace(is_fp8_available=lambda return_reason: (fp8, "needs 8.9"))
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
-    monkeypatch.setattr(common.precision, "usable_transformer_engine", engine)
+    monkeypatch.setattr(common.training.precision.fp8, "usable_transformer_engine", engine)
     args = Arguments(config=replace(PRESETS["bench"], **config), run=Run(preset="bench", variant="eager"))
     resolved, notes = workload.resolve(args, torch.device("cuda"))
     assert (resolved.config.layer, resolved.config.precision) == (layer, precision)

@@ -9,14 +9,15 @@ import pytest
 from common.config import Arguments, Run
 from llama31 import capturable
 from llama31.capturable import RULES, Setting, faults, refuse
-from llama31.config import PRESETS, VARIANTS, Config, require_capturable, require_runnable
+from llama31.config import PRESETS, Config, require_capturable, require_runnable
 from llama31.state import hyperparameters
-from tests import forked
+from llama31.variants import VARIANTS
+from tests.helpers import forked
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What a rule refuses -> (settings that it refuses, settings as near to them as can be that may be captured).
 CASES = {
-    "an unknown variant": ([{"variant": "nope"}], [{"variant": "eager"}, {"variant": "layer"}]),
+    "an unknown variant": ([{"variant": "nope"}], [{"variant": "eager"}, {"variant": "graph_layer"}]),
     "an unknown scope": (
         [{"variant": "transformer_engine", "scope": "attention"}],
         [{"variant": "transformer_engine", "scope": "attn"}],
@@ -24,25 +25,36 @@ CASES = {
     "a NaN check with a graph over whole microbatches": (
         [
             {"nan_checks": True, **more}
-            for more in ({}, {"variant": "chunk"}, {"variant": "local", "scope": "full_iteration"})
+            for more in ({}, {"variant": "graph_microbatch"}, {"variant": "local", "scope": "full_iteration"})
         ],
-        [{"variant": "eager", "nan_checks": True}, {"variant": "layer", "nan_checks": True}],
+        [{"variant": "eager", "nan_checks": True}, {"variant": "graph_layer", "nan_checks": True}],
     ),
     "CPU offload with graphs of layers or microbatches": (
-        [{"variant": variant, "cpu_offload": True} for variant in ("layer", "chunk", "local", "transformer_engine")],
+        [
+            {"variant": variant, "cpu_offload": True}
+            for variant in ("graph_layer", "graph_microbatch", "local", "transformer_engine")
+        ],
         [{"cpu_offload": True}, {"variant": "eager", "cpu_offload": True}],
     ),
     "sequences of changing length": (
-        [{"variant": variant, "changing_lengths": True} for variant in ("layer", "chunk", "graph", "local")],
+        [
+            {"variant": variant, "changing_lengths": True}
+            for variant in ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "local")
+        ],
         [{"variant": "eager", "changing_lengths": True}],
     ),
     "a number of microbatches that changes, with a graph over all of them": (
-        [{"ramp": "4,6,8"}, {"variant": "full_step", "ramp": "1, 2"}],
-        [{"variant": "chunk", "ramp": "4,6,8"}, {"variant": "layer", "ramp": "1,2"}, {"ramp": "4, 4"}, {"ramp": "4"}],
+        [{"ramp": "4,6,8"}, {"variant": "graph_step", "ramp": "1, 2"}],
+        [
+            {"variant": "graph_microbatch", "ramp": "4,6,8"},
+            {"variant": "graph_layer", "ramp": "1,2"},
+            {"ramp": "4, 4"},
+            {"ramp": "4"},
+        ],
     ),
     "clipping with a host read in a captured optimizer": (
-        [{"variant": "full_step", "clip": "host"}],
-        [{"clip": "host"}, {"variant": "full_step"}],
+        [{"variant": "graph_step", "clip": "host"}],
+        [{"clip": "host"}, {"variant": "graph_step"}],
     ),
     "expandable segments while NCCL registers buffers in captures": (
         [{"expandable_segments": True}, {"variant": "transformer_engine", "expandable_segments": True}],
@@ -113,7 +125,7 @@ def test_the_page_is_the_table():
 def test_the_command_answers(capsys):
     capturable.main([])
     assert capsys.readouterr().out == capturable.table() + "\n"
-    capturable.main(["--variant", "chunk", "--ramp", "4,6,8"])
+    capturable.main(["--variant", "graph_microbatch", "--ramp", "4,6,8"])
     assert "nothing in the table" in capsys.readouterr().out
     with pytest.raises(SystemExit) as caught:
         capturable.main(["--variant", "transformer_engine", "--scope", "attn,moe"])
@@ -127,7 +139,7 @@ def test_the_command_answers(capsys):
     [
         (["--ramp", "abc"], "--ramp abc: takes numbers from 1 up"),
         (["--ramp", "4,,6"], "--ramp 4,,6: takes numbers from 1 up"),
-        (["--variant", "chunk", "--ramp", "0"], "--ramp 0: takes numbers from 1 up"),
+        (["--variant", "graph_microbatch", "--ramp", "0"], "--ramp 0: takes numbers from 1 up"),
         (["--dropout", "-1"], "--dropout -1.0: takes a number from 0 up, below 1"),
         (["--dropout", "nan"], "--dropout nan: takes a number from 0 up, below 1"),
     ],
@@ -141,7 +153,7 @@ def test_values_that_mean_nothing_are_refused(arguments, fault, capsys):
 
 
 def test_all_faults_are_told(capsys):
-    arguments = ["--variant", "full_step", "--nan-checks", "true", "--ramp", "4,6", "--clip", "host"]
+    arguments = ["--variant", "graph_step", "--nan-checks", "true", "--ramp", "4,6", "--clip", "host"]
     with pytest.raises(SystemExit) as caught:
         capturable.main(arguments)
     lines = capsys.readouterr().err.splitlines()
@@ -150,7 +162,7 @@ def test_all_faults_are_told(capsys):
         line.startswith("python -m llama31.capturable: cannot capture a") or "clipping" in line for line in lines
     )
     with pytest.raises(ValueError) as refused:
-        refuse(Setting(variant="full_step", nan_checks=True, ramp="4,6", clip="host"))
+        refuse(Setting(variant="graph_step", nan_checks=True, ramp="4,6", clip="host"))
     assert "\n" not in str(refused.value) and str(refused.value).count(". Nor ") == 2
 
 
@@ -165,7 +177,7 @@ def test_flags_and_variants_have_the_names_of_the_training_script():
 TINY = PRESETS["tiny"]
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
 RANKS = {"WORLD_SIZE": "2"}
-WHOLE = ("chunk", "graph", "full_step")
+WHOLE = ("graph_microbatch", "graph_fwd_bwd", "graph_step")
 
 
 @pytest.mark.parametrize(
@@ -173,13 +185,17 @@ WHOLE = ("chunk", "graph", "full_step")
     [
         ({}, {}, ()),
         ({"nan_checks": True}, {}, WHOLE),
-        ({"ramp": "1,2,3"}, {}, ("graph", "full_step")),
+        ({"ramp": "1,2,3"}, {}, ("graph_fwd_bwd", "graph_step")),
         ({"ramp": "2,2"}, {}, ()),
-        ({"clip": "host"}, {}, ("full_step",)),
+        ({"clip": "host"}, {}, ("graph_step",)),
         ({"ramp": "02,2"}, {}, ()),
-        ({}, RANKS | EXPANDABLE, ("layer", *WHOLE)),
+        ({}, RANKS | EXPANDABLE, ("graph_layer", *WHOLE)),
         ({}, RANKS | EXPANDABLE | {"NCCL_GRAPH_REGISTER": "0"}, ()),
-        ({}, RANKS | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"}, ("layer", *WHOLE)),
+        (
+            {},
+            RANKS | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"},
+            ("graph_layer", *WHOLE),
+        ),
         # Alone, a process has no NCCL.
         ({}, {"WORLD_SIZE": "1"} | EXPANDABLE, ()),
         ({}, EXPANDABLE, ()),
@@ -199,8 +215,8 @@ def test_flags_meet_the_table(changes, environment, refused):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--variant", "graph", "--ramp", "1,2,3"], "--variant chunk"),
-        (["--variant", "chunk", "--ramp", "1,2,3", "--mllog", "-"], "leave out --ramp 1,2,3"),
+        (["--variant", "graph_fwd_bwd", "--ramp", "1,2,3"], "--variant graph_microbatch"),
+        (["--variant", "graph_microbatch", "--ramp", "1,2,3", "--mllog", "-"], "leave out --ramp 1,2,3"),
     ],
 )
 def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
@@ -213,7 +229,7 @@ def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
 
 
 def test_a_log_takes_one_number_of_microbatches():
-    logged = replace(Run(preset="tiny", variant="chunk"), mllog="-")
+    logged = replace(Run(preset="tiny", variant="graph_microbatch"), mllog="-")
     require_runnable(Arguments(config=replace(TINY, ramp="2,2"), run=logged))
     assert hyperparameters(replace(TINY, ramp="2,2"), data_ranks=4)["global_batch_size"] == 2 * 4
     assert hyperparameters(TINY, data_ranks=4)["global_batch_size"] == 3 * 4

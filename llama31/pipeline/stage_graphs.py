@@ -7,17 +7,17 @@ chained: what a layer writes is the static input of the next one, and what is re
 
 from functools import partial
 
-from common.capture import Pool
-from common.marks import mark, section
-from common.schedule import buffer_slots
+from common.capture.pool import Pool
+from common.measuring.marks import mark, section
+from common.training.schedule import buffer_slots
 from common.variant import Capture
-from llama31 import pipeline
+from llama31.pipeline import stage as pipeline
 from llama31.state import State
 from llama31.validation import GraphedValidation, warm_up_all
 
 
 class GraphedPasses:
-    """The methods of llama31/pipeline.py's Called by replays.
+    """The methods of llama31/pipeline/stage.py's Called by replays.
 
     whole: a graph has all of a chunk's pass, embedding or loss too; else there is one for each layer, and embedding and
     loss stay eager.

@@ -1,16 +1,16 @@
 """What layers keep of a microbatch for their backward, from sizes and rates alone: items, memory, the plan (no torch).
 
 A plain layer (llama31/model.py) that keeps everything runs as it is. Any other runs again in the backward, with the
-results of the GEMMs and of attention that it has kept in the place of those operators (llama31/recompute.py). Parts of
-te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
+results of the GEMMs and of attention that it has kept in the place of those operators (llama31/memory/recompute.py).
+Parts of te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
 from bisect import bisect_right
 from dataclasses import replace
 
-from common import memory_plan, schedule
-from common.fitting import blame, gib
-from common.memory_plan import (
+from common.training import memory_plan, schedule
+from common.training.memory_fit import blame, gib
+from common.training.memory_plan import (
     ATTENTION_TFLOPS,
     BF16_TFLOPS,
     COPY_GB_PER_S,
@@ -22,7 +22,7 @@ from common.memory_plan import (
     copy_ms,
     gemm_ms,
 )
-from llama31.config import PRESETS, Config, layer_parameters, num_parameters, stage_sizes
+from llama31.config import PRESETS, Config, layer_parameters, num_parameters
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = 2 * GIB
@@ -139,7 +139,7 @@ def fixed_bytes(config: Config, dp: int = 1) -> int:
 
 def _layers(config):
     """Of the widest stage."""
-    return max(stage_sizes(config))
+    return max(config.stage_sizes)
 
 
 def budget_bytes(free_bytes: int) -> int:

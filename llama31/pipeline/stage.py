@@ -2,20 +2,20 @@
 forward and backward and exchanges activations and gradients with the stages beside it. Nothing waits for the host, so
 all of it can be captured.
 
-state: a llama31.state.State. step, chunk: as in common/schedule.py; chunks count from 1.
+state: a llama31.state.State. step, chunk: as in common/training/schedule.py; chunks count from 1.
 """
 
 import functools
 
 import torch
 
-from common import collectives
-from common.marks import mark, section
-from common.schedule import communications, numbered, order
+from common.measuring.marks import mark, section
+from common.training.parallel import collectives
+from common.training.schedule import communications, numbered, order
 
 
 class Called:
-    """A stage's passes, kernels launched one by one. llama31/stage_graphs.py has the same methods by replays."""
+    """A stage's passes, kernels launched one by one. stage_graphs.py has the same methods by replays."""
 
     def __init__(self, state):
         self.state, self._saved = state, {}

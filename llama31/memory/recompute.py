@@ -1,4 +1,4 @@
-"""A layer that runs again in the backward, but for what it has kept: items of llama31/plan.py.
+"""A layer that runs again in the backward, but for what it has kept: items of llama31/memory/plan.py.
 
 torch.utils.checkpoint keeps a layer's input and runs its forward again. Where the results of some operators are kept
 (selective activation checkpointing), the second run takes them in the place of these operators, and computes the rest.
@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from common.memory_plan import Configuration
+from common.training.memory_plan import Configuration
 
 _aten = torch.ops.aten
 _ATTENTION = {

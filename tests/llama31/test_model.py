@@ -8,15 +8,16 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import collectives, nvfp4, parallel
-from common.parallel import Place
-from common.precision import E4M3_MAX
+from common.training.parallel import collectives, groups
+from common.training.parallel.groups import Place
+from common.training.precision import nvfp4
+from common.training.precision.fp8 import E4M3_MAX
 from common.variant import Unsupported
 from llama31 import model, train
 from llama31.config import PRESETS, ROPE_SCALING
 from llama31.precision import require_precision
-from tests.llama2_lora_case import weights, write_checkpoint
-from tests.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
+from tests.helpers.llama2_lora_case import weights, write_checkpoint
+from tests.helpers.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ class Allocated(TorchDispatchMode):
 def test_a_reset_takes_no_memory_for_a_second_copy_of_a_tensor(monkeypatch):
     """An FP32 embedding of the 8B model is 2 GiB, which a GPU full of activations does not have."""
     state = make(precision="bf16", layers=1, vocab=2048)
-    monkeypatch.setattr(parallel, "_BLOCK_ELEMENTS", 256)
+    monkeypatch.setattr(groups, "_BLOCK_ELEMENTS", 256)
     with Allocated() as allocated:
         state.reset()
     # A block, of a row of fc2 or two of the others.

@@ -7,18 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.capture import Pool
-from common.variant import CaptureError, Unsupported
-from llama31 import train, variants
-from llama31.config import GRAPHS, PRESETS, VARIANTS, promises
+from common.capture.pool import Pool
+from common.variant import CaptureError, Unsupported, enter, leave
+from common.variant_table import construct, resolved
+from llama31 import other_variants, train
+from llama31.config import PRESETS
+from llama31.variants import VARIANTS
 from llama31.workload import KNOWN, card
-from tests import forked
-from tests.llama2_lora_case import write_checkpoint
-from tests.llama31_case import CPU, LLAMA3, TINY, difference, follow, follow_eager, make
+from tests.helpers import forked
+from tests.helpers.llama2_lora_case import write_checkpoint
+from tests.helpers.llama31_case import CPU, LLAMA3, TINY, difference, follow, follow_eager, make
+from tests.helpers.made import made
+
+GRAPHS = ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step")
 
 
-def test_variants_are_those_of_the_config():
-    assert list(train.MAKE_VARIANT) == list(VARIANTS)
+def test_every_variant_is_made_by_what_the_table_names():
+    assert all(callable(resolved(variant.make)) for variant in VARIANTS.values())
 
 
 @pytest.mark.parametrize(
@@ -39,16 +44,34 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     eager = follow_eager(state, 5)
     assert difference(follow_eager(state, 5), eager, state) == ""
     for name in (*GRAPHS, "eager_nan_checks"):
-        variant = train.MAKE_VARIANT[name](state)
+        variant = made(VARIANTS, name, state)
         before = variant.capture.num_replays
         assert difference(follow(state, variant.step, 5), eager, state) == "", name
         replays = variant.capture.num_replays - before
         assert replays == sum(variant.replays_of(index) for index in range(5))
-        graphs, each = promises(state.config, name)
+        graphs, each = VARIANTS[name].promised(state.config)
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs
         assert each is None or replays == 5 * each
+        leave(variant)
+        assert not state.nan_checks
         variant.close()
-    assert not state.nan_checks
+
+
+def test_variants_take_turns_on_one_state():
+    state = make(weights="fp8", moments="bf16")
+    expected = follow_eager(state, 2)
+    names = ("eager", "eager_nan_checks", *GRAPHS)
+    made_once = {name: construct(VARIANTS[name], state) for name in names}
+    for _ in range(2):
+        for name, variant in made_once.items():
+            enter(variant)
+            assert state.nan_checks == (name == "eager_nan_checks")
+            assert difference(follow(state, variant.step, 2), expected, state) == "", name
+            leave(variant)
+            assert not state.nan_checks
+    for variant in made_once.values():
+        variant.close()
+    assert difference(follow_eager(state, 2), expected, state) == ""
 
 
 def test_train_validate_train_gives_eagers_losses():
@@ -67,7 +90,7 @@ def test_train_validate_train_gives_eagers_losses():
     eager = run(lambda index: train.eager_step(state, index), state.evaluate)
     assert eager[1][0] > eager[1][-1]
     for name in GRAPHS:
-        variant = train.MAKE_VARIANT[name](state)
+        variant = made(VARIANTS, name, state)
         before = variant.capture.num_replays
         ours = run(variant.step, variant.evaluate)
         assert ours[:2] == eager[:2], name
@@ -96,7 +119,7 @@ def test_eager_passes_come_before_the_first_capture(name, monkeypatch):
 
     monkeypatch.setattr(Pool, "capture", captured)
     monkeypatch.setattr(state, "run_layers", ran)
-    train.MAKE_VARIANT[name](state).close()
+    made(VARIANTS, name, state).close()
     first = happened.index("capture")
     assert {"training", "validation"} <= set(happened[:first])
     assert all("capture" in happened[index - 4 : index] for index, what in enumerate(happened) if index > first
@@ -127,15 +150,15 @@ def test_text_too_short_to_hold_out_says_so(tmp_path):
 # --- changing numbers of microbatches
 
 
-@pytest.mark.parametrize("name", ["layer", "chunk"])
+@pytest.mark.parametrize("name", ["graph_layer", "graph_microbatch"])
 def test_a_ramp_replays_as_many_graphs_as_asked(name):
     state = make(microbatches=8, ramp="4,6,8", precision="bf16", layers=1)
     eager = follow_eager(state, 6)
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
     num_graphs = len(variant.pool.graphs)
     assert difference(follow(state, variant.step, 6), eager, state) == ""
     assert len(variant.pool.graphs) == num_graphs
-    per_microbatch = 2 if name == "layer" else 1
+    per_microbatch = 2 if name == "graph_layer" else 1
     assert [variant.replays_of(index) for index in range(4)] == [n * per_microbatch for n in (4, 6, 8, 4)]
     assert [state.batch_class(index) for index in range(4)] == [8, 12, 16, 8]
     variant.close()
@@ -149,10 +172,10 @@ def test_a_ramp_of_fewer_microbatches_trains_on_those_alone():
     assert state.microbatch_losses[2:].tolist() == [0, 0] and state.microbatch_losses[:2].min() > 0
 
 
-@pytest.mark.parametrize("name", ["graph", "full_step"])
+@pytest.mark.parametrize("name", ["graph_fwd_bwd", "graph_step"])
 def test_a_graph_of_the_whole_schedule_says_what_another_number_costs(name):
     state = make(precision="bf16", layers=1)
-    variant = train.MAKE_VARIANT[name](state)
+    variant = made(VARIANTS, name, state)
     state.config = replace(state.config, ramp="2")
     with pytest.raises(ValueError) as caught:
         variant.step(0)
@@ -203,14 +226,14 @@ def test_compiled_variants_say_what_they_need():
     state = make(precision="bf16", layers=1)
     for name in ("compile", "reduce_overhead"):
         with pytest.raises(Unsupported):
-            train.MAKE_VARIANT[name](state)
+            made(VARIANTS, name, state)
 
 
 # --- the script
 
 
 def said(*arguments):
-    """The one line on stderr; nothing on stdout: no card, no record."""
+    """The one line on stderr; nothing on stdout: no card, no table."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=100)
     assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
@@ -221,8 +244,8 @@ def said(*arguments):
     "arguments, told",
     [
         (["--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
-        (["--variant", "graph", "--nan-checks", "true"], "--variant eager_nan_checks"),
-        (["--variant", "full_step", "--clip", "host"], "--clip device"),
+        (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--variant eager_nan_checks"),
+        (["--variant", "graph_step", "--clip", "host"], "--clip device"),
         (["--memory-gib", "0.001"], "bytes (0.0 GiB) of memory are given, the smallest plan needs"),
         (["--layer", "te"], "--layer te needs a GPU"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
@@ -249,4 +272,4 @@ def test_cards_name_models_shares_and_both_counts():
     text = "\n".join(card(replace(PRESETS["full"], layer="te", memory_gib=120.0), CPU))
     assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
     assert re.search(r"\nmlp +5 +0 +27 ", text) and "sum, of 120.00 GiB" in text
-    assert len(KNOWN) == 2 and variants.__doc__
+    assert len(KNOWN) == 2 and other_variants.__doc__

@@ -5,16 +5,13 @@ from dataclasses import replace
 import pytest
 
 from llama31.config import (
-    GRAPHS,
     PRESETS,
-    VARIANTS,
     Config,
     flops_per_step,
     layers_of_stages,
     num_parameters,
-    num_validations,
-    promises,
 )
+from llama31.variants import VARIANTS
 
 TINY, BENCH, FULL, MLPERF = (PRESETS[name] for name in ("tiny", "bench", "full", "mlperf"))
 WHOLE = replace(BENCH, layers=126, share_tp=1, share_cp=1)
@@ -70,20 +67,25 @@ def test_what_interleaved_stages_take(changes, told):
         replace(TINY, **changes)
 
 
+def promised(name, config=TINY):
+    return VARIANTS[name].promised(config)
+
+
 def test_promises():
-    assert promises(TINY, "graph") == promises(TINY, "full_step") == (2, 1)
-    assert promises(TINY, "chunk") == (4, 3)
-    assert promises(TINY, "layer") == (13, 12)
-    assert promises(replace(TINY, pp=2), "chunk") == promises(replace(TINY, pp=2), "layer") == (7, 6)
+    assert promised("graph_fwd_bwd") == promised("graph_step") == (2, 1)
+    assert promised("graph_microbatch") == (4, 3)
+    assert promised("graph_layer") == (13, 12)
+    stages = replace(TINY, pp=2)
+    assert promised("graph_microbatch", stages) == promised("graph_layer", stages) == (7, 6)
     interleaved = replace(TINY, pp=2, chunks=2, layers=8, microbatches=4)
-    assert promises(interleaved, "chunk") == (17, 16) and promises(interleaved, "layer") == (33, 32)
+    assert promised("graph_microbatch", interleaved) == (17, 16) and promised("graph_layer", interleaved) == (33, 32)
     # Stages of 15 and 16 layers.
-    assert promises(MLPERF, "layer") == (None, None)
-    assert promises(replace(TINY, ramp="1,2,3"), "chunk") == (4, None)
-    assert promises(replace(TINY, validate_every=2), "graph") == (2, None)
-    assert promises(TINY, "reduce_overhead") == (None, None)
-    assert all(promises(TINY, name) == (0, 0) for name in set(VARIANTS) - set(GRAPHS) - {"reduce_overhead"})
-    assert [num_validations(replace(TINY, validate_every=2), index) for index in range(4)] == [0, 1, 0, 1]
+    assert promised("graph_layer", MLPERF) == (None, None)
+    assert promised("graph_microbatch", replace(TINY, ramp="1,2,3")) == (4, None)
+    assert promised("graph_fwd_bwd", replace(TINY, validate_every=2)) == (2, None)
+    assert promised("reduce_overhead") == (None, None)
+    others = [name for name, variant in VARIANTS.items() if variant.kind != "graph" and name != "reduce_overhead"]
+    assert all(promised(name) == (0, 0) for name in others)
 
 
 def test_the_submission_runs_on_a_multiple_of_its_ranks():

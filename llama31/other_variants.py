@@ -1,0 +1,39 @@
+"""The variants beside train.py's: torch.compile, and eager with the checks that no graph can hold.
+
+Each is made of a state and of train.py's eager step.
+"""
+
+from common.variant import Compiled, Eager, Unsupported, require_compiler
+from llama31.state import State
+
+
+class CheckedEager(Eager):
+    """Eager with Megatron's NaN checks: each microbatch's loss and the gradient norm are read on the host."""
+
+    def __init__(self, state: State, step):
+        self.state = state
+        self.enter()
+        try:
+            super().__init__(state, step)
+        finally:
+            self.leave()
+
+    def enter(self):
+        """Check."""
+        self.state.nan_checks = True
+
+    def leave(self):
+        """Check as the config says, as all other variants do."""
+        self.state.nan_checks = self.state.config.nan_checks
+
+
+def compiled(state: State, step, mode: str) -> Compiled:
+    """torch.compile of each layer, called by the eager step."""
+    require_compiler(state.device)
+    if state.config.layer != "torch" or state.config.precision != "bf16":
+        raise Unsupported(
+            "te, FP8 and FP4 modules leave the compiler: compare all variants with --layer torch --precision bf16"
+        )
+    if any(way.recomputes and way.keeps != ("x",) for way in state.plan.configurations.values()):
+        raise Unsupported("the compiler takes layers that keep everything or nothing: give another --memory-gib")
+    return Compiled(state, step, [(layer, "forward") for layer in state.layers], "each layer", mode)
