@@ -1,15 +1,15 @@
-"""The transducer loss and the joint's hidden layer, both with padding that nothing reads and lengths on the device.
+"""The transducer loss and the joint's hidden layer. Neither reads padding, and neither reads a value on the host.
 
     hidden = joint_hidden(f, g, dropout=0.3, training=True)                                # [B, T2, U1, J]
     losses = transducer_loss(linear(hidden), tokens, frame_lengths, token_lengths, blank)  # [B]
 
-On CUDA both are Triton kernels (rnnt/loss_kernels.py, rnnt/joint_kernels.py), elsewhere torch operators: the code in
-this file, which is also what the kernels are tested against. Nothing here reads a value on the host.
+On CUDA both are Triton kernels (rnnt/kernels/loss.py, rnnt/kernels/joint.py), elsewhere the torch operators of this
+file, which the kernels are tested against.
 
-The loss is that of Graves (2012), "Sequence Transduction with Recurrent Neural Networks": -log of the summed
-probability of all paths from frame 0 without labels to the last frame with all of them, where a blank goes on to the
-next frame and a label stays. alpha[t, u] is the log-probability of all paths to (t, u), beta[t, u] (in the kernels) of
-all that lead on from there, its own steps included.
+Source: Graves (2012), "Sequence Transduction with Recurrent Neural Networks". The loss is -log of the summed
+probability of all paths from frame 0 without labels to the last frame with all labels; a blank goes on to the next
+frame, a label stays. alpha[t, u] is the log-probability of all paths to (t, u), beta[t, u] (in the kernels) of all
+paths on from there.
 """
 
 import torch
@@ -21,14 +21,14 @@ def transducer_loss(logits, tokens, frame_lengths, token_lengths, blank: int) ->
 
     logits: [B, T2, U1, V] of a floating dtype, contiguous, not normalised; U1 = U + 1. tokens: int64 [B, U], classes
     that are not the blank. frame_lengths: int32 [B], at most T2; token_lengths: int32 [B], at most U. All on one
-    device. What lies beyond the lengths does not matter and its gradient is exactly 0. An utterance without frames has
+    device. Values beyond the lengths do not matter, and their gradient is exactly 0. An utterance without frames has
     loss 0.
 
-    On CUDA the backward pass consumes the logits: it writes their gradient into their own memory. Nothing else may read
-    them after it, and it runs once; a linear layer that made them needs them no more.
+    On CUDA the backward pass writes the logits' gradient into the logits' memory: it runs once, and nothing else may
+    read the logits after it.
     """
     if logits.is_cuda:
-        from rnnt.loss_kernels import TransducerLoss
+        from rnnt.kernels.loss import TransducerLoss
 
         return TransducerLoss.apply(logits, tokens, frame_lengths, token_lengths, blank)
     return plain_transducer_loss(logits, tokens, frame_lengths, token_lengths, blank)
@@ -37,11 +37,11 @@ def transducer_loss(logits, tokens, frame_lengths, token_lengths, blank: int) ->
 def joint_hidden(f, g, dropout: float, training: bool) -> torch.Tensor:
     """dropout(relu(f[:, :, None] + g[:, None])): f [B, T2, J] and g [B, U1, J] of one dtype -> [B, T2, U1, J].
 
-    On CUDA one kernel, which draws the dropout from a seed of the default generator, rounds the probability to a
-    multiple of 2**-16, and gives the same numbers run after run and in a graph.
+    On CUDA it is one kernel. Its dropout is drawn from a seed of the default generator, with a probability rounded to a
+    multiple of 2**-16, and is the same run after run and in a graph.
     """
     if f.is_cuda and not torch.compiler.is_compiling():
-        from rnnt.joint_kernels import JointHidden
+        from rnnt.kernels.joint import JointHidden
 
         return JointHidden.apply(f, g, dropout if training else 0.0)
     return F.dropout(F.relu(f[:, :, None] + g[:, None]), dropout, training)
@@ -50,9 +50,8 @@ def joint_hidden(f, g, dropout: float, training: bool) -> torch.Tensor:
 def plain_transducer_loss(logits, tokens, frame_lengths, token_lengths, blank: int) -> torch.Tensor:
     """transducer_loss with torch operators on any device; leaves the logits as they are.
 
-    Label after label. A path is at (t, u) that said its label u at some frame s <= t and then let blanks pass from s to
-    t: alpha[t, u] is a running log-sum-exp over s. No cell of the lattice depends on a later one, so that what lies
-    beyond an utterance's end is computed, too, and not used.
+    It goes label after label. A path at (t, u) has emitted label u at some frame s <= t and blanks from s to t, so
+    alpha[t, u] is a running log-sum-exp over s. Cells beyond an utterance's end are computed, too, and not used.
     """
     num_frames, num_symbols = logits.shape[1:3]
     t = torch.arange(num_frames, device=logits.device)[:, None]
@@ -64,12 +63,12 @@ def plain_transducer_loss(logits, tokens, frame_lengths, token_lengths, blank: i
     labels = F.pad(tokens, (0, 1)).masked_fill(u >= num_u, 0)
     emissions = log_probs.gather(-1, labels[:, None, :, None].expand(-1, num_frames, -1, -1)).squeeze(-1)
 
-    # Of the blanks before each frame, all at the same label.
+    # Log-probability of all blanks before each frame, at one label.
     passed = F.pad(blanks.cumsum(1), (0, 0, 1, -1))
     alpha = [passed[..., 0]]
     for label in range(1, num_symbols):
-        said = alpha[-1] + emissions[..., label - 1] - passed[..., label]
-        alpha.append(passed[..., label] + said.logcumsumexp(1))
+        emitted = alpha[-1] + emissions[..., label - 1] - passed[..., label]
+        alpha.append(passed[..., label] + emitted.logcumsumexp(1))
     # The last blank leads out of the last cell.
     ends = (torch.stack(alpha, 2) + blanks).flatten(1)
     total = ends.gather(1, (num_t - 1).clamp(min=0) * num_symbols + num_u).squeeze(1)

@@ -1,45 +1,51 @@
 """LSTM layers whose recurrence is a few launches forwards and a few backwards, for the sizes of RNN-T at batch 8.
 
 At this batch a time step multiplies 8 rows by 8 MiB of weights. Its duration is the time until all thread blocks have
-each other's results, not the time of the arithmetic. rnnt/lstm_kernel.cu keeps the weights in registers and exchanges
-results through L2. What needs no order in time is left to cuBLAS, for many steps at once: the products of the inputs
-before, the gradients of inputs and weights after.
+each other's results, not the time of the arithmetic. rnnt/kernels/lstm.cu keeps the weights in registers and exchanges
+results through L2. Products that need no order in time are left to cuBLAS, for many time steps at once: those of the
+inputs before, the gradients of inputs and weights after.
 
 A layer of width 1024 takes half of an H200. With --lstm persistent layers run one after the other, each in one launch.
 With --lstm wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer
 has the one before. That takes three quarters of the time and many more launches, which cost the host nothing in a
 graph; eager issues them one by one.
 
-Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, what is kept for the
-backward and gradients in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
+Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, gradients and values kept
+for the backward in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
 """
 
 import functools
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from rnnt.config import LSTM_BATCH
 
-# What a turn of the wavefront costs besides its time steps, in time steps: launches, weights loaded into registers, and
-# the products between turns. From 5 to 20 it makes a difference of 1 % (results/h200x1/rnnt-lstm).
+# Cost of a turn of the wavefront besides its time steps, in time steps: launches, weights loaded into registers, and
+# the products between turns. Values from 5 to 20 make a difference of 1 % (results/archive/h200x1/rnnt-lstm).
 TURN_COST = 10
-# Stretches but the last have a multiple of so many time steps: few shapes for which cuBLAS has to choose a kernel.
+# All stretches but the last have a multiple of so many time steps, so that cuBLAS meets few shapes.
 UNIT = 8
 
 
 def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
     """Output [T, 8, H] of a stack of LSTM layers for x [T, 8, I], FP16, from states of zeros; differentiable.
 
-    layers: (w_ih, w_hh, b_ih, b_hh) of each, as torch.nn.LSTM names them, all of one width H.
-    lengths: int32 [8], time steps of each utterance, `extra` more for each. What comes after the longest of them is
-    padding: outputs are 0 there and take no time steps, which is decided on the device, in a graph, too. None: all T.
-    dropout: the share of every layer's outputs that is dropped.
-    at_once: layers that may run side by side, 1 or 2.
+    Args:
+        x: input; on a GPU H must be one of LSTM_WIDTHS.
+        layers: (w_ih, w_hh, b_ih, b_hh) of each, named as in torch.nn.LSTM, all of one width H.
+        lengths: int32 [8], time steps of each utterance, `extra` more for each. Outputs after the longest of them are
+            0 and take no time steps. The device decides that, in a graph, too. None: all T.
+        extra: see lengths.
+        dropout: share of every layer's outputs that is dropped.
+        at_once: layers that may run side by side, 1 or 2.
 
-    Raises ValueError for another batch size, dtype or at_once, or layers of several widths. The width is one of
-    LSTM_WIDTHS where x is on a GPU. The output is a view, not to be changed in place.
+    Returns:
+        A view, which must not be changed in place.
+
+    Raises:
+        ValueError: for another batch size, dtype or at_once, or for layers of several widths.
     """
     if x.shape[1] != LSTM_BATCH:
         raise ValueError(f"our LSTM kernels take batches of {LSTM_BATCH}, not of {x.shape[1]}: take --lstm cudnn")
@@ -54,19 +60,23 @@ def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
 
 
 def require(device: torch.device, which: str, *widths: int) -> None:
-    """ValueError with the flag, --lstm `which`, where a GPU cannot run layers of these widths at the same time."""
+    """Raises ValueError that names --lstm where a GPU cannot run layers of these widths at the same time."""
     if device.type == "cuda":
-        from rnnt import lstm_kernel
-
-        lstm_kernel.require(device, which, *widths)
+        _kernels(device).require(device, which, *widths)
 
 
 def check(device: torch.device) -> None:
-    """Waits for the current stream. RuntimeError where a kernel gave up, after which all results are NaN."""
+    """Wait for the current stream. Raises RuntimeError where a kernel gave up, after which all results are NaN."""
     if device.type == "cuda":
-        from rnnt import lstm_kernel
+        _kernels(device).check(device)
 
-        lstm_kernel.check(device)
+
+def _kernels(device):
+    if device.type == "cuda":
+        from rnnt.kernels import lstm as lstm_kernel
+
+        return lstm_kernel
+    return Steps
 
 
 # ------------------------------------------------------------------------------------------------
@@ -77,43 +87,38 @@ def check(device: torch.device) -> None:
 def turns(num_layers: int, num_steps: int, at_once: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """Turns, each of (layer, first time step, end) for up to `at_once` layers, in forward order.
 
-    A layer's stretch comes after its stretch before and after the same one of the layer below. Stretches are as long as
-    takes the least time, if a turn takes as long as its steps and TURN_COST.
+    A layer's stretch comes after its stretch before and after the same one of the layer below. Their length is the one
+    that takes the least time, if a turn takes as long as its steps and TURN_COST.
     """
     sizes = range(UNIT, num_steps + UNIT, UNIT) if at_once > 1 else [num_steps]
     return min((_cut(num_layers, num_steps, size, at_once) for size in sizes), key=_cost)
 
 
 def _cut(num_layers, num_steps, size, at_once):
-    order = _order(num_layers, -(-num_steps // size), at_once)
-    return tuple(tuple((layer, k * size, min((k + 1) * size, num_steps)) for layer, k in turn) for turn in order)
+    """The turns for stretches of `size`: always the layers with the most work behind them."""
+    num, done, order = -(-num_steps // size), [0] * num_layers, []
+    while done[-1] < num:
+        ready = [
+            layer for layer in range(num_layers) if done[layer] < num and (not layer or done[layer - 1] > done[layer])
+        ]
+        ready.sort(key=lambda layer: (done[layer] + layer, layer))
+        turn = [(layer, done[layer] * size) for layer in ready[:at_once]]
+        order.append(tuple((layer, first, min(first + size, num_steps)) for layer, first in turn))
+        for layer, _ in turn:
+            done[layer] += 1
+    return tuple(order)
 
 
 def _cost(order):
     return sum(TURN_COST + max(end - first for _, first, end in turn) for turn in order)
 
 
-def _order(num_layers, num, at_once):
-    """Turns of (layer, stretch): always those with the most still to come behind them."""
-    done, order = [0] * num_layers, []
-    while done[-1] < num:
-        ready = [
-            layer for layer in range(num_layers) if done[layer] < num and (not layer or done[layer - 1] > done[layer])
-        ]
-        ready.sort(key=lambda layer: (done[layer] + layer, layer))
-        order.append([(layer, done[layer]) for layer in ready[:at_once]])
-        for layer in ready[:at_once]:
-            done[layer] += 1
-    return order
-
-
 # ------------------------------------------------------------------------------------------------
 # Forward and backward
 
 
-@dataclass(slots=True)
-class Layer:
-    """What a layer's time steps read and write, in the order of rnnt/lstm_kernel.cu, which tells the shapes."""
+class Layer(NamedTuple):
+    """Tensors that a layer's time steps read and write, in the order of rnnt/kernels/lstm.cu, which has the shapes."""
 
     given: torch.Tensor
     weights: torch.Tensor
@@ -128,13 +133,9 @@ class Layer:
     state: torch.Tensor | None = None
     sums: torch.Tensor | None = None
 
-    def tensors(self):
-        return [getattr(self, each.name) for each in fields(self)]
 
-
-@dataclass(slots=True)
-class Common:
-    """What all layers of a stack have in common; scale: of what dropout keeps."""
+class Common(NamedTuple):
+    """Numbers of all layers of a stack; scale: factor on outputs that dropout keeps."""
 
     num_steps: int
     lengths: torch.Tensor | None = None
@@ -146,31 +147,28 @@ class Common:
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, lengths, extra, dropout, at_once, *weights):
-        layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
-        (num_steps, batch), num, hidden = x.shape[:2], len(layers), layers[0][1].shape[1]
-        run = _kernels(x)
+        w_ih, w_hh, b_ih, b_hh = (weights[index::4] for index in range(4))
+        (num_steps, batch), num, hidden = x.shape[:2], len(w_hh), w_hh[0].shape[1]
+        run = _kernels(x.device)
         common = Common(num_steps, lengths, extra, 1 / (1 - dropout), at_once)
         shape = num, num_steps, batch
         inputs = x.new_empty(*shape, 4 * hidden)
         h, cells, gates = (x.new_empty(*shape, *each) for each in ((hidden,), (hidden,), (hidden, 4)))
-        kept, outputs, state = None, h, x.new_empty(num, batch, hidden, dtype=torch.float32)
+        kept, dropped, state = None, None, x.new_empty(num, batch, hidden, dtype=torch.float32)
         if dropout > 0:
             kept = torch.empty(*shape, hidden, dtype=torch.uint8, device=x.device).bernoulli_(1 - dropout)
-            outputs = torch.empty_like(h)
+            dropped = torch.empty_like(h)
+        outputs = h if dropped is None else dropped
         run.prepare(h)
-        dropped = None if kept is None else outputs
-        parts = _by_layer(given=inputs, h=h, cells=cells, gates=gates, output=dropped, kept=kept, state=state)
-        stack = run.bind(
-            [Layer(weights=w_hh, bias=b_hh, **part) for (_, w_hh, _, b_hh), part in zip(layers, parts, strict=True)],
-            common,
-        )
-        _products(inputs[0], x, layers[0])
+        tensors = {"h": h, "cells": cells, "gates": gates, "output": dropped, "kept": kept, "state": state}
+        stack = run.bind(_layers(given=inputs, weights=w_hh, bias=b_hh, **tensors), common)
+        _products(inputs[0], x, w_ih[0], b_ih[0])
         for turn in turns(num, num_steps, at_once):
             for layer, first, end in turn:
                 if layer:
-                    _products(inputs[layer, first:end], outputs[layer - 1, first:end], layers[layer])
+                    _products(inputs[layer, first:end], outputs[layer - 1, first:end], w_ih[layer], b_ih[layer])
             run.forward(stack, turn)
-        ctx.save_for_backward(x, lengths, kept, h, outputs, cells, gates, *weights)
+        ctx.save_for_backward(x, lengths, kept, h, outputs, cells, gates, *w_ih, *w_hh)
         ctx.common = extra, common.scale, at_once
         return outputs[-1]
 
@@ -178,85 +176,68 @@ class _Stack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, lengths, kept, h, outputs, cells, gates, *weights = ctx.saved_tensors
-        layers = list(zip(*(weights[index::4] for index in range(4)), strict=True))
         num, num_steps, batch, hidden = h.shape
-        run, common = _kernels(x), Common(num_steps, lengths, *ctx.common)
-        # Of each layer's output.
+        w_ih, w_hh = weights[:num], weights[num:]
+        run, common = _kernels(x.device), Common(num_steps, lengths, *ctx.common)
+        # Gradients of each layer's output.
         grads = [*h.new_empty(num - 1, num_steps, batch, hidden), grad.contiguous()]
         grad_gates, grad_bias = h.new_empty(num, num_steps, batch, 4 * hidden), h.new_empty(num, 4 * hidden)
         state = h.new_empty(num, batch, hidden, dtype=torch.float32)
         sums = h.new_empty(num, 4 * hidden, dtype=torch.float32)
         run.prepare(grad_gates)
-        parts = _by_layer(
-            cells=cells, gates=gates, kept=kept, grad_gates=grad_gates, grad_bias=grad_bias, state=state, sums=sums
-        )
-        stack = run.bind(
-            [
-                Layer(given=given, weights=w_hh, **part)
-                for given, (_, w_hh, _, _), part in zip(grads, layers, parts, strict=True)
-            ],
-            common,
-        )
-        # From the last stretch of the last layer on, the forward's order read from behind.
+        tensors = {"cells": cells, "gates": gates, "kept": kept, "grad_gates": grad_gates, "grad_bias": grad_bias}
+        stack = run.bind(_layers(given=grads, weights=w_hh, **tensors, state=state, sums=sums), common)
+        # The forward's order reversed, from the last stretch of the last layer on.
         for turn in reversed(turns(num, num_steps, common.at_once)):
             for layer, first, end in turn:
                 if layer + 1 < num:
-                    of = grad_gates[layer + 1, first:end].flatten(0, 1), layers[layer + 1][0]
-                    torch.mm(*of, out=grads[layer][first:end].flatten(0, 1))
+                    above = grad_gates[layer + 1, first:end].flatten(0, 1)
+                    torch.mm(above, w_ih[layer + 1], out=grads[layer][first:end].flatten(0, 1))
             run.backward(stack, turn)
-        # Alike, but each with memory of its own: gradients are accumulated in place.
-        of_b_ih, of_b_hh = grad_bias.clone(), grad_bias
+        # Equal, but each in memory of its own, since gradients are accumulated in place.
+        grad_b_ih, grad_b_hh = grad_bias.clone(), grad_bias
         found = []
         for index in range(num):
             gate_rows = grad_gates[index].flatten(0, 1).t()
             below = outputs[index - 1] if index else x
             # Before the first step h was 0.
-            of_w_hh = grad_gates[index, 1:].flatten(0, 1).t() @ h[index, :-1].flatten(0, 1)
-            found += [gate_rows @ below.flatten(0, 1), of_w_hh, of_b_ih[index], of_b_hh[index]]
-        grad_x = grad_gates[0] @ layers[0][0] if ctx.needs_input_grad[0] else None
+            grad_w_hh = grad_gates[index, 1:].flatten(0, 1).t() @ h[index, :-1].flatten(0, 1)
+            found += [gate_rows @ below.flatten(0, 1), grad_w_hh, grad_b_ih[index], grad_b_hh[index]]
+        grad_x = grad_gates[0] @ w_ih[0] if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, *found
 
 
-def _by_layer(**tensors):
-    """What is not None of [layers, ...] tensors, a dictionary for each layer."""
-    given = {name: tensor.unbind() for name, tensor in tensors.items() if tensor is not None}
-    return [dict(zip(given, each, strict=True)) for each in zip(*given.values(), strict=True)]
+def _layers(**tensors):
+    """A Layer for each index of the tensors, [layers, ...] or lists; None is left out."""
+    given = {name: each for name, each in tensors.items() if each is not None}
+    return [Layer(**dict(zip(given, each, strict=True))) for each in zip(*given.values(), strict=True)]
 
 
-def _products(inputs, x, layer):
-    """inputs [T, B, 4 H] becomes W_ih x + b_ih."""
-    w_ih, _, b_ih, _ = layer
+def _products(inputs, x, w_ih, b_ih):
+    """Fill inputs [T, B, 4 H] with W_ih x + b_ih."""
     torch.addmm(b_ih, x.flatten(0, 1), w_ih.t(), out=inputs.flatten(0, 1))
 
 
-def _kernels(x):
-    if x.device.type == "cuda":
-        from rnnt import lstm_kernel
-
-        return lstm_kernel
-    return Steps
-
-
 class Steps:
-    """What rnnt/lstm_kernel.cu computes, in plain torch; there grad_bias sums what is not rounded yet.
+    """rnnt/kernels/lstm.cu in plain torch. The kernels sum grad_bias before its parts are rounded.
 
-    After the longest utterance cells and gates mean nothing, there or here.
+    Cells and gates after the longest utterance mean nothing, there or here.
     """
 
     @staticmethod
     def prepare(exchanged):
-        """Before the first time step, forwards for h and backwards for grad_gates, of all layers."""
+        """Call it before the first time step, forwards for h and backwards for grad_gates, of all layers."""
 
     @staticmethod
     def bind(layers, common):
-        """What `forward` and `backward` take: the layers of a stack, once for all their turns."""
+        """The layers of a stack as `forward` and `backward` take them, once for all turns."""
         needed = common.num_steps if common.lengths is None else common.lengths.max() + common.extra
         is_needed = torch.arange(common.num_steps, device=layers[0].given.device) < needed
         return layers, common, is_needed.view(-1, 1, 1)
 
     @staticmethod
     def forward(stack, turn):
-        """turn: (index of the layer, first time step, end) of each that runs side by side."""
+        """turn: (index, first time step, end) of each layer that runs side by side."""
         layers, common, is_needed = stack
         for index, first, end in turn:
             _forward(layers[index], first, end, common, is_needed)

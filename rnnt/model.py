@@ -1,12 +1,13 @@
 """RNN-T as MLPerf trains it: 49,071,616 parameters in 35 tensors at the benchmark's sizes.
 
-Source: MLPerf training v3.1, NVIDIA's rnnt/model.py and common/rnn.py with baseline_v3-1023sp.yaml and decoupled_rnns:
-stacks of single-layer LSTMs with dropout of torch between them, since cuDNN's dropout keeps a state that no graph can
-record; kernels of our own have it inside. Nothing is masked: LSTMs run forwards in time, so padding changes only what
-comes after an utterance's end, and the loss does not look there. One exception, the benchmark's too: the last frame of
-an utterance of odd length is stacked with what follows, which is 0 at the end of the tensor and an LSTM's answer to
-padding elsewhere. With kernels of our own LSTMs end with the batch's longest utterance: behind it h is 0, wherever
-the tensor ends.
+Source: MLPerf training v3.1, NVIDIA's rnnt/model.py and common/rnn.py with baseline_v3-1023sp.yaml and decoupled_rnns.
+Stacks consist of single-layer LSTMs with torch's dropout between them: cuDNN's own dropout keeps a state that no graph
+can record. Our LSTM kernels include the dropout.
+
+Nothing is masked. LSTMs run forwards in time, so padding changes only values after an utterance's end, and the loss
+does not read those. One exception, as in the benchmark: the last frame of an utterance of odd length is stacked with
+the frame after it. That is 0 at the end of the tensor, and an LSTM's output for padding elsewhere. Our LSTM kernels
+end with the batch's longest utterance and write 0 after it.
 """
 
 import functools
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.marks import mark
+from common.measuring.marks import mark
 from rnnt.config import Config
 from rnnt.loss import joint_hidden
 from rnnt.lstm import lstm
@@ -81,7 +82,7 @@ class Joint(nn.Module):
 
 
 class RNNT(nn.Module):
-    """The three networks; what calls them decides which parts are graphs."""
+    """The three networks. train.py calls each by itself, since a graph may hold one of them."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -91,7 +92,7 @@ class RNNT(nn.Module):
 
 
 def _by_cudnn(layers, x, lengths, extra, dropout):
-    """Computes padding, too: cuDNN takes lengths from the host only."""
+    # cuDNN takes lengths from the host only, so it computes padding, too.
     for layer in layers:
         x = dropout(layer(x)[0])
         _mark(x)
@@ -105,8 +106,8 @@ def _by_own_kernels(layers, x, lengths, extra, dropout, at_once):
     return x
 
 
-# What --lstm names: the last one's output [T, B, H] of layers with dropout after each, from states of zeros. Utterances
-# have `extra` time steps more than lengths says.
+# By --lstm: run(layers, x [T, B, I], lengths int32 [B], extra, dropout) -> output [T, B, H] of a stack with dropout
+# after each layer, from states of zeros. Utterances have `extra` time steps more than `lengths` says.
 RUN_STACK = {
     "cudnn": _by_cudnn,
     "persistent": functools.partial(_by_own_kernels, at_once=1),
@@ -124,9 +125,9 @@ def _mark(x):
 
 
 def flatten(model: RNNT) -> None:
-    """Each LSTM's weights as views of one buffer in cuDNN's order; without that cuDNN copies them at every call.
+    """Move each LSTM's weights into one buffer in cuDNN's order. Without that cuDNN copies them at every call.
 
-    After every change of dtype or device and before anything keeps an address; later changes must be in place.
+    Call it after a change of dtype or device and before anything keeps an address.
     """
     for module in model.modules():
         if isinstance(module, nn.LSTM):
@@ -135,35 +136,23 @@ def flatten(model: RNNT) -> None:
 
 @torch.no_grad()
 def initialise(model: RNNT, config: Config, seed: int) -> None:
-    """In place and seeded, on the weights' device: PyTorch's default ranges, those of LSTMs times init_scale.
+    """Draw the weights in place: PyTorch's default ranges, for LSTMs times init_scale.
 
-    Source: facts of the benchmark: weights_init_scale 0.5 applies to all parameters of the LSTMs, so that its forget
-    bias, 1 in bias_ih and 0 in bias_hh before, is 0.5: --forget-bias here, at any scale.
+    The benchmark's weights_init_scale of 0.5 also scales its forget bias from 1 to 0.5: --forget-bias, at any scale.
     """
     generator = torch.Generator(model.joint.linear.weight.device).manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.LSTM):
-            bound = config.init_scale / math.sqrt(module.hidden_size)
-            for parameter in module.parameters():
-                parameter.uniform_(-bound, bound, generator=generator)
+            _draw_uniform(module, config.init_scale / math.sqrt(module.hidden_size), generator)
             forget = slice(module.hidden_size, 2 * module.hidden_size)
             module.bias_ih_l0[forget].fill_(config.forget_bias)
             module.bias_hh_l0[forget].zero_()
         elif isinstance(module, nn.Linear):
-            bound = 1 / math.sqrt(module.in_features)
-            for parameter in module.parameters():
-                parameter.uniform_(-bound, bound, generator=generator)
+            _draw_uniform(module, 1 / math.sqrt(module.in_features), generator)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(generator=generator)
 
 
-def log_prior(transcripts, vocab: int) -> torch.Tensor:
-    """FP32 [vocab], an output bias: logarithms of each class's share in token sequences, the blank's being one half.
-
-    Counts are one too high, so that none is 0. Frames and tokens are about as many where tokens are characters and a
-    frame of the encoder is 60 ms, hence the half.
-    """
-    counts = torch.ones(vocab - 1, dtype=torch.int64)
-    for tokens in transcripts:
-        counts += torch.bincount(torch.tensor(tokens), minlength=vocab - 1)
-    return torch.cat((counts / counts.sum(), torch.ones(1))).mul(0.5).log()
+def _draw_uniform(module, bound, generator):
+    for parameter in module.parameters():
+        parameter.uniform_(-bound, bound, generator=generator)

@@ -1,25 +1,28 @@
-"""What RNN-T's training reads and writes: built once, reset in place, the same for every variant."""
+"""State of RNN-T's training: built once, reset in place, the same for all variants."""
 
 import contextlib
 import functools
 import itertools
 
-import numpy as np
 import torch
 
-from common import flops, host_state, memory
-from common.marks import section
-from common.optimizers import LossScaler
-from common.step_report import ScaledReport
+from common.machine import host_state, memory
+from common.measuring.marks import section
+from common.training import flops
+from common.training.optimizers.adam import LossScaler
+from common.training.step_report import ScaledReport
 from common.variant import Unsupported
-from rnnt import buckets, evaluation, lstm
 from rnnt import config as rnnt_config
-from rnnt.batches import Batch, Inputs, Source
+from rnnt import lstm
 from rnnt.config import GENERATED, Config
+from rnnt.data import buckets
+from rnnt.data.batches import Batch, Inputs, Source
+from rnnt.data.synthetic import Synthetic, typical_lengths
+from rnnt.decoding.word_error_rate import word_error_rate
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
-from rnnt.model import RNNT, flatten, initialise, log_prior
-from rnnt.synthetic import Synthetic, draw_lengths
+from rnnt.model import RNNT, flatten, initialise
+from rnnt.speech.source import open_speech
 
 SEED = 1234
 HELD_OUT_SEED = 4321
@@ -27,7 +30,7 @@ HELD_OUT_BATCHES = 4
 
 
 class State:
-    """Networks, loss scaler, optimizer, data, the plan of buckets, and the losses seen."""
+    """Networks, loss scale, optimizer, batches, buckets, and the losses of past steps."""
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
@@ -37,55 +40,40 @@ class State:
         with torch.device(device):
             self.model = RNNT(config)
         self.model.to(self.dtype)
-        # What the step calls; a compiled variant puts its own here.
+        # A step calls these; a compiled variant replaces them.
         self.encoder, self.prediction, self.joint = self.model.encoder, self.model.prediction, self.model.joint
         flatten(self.model)
         initialise(self.model, config, SEED)
         self.names, self.parameters = zip(*self.model.named_parameters(), strict=True)
-        # Where the parameters of each network are among all of them.
+        # Each network's place in `parameters`.
         counts = [len(list(network.parameters())) for network in (self.encoder, self.prediction, self.joint)]
         ends = list(itertools.accumulate(counts, initial=0))
         self.slices = dict(zip(("encoder", "prediction", "joint"), map(slice, ends, ends[1:]), strict=True))
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
-        self.lamb = Lamb(
-            self.parameters,
-            self.scaler,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.clip,
-            ema_decay=config.ema,
-            rank=rank,
-            world_size=world_size,
-        )
+        self.lamb = Lamb(self.parameters, self.scaler, config, rank, world_size)
         self.blank = config.vocab - 1
         self.source = self.open_source(rank, world_size, SEED, training=True)
-        self.log_prior = None
-        if config.prior_bias:
-            self.log_prior = log_prior((one.tokens for one in self.source.corpus.utterances), config.vocab).to(device)
         held_out = HELD_OUT_BATCHES * config.batch if config.data in GENERATED else 0
         self.hyperparameters = {"train_samples": self.source.num_samples, "eval_samples": held_out}
-        # A bucket may be longer than the longest utterance.
         self.plan = self._make_plan()
+        # A bucket may be longer than the longest utterance.
         size = (max(self.plan.audio), config.batch, config.features)
         self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
-        self.tally = buckets.Tally(skips_padding=config.lstm != "cudnn")
+        counts = (functools.partial(count, config) for count in (rnnt_config.training_flops, rnnt_config.time_steps))
+        self.tally = buckets.Tally(*counts, skips_padding=config.lstm != "cudnn")
         self._side = torch.cuda.Stream(device) if config.streams == 2 and device.type == "cuda" else None
-        # Ranks that stop must stop at the same step.
+        # exact: ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
     def open_source(self, rank: int, world_size: int, seed: int, training: bool) -> Source:
-        """Batches for --data."""
+        """Batches of --data."""
         if self.config.data in GENERATED:
             pinned = self.device.type == "cuda"
             return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
-        from rnnt.speech import open_speech
-
         return open_speech(self.config, self.device, rank, world_size, self.dtype, seed, training)
 
     def _make_plan(self):
-        """Alike on all ranks: buckets are chosen by what any of them may meet."""
+        """The same on all ranks: buckets are chosen by the batches of all of them."""
         shapes, most = self.source.batch_shapes(), (self.source.max_frames, self.source.max_tokens)
         if self.world_size > 1:
             every = [None] * self.world_size
@@ -97,21 +85,15 @@ class State:
         return buckets.make_plan(self.config.buckets, shapes, *largest, cost)
 
     def reset(self):
-        # Weights are the same on all ranks, draws each rank's own.
+        # Weights are the same on all ranks; each rank draws its own dropout.
         torch.manual_seed(SEED + self.rank)
         initialise(self.model, self.config, SEED)
-        if self.log_prior is not None:
-            with torch.no_grad():
-                self.model.joint.linear.bias.copy_(self.log_prior)
         self.model.train()
-        self.lamb.reset()
-        self.scaler.reset()
-        self.inputs.reset()
-        self.tally.reset()
-        self.report.reset()
+        for part in (self.lamb, self.scaler, self.inputs, self.tally, self.report):
+            part.reset()
 
     def close(self):
-        """End the data's threads. For the record: steps skipped since the last reset, utterances dropped."""
+        """End the data's threads. Returns steps skipped since the last reset and utterances dropped."""
         self.source.close()
         return self.report.closing(self.source.dropped)
 
@@ -119,10 +101,7 @@ class State:
 
     @contextlib.contextmanager
     def side_stream(self):
-        """What is launched here and what comes after it, until `wait_for_side_stream`, need not wait for each other.
-
-        With --streams 2, on a stream of its own, where autograd runs its backward, too.
-        """
+        """With --streams 2 the block's work runs on a second stream, and so does its backward pass."""
         if self._side is None:
             yield
             return
@@ -131,7 +110,7 @@ class State:
             yield
 
     def wait_for_side_stream(self, *results):
-        """Of the current stream. results: the side stream's tensors that are read on the current one."""
+        """Let the current stream wait for the second one. results: tensors of it that the current stream reads."""
         if self._side is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_stream(self._side)
@@ -139,7 +118,7 @@ class State:
                 tensor.record_stream(stream)
 
     def end_step(self, index: int):
-        """What this step reports, on its way to the host; FloatingPointError where an earlier one ends the run."""
+        """Start the report's copy to the host. Raises FloatingPointError if an earlier step's report ends the run."""
         with section("report"):
             try:
                 self.report.end_step(index)
@@ -148,17 +127,17 @@ class State:
                 raise
 
     def check(self):
-        """Waits for the device. RuntimeError where an LSTM kernel gave up, which makes NaN of everything after it."""
+        """Wait for the device. Raises RuntimeError where an LSTM kernel gave up, after which all results are NaN."""
         if self.config.lstm != "cudnn":
             lstm.check(self.device)
 
-    # -- what the harness asks
+    # -- after steps
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of the moving average over HELD_OUT_BATCHES batches that no rank trains on, without dropout.
+        """Mean loss of the averaged weights over HELD_OUT_BATCHES batches that no rank trains on, without dropout.
 
-        Raises Unsupported for speech, which has no part that is not trained on.
+        Raises Unsupported for speech: all utterances of the folder are trained on.
         """
         if self.config.data not in GENERATED:
             raise Unsupported("all utterances of the folder are trained on: no loss of held-out ones")
@@ -170,12 +149,11 @@ class State:
                 f, lengths = self.model.encoder(batch.features, batch.feature_lengths)
                 logits = self.model.joint(f, self.model.prediction(batch.tokens, batch.token_lengths))
                 total += transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, self.blank).mean()
-        source.close()
         return float(total) / HELD_OUT_BATCHES
 
     @contextlib.contextmanager
     def averaged(self):
-        """Within it the parameters are the moving average, in place, and nothing is dropped out."""
+        """In the block the parameters hold the averaged weights, in place, and dropout is off."""
         self.lamb.gather_ema()
         with torch.no_grad():
             kept = [parameter.clone() for parameter in self.parameters]
@@ -188,15 +166,14 @@ class State:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.parameters), kept)
 
-    def finish(self, variant, record):
-        """What buckets cost, how fast eager and graphed greedy decoding are, and the word error rate of speech."""
-        counts = (rnnt_config.training_flops, rnnt_config.time_steps)
-        report = self.tally.report(*(functools.partial(count, self.config) for count in counts))
-        record["extra"]["buckets"] = {"audio": self.plan.audio, "text": self.plan.text} | report
-        if self.config.data != "synthetic":
-            record["flops_per_step"] = report["useful_flops_per_step"]
-        evaluation.finish(self, record)
+    def finish(self) -> list[str]:
+        """Lines on the cost of padding, and on the word error rate where --data is speech."""
+        lines = self.tally.report()
+        if self.config.data not in GENERATED:
+            wrong, num_words = word_error_rate(self)
+            lines.append(f"words      {100 * wrong:.2f} % of {num_words:,} wrong")
         self.check()
+        return lines
 
     def named_state(self):
         yield from zip(self.names, self.parameters, strict=True)
@@ -212,11 +189,10 @@ class State:
         return self.report.read_grad_norms(count)
 
     def batch_class(self, index: int) -> int:
-        """Batches that come again and again with lengths of their own are each compared with themselves.
+        """Batches of one class have the same lengths in each run.
 
-        Those of speech never come again, and a window is not equally long for every variant. The first min_steps, which
-        all windows have, are a class each, so that variants are compared on the same batches; all later ones are one
-        more class, whose weight is that of one step.
+        The lengths of speech never come again: each of the first min_steps steps is a class, and all later ones
+        together are one, so that variants are compared by the same batches.
         """
         period = self.source.period
         return index % period if period else min(index, self.config.min_steps)
@@ -230,8 +206,8 @@ def _require_lstm(config, device):
         lstm.require(device, config.lstm, *widths)
 
 
-def said_of_run(args, device: torch.device, world_size: int) -> dict:
-    """Fields of common.variant.Workload that describe this training. ValueError where it does not fit on a CPU."""
+def facts_of_run(args, device: torch.device, world_size: int) -> dict:
+    """Fields of common.variant.Workload that describe this training. Raises ValueError where it does not fit a CPU."""
     config = args.config
     if device.type == "cpu":
         rnnt_config.require(config, host_state.available_host_bytes())
@@ -245,7 +221,7 @@ def said_of_run(args, device: torch.device, world_size: int) -> dict:
         "items_per_step": config.batch,
         "unit": "utterances",
         "peak_flops": flops.peak_flops(gpu, config.precision),
-        # Of MLPerf's log.
+        # Keys of MLPerf's log.
         "hyperparameters": {
             "seed": SEED,
             "global_batch_size": config.batch * world_size,
@@ -262,9 +238,10 @@ def said_of_run(args, device: torch.device, world_size: int) -> dict:
 
 
 def nominal_flops(config: Config) -> float:
-    """FLOP of a step for utterances' true lengths; for speech --frames and --tokens stand in until it has been read."""
-    if config.data != "lengths":
-        return config.batch * rnnt_config.training_flops(config, config.frames, config.tokens)
-    frames, tokens = draw_lengths(np.random.default_rng(SEED), 4096, *rnnt_config.limits(config))
-    pairs = zip(frames.tolist(), tokens.tolist(), strict=True)
-    return config.batch * sum(rnnt_config.training_flops(config, *pair) for pair in pairs) / len(frames)
+    """FLOP of a step for the utterances' true lengths. For speech, of which nothing is read yet, --frames and --tokens
+    stand for them.
+    """
+    pairs = [(config.frames, config.tokens)]
+    if config.data == "lengths":
+        pairs = typical_lengths(SEED, *rnnt_config.limits(config))
+    return config.batch * sum(rnnt_config.training_flops(config, *pair) for pair in pairs) / len(pairs)

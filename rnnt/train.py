@@ -1,6 +1,6 @@
-"""RNN-T, MLPerf's speech recogniser: one graph of the whole step, and MLPerf's own graphs per network.
+"""RNN-T, MLPerf's speech recogniser: the whole training step in one CUDA graph, or graphs of its two networks.
 
-What is trained, without graphs:
+The loop without graphs:
 
     for step in range(n):
         features, tokens, lengths = next(batches)       # as long as the longest utterance of the batch
@@ -14,26 +14,38 @@ What is trained, without graphs:
         print(loss of an earlier step)                  # whose copy has arrived on the host
 
 A graph repeats kernels with the shapes and addresses of its capture, but batches have any length. So each batch is
-copied into static buffers (rnnt/batches.py) and padded there to a bucket, one of a few lengths (rnnt/buckets.py). That
-does not change the loss, since LSTMs run forwards in time and the loss reads the utterances' lengths on the GPU. Two
-exceptions: rounding, and the last pair of frames of an utterance of odd length (rnnt/model.py).
+copied into static buffers (rnnt/data/batches.py) and padded there to a bucket, one of a few lengths
+(rnnt/data/buckets.py). That does not change the loss: LSTMs run forwards in time, and the loss reads the utterances'
+lengths on the GPU. Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
 
-Captured by `full`:  everything from g to loss_scale.update(), LAMB's communication too; a graph per pair of buckets.
-Captured by `graph`: encoder and prediction network, forward and backward, a graph of each per bucket, as in MLPerf's
-    submission, which left joint, loss, LAMB and loss scale eager. Joint and loss depend on both lengths, and with the
-    submission's 50 buckets a network there are hundreds of pairs. `full` takes 16 at most (plan.require_few_pairs).
+Captured by `graph_step`: everything from g to loss_scale.update(), LAMB's communication too. The capture comes to
+
+    for shape in pairs_of_buckets:                      # at most 16, the largest first
+        with torch.cuda.graph(graphs[shape], pool=pool):
+            train_on(static_buffers[shape])             # recorded, not run; shapes are views of the same memory
+
+and the body of the loop to
+
+    shape = copy_into_static_buffers(next(batches))     # padded to the smallest buckets that hold it
+    graphs[shape].replay()
+
+Captured by `graph_networks`: encoder and prediction network, a forward and a backward graph of each per bucket, as in
+MLPerf's submission. Joint, loss, LAMB and loss scale stay eager there: joint and loss depend on both lengths, and the
+submission's 50 buckets a network make hundreds of pairs.
+
 Captured by neither, and why:
-    the batch's copy and its padding    each batch lies at another address of the host's memory and has its own length
-    the learning rate                   a schedule on the host computes it; it is written where LAMB reads it
-    the report                          loss, gradient norm and loss scale are copied to the host and read steps later
+    the batch's copy and padding    each batch has its own length and its own address in host memory
+    the learning rate               a schedule on the host computes it and writes it where LAMB reads it
+    the report                      loss, gradient norm and loss scale are copied to the host and read steps later
 
-    python -m rnnt.train --preset tiny --variant full
-    python -m rnnt.train --preset bench_lengths --variant full --record runs/full.r1.json
-    torchrun --standalone --nproc-per-node 2 -m rnnt.train --variant graph    # data parallel
+    python -m rnnt.train --preset tiny --variant graph_step
+    python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
+    torchrun --standalone --nproc-per-node 2 -m rnnt.train --variant graph_networks    # data parallel
 """
 
 from common.config import parse
-from rnnt.config import ABOUT, PRESETS, VARIANTS, Config, learning_rate
+from rnnt.config import ABOUT, PRESETS, Config, learning_rate
+from rnnt.variants import VARIANTS
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
@@ -41,48 +53,54 @@ if __name__ == "__main__":
 
 import torch
 
-from common.capture import Pool  # of CUDA graphs; without a GPU, of host graphs, which record operators and rerun them
-from common.main import main
-from common.marks import mark, section  # for measuring passes; one mark per 800 launches suffices: `full` has none
-from common.variant import Capture, Eager, Workload, warm_up
-from rnnt import variants
-from rnnt.batches import Batch
+# A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
+# pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before a replay; each replay
+# checks that their addresses and shapes are those of the capture.
+from common.capture.pool import Pool
+
+# section: a part of the step, a range in a profile. mark: a place where the host may wait for the GPU, needed every 800
+# launches to time the host. Neither does anything in a timed step.
+from common.measuring.marks import mark, section
+from common.script.main import main
+from common.variant import Capture, Workload, warm_up
+from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
-from rnnt.state import State, said_of_run
+from rnnt.state import State, facts_of_run
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step
-# The eager variants, common.variant.Eager, warm up with three padded steps and then run eager_step or padded_step.
+# common.script.main has the loop: it calls a variant's step(0), step(1), ... The eager variants, common.variant.Eager,
+# call eager_step or padded_step there.
 
 
 def eager_step(state: State, index: int, fit=None):
-    """Train on batch `index`; fit: see load_batch. Nothing here waits for the device."""
+    """Train on batch `index`; fit: see load_batch. Nothing here waits for the GPU."""
     batch = load_batch(state, index, fit)
     train_on(state, batch)
-    # Starts the report's copy to the host; reads the newest report that has arrived, an earlier step's.
-    state.end_step(index)
+    state.end_step(index)  # starts the report's copy to the host; reads an earlier step's report that has arrived
 
 
 def padded_step(state: State, index: int):
-    """eager_step with the batch padded to its buckets: the same work as in `full` and `graph`, and their reference."""
+    """eager_step with the graphs' padding; the graphs are compared with it."""
     eager_step(state, index, state.plan.fit)
 
 
 def load_batch(state: State, index: int, fit=None) -> Batch:
-    """Copy the next batch into the static buffers, write this step's learning rate. No variant captures this.
-    fit(frames, tokens): the shape that the batch is padded to, with zeros; None: no padding.
+    """Copy the next batch into the static buffers, and this step's learning rate to the GPU. No variant captures this.
+
+    fit: fit(frames, tokens) is the shape that the batch is padded to with zeros; None: no padding.
     """
     with section("data"):
         batch, original = state.inputs.load(fit)
         state.lamb.lr.fill_(learning_rate(state.config, index))
-    # For the record: how much padding adds. The lengths of `original` are in host memory: tolist() does not wait.
+    # Counts padding. The lengths of `original` are in host memory, so tolist() does not wait.
     state.tally.add(original.shape, batch.shape, original.feature_lengths.tolist(), original.token_lengths.tolist())
     return batch
 
 
 def train_on(state: State, batch: Batch):
-    """Forward, loss, backward and update on a batch in the static buffers: what `full` captures."""
-    # On a second stream with --streams 2; both outputs are needed only in the joint.
+    """From a batch in the static buffers to new weights: `graph_step` captures this."""
+    # With --streams 2 on a second stream; both outputs meet in the joint.
     with state.side_stream(), section("prediction"):
         g = state.prediction(batch.tokens, batch.token_lengths)
     with section("encoder"):
@@ -93,17 +111,17 @@ def train_on(state: State, batch: Batch):
         loss = mean_loss(state, f, g, lengths, batch)
     mark()
     with section("backward"):
-        # Not loss.backward(): without .grad nothing has to be zeroed, and the gradients live for this step alone.
+        # Not loss.backward(): without .grad nothing has to be zeroed. Captured gradients lie in the graph's pool.
         gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
     mark()
     with section("optimizer"):
-        # Overflow check; LAMB, whose kernels change nothing on an overflow; loss scale. All of it on the device.
+        # Overflow check; LAMB (rnnt/lamb.py), unless a gradient overflowed; loss scale. All of it on the GPU.
         state.lamb.step(gradients)
-        state.report.fill(loss, state.lamb.grad_norm)  # device numbers, which end_step copies to the host
+        state.report.fill(loss, state.lamb.grad_norm)  # numbers on the GPU, which end_step copies to the host
 
 
 def mean_loss(state: State, f, g, lengths, batch: Batch):
-    """The batch's mean loss, FP32. f [B, T2, J], lengths int32 [B]: of the encoder; g [B, U + 1, J]: the prediction."""
+    """The batch's mean loss, FP32. f [B, T2, J] and its lengths, int32 [B]: encoder; g [B, U + 1, J]: prediction."""
     logits = state.joint(f, g)
     return transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, state.blank).mean()
 
@@ -112,42 +130,41 @@ def mean_loss(state: State, f, g, lengths, batch: Batch):
 # 2. The whole step as one graph
 
 
-class FullGraphed:
-    """`full`: one graph for each pair of buckets, all in one memory pool; a step is one replay.
+class GraphedStep:
+    """`graph_step`: a graph of `train_on` for each pair of buckets, all in one memory pool. A step is one replay.
 
-    A replay reads the static batch, learning rate, weights, LAMB's state (FP32 masters, moments, the weights' moving
-    average, the count of steps) and the loss scale with its counters. It writes weights, LAMB's state, loss scale and
-    report. All lie outside the pool, so it does not matter which graph was replayed before. Dropout draws new numbers:
-    torch gives each replay the generator's next offset. Ranks may be in different buckets, since LAMB's collectives are
-    the same in every graph. Warm-up trains; `state.reset`, which common/measure.py calls before it measures, undoes it.
+    A replay reads the static batch, the learning rate, the weights, LAMB's state (FP32 masters, moments, averages and
+    count of steps) and the loss scale with its counters. It writes weights, LAMB's state, loss scale and report. All of
+    these lie outside the pool, so any graph may follow any other. The pool holds activations and gradients; `close`
+    frees it. Dropout draws new numbers, since torch gives each replay the generator's next offset. Ranks may replay
+    different buckets, since LAMB's collectives are the same in every graph.
     """
 
     def __init__(self, state: State):
-        self.state = state
-        self.pool = Pool(state.device)
-        pairs = state.plan.require_few_pairs("full")
+        self.state, self.pool = state, Pool(state.device)
+        pairs = state.plan.require_few_pairs("graph_step")
         self.capture = Capture(strategy=f"full iteration, pairs of buckets: {len(pairs)}", pools=[self.pool])
+        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture: a few padded
+        # steps, then each shape once. They train; `state.reset`, which a run calls before its first step, undoes that.
         warm_up(state, self.capture, padded_step)
-        # Libraries choose kernels by shape, so each shape runs eagerly once before the first capture, which frees the
-        # memory that these steps leave in the allocator's cache.
         with self.capture.timed("warmup_s"):
             for shape in reversed(pairs):
                 train_on(state, state.inputs.dummy_batch(*shape))
         self.graphs = {}
-        # The largest shape first: the smaller ones then fit into the memory that it took. The second argument of
-        # pool.capture: tensors that a step overwrites; each replay checks that they have not moved or changed shape.
+        # The largest shape first: the smaller ones then fit into the memory that it took.
         for shape in reversed(pairs):
             batch = state.inputs.dummy_batch(*shape)
             with self.capture.timed("capture_s"):
                 self.graphs[shape], _ = self.pool.capture(lambda batch=batch: train_on(state, batch), batch)
 
     def step(self, index: int):
+        """`padded_step` with a replay in the place of `train_on`."""
         batch = load_batch(self.state, index, self.state.plan.fit)
         if batch.shape not in self.graphs:
             raise ValueError(self.state.plan.unseen(batch.shape))
         with section("replay"):
-            # The kernels of train_on(state, batch): the graph reads the buffers that `batch` is a view of.
             self.graphs[batch.shape].replay()
+        # Every replay overwrites the report. end_step copies it, in the order of the stream, before the next replay.
         self.state.end_step(index)
 
     def replays_of(self, index: int) -> int:
@@ -161,16 +178,17 @@ class FullGraphed:
 # 3. Graphs per network and bucket, as MLPerf's submission had them
 
 
-class Graphed:
-    """`graph`: forward and backward graphs of encoder and prediction network, four replays a step.
+class GraphedNetworks:
+    """`graph_networks`: forward and backward graphs of encoder and prediction network, four replays a step.
 
-    Autograd ends at the networks' outputs: the eager loss gives the outputs' gradients, which are copied into the
-    buffers that the backward graphs read. Those copy the parameters' gradients into the tensors that LAMB reads.
+    Autograd ends at the networks' outputs. The eager loss gives the outputs' gradients, which are copied into static
+    buffers that the backward graphs read. A backward graph copies the parameters' gradients to static tensors, which
+    LAMB reads. A replay overwrites outputs and gradients of the one before; each is used up within its step.
     """
 
     def __init__(self, state: State):
         self.state = state
-        # What LAMB reads: of the networks, tensors of NetworkGraphs; of the joint, new ones in each step.
+        # LAMB reads these. The networks' are static tensors of NetworkGraphs; the joint's are new in each step.
         self.gradients = [None] * len(state.parameters)
         self.capture = Capture(
             strategy=f"encoder, buckets: {len(state.plan.audio)}; prediction, buckets: {len(state.plan.text)}"
@@ -191,7 +209,7 @@ class Graphed:
         batch = load_batch(state, index, state.plan.fit)
         frames, tokens = batch.shape
         # One after the other, even with --streams 2: before a replay torch writes its random seed and offset to the
-        # device. Not every version has a place for each graph, so replays side by side could race.
+        # device. Not every version of torch has a place for each graph, so replays side by side could race.
         with section("prediction"):
             (g,) = self.prediction.forward(tokens)
         with section("encoder"):
@@ -202,8 +220,7 @@ class Graphed:
         with section("backward"):
             joint = state.slices["joint"]
             leaves = (f, g, *state.parameters[joint])
-            grad_f, grad_g, *gradients = torch.autograd.grad(loss * state.scaler.scale, leaves)
-            self.gradients[joint] = gradients
+            grad_f, grad_g, *self.gradients[joint] = torch.autograd.grad(loss * state.scaler.scale, leaves)
             self.prediction.backward(tokens, grad_g)
             self.encoder.backward(frames, grad_f)
         mark()
@@ -221,11 +238,13 @@ class Graphed:
 
 
 class NetworkGraphs:
-    """One network's graphs, a forward and a backward per bucket. Buckets share a pool, since a step uses one of them;
-    the two networks have a pool each, since both are in use between forward and backward.
+    """One network's graphs, a forward and a backward per bucket.
+
+    Buckets share a pool, since a step uses one of them. The two networks have a pool each, since both are in use
+    between forward and backward.
     """
 
-    def __init__(self, owner: Graphed, name: str, run):
+    def __init__(self, owner: GraphedNetworks, name: str, run):
         """run(batch): the network's outputs, the first one differentiable."""
         self.run, self.pool, self.capture = run, Pool(owner.state.device), owner.capture
         place = owner.state.slices[name]
@@ -243,7 +262,7 @@ class NetworkGraphs:
             torch.autograd.grad(output, self.parameters, torch.zeros_like(output))
 
     def capture_bucket(self, length: int, batch: Batch):
-        """length: the bucket's, in frames or tokens. The largest bucket comes first, as in FullGraphed."""
+        """length: the bucket, in frames or tokens. The largest bucket comes first, as in GraphedStep."""
         with self.capture.timed("capture_s"):
             forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
             output = outputs[0]
@@ -272,27 +291,19 @@ class NetworkGraphs:
 
 # ------------------------------------------------------------------------------------------------
 # 4. Main
-
-MAKE_VARIANT = {
-    "eager": lambda state: Eager(state, eager_step, warm_up_step=padded_step),
-    "eager_padded": lambda state: Eager(state, padded_step),
-    "eager_sync": lambda state: variants.eager_sync(state, load_batch, mean_loss, padded_step),
-    "full": FullGraphed,
-    "graph": Graphed,
-    "compile": lambda state: variants.compiled(state, train_on, padded_step),
-}
+# rnnt/variants.py has the table of all variants; eager_sync and torch.compile are in rnnt/other_variants.py.
 
 
 def workload(args, device: torch.device, rank: int, world_size: int):
-    """(args, what common/measure.py runs)"""
+    """(args, Workload), for `common.script.main`."""
     return args, Workload(
         model="rnnt",
         build=lambda config, device: State(config, device, rank, world_size),
-        variants=MAKE_VARIANT,
-        reference=padded_step,  # padded as the graphs are
+        variants=VARIANTS,
+        reference=padded_step,  # the graphs are compared with it
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
-        **said_of_run(args, device, world_size),
+        **facts_of_run(args, device, world_size),
     )
 
 

@@ -1,82 +1,83 @@
-"""RNN-T's other variants: eager with the usual host reads, and torch.compile."""
+"""RNN-T's variants: one line on each, its promises and its constructor. Imports no torch.
 
-import torch
+The eager steps and the captures are in train.py, the others in other_variants.py.
+"""
 
-from common.marks import mark, section
-from common.variant import Compiled, Eager, require_compiler
-from rnnt import buckets
+from common.variant_table import Declared, table
 
+STEP, PADDED = "rnnt.train:eager_step", "rnnt.train:padded_step"
 
-def eager_sync(state, load_batch, mean_loss, warm_up_step) -> Eager:
-    """The usual loop: a loss that needs lengths on the host, a logged loss, and a look at the overflow; each waits.
-
-    load_batch, mean_loss: of rnnt/train.py, whose train_on this is with the reads of the host.
-    """
-
-    def step(state, index):
-        batch = load_batch(state, index)
-        with state.side_stream(), section("prediction"):
-            g = state.prediction(batch.tokens, batch.token_lengths)
-        with section("encoder"):
-            f, lengths = state.encoder(batch.features, batch.feature_lengths)
-        state.wait_for_side_stream(g)
-        mark()
-        with section("joint and loss"):
-            # What torchaudio's loss reads: it takes logits of just these sizes.
-            sizes = lengths.max().item(), batch.token_lengths.max().item()
-            assert sizes == (f.shape[1], g.shape[1] - 1)
-            loss = mean_loss(state, f, g, lengths, batch)
-            logged = loss.item()
-        if logged != logged:
-            state.check()
-            raise FloatingPointError(f"loss is NaN at step {index}")
-        mark()
-        with section("backward"):
-            gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
-        mark()
-        with section("optimizer"):
-            state.lamb.check(gradients)
-            if not state.scaler.found_inf.item():
-                state.lamb.apply(gradients)
-            state.scaler.update()
-            state.report.fill(loss, state.lamb.grad_norm)
-        state.end_step(index)
-
-    return Eager(state, step, warm_up_step)
-
-
-def compiled(state, train_on, padded_step) -> Compiled:
-    """torch.compile of the three networks; their LSTMs break its graphs, so it has what lies between and the joint.
-
-    Batches are padded, since each shape is compiled anew: train_on runs once on each. Dropout draws as eager does, but
-    not the joint's: compiled code cannot call its kernel.
-    """
-    require_compiler(state.device)
-    import torch._dynamo.config
-    import torch._inductor.config
-
-    shapes = state.plan.require_few_pairs("compile")
-    torch._inductor.config.fallback_random = True
-    # Each shape is compiled once, and what is not compiled is not timed as if it were.
-    torch._dynamo.config.recompile_limit = 4 * buckets.MAX_PAIRS
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    if state.config.lstm != "cudnn":
-        hide_kernels(state.model.encoder)
-        hide_kernels(state.model.prediction)
-    networks = ("encoder", "prediction", "joint")
-    return Compiled(
-        state,
-        padded_step,
-        [(state, name) for name in networks],
-        "encoder, prediction network and joint",
-        fullgraph=False,
-        compile_steps=lambda: [train_on(state, state.inputs.dummy_batch(*shape)) for shape in shapes],
-    )
-
-
-def hide_kernels(network) -> None:
-    """Keep the compiler from looking into the launches of our LSTM kernels.
-
-    Not a decorator of theirs, which would import the compiler in every run.
-    """
-    network.run_stack = torch.compiler.disable(network.run_stack)
+# No eager variant uses torch's kernels in place of ours, since it could only be slower: torch has no LAMB and no
+# transducer loss, and a loss of torch operators takes hundreds of launches a step (rnnt/loss.py). A joint of torch
+# operators takes more launches, too, and draws another dropout mask.
+#
+# Shapes decide which dropout numbers are drawn and how sums are rounded, so padded variants are compared with
+# eager_padded. eager_sync and eager_padded train on the samples of eager.
+VARIANTS = table(
+    Declared(
+        "eager",
+        "kernels launched one by one, nothing waits for the GPU, batches without padding to buckets",
+        kind="eager",
+        make="common.variant:Eager",
+        options={"step": STEP, "warm_up_step": PADDED},
+        parity="bitwise",
+        headline=True,
+    ),
+    Declared(
+        "eager_sync",
+        "eager with the usual host reads: loss, overflow, lengths for the loss",
+        kind="eager",
+        make="rnnt.other_variants:eager_sync",
+        options={
+            "load_batch": "rnnt.train:load_batch",
+            "mean_loss": "rnnt.train:mean_loss",
+            "warm_up_step": PADDED,
+        },
+        parity="bitwise",
+        traits={"extra_work": "reads loss, overflow and lengths on the host"},
+    ),
+    Declared(
+        "eager_padded",
+        "eager with batches padded to the graphs' shapes: graph_networks and graph_step must equal it",
+        kind="eager",
+        make="common.variant:Eager",
+        options={"step": PADDED},
+        reference="eager_padded",
+        parity="bitwise",
+        traits={"extra_work": "computes the padding of the graphs' shapes"},
+        headline=True,
+    ),
+    Declared(
+        "graph_networks",
+        "a forward and a backward graph per bucket of encoder and prediction network; the rest eager",
+        kind="graph",
+        make="rnnt.train:GraphedNetworks",
+        graphs=None,  # known once the data has been seen
+        replays=4,
+        reference="eager_padded",
+        parity="bitwise",
+        headline=True,
+        formerly="graph",
+    ),
+    Declared(
+        "graph_step",
+        "the whole step as one graph per pair of buckets, 16 at most",
+        kind="graph",
+        make="rnnt.train:GraphedStep",
+        graphs=None,
+        replays=1,
+        reference="eager_padded",
+        parity=1e-3,
+        headline=True,
+        formerly="full",
+    ),
+    Declared(
+        "compile",
+        "torch.compile of the three networks around their LSTMs, no graphs",
+        kind="compile",
+        make="rnnt.other_variants:CompiledNetworks",
+        options={"train_on": "rnnt.train:train_on", "padded_step": PADDED},
+        # Compiled code cannot call the joint's kernel and draws another dropout mask in its place.
+        parity=0.1,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Batches, buckets of lengths, and synthetic utterances."""

@@ -1,0 +1,1 @@
+"""Greedy decoding and the word error rate."""

@@ -1,0 +1,93 @@
+"""RNN-T's other variants: eager with the usual host reads, and torch.compile."""
+
+import contextlib
+
+import torch
+
+from common.measuring.marks import mark, section
+from common.variant import Compiled, Eager, require_compiler
+from rnnt.data import buckets
+
+
+def eager_sync(state, load_batch, mean_loss, warm_up_step) -> Eager:
+    """The usual loop: a loss that needs lengths on the host, a logged loss, and a look at the overflow; each waits.
+
+    load_batch, mean_loss: of rnnt/train.py. The step is its `train_on` with reads on the host.
+    """
+
+    def step(state, index):
+        batch = load_batch(state, index)
+        with state.side_stream(), section("prediction"):
+            g = state.prediction(batch.tokens, batch.token_lengths)
+        with section("encoder"):
+            f, lengths = state.encoder(batch.features, batch.feature_lengths)
+        state.wait_for_side_stream(g)
+        mark()
+        with section("joint and loss"):
+            # torchaudio's loss reads these sizes on the host and takes logits of no other size.
+            sizes = lengths.max().item(), batch.token_lengths.max().item()
+            assert sizes == (f.shape[1], g.shape[1] - 1)
+            loss = mean_loss(state, f, g, lengths, batch)
+            logged = loss.item()
+        if logged != logged:
+            state.check()
+            raise FloatingPointError(f"loss is NaN at step {index}")
+        mark()
+        with section("backward"):
+            gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
+        mark()
+        with section("optimizer"):
+            state.lamb.check(gradients)
+            if not state.scaler.found_inf.item():
+                state.lamb.apply()
+            state.scaler.update()
+            state.report.fill(loss, state.lamb.grad_norm)
+        state.end_step(index)
+
+    return Eager(state, step, warm_up_step)
+
+
+class CompiledNetworks(Compiled):
+    """torch.compile of the three networks. Their LSTMs break its graphs, so it gets the joint and the parts between.
+
+    Each shape is compiled anew, so batches are padded and train_on runs once on each shape. Dropout draws as in eager,
+    except in the joint, whose kernel compiled code cannot call.
+    """
+
+    def __init__(self, state, train_on, padded_step):
+        require_compiler(state.device)
+        shapes = state.plan.require_few_pairs("compile")
+        networks = (state.model.encoder, state.model.prediction) if state.config.lstm != "cudnn" else ()
+        # The compiler must not look into launches of our LSTM kernels. (A decorator there would import the compiler in
+        # every run.)
+        self._hidden = [(network, torch.compiler.disable(network.run_stack)) for network in networks]
+        # `leave` takes back the changes of `enter`.
+        self._changes = contextlib.ExitStack()
+        super().__init__(
+            state,
+            padded_step,
+            [(state, name) for name in ("encoder", "prediction", "joint")],
+            "encoder, prediction network and joint",
+            fullgraph=False,
+            compile_steps=lambda: [train_on(state, state.inputs.dummy_batch(*shape)) for shape in shapes],
+        )
+
+    def enter(self):
+        """Set the compiler's options, hide our kernels from it, and put in the compiled functions."""
+        import torch._dynamo.config
+        import torch._inductor.config
+
+        change = self._changes.enter_context
+        change(torch._inductor.config.patch(fallback_random=True))
+        # Each shape is compiled once. Code that is not compiled must not be timed as if it were.
+        limits = {"recompile_limit": 4 * buckets.MAX_PAIRS, "fail_on_recompile_limit_hit": True}
+        change(torch._dynamo.config.patch(**limits))
+        for network, run_stack in self._hidden:
+            self._changes.callback(setattr, network, "run_stack", network.run_stack)
+            network.run_stack = run_stack
+        super().enter()
+
+    def leave(self):
+        """Take all of it back."""
+        super().leave()
+        self._changes.close()

@@ -1,0 +1,1 @@
+"""Real speech: folders, transcripts, features and batches."""

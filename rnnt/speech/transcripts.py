@@ -1,0 +1,88 @@
+"""Transcripts: normalising them, text to tokens and back. Imports no torch.
+
+tokenizer = open_tokenizer("chars", vocab=1024)
+tokenizer.encode("the red boat")             [20, 8, 5, 0, 18, ...]
+tokenizer.decode([20, 8, 5])                 "the"
+"""
+
+from pathlib import Path
+
+LETTERS = " abcdefghijklmnopqrstuvwxyz'"
+
+
+class UnknownText(Exception):
+    """A transcript that the tokenizer has no tokens for; its text is the reason."""
+
+
+def normalise(text: str) -> str:
+    """Lower case, words one space apart."""
+    return " ".join(text.lower().split())
+
+
+class Chars:
+    """One token per character: space, a to z, apostrophe are 0 to 27."""
+
+    num_tokens = len(LETTERS)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a normalised text. Raises UnknownText."""
+        unknown = sorted(set(text) - set(LETTERS))
+        if unknown:
+            raise UnknownText(f"characters outside the vocabulary: {''.join(unknown[:10])!a}")
+        return [LETTERS.index(letter) for letter in text]
+
+    def decode(self, ids) -> str:
+        """Normalised text; ids that are no letter are left out."""
+        return normalise("".join(LETTERS[number] for number in ids if number < self.num_tokens))
+
+
+class Pieces:
+    """The pieces of a sentencepiece .model file, without begin and end of a sentence."""
+
+    def __init__(self, path: str):
+        try:
+            import sentencepiece
+        except ImportError:
+            raise ValueError(
+                f"--tokenizer {path}: sentencepiece is not installed: ./setup.sh speech, or --tokenizer chars"
+            ) from None
+        if not Path(path).is_file():
+            raise ValueError(f"--tokenizer {path}: no such file, takes chars or a sentencepiece .model file")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError):
+            raise ValueError(f"--tokenizer {path}: not a sentencepiece .model file") from None
+        self.num_tokens = self._model.vocab_size()
+        pieces = map(self._model.id_to_piece, range(self.num_tokens))
+        # <unk>, <s> and bytes such as <0x0A> are no letters.
+        if "".join(piece for piece in pieces if not piece.startswith("<")).isupper():
+            raise ValueError(
+                f"--tokenizer {path}: its pieces are in capitals, but transcripts are in lower case: train it on "
+                "lower-cased text"
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a normalised text. Raises UnknownText."""
+        ids, unknown = self._model.encode(text, add_bos=False, add_eos=False), self._model.unk_id()
+        if unknown in ids:
+            words = [word for word in dict.fromkeys(text.split()) if unknown in self._model.encode(word)]
+            raise UnknownText(f"words outside the vocabulary: {' '.join(words[:5])!a}")
+        return ids
+
+    def decode(self, ids) -> str:
+        """Normalised text; ids that are no piece are left out."""
+        return normalise(self._model.decode([int(number) for number in ids if number < self.num_tokens]))
+
+
+def open_tokenizer(name: str, vocab: int) -> Chars | Pieces:
+    """The tokenizer of --tokenizer. vocab: classes of the model, the last of which is the blank.
+
+    Raises ValueError that names --tokenizer or --vocab.
+    """
+    tokenizer = Chars() if name == "chars" else Pieces(name)
+    if tokenizer.num_tokens > vocab - 1:
+        raise ValueError(
+            f"--tokenizer {name} has {tokenizer.num_tokens} tokens and the blank needs one more class: --vocab {vocab} "
+            f"is too small, take {tokenizer.num_tokens + 1} or more"
+        )
+    return tokenizer

@@ -1,0 +1,272 @@
+"""The LSTM stacks of rnnt/lstm.py against torch's LSTM and against each other, and --lstm."""
+
+import contextlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rnnt import lstm as lstm_module
+from rnnt import model as model_module
+from rnnt import state as state_module
+from rnnt.config import PRESETS, Config
+from rnnt.lstm import UNIT, lstm, turns
+from rnnt.model import RNNT, initialise
+from rnnt.other_variants import CompiledNetworks
+from tests.helpers.lstm_cases import close, random, run_stack, stack_of, torch_lstm, weights_of
+
+NETWORKS = ("encoder", "prediction", "joint")
+TOY = Config(features=16, encoder_hidden=256, prediction_hidden=256, joint_hidden=16, vocab=16)
+
+# ------------------------------------------------------------------------------------------------
+# Against torch's LSTM
+
+
+def test_outputs_and_all_gradients_are_those_of_torchs_lstm():
+    weights, x, grad = weights_of(48, 64, scale=2.0), random(9, 8, 48), random(9, 8, 64, seed=1)
+    layer, wide = torch_lstm(weights), x.double().requires_grad_()
+    expected = layer(wide)[0]
+    expected = expected, *torch.autograd.grad(expected, (wide, *layer.parameters()), grad.double())
+    for found, wanted in zip(run_stack(x, [weights], grad), expected, strict=True):
+        assert found.dtype == torch.float16 and found.shape == wanted.shape
+        close(found, wanted, 5e-3)
+
+
+def test_one_time_step_has_no_gradient_of_recurrent_weights():
+    _, _, w_ih, w_hh, *_ = run_stack(random(1, 8, 8), [weights_of(8, 8)], random(1, 8, 8, seed=1))
+    assert not w_hh.any() and w_ih.any()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"x": random(3, 4, 8)}, "our LSTM kernels take batches of 8, not of 4: take --lstm cudnn"),
+        ({"x": random(3, 8, 8).bfloat16()}, "our LSTM kernels take FP16: take --lstm cudnn"),
+        ({"layers": [weights_of(8, 8), weights_of(8, 16)]}, "a stack's layers have one width"),
+        ({"at_once": 3}, "at_once 3: takes 1 or 2"),
+    ],
+)
+def test_other_stacks_are_refused(change, words):
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        lstm(**{"x": random(3, 8, 8), "layers": [weights_of(8, 8)]} | change)
+
+
+def test_gradients_add_up_in_memory_of_their_own():
+    weights = [tensor.requires_grad_() for tensor in weights_of(8, 8)]
+    for _ in range(2):
+        lstm(random(3, 8, 8), [weights]).float().sum().backward()
+    (once,) = torch.autograd.grad(lstm(random(3, 8, 8), [weights]).float().sum(), weights[2])
+    for bias in weights[2:]:
+        close(bias.grad, 2 * once, 1e-3)
+    assert len({weight.grad.data_ptr() for weight in weights}) == 4
+
+
+@pytest.mark.parametrize("at_once, dropout", [(1, 0.4), (2, 0.0), (2, 0.4)])
+def test_a_stack_is_layer_after_layer(at_once, dropout):
+    layers, x, grad = stack_of(3, 24, 32), random(80, 8, 24), random(80, 8, 32, seed=1)
+    assert len(turns(3, 80, 2)) > 3
+    lengths = torch.tensor([20, 63, 1, 0, 60, 29, 4, 11], dtype=torch.int32)
+    torch.manual_seed(5)
+    found = run_stack(x, layers, grad, lengths, 1, dropout, at_once)
+    torch.manual_seed(5)
+    kept = torch.empty(3, 80, 8, 32, dtype=torch.uint8).bernoulli_(1 - dropout)
+    assert kept.float().mean() == pytest.approx(1 - dropout, abs=0.01)
+    narrow = [tensor.clone().requires_grad_() for tensor in (x, *(weight for layer in layers for weight in layer))]
+    below = narrow[0]
+    for index in range(3):
+        below = lstm(below, [narrow[1 + 4 * index :][:4]], lengths, 1) * (kept[index] / (1 - dropout)).half()
+    expected = below, *torch.autograd.grad(below, narrow, grad)
+    assert not found[0][64:].any() and found[0][63].any()
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 5e-3)
+
+
+def test_padding_changes_nothing():
+    weights, x, grad = weights_of(48, 64, scale=2.0), random(9, 8, 48), random(9, 8, 64, seed=1)
+    lengths = torch.tensor([3, 5, 1, 0, 2, 5, 4, 4], dtype=torch.int32)
+    h, grad_x, *grads = run_stack(x, [weights], grad, lengths, 1)
+    expected_h, expected_grad_x, *expected = run_stack(x[:6], [weights], grad[:6])
+    assert torch.equal(h[:6], expected_h) and torch.equal(grad_x[:6], expected_grad_x)
+    assert not h[6:].any() and not grad_x[6:].any()
+    for found, wanted in zip(grads, expected, strict=True):
+        close(found, wanted, 1e-3)
+
+
+@pytest.mark.parametrize("num_layers, num_steps", [(1, 5), (2, 409), (3, 205), (5, 641), (2, 1), (3, 2)])
+def test_turns_hold_every_time_step_once_and_in_order(num_layers, num_steps):
+    for at_once in (1, 2):
+        order = turns(num_layers, num_steps, at_once)
+        done = [0] * num_layers
+        for turn in order:
+            before = list(done)
+            assert 1 <= len({layer for layer, _, _ in turn}) == len(turn) <= at_once
+            for layer, first, end in turn:
+                assert first == before[layer] < end
+                # The layer below had these steps in an earlier turn.
+                assert layer == 0 or before[layer - 1] >= end
+                done[layer] = end
+        assert done == [num_steps] * num_layers
+    assert len(turns(num_layers, num_steps, 1)) == num_layers
+
+
+def test_two_layers_side_by_side_take_two_thirds_of_the_time_steps():
+    def cost(num_layers, num_steps, at_once):
+        return sum(10 + max(end - first for _, first, end in turn) for turn in turns(num_layers, num_steps, at_once))
+
+    # The encoder of the benchmark: 2 layers over 409 frames, 3 over 205.
+    one, two = (cost(2, 409, at_once) + cost(3, 205, at_once) for at_once in (1, 2))
+    assert one == 2 * 419 + 3 * 215 and 0.6 * one < two < 0.68 * one
+    for turn in turns(2, 409, 2):
+        assert all((end - first) % UNIT == 0 or end == 409 for _, first, end in turn)
+
+
+# ------------------------------------------------------------------------------------------------
+# --lstm
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"batch": 16}, "--batch 8"),
+        ({"precision": "bf16"}, "--precision fp16"),
+        ({"batch": 4, "prediction_hidden": 2048}, "--batch 8 and one of 256, 512, 768, 1024 as --prediction-hidden"),
+    ],
+)
+def test_settings_that_the_kernels_do_not_take_are_refused(change, wanted):
+    persistent = replace(PRESETS["bench"], lstm="persistent")
+    with pytest.raises(ValueError, match=f"^--lstm persistent: takes {wanted}, or take cudnn$"):
+        replace(persistent, **change)
+
+
+def test_a_wavefront_is_refused_a_second_stream():
+    with pytest.raises(ValueError, match="^--streams 2: --lstm wavefront leaves no room beside the encoder, take 1$"):
+        replace(PRESETS["bench"], lstm="wavefront", streams=2)
+
+
+@pytest.mark.parametrize(
+    "which, streams, widths",
+    [("persistent", 1, [1024]), ("persistent", 2, [1024, 512]), ("wavefront", 1, [1024, 1024])],
+)
+def test_layers_that_run_side_by_side_must_fit(monkeypatch, which, streams, widths):
+    asked = []
+    monkeypatch.setattr(state_module.lstm, "require", lambda device, *words: asked.append(words))
+    state_module._require_lstm(replace(PRESETS["bench"], lstm=which, streams=streams), torch.device("cpu"))
+    assert asked == [(which, *widths)]
+
+
+def outputs_of(model, frames=7, tokens=3, longest=None):
+    """f and g for random input of 8 utterances."""
+    lengths, token_lengths = (torch.tensor([most, *[1] * 7], dtype=torch.int32) for most in longest or (frames, tokens))
+    f, _ = model.encoder(random(frames, 8, 16), lengths)
+    return f, model.prediction(torch.arange(8 * tokens).view(tokens, 8).T % 15, token_lengths)
+
+
+def test_all_kinds_of_lstm_give_the_same_networks(monkeypatch):
+    calls = []
+    monkeypatch.setattr(model_module, "lstm", lambda *arguments: calls.append(arguments) or lstm(*arguments))
+    outputs = []
+    for config in (TOY, replace(TOY, lstm="persistent"), replace(TOY, lstm="wavefront")):
+        model = RNNT(config)
+        initialise(model, config, seed=0)
+        outputs.append(outputs_of(model.half().eval()))
+    for (cudnn, *ours), num in zip(zip(*outputs, strict=True), (3, 3), strict=True):
+        for found in ours:
+            # The first utterance is the longest; after the others' ends nothing is promised.
+            close(found[:1, :num], cudnn[:1, :num], 5e-3)
+    assert [at_once for *_, at_once in calls] == [1, 1, 1, 2, 2, 2]
+    assert {dropout for *_, dropout, _ in calls} == {0.0}
+    # In training each network has its own dropout.
+    outputs_of(model.train())
+    assert [dropout for *_, dropout, _ in calls[6:]] == [TOY.encoder_dropout] * 2 + [TOY.prediction_dropout]
+
+
+def test_networks_end_with_the_longest_utterance():
+    config = replace(TOY, lstm="persistent")
+    model = RNNT(config)
+    initialise(model, config, seed=0)
+    model.half().eval()
+    padded, exact = outputs_of(model, 9, 5, (5, 2)), outputs_of(model, 5, 2)
+    for found, wanted, linear in zip(padded, exact, (model.encoder.linear, model.prediction.linear), strict=True):
+        assert wanted.shape[1] == 3
+        close(found[:, :3], wanted, 1e-3)
+        # After the end there is nothing but the bias.
+        assert torch.equal(found[:, 3:], linear.bias.expand_as(found[:, 3:]))
+        assert not torch.equal(found[:, 2], linear.bias.expand_as(found[:, 2]))
+
+
+@pytest.mark.parametrize("which", ["cudnn", "persistent", "wavefront"])
+def test_a_run_asks_whether_our_kernels_gave_up(monkeypatch, which):
+    asked = []
+    monkeypatch.setattr(state_module.lstm, "check", asked.append)
+    state_module.State.check(SimpleNamespace(config=Config(lstm=which), device="a device"))
+    assert asked == ([] if which == "cudnn" else ["a device"])
+
+
+# ------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+def toy_state(which):
+    model = RNNT(replace(TOY, lstm=which)).half()
+    state = SimpleNamespace(config=replace(TOY, lstm=which), device=torch.device("cpu"), model=model)
+    state.encoder, state.prediction, state.joint = model.encoder, model.prediction, lambda f, g: f
+    state.inputs = SimpleNamespace(reset=lambda: None, dummy_batch=lambda frames, tokens: None)
+    state.plan = SimpleNamespace(require_few_pairs=lambda name: [(8, 4), (16, 4)])
+    return state
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Compiled variants on a CPU. The host graph has no foreign makers."""
+    monkeypatch.setattr("rnnt.other_variants.require_compiler", lambda device: None)
+    monkeypatch.setattr("common.variant.require_compiler", lambda device: None)
+    monkeypatch.setattr("common.variant.Pool.adopt", contextlib.nullcontext)
+
+
+def test_the_compiler_does_not_look_into_our_kernels(monkeypatch, on_cpu):
+    seen, cut, compile_ = [], lstm_module.turns, torch.compile
+    monkeypatch.setattr(lstm_module, "turns", lambda *a: seen.append(torch.compiler.is_compiling()) or cut(*a))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager"))
+
+    def train_on(state, batch=None):
+        state.encoder(random(7, 8, 16), torch.full((8,), 7, dtype=torch.int32))[0].sum().backward()
+
+    CompiledNetworks(toy_state("wavefront"), train_on, train_on)
+    assert seen and not any(seen)
+
+
+@pytest.mark.parametrize("which, num_hidden", [("cudnn", 0), ("persistent", 2)])
+def test_the_compiled_networks_leave_everything_as_eager_needs_it(monkeypatch, on_cpu, which, num_hidden):
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *a: function(*a))
+    state, during = toy_state(which), []
+
+    def seen():
+        dynamo = torch._dynamo.config
+        settings = [torch._inductor.config.fallback_random, dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit]
+        stacks = [state.model.encoder.run_stack, state.model.prediction.run_stack]
+        return [*settings, *stacks, *map(state.__dict__.get, NETWORKS)]
+
+    def step(state, index):
+        during.append(seen())
+
+    before = seen()
+    variant = CompiledNetworks(state, step, step)
+    assert seen() == before and len(during) == 3
+    for _ in range(2):
+        variant.enter()
+        assert seen() == during[0] == during[-1]
+        changed = [own != other for own, other in zip(seen(), before, strict=True)]
+        assert changed == [True, True, True, *[num_hidden > 0] * 2, True, True, True]
+        variant.leave()
+        assert seen() == before
+
+    def fails(state, batch):
+        raise RuntimeError("does not compile")
+
+    with pytest.raises(RuntimeError, match="does not compile"):
+        CompiledNetworks(state, fails, step)
+    assert seen() == before

@@ -1,0 +1,406 @@
+"""rnnt/train and state: every variant against its reference, overflows, pairs, what a run reports, several ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.config import Arguments, Run
+from common.machine import memory
+from common.measuring import block
+from common.script import by_hand
+from common.variant import Unsupported, Workload
+from common.variant_table import construct
+from rnnt import lstm as lstm_module
+from rnnt.config import PRESETS, learning_rate, notes, training_flops
+from rnnt.data import buckets
+from rnnt.lstm import turns
+from rnnt.state import State, nominal_flops
+from rnnt.train import load_batch, padded_step
+from rnnt.variants import VARIANTS
+from tests.helpers import forked
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+TINY = PRESETS["tiny"]
+# Buckets that do pad, some of each pair.
+SEVERAL = replace(TINY, buckets="3")
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run_steps(name, num_steps, config=SEVERAL, overflow_at=(), device=CPU):
+    """The whole state after each step, and the state object; features are infinite at `overflow_at`."""
+    state = State(config, device)
+    variant = construct(VARIANTS[name], state)
+    original, count = state.source.next, 0
+
+    def next_batch():
+        nonlocal count
+        batch = original()
+        if count in overflow_at:
+            batch = batch._replace(features=torch.full_like(batch.features, float("inf")))
+        count += 1
+        return batch
+
+    state.reset()
+    state.source.next = next_batch
+    before, states = variant.capture.num_replays, []
+    for index in range(num_steps):
+        variant.step(index)
+        states.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
+    expected = sum(variant.replays_of(index) for index in range(num_steps))
+    assert variant.capture.num_replays - before == expected
+    variant.close()
+    state.close()
+    return states, state
+
+
+def assert_equal(ours, eager):
+    for step, (a, b) in enumerate(zip(ours, eager, strict=True)):
+        differing = [name for name in b if not torch.equal(a[name], b[name])]
+        assert not differing, (step, differing[:3])
+
+
+# --- variants against each other
+
+
+@pytest.fixture(scope="module")
+def padded():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager_padded", 16)
+
+
+@pytest.fixture(scope="module")
+def eager():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager", 16)
+
+
+@pytest.mark.parametrize("name", ["graph_networks", "graph_step"])
+def test_graphs_equal_padded_eager_bit_for_bit(name, padded):
+    ours, state = run_steps(name, 16)
+    assert_equal(ours, padded[0])
+    assert state.read_losses(16) == padded[1].read_losses(16)
+    assert state.read_grad_norms(16) == padded[1].read_grad_norms(16)
+    # Several shapes came, or no bucket was chosen.
+    assert len({padded for _, padded, _, _ in state.tally.steps}) >= 3
+
+
+def test_eager_sync_equals_eager_bit_for_bit(eager):
+    assert_equal(run_steps("eager_sync", 16)[0], eager[0])
+
+
+def test_padding_draws_other_numbers(eager, padded):
+    assert eager[1].read_losses(16) != padded[1].read_losses(16)
+
+
+def test_without_dropout_padding_changes_little():
+    """What differs: the last frame of a longest utterance of odd length, and how sums are rounded."""
+    config = replace(SEVERAL, encoder_dropout=0.0, prediction_dropout=0.0, joint_dropout=0.0, lr=0.0)
+    (_, eager), (_, padded) = (run_steps(name, 12, config) for name in ("eager", "eager_padded"))
+    assert eager.read_losses(12) == pytest.approx(padded.read_losses(12), rel=0.03)
+    assert eager.read_losses(12) != padded.read_losses(12)
+    even = replace(config, data="synthetic", frames=20, tokens=5)
+    (_, eager), (_, padded) = (run_steps(name, 3, even) for name in ("eager", "eager_padded"))
+    # 20 frames are padded to 24; bf16 rounds products to 2^-9.
+    assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lstm", ["persistent", "wavefront"])
+def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(lstm, monkeypatch):
+    # Two layers run side by side, in stretches of 8 steps.
+    monkeypatch.setattr(lstm_module, "TURN_COST", 0)
+    turns.cache_clear()
+    sizes = {"encoder_hidden": 256, "prediction_hidden": 256, "pre_layers": 2, "post_layers": 1}
+    config = replace(TINY, lstm=lstm, precision="fp16", batch=8, buckets="1", max_tokens=5, tokens=5, **sizes)
+    assert max(map(len, turns(2, config.max_frames, 2))) == 2
+    padded, state = run_steps("eager_padded", 2, config)
+    for name in ("graph_networks", "graph_step"):
+        assert_equal(run_steps(name, 2, config)[0], padded)
+    padding = state.tally.padding()
+    assert padding["frames"] > 0 and padding["time steps"] == 0
+    turns.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lstm", ["cudnn", "persistent"])
+@pytest.mark.parametrize("name", ["eager_padded", "graph_networks", "graph_step"])
+def test_a_second_stream_changes_no_bit(name, lstm):
+    config = replace(PRESETS["bench_lengths"], lstm=lstm, max_frames=400, buckets="3")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        one, two = (
+            run_steps(name, 4, replace(config, streams=streams), device=torch.device("cuda", 0))[0]
+            for streams in (1, 2)
+        )
+        assert_equal(two, one)
+
+
+def test_training_learns():
+    _, state = run_steps("eager", 60)
+    losses = state.read_losses(60)
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+
+
+# --- overflows
+
+
+OVERFLOWS = (2, 3, 4, 7)
+
+
+@pytest.fixture(scope="module")
+def overflows():
+    torch.use_deterministic_algorithms(True)
+    return run_steps("eager_padded", 10, overflow_at=OVERFLOWS)
+
+
+def test_an_overflow_changes_the_scale_alone(overflows):
+    states, state = overflows
+    for index in OVERFLOWS:
+        changed = {name for name in states[index] if not torch.equal(states[index][name], states[index - 1][name])}
+        assert changed <= {f"loss_scale.{name}" for name in ("scale", "growth", "tracker", "num_skipped")}
+        # torch's GradScaler halves at once: the hysteresis is 1.
+        assert states[index]["loss_scale.scale"] == states[index - 1]["loss_scale.scale"] / 2
+    assert state.close()["num_skipped_steps"] == len(OVERFLOWS)
+
+
+@pytest.mark.parametrize("name", ["graph_networks", "graph_step"])
+def test_graphs_skip_the_same_steps(name, overflows):
+    assert_equal(run_steps(name, 10, overflow_at=OVERFLOWS)[0], overflows[0])
+
+
+def test_a_storm_of_overflows_ends_the_run():
+    config = replace(TINY, loss_scale=2.0, max_floor_overflows=4)
+    with pytest.raises(FloatingPointError, match="4 steps in a row with the loss scale at 1, from step 1 on"):
+        run_steps("graph_step", 30, config, overflow_at=range(30))
+
+
+# --- buckets and pairs
+
+
+def test_graph_networks_captures_each_bucket_of_each_network():
+    state = State(replace(TINY, buckets="4"), CPU)
+    variant = construct(VARIANTS["graph_networks"], state)
+    assert (state.plan.audio, state.plan.text) == ([6, 12, 18, 24], [2, 4, 6, 8])
+    # The seed's eight forward and eight backward graphs, one pool for each network.
+    assert [len(pool.graphs) for pool in variant.capture.pools] == [8, 8]
+    variant.close()
+
+
+def test_graph_step_refuses_more_pairs_than_it_takes():
+    state = State(replace(TINY, buckets="8"), CPU)
+    number = len(state.plan.pairs)
+    assert number > buckets.MAX_PAIRS
+    with pytest.raises(ValueError, match=rf"--buckets 8: {number} pairs of buckets occur, graph_step takes at most 16"):
+        construct(VARIANTS["graph_step"], state)
+
+
+def test_many_buckets_are_few_pairs_where_lengths_are_alike():
+    config = replace(TINY, buckets="20", data="synthetic", frames=19, tokens=5)
+    ours, state = run_steps("graph_step", 4, config)
+    assert len(state.plan.pairs) == 1
+    assert_equal(ours, run_steps("eager_padded", 4, config)[0])
+
+
+def test_a_pair_that_was_not_seen_is_named():
+    state = State(replace(TINY, buckets="20", data="synthetic", frames=19, tokens=5), CPU)
+    variant = construct(VARIANTS["graph_step"], state)
+    state.plan.fit = lambda *_: (24, 8)
+    with pytest.raises(ValueError, match="--buckets 20: a batch is padded to 24 frames and 8 tokens"):
+        variant.step(0)
+
+
+# --- the state
+
+
+def test_reset_brings_back_the_seeded_start():
+    state = State(SEVERAL, CPU)
+    start = {name: tensor.clone() for name, tensor in state.named_state()}
+    addresses = {name: tensor.data_ptr() for name, tensor in state.named_state()}
+    runs = []
+    for _ in range(2):
+        state.reset()
+        for name, tensor in state.named_state():
+            assert torch.equal(tensor, start[name]) and tensor.data_ptr() == addresses[name], name
+        for index in range(4):
+            padded_step(state, index)
+        runs.append((state.read_losses(4), {name: tensor.clone() for name, tensor in state.named_state()}))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(tensor, runs[1][1][name]) for name, tensor in runs[0][1].items())
+    assert state.lamb.lr.item() == pytest.approx(learning_rate(SEVERAL, 3))
+
+
+def test_evaluation_leaves_training_as_it_was():
+    state = State(SEVERAL, CPU)
+    state.reset()
+    for index in range(3):
+        padded_step(state, index)
+    before = {name: tensor.clone() for name, tensor in state.named_state()}
+    draws = torch.get_rng_state()
+    loss = state.evaluate()
+    assert loss == state.evaluate() and 0 < loss < 1000
+    assert state.model.training and torch.equal(torch.get_rng_state(), draws)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.named_state())
+    # It is the average that is evaluated.
+    for average in state.lamb.ema:
+        average.mul_(0.5)
+    assert state.evaluate() != loss
+
+
+def test_batches_that_never_come_again_are_compared_step_by_step():
+    config = replace(TINY, min_steps=5)
+    speech = SimpleNamespace(config=config, source=SimpleNamespace(period=None))
+    assert [State.batch_class(speech, index) for index in range(8)] == [0, 1, 2, 3, 4, 5, 5, 5]
+    # Two windows of the same steps, one longer: what both have counts, and a long rest hardly.
+    times = [10.0, 12.0, 8.0, 11.0, 9.0, 10.0]
+    short, long = times, [*times, *[10.0, 30.0, 10.0] * 20]
+    both = [block.times(ms, [State.batch_class(speech, i) for i in range(len(ms))])["ms"] for ms in (short, long)]
+    assert both[0] == pytest.approx(10.0) and both[1] == pytest.approx(both[0], rel=0.01)
+    again = SimpleNamespace(config=config, source=SimpleNamespace(period=3))
+    assert [State.batch_class(again, index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_memory_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
+    with pytest.raises(torch.OutOfMemoryError, match="--batch 2 needs .* bytes, 1,000 are free: lower --batch"):
+        State(TINY, CPU)
+
+
+def test_useful_flops_are_those_of_the_lengths():
+    synthetic = replace(TINY, data="synthetic")
+    assert nominal_flops(synthetic) == TINY.batch * training_flops(TINY, TINY.frames, TINY.tokens)
+    state = State(TINY, CPU)
+    state.reset()
+    for index in range(64):
+        load_batch(state, index, state.plan.fit)
+    useful, executed = state.tally.flops_per_step()
+    assert useful == pytest.approx(nominal_flops(TINY), rel=0.1)
+    assert executed > useful
+
+
+# --- a whole run
+
+
+def run_by_hand(config):
+    """What a run of graph_networks tells."""
+    workload = Workload(
+        model="rnnt",
+        build=lambda config, device: State(config, device),
+        variants=VARIANTS,
+        reference=padded_step,
+        card=[],
+        notes=[],
+        flops_per_step=1.0,
+        flops_convention="x",
+        items_per_step=config.batch,
+        unit="utterances",
+    )
+    arguments = Arguments(config=config, run=Run(preset="tiny", variant="graph_networks"))
+    return by_hand.run(workload, arguments, CPU)
+
+
+@pytest.fixture
+def result():
+    return run_by_hand(replace(TINY, min_steps=6))
+
+
+def test_a_run_reports_padding_and_compute(result):
+    assert result["status"] == "pass", result["message"]
+    assert result["batch_classes"] == result["steps"] == 6
+    padding, compute = result["said"]
+    assert padding.startswith("padding    frames ") and padding.endswith(" shapes")
+    useful, executed = (float(compute.split()[place]) for place in (1, 4))
+    assert 0 < useful < executed
+
+
+def test_a_run_on_speech_reports_the_word_error_rate(tmp_path):
+    from tests.helpers.speech_files import write_speech
+
+    folder = write_speech(tmp_path, [(0.3 + 0.05 * number, "a bc de"[: 3 + number]) for number in range(5)])
+    result = run_by_hand(replace(TINY, data=str(folder), min_steps=3))
+    assert result["status"] == "pass", result["message"]
+    words = result["said"][-1]
+    # Of all utterances: 2, 2, 2, 3 and 3 words.
+    assert re.fullmatch(r"words      \d+\.\d\d % of 12 wrong", words), words
+
+
+def test_a_folder_that_is_not_there_is_named_in_one_line():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = forked.run("rnnt.train", ["--data", "corpus"], environment, timeout_s=120)
+    assert answer.returncode != 0
+    said = answer.stdout + answer.stderr
+    assert said.count("--data corpus: no such folder") == 1 and "Traceback" not in said
+
+
+def test_the_tally_is_of_the_steps_since_the_reset(result):
+    state = State(replace(TINY, min_steps=6), CPU)
+    state.reset()
+    for index in range(6):
+        load_batch(state, index, state.plan.fit)
+    assert state.plan.audio == [12, 24] and state.plan.text == [4, 8]
+    assert len(state.tally.steps) == 6
+    assert all(share > 0 for share in state.tally.padding().values())
+    # As the run says of its own.
+    assert state.tally.report() == result["said"]
+
+
+def test_graph_step_refuses_a_pair_that_it_has_no_graph_of():
+    state = State(replace(TINY, buckets="8"), CPU)
+    state.plan.pairs = state.plan.pairs[-1:]
+    variant = construct(VARIANTS["graph_step"], state)
+    state.reset()
+    with pytest.raises(ValueError, match="--buckets 8: a batch is padded to .* not seen before: take auto, or 4"):
+        for index in range(64):
+            variant.step(index)
+    variant.close()
+
+
+def test_a_run_says_which_of_its_settings_do_nothing():
+    two = replace(PRESETS["full"], streams=2)
+    assert notes(TINY, "cpu", "graph_step") == notes(PRESETS["bench"], "cuda", "graph_networks") == []
+    assert notes(replace(TINY, streams=2), "cpu", "graph_step") == [
+        "--streams 2 changes nothing on a CPU and in graph_networks"
+    ]
+    wavefront = replace(PRESETS["bench"], lstm="wavefront")
+    assert notes(wavefront, "cpu", "graph_step") == [
+        "--lstm wavefront: on a CPU plain torch computes what the kernels do, slowly"
+    ]
+    assert notes(wavefront, "cuda", "graph_step") == []
+    # Batch 192.
+    assert ["runs without" in note for note in notes(two, "cuda", "graph_networks")] == [False, True]
+    assert ["runs without" in note for note in notes(two, "cuda", "graph_step")] == [True]
+
+
+def test_compile_says_that_it_needs_a_gpu():
+    with pytest.raises(Unsupported, match="GPU only"):
+        construct(VARIANTS["compile"], State(TINY, CPU))
+
+
+# --- several ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eager_padded", "graph_networks", "graph_step"])
+def test_two_ranks_train_alike(name, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["rnnt.train", "--preset", "tiny", "--variant", name, "--parity", "--record", str(tmp_path / name)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads((tmp_path / name).read_text())
+    assert result["status"] == "pass", result["message"]
+    assert result["env"]["world_size"] == 2 and len(result["losses"]) == len(set(result["state_hashes"])) == 20
