@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config import TINY_TIMING, Timing, needs, option, require_fields, require_folder_of_its_own
-from common.fitting import require_batch
+from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common.training.memory_fit import require_batch
+from common.variant_table import about
+from stable_diffusion.variants import VARIANTS
 
 TIMESTEPS = 1000
 LATENT_SCALE = 0.18215  # times latents of the VAE: variance one
@@ -41,7 +43,7 @@ class Config(Timing):
     growth_interval: int = option(1000, "finite steps after which the loss scale doubles")
     hysteresis: int = option(2, "overflows in a row after which the loss scale halves")
     max_floor_overflows: int = option(20, "overflows in a row with the loss scale at 1 that end a run")
-    data: str = option("", "folder of tar shards (empty: realistic ones are written once)", is_path=True)
+    data: str = option("", "folder of shards (.safetensors) (empty: realistic ones are written once)", is_path=True)
     workers: int = option(2, "processes that read data (0: none)")
 
     def __post_init__(self):
@@ -75,7 +77,6 @@ PRESETS = {
         lr_warmup=10,
         growth_interval=20,
         workers=1,
-        **TINY_TIMING,
     ),
     "bench": Config(),
     "bench_b1": Config(batch=1),
@@ -83,43 +84,10 @@ PRESETS = {
     "mlperf": Config(batch=4, zero_init=True, min_steps=200),
 }
 
-VARIANTS = {
-    "eager": "kernels launched one by one, nothing waits for the GPU",
-    "eager_torch": "eager with torch's own group norm and GEGLU, as --kernels torch has them in all variants",
-    "eager_sync": "eager with the usual .item() calls: loss, overflow, loss scale",
-    "partial": "UNet forward and backward as two graphs; loss, scaling and optimizer eager",
-    "graph": "the full iteration as one graph: forward, loss, backward, scaling, optimizer",
-    "lightning_graph": "the full iteration as one graph, captured and replayed inside the loop of Lightning's Trainer",
-    "compile": "torch.compile of the UNet, no graphs",
-    "compile_graph": "torch.compile of the UNet inside the full-iteration graph",
-    "reduce_overhead": "torch.compile(mode='reduce-overhead') of the UNet: graphs as torch makes them",
-}
-
-KINDS = {
-    **dict.fromkeys(("eager", "eager_torch", "eager_sync"), "eager"),
-    **dict.fromkeys(("partial", "graph", "lightning_graph"), "graph"),
-    **dict.fromkeys(("compile", "compile_graph", "reduce_overhead"), "compile"),
-}
-FULL_ITERATION = ("graph", "lightning_graph", "compile_graph")
-
-
-def promises(config: Config, variant: str) -> tuple[int | None, int | None]:
-    """(graphs, replays a step) of a variant; None: at least one, known only once torch has made them."""
-    table = dict.fromkeys(FULL_ITERATION, (1, 1)) | {"partial": (2, 2), "reduce_overhead": (None, None)}
-    return table.get(variant, (0, 0))
-
-
-# torch's kernels and compiled ones round otherwise than ours; their losses may differ by 1e-3 relative.
 ABOUT = {
-    "bitwise": ["eager", "eager_sync", "partial", "graph", "lightning_graph"],
+    **about(VARIANTS),
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"]},
-    "kinds": KINDS,
-    "traits": {
-        "eager_torch": {"kernels": "torch's group norm and GEGLU"},
-        "eager_sync": {"extra_work": "reads loss, overflow and loss scale on the host"},
-    },
-    "promises": promises,
     "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(8, 8) if preset == "mlperf" else None),
 }
 
@@ -205,7 +173,7 @@ def flops_per_sample(config: Config) -> float:
     """FLOP of forward and backward (three times the forward) for one sample; 2,412.77e9 with MLPerf's settings.
 
     A multiply-add counts as two; convolutions, linear layers and attention in full, nothing recomputed. Formula
-    and the check against FlopCounterMode: facts of the benchmark, tests/test_stable_diffusion_config.py.
+    and the check against FlopCounterMode: facts of the benchmark, tests/stable_diffusion/test_config.py.
     """
     macs = sum(weights * positions for weights, positions, _ in _parts(config))
     for block in plan(config):

@@ -1,8 +1,8 @@
-"""The variant `lightning_graph`: the full iteration replayed inside the loop that Lightning's Trainer owns.
+"""The variant `graph_step_lightning`: the full iteration replayed inside the loop of Lightning's Trainer.
 
-A step that is timed is one turn of the real loop of Trainer.fit: fetch the batch, hooks, replay, progress, hooks. The
-loop runs in a greenlet, which hands control back whenever it asks for a batch: no second thread, so that the current
-stream and the time of the host are those of the other variants; a switch costs less than a microsecond.
+A timed step is one turn of the real loop of Trainer.fit: fetch the batch, hooks, replay, progress, hooks. The loop runs
+in a greenlet, which hands control back whenever it asks for a batch. So there is no second thread: the current stream
+and the host's time are those of the other variants, and a switch costs less than a microsecond.
 
 UNet, draws, loss, scaling and update are those of stable_diffusion.train's eager step, cut where Lightning cuts it.
 """
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from common.lightning_graph import CUDAGraphCallback
-from common.marks import mark, section
+from common.capture.lightning import CUDAGraphCallback
+from common.measuring.marks import mark, section
 from common.variant import Capture
 
 WARMUP_STEPS = 3
@@ -27,7 +27,7 @@ WARMUP_STEPS = 3
 class UpdateOptimizer(torch.optim.Optimizer):
     """`State.update` as an optimizer for Lightning: overflow check, AdamW on the masters, loss scale.
 
-    Its state lives in the State, not in `state_dict()`: a checkpoint of Lightning's would hold the weights alone.
+    Its state lives in the State, not in `state_dict()`: a checkpoint of Lightning's would hold the weights only.
     """
 
     def __init__(self, module):
@@ -44,7 +44,7 @@ class UpdateOptimizer(torch.optim.Optimizer):
 
 
 class DiffusionModule(LightningModule):
-    """The training step of one batch. index: that of the step at hand."""
+    """The training step of one batch. `index` is the step's, `grads` are its gradients."""
 
     def __init__(self, state):
         super().__init__()
@@ -64,43 +64,32 @@ class DiffusionModule(LightningModule):
         state = self.training_state
         with section("backward"):
             # Not loss.backward(): the gradients are those of the other variants, in memory format too.
-            self.grads = state.reduce(torch.autograd.grad(state.scaled(loss), state.parameters))
+            self.grads = state.reduce(torch.autograd.grad(loss * state.scaler.scale, state.parameters))
         mark()
 
     def configure_optimizers(self):
         return UpdateOptimizer(self)
+
+    def cpu(self):
+        """Stays where it is. Trainer.fit moves its module to the CPU at its end; these weights are the State's."""
+        return self
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.training_state.end_step(self.index)
 
 
 class LightningGraph:
-    """`graph` under Lightning: the capture is CUDAGraphCallback's, in the fourth step of Trainer.fit."""
+    """`graph_step` under Lightning: the capture is CUDAGraphCallback's, in the fourth step of Trainer.fit."""
 
     def __init__(self, state):
-        # What it says of devices and of its own services is no part of a table.
+        # Its remarks on devices and services are no part of a table.
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        on_gpu = state.device.type == "cuda"
         self.state, self.module = state, DiffusionModule(state)
         self.callback = CUDAGraphCallback(warmup_steps=WARMUP_STEPS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.trainer = Trainer(
-                accelerator="gpu" if on_gpu else "cpu",
-                devices=[state.device.index or 0] if on_gpu else 1,
-                # Not the environment of torchrun or Slurm: this trainer is alone.
-                plugins=[LightningEnvironment()],
-                max_epochs=1,
-                limit_val_batches=0,
-                num_sanity_val_steps=0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[self.callback],
-            )
-            self.loop = greenlet.greenlet(lambda: self.trainer.fit(self.module, self.batches))
-            self.batches = StepLoader(self, self.loop.parent)
+            self.trainer = _trainer(state.device, self.callback)
+            self.loop = greenlet.greenlet(lambda: self.trainer.fit(self.module, StepLoader(self)))
             # Lightning takes SIGTERM for its own purposes; it must go on ending this process.
             handler = signal.getsignal(signal.SIGTERM)
             self.loop.switch()
@@ -127,26 +116,36 @@ class LightningGraph:
             self.loop.switch(None)
 
 
+def _trainer(device, callback):
+    on_gpu = device.type == "cuda"
+    return Trainer(
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=[device.index or 0] if on_gpu else 1,
+        # Not the environment of torchrun or Slurm: this trainer has one process.
+        plugins=[LightningEnvironment()],
+        max_epochs=1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+
+
 class StepLoader:
-    """What Trainer.fit reads its batches from: each waits for the next `step(i)`, which loads batch i.
+    """The batches of Trainer.fit: each waits for the next `step(i)`, which loads batch i."""
 
-    Has a length because Lightning fetches a batch ahead where it knows none.
-    """
-
-    def __init__(self, variant, outside):
-        self.variant, self.outside = variant, outside
+    def __init__(self, variant):
+        self.variant, self.outside = variant, variant.loop.parent
 
     def __len__(self):
+        """Endless: where Lightning knows no length it fetches a batch ahead."""
         return 2**31
 
     def __iter__(self):
-        return self
-
-    def __next__(self):
-        index = self.outside.switch()
-        if index is None:
-            raise StopIteration
-        self.variant.module.index = index
-        state = self.variant.state
-        state.begin_step(index)
-        return dict(state.inputs.buffers)
+        while (index := self.outside.switch()) is not None:
+            self.variant.module.index = index
+            self.variant.state.begin_step(index)
+            yield dict(self.variant.state.inputs.buffers)

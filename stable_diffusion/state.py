@@ -1,4 +1,4 @@
-"""What Stable Diffusion's training reads and writes: built once, reset in place, the same for every variant."""
+"""All that Stable Diffusion's training reads and writes: built once, reset in place, the same for every variant."""
 
 import contextlib
 from pathlib import Path
@@ -7,16 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import collectives, memory
-from common.inputs import DoubleBuffered
-from common.marks import section
-from common.optimizers import LossScaler, ScaledMasterAdam
-from common.step_report import ScaledReport
+from common.capture.static_inputs import DoubleBuffered
+from common.machine import memory
+from common.measuring.marks import section
+from common.training.optimizers.adam import Hyperparameters, LossScaler, ScaledMasterAdam
+from common.training.parallel import collectives
+from common.training.step_report import ScaledReport
 from common.variant import Unsupported
-from stable_diffusion.batches import Batches
 from stable_diffusion.config import LATENT_SCALE, TIMESTEPS, Config, learning_rate, predicted_bytes
-from stable_diffusion.shards import Samples
-from stable_diffusion.synthetic import ensure_generated
+from stable_diffusion.data.batches import Batches
+from stable_diffusion.data.shards import Samples
+from stable_diffusion.data.synthetic import ensure_generated
 from stable_diffusion.unet import UNet, initialise
 
 SEED = 1234
@@ -27,41 +28,35 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_dif
 
 
 class State:
-    """UNet, noise schedule, loss scaler, optimizer, data, and the losses seen."""
+    """UNet, noise schedule, loss scaler, optimizer, data, and the losses so far. See `common.variant.State`."""
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank = config, device, rank
         memory.require_batch(config.batch, predicted_bytes(config), device)
-        # For as long as the state is open: what is compiled or captured later must see it too.
+        # For as long as the state is open: compiles and captures come later.
         self.opened = contextlib.ExitStack()
         self.opened.enter_context(attention_kernels(config.attention))
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
-            self.unet = UNet(config).to(memory_format=torch.channels_last)
+            # `model` is the function that the step calls; a compiled variant puts its own there.
+            self.model = self.unet = UNet(config).to(memory_format=torch.channels_last)
         for parameter in self.unet.parameters():
             parameter.data = parameter.data.to(dtype)
-        # What the step calls; a compiled variant puts its own here.
-        self.model = self.unet
         initialise(self.unet, config, SEED)
         self.names, self.parameters = zip(*self.unet.named_parameters(), strict=True)
         self.root_alpha, self.root_beta = schedule(device)
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
-        self.adam = ScaledMasterAdam(self.parameters, self.scaler, lr=config.lr, **ADAM)
+        self.adam = ScaledMasterAdam(self.parameters, self.scaler, Hyperparameters(lr=config.lr, **ADAM))
         self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
         self.buckets = collectives.GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
         samples, self.held_out = _samples(config)
         self.hyperparameters = {"train_samples": len(samples), "eval_samples": len(self.held_out or ())}
-        on_cuda = device.type == "cuda"
-        self.batches = Batches(samples, config.batch, rank, world_size, config.workers, on_cuda, SEED)
-        size, tokens = config.latent_size, config.context_tokens
-        shapes = {"moments": (config.batch, 8, size, size), "context": (config.batch, tokens, config.context_dim)}
-        self.inputs = DoubleBuffered(
-            {
-                name: torch.zeros(shape, dtype=self.batches.dtypes[name], device=device)
-                for name, shape in shapes.items()
-            },
-            self.batches,
-        )
+        self.batches = Batches(samples, config.batch, rank, world_size, config.workers, device.type == "cuda", SEED)
+        buffers = {
+            name: torch.zeros((config.batch, *shape), dtype=self.batches.dtypes[name], device=device)
+            for name, shape in samples.shapes.items()
+        }
+        self.inputs = DoubleBuffered(buffers, self.batches)
         # Ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
@@ -75,21 +70,21 @@ class State:
         self.report.reset()
 
     def close(self):
-        """End the data workers. For the record: steps skipped since the last reset, samples dropped."""
+        """End the data workers. Returns steps skipped since the last reset."""
         self.opened.close()
         self.batches.close()
-        return self.report.closing(self.batches.dropped)
+        return {"num_skipped_steps": int(self.scaler.num_skipped)}
 
     # -- one step, part by part; all but begin_step and end_step can be captured
 
     def begin_step(self, index: int):
-        """The next batch into the static inputs, this step's learning rate into its place."""
+        """Copy the next batch into the static inputs and write this step's learning rate to its device number."""
         with section("data"):
             self.inputs.load()
             self.adam.lr.fill_(learning_rate(self.config, index))
 
     def noisy_latents(self, moments):
-        """(x_t, t, target): latents sampled from the moments, noised to random timesteps, and what v is to be."""
+        """(x_t, t, v): latents sampled from the moments, noised to random timesteps, and the target of the UNet."""
         mean, log_variance = moments.float().chunk(2, dim=1)
         std = torch.exp(0.5 * log_variance.clamp(-30.0, 20.0))
         z = LATENT_SCALE * (mean + std * torch.randn_like(mean))
@@ -97,9 +92,6 @@ class State:
         noise = torch.randn_like(z)
         root_alpha, root_beta = self.root_alpha[t].view(-1, 1, 1, 1), self.root_beta[t].view(-1, 1, 1, 1)
         return root_alpha * z + root_beta * noise, t, root_alpha * noise - root_beta * z
-
-    def scaled(self, loss):
-        return loss * self.scaler.scale
 
     @torch.no_grad()
     def reduce(self, grads):
@@ -112,16 +104,16 @@ class State:
 
     @torch.no_grad()
     def update(self, loss, grads):
-        """Overflow check, AdamW, loss scale."""
+        """Overflow check, AdamW, loss scale, report."""
         self.adam.step(grads)
         self.report.fill(loss, self.adam.grad_norm)
 
     def end_step(self, index: int):
-        """What this step reports, on its way to the host; FloatingPointError where an earlier one ends the run."""
+        """Start the report's copy to the host. Raises FloatingPointError where an earlier step's ends the run."""
         with section("report"):
             self.report.end_step(index)
 
-    # -- what the harness asks
+    # -- asked by a run, after steps
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -167,7 +159,7 @@ def schedule(device):
 
 
 def attention_kernels(name):
-    """A context in which SDPA takes these kernels where they fit, in this order; plain products where none does."""
+    """A context in which SDPA takes these kernels where they can run, in this order; else plain products."""
     order = {
         "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
         "flash": [SDPBackend.FLASH_ATTENTION],
@@ -177,7 +169,7 @@ def attention_kernels(name):
 
 
 def _samples(config):
-    """What is trained on, and what is held out: the last samples, or None where that would take over an eighth."""
+    """(samples to train on, the last ones, held out), or (all, None) where holding out would take over an eighth."""
     sizes = (config.latent_size, config.context_tokens, config.context_dim)
     samples = Samples(config.data or ensure_generated(CACHE, *sizes), *sizes)
     count = HELD_OUT_BATCHES * config.batch
@@ -187,7 +179,7 @@ def _samples(config):
 
 
 def hyperparameters(config: Config, world_size: int) -> dict:
-    """What the MLPerf log says of this training."""
+    """The training's hyperparameters, as an MLPerf log names them."""
     return {
         "seed": SEED,
         "global_batch_size": config.batch * world_size,

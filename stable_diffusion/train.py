@@ -1,6 +1,6 @@
 """Stable Diffusion v2: the whole training iteration in one CUDA graph.
 
-What is trained, without graphs:
+The training loop without graphs:
 
     for step in range(num_steps):
         moments, text = next(batches)                            # VAE moments, text-encoder output, precomputed
@@ -15,23 +15,30 @@ What is trained, without graphs:
         print(loss of an earlier step)                           # whose copy has arrived on the host
 
 Captured: everything from `sample` to `loss_scale.update()`, the all-reduce too, in one graph, replayed once a step.
-Each replay draws new random numbers, because torch registers its default generator with the graph.
+Each replay draws new random numbers, because torch registers its default generator with the graph. In plain torch the
+capture below comes to this:
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # other threads may call CUDA meanwhile
+        training_step(state)                                            # recorded, not run
+    graph.replay()                                                      # once a step
 
 Not captured, and why:
     the batch's copy     each batch lies at another address of the host's memory; it is copied into static inputs
     the learning rate    a schedule on the host computes it; it is written into the device number that AdamW reads
     the report           loss, gradient norm and overflows are copied to the host and read in a later step
 
-Between the batch's copy and the report no value is needed on the host, so the whole step fits one graph.
+Between the batch's copy and the report the host needs no value, so the whole step fits one graph.
 
-    python -m stable_diffusion.train --preset tiny --variant graph
-    python -m stable_diffusion.train --preset bench --variant graph --record runs/graph.r1.json
-    torchrun --standalone --nproc-per-node 2 -m stable_diffusion.train --variant graph    # data parallel
+    python -m stable_diffusion.train --preset tiny --variant graph_step
+    python -m stable_diffusion.train --preset bench --variant graph_step --steps 20
+    torchrun --standalone --nproc-per-node 2 -m stable_diffusion.train --variant graph_step    # data parallel
 """
 
 from common.config import parse
 from stable_diffusion import config as sd_config
-from stable_diffusion.config import ABOUT, PRESETS, VARIANTS, Config
+from stable_diffusion.config import ABOUT, PRESETS, Config
+from stable_diffusion.variants import VARIANTS
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
@@ -40,19 +47,19 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from common import flops, host_state
-
 # A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
 # pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before the replay; each replay
 # checks that their address, shape, strides and dtype are those of the capture.
-from common.capture import Pool
-from common.main import main
+from common.capture.pool import Pool
+from common.machine import host_state
 
-# They launch nothing in a timed step. section: a part of the step that a measuring pass times. mark: a place where one
-# may wait for the GPU, needed every 800 launches. A replay is one launch: steps of a few replays have no marks.
-from common.marks import mark, section
+# The harness launches nothing in a timed step. section: names a part of the step in a profile. mark: a place where the
+# harness may wait for the GPU, needed every 800 launches. A replay is one launch: steps of a few replays have no marks.
+from common.measuring.marks import mark, section
+from common.script.main import main
+from common.training import flops
 from common.variant import Capture, Eager, Workload, warm_up
-from stable_diffusion import variants
+from stable_diffusion.data import shards
 from stable_diffusion.state import State, hyperparameters
 
 # ------------------------------------------------------------------------------------------------
@@ -66,7 +73,7 @@ def eager_step(state: State, index: int):
 
 
 def training_step(state: State):
-    """From the batch in the static inputs to new weights: what `graph` captures. Nothing here waits for the device."""
+    """From the batch in the static inputs to new weights: what `graph_step` captures. Nothing waits for the device."""
     with section("noise"):
         x, t, target = state.noisy_latents(state.inputs["moments"])
     with section("forward"):
@@ -74,7 +81,7 @@ def training_step(state: State):
     mark()
     with section("backward"):
         # Not loss.backward(): without .grad nothing has to be zeroed. Captured gradients lie in the graph's pool.
-        grads = torch.autograd.grad(state.scaled(loss), state.parameters)
+        grads = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
@@ -91,13 +98,13 @@ def eager(state: State) -> Eager:
 # 2. The whole step as one graph
 
 
-class Graphed:
-    """`training_step` as one graph. It needs no further buffers: the eager step copies its batches into the static
-    inputs, too.
+class GraphedStep:
+    """`graph_step`: `training_step` as one graph. It needs no buffers beyond eager's static inputs.
 
     A replay reads the static inputs, the learning rate, the weights, the optimizer's state (FP32 masters and moments,
     the count of steps), the loss scale with its counters, and the random seed and offset that torch writes before it.
-    It writes weights, optimizer state, loss scale and report, all outside the pool, which holds activations, gradients.
+    It writes weights, optimizer state, loss scale and report, all outside the pool, which holds activations and
+    gradients. The next replay overwrites the report, so `end_step` copies it to the host before.
 
     The whole process runs on one stream that is not the default one: on that capture is forbidden, and autograd runs a
     backward on the stream of its forward.
@@ -107,7 +114,7 @@ class Graphed:
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="full iteration", pools=[self.pool])
         # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. Warm-up steps
-        # train; `state.reset`, which common/measure.py calls before it measures, undoes that.
+        # train; `state.reset`, which a run calls before its first step, undoes that.
         warm_up(state, self.capture, eager_step)
         static = tuple(state.inputs.buffers.values())  # moments and context
         with self.capture.timed("capture_s"):
@@ -124,18 +131,18 @@ class Graphed:
         return 1
 
     def close(self):
-        self.pool.release()
+        self.pool.release()  # frees the graph and the pool's memory
 
 
 # ------------------------------------------------------------------------------------------------
 # 3. Only the UNet captured, a usual first attempt
 
 
-class Partial:
-    """UNet forward and UNet backward, two graphs of one pool; noise, loss, all-reduce and update are eager.
+class GraphedNetworks:
+    """`graph_networks`: forward and backward of the UNet, two graphs of one pool; the rest of the step is eager.
 
-    Beyond the full graph it needs buffers for x, t and grad_v, the gradient of the UNet's output v, and a copy into
-    each of them a step. What the forward saves for the backward stays in the pool between the two replays.
+    Beyond `graph_step` it needs buffers for x, t and grad_v, the gradient of the UNet's output v, and a copy into
+    each of them a step. The forward keeps activations for the backward in the pool, from one replay to the other.
     """
 
     def __init__(self, state: State):
@@ -166,9 +173,9 @@ class Partial:
             v = self.v.requires_grad_()  # a leaf: the loss's autograd graph ends at the UNet's output
             loss = F.mse_loss(v, target)
         with section("backward"):
-            self.grad_v.copy_(torch.autograd.grad(state.scaled(loss), v)[0])
+            self.grad_v.copy_(torch.autograd.grad(loss * state.scaler.scale, v)[0])
             self.backward.replay()
-            grads = state.reduce(self.grads)
+            grads = state.reduce(self.grads)  # read before the next replay overwrites them
         with section("optimizer"):
             state.update(loss, grads)
         state.end_step(index)
@@ -180,27 +187,19 @@ class Partial:
         self.pool.release()
 
 
-# stable_diffusion/variants.py has the others: eager_torch takes torch's kernels for group norm and GEGLU, eager_sync
-# reads loss and overflow by .item(), lightning_graph captures the whole step inside Lightning's Trainer.
-MAKE_VARIANT = {
-    "eager": eager,
-    "eager_torch": lambda state: variants.EagerTorch(state, eager_step),
-    "eager_sync": lambda state: Eager(state, variants.reading_step, warm_up_step=eager_step),
-    "partial": Partial,
-    "graph": Graphed,
-    "lightning_graph": variants.lightning_graph,
-    "compile": lambda state: variants.compiled(state, eager_step),
-    "compile_graph": lambda state: variants.compiled_graphed(state, eager_step, Graphed),
-    "reduce_overhead": lambda state: variants.compiled(state, eager_step, mode="reduce-overhead"),
-}
+# The table of all variants is stable_diffusion/variants.py. Those that are not here are in other_variants.py:
+# eager_torch takes torch's kernels for group norm and GEGLU, eager_sync reads loss and overflow by .item(),
+# graph_step_lightning captures the whole step inside Lightning's Trainer, and three are of torch.compile.
 
 # ------------------------------------------------------------------------------------------------
-# Main
+# 4. Main
 
 
 def workload(args, device: torch.device, rank: int, world_size: int):
-    """(args, what is measured), for `common.main`."""
+    """(args, the Workload to run), for `common.script.main`."""
     config, on_gpu = args.config, device.type == "cuda"
+    if config.data:
+        shards.find(config.data)  # a mistake in --data ends the run before anything is built
     if not on_gpu:
         sd_config.require(config, host_state.available_host_bytes())
     num_flops = config.batch * sd_config.flops_per_sample(config)
@@ -209,7 +208,7 @@ def workload(args, device: torch.device, rank: int, world_size: int):
     return args, Workload(
         model="stable_diffusion",
         build=lambda config, device: State(config, device, rank, world_size),
-        variants=MAKE_VARIANT,
+        variants=VARIANTS,
         reference=eager_step,
         card=[
             f"{sd_config.num_parameters(config) / 1e6:,.1f} M parameters: {name}",
@@ -224,8 +223,6 @@ def workload(args, device: torch.device, rank: int, world_size: int):
         unit="samples",
         peak_flops=flops.peak_flops(torch.cuda.get_device_name(device) if on_gpu else "", config.precision),
         hyperparameters=hyperparameters(config, world_size),
-        kinds=ABOUT["kinds"],
-        promises=ABOUT["promises"],
     )
 
 

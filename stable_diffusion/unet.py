@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.marks import mark
+from common.measuring.marks import mark
 from stable_diffusion import kernels
 from stable_diffusion.config import TIMESTEPS, Config, plan
 
@@ -106,8 +106,10 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BlockEmbedding(nn.Module):
-    """What each residual block adds behind its first convolution: a projection of the time embedding [B, emb], its bias
-    and the convolution's. A list of [B, channels, 1, 1], one for each number in `channels`."""
+    """The terms that residual blocks add behind their first convolutions, a list of [B, channels, 1, 1].
+
+    Each is a projection of the time embedding [B, emb] with its bias, plus the bias of the block's convolution.
+    """
 
     def __init__(self, emb, channels):
         super().__init__()
@@ -121,10 +123,7 @@ class BlockEmbedding(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """norm, SiLU, conv, + time embedding, norm, SiLU, conv, + input. 16 groups: MLPerf's rule, 32 elsewhere.
-
-    emb: of BlockEmbedding, which has the first convolution's bias.
-    """
+    """norm, SiLU, conv, + BlockEmbedding's term, norm, SiLU, conv, + input. Groups are MLPerf's 16, 32 elsewhere."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
@@ -148,17 +147,23 @@ def _without_bias(conv, x):
 
 
 class Transformer(nn.Module):
-    """Self-attention, cross-attention to the text and a GEGLU feed-forward over the picture's tokens."""
+    """Self-attention, cross-attention to the text and a GEGLU feed-forward over the picture's tokens.
+
+    keys_and_values: of the text, [B, tokens, 2 * channels].
+    """
 
     in_triton = True
 
     def __init__(self, channels, head_dim):
         super().__init__()
+        self.head_dim = head_dim
         self.norm = GroupNorm(32, channels, eps=1e-6)
         self.proj_in = nn.Linear(channels, channels)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
-        self.attention = SelfAttention(channels, head_dim)
-        self.cross_attention = CrossAttention(channels, head_dim)
+        self.to_qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.attention_out = nn.Linear(channels, channels)
+        self.to_q = nn.Linear(channels, channels, bias=False)
+        self.cross_attention_out = nn.Linear(channels, channels)
         self.ff_in = nn.Linear(channels, 8 * channels)
         self.ff_out = nn.Linear(4 * channels, channels)
         self.proj_out = nn.Linear(channels, channels)
@@ -167,38 +172,12 @@ class Transformer(nn.Module):
         b, c, height, width = x.shape
         h = self.norm(x).permute(0, 2, 3, 1).reshape(b, height * width, c)
         h = self.proj_in(h)
-        h = h + self.attention(self.norm1(h))
-        h = h + self.cross_attention(self.norm2(h), keys_and_values)
+        h = h + self.attention_out(_attend(*_heads(self.to_qkv(self.norm1(h)), 3, self.head_dim)))
+        q = self.to_q(self.norm2(h)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        h = h + self.cross_attention_out(_attend(q, *_heads(keys_and_values, 2, self.head_dim)))
         y = F.linear(self.norm3(h), self.ff_in.weight)
         h = h + self.ff_out(kernels.geglu(y, self.ff_in.bias, self.in_triton))
         return x + self.proj_out(h).view(b, height, width, c).permute(0, 3, 1, 2)
-
-
-class SelfAttention(nn.Module):
-    """Multi-head attention of x [B, n, c] to itself, without a mask or dropout."""
-
-    def __init__(self, channels, head_dim):
-        super().__init__()
-        self.head_dim = head_dim
-        self.to_qkv = nn.Linear(channels, 3 * channels, bias=False)
-        self.to_out = nn.Linear(channels, channels)
-
-    def forward(self, x):
-        return self.to_out(_attend(*_heads(self.to_qkv(x), 3, self.head_dim)))
-
-
-class CrossAttention(nn.Module):
-    """Multi-head attention of x [B, n, c] to the text's keys and values [B, m, 2 c], without a mask or dropout."""
-
-    def __init__(self, channels, head_dim):
-        super().__init__()
-        self.head_dim = head_dim
-        self.to_q = nn.Linear(channels, channels, bias=False)
-        self.to_out = nn.Linear(channels, channels)
-
-    def forward(self, x, keys_and_values):
-        q = self.to_q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return self.to_out(_attend(q, *_heads(keys_and_values, 2, self.head_dim)))
 
 
 def _heads(x, count, head_dim):
@@ -207,7 +186,7 @@ def _heads(x, count, head_dim):
 
 
 def _attend(q, k, v):
-    """[B, n, heads * head_dim]"""
+    """Softmax attention without a mask or dropout, [B, n, heads * head_dim]."""
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
@@ -219,26 +198,20 @@ def initialise(unet: UNet, config: Config, seed: int) -> None:
     numbers, as it has once training has begun: zero activations draw less power and so run faster than real ones.
     """
     generator = torch.Generator(unet.time_embed[0].weight.device).manual_seed(seed)
-    last = _last_layers(unet)
     blocks = [block for block in unet.blocks if isinstance(block, ResBlock)]
+    last = {unet.blocks[-1][-1], *(block.conv2 for block in blocks)}
+    last |= {transformer.proj_out for transformer in unet.transformers.values()}
     for block, bias in zip(blocks, unet.block_embed.conv_bias.split(unet.block_embed.channels), strict=True):
         bound = 1 / math.sqrt(block.conv1.weight[0].numel())
         bias.uniform_(-bound, bound, generator=generator)
     for module in unet.modules():
-        if isinstance(module, (nn.GroupNorm, nn.LayerNorm)):
+        if isinstance(module, nn.GroupNorm | nn.LayerNorm):
             module.weight.fill_(1.0)
             module.bias.zero_()
         elif module in last:
             module.weight.normal_(0.0, 0.0 if config.zero_init else LAST_LAYER_STD, generator=generator)
             module.bias.zero_()
-        elif isinstance(module, (nn.Linear, nn.Conv2d)):
+        elif isinstance(module, nn.Linear | nn.Conv2d):
             bound = 1 / math.sqrt(module.weight[0].numel())
             for parameter in module.parameters():
                 parameter.uniform_(-bound, bound, generator=generator)
-
-
-def _last_layers(unet):
-    """Last convolution of each residual block, last projection of each transformer, the output convolution."""
-    last = {module.conv2 for module in unet.modules() if isinstance(module, ResBlock)}
-    last |= {module.proj_out for module in unet.modules() if isinstance(module, Transformer)}
-    return last | {unet.blocks[-1][-1]}

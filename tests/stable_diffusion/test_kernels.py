@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
+from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 # (N, C, H, W, groups): tiles cut by the rows' end and by the columns' end; groups of sizes that are no power of two.
 SHAPES = [(2, 320, 12, 8, 16), (1, 96, 8, 8, 32), (3, 40, 5, 3, 8)]
@@ -98,9 +98,9 @@ def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
     from torch._dynamo.backends.common import aot_autograd
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    from common import triton_launch
+    from common.training import triton_launch
     from stable_diffusion.kernels import _Geglu, _GroupNorm
-    from tests import triton_driver
+    from tests.helpers import triton_driver
 
     driver = triton_driver.Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)

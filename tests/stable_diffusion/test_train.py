@@ -1,25 +1,28 @@
 """stable_diffusion/train and state: the ladder's variants against eager, overflows, storms, several ranks."""
 
+import contextlib
 import json
 from dataclasses import replace
 
-import numpy
 import pytest
 import torch
 
-from common import host_state, measure, memory
-from common import record as records
+from common.capture import pool as capture
 from common.config import Arguments, Run
-from common.variant import Unsupported
+from common.machine import host_state, memory
+from common.script import by_hand
+from common.variant import Unsupported, enter, leave
+from common.variant_table import construct
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import State, schedule
-from stable_diffusion.train import MAKE_VARIANT, eager_step, training_step, workload
-from tests import gloo_ranks
+from stable_diffusion.train import eager_step, training_step, workload
+from stable_diffusion.variants import VARIANTS
+from tests.helpers import gloo_ranks
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
-HOST = ("eager_sync", "partial", "graph")
+HOST = ("eager_sync", "graph_networks", "graph_step")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def deterministic():
 def run_steps(name, num_steps, config=TINY, overflow_at=(), keep=True):
     """The whole state after each step (if kept), and the state object; moments are infinite at `overflow_at`."""
     state = State(config, CPU)
-    variant = MAKE_VARIANT[name](state)
+    variant = construct(VARIANTS[name], state)
     original, count = state.batches.next, 0
 
     def next_batch():
@@ -66,10 +69,10 @@ def assert_equal(ours, eager):
 
 @pytest.fixture(scope="module")
 def graphed():
-    """(State, `graph` on it)."""
+    """(State, `graph_step` on it)."""
     torch.use_deterministic_algorithms(True)
     state = State(TINY, CPU)
-    variant = MAKE_VARIANT["graph"](state)
+    variant = construct(VARIANTS["graph_step"], state)
     yield state, variant
     variant.close()
     state.close()
@@ -108,7 +111,7 @@ def test_overflow_does_what_eager_does(name, eager_overflows):
     assert [norm for norm in ours if norm == norm] == [norm for norm in eager if norm == norm]
 
 
-@pytest.mark.parametrize("name", ["eager", "graph"])
+@pytest.mark.parametrize("name", ["eager", "graph_step"])
 def test_storm_ends_the_run_with_cause_and_detection(name):
     config = replace(TINY, loss_scale=1.0, max_floor_overflows=3)
     with pytest.raises(FloatingPointError) as caught:
@@ -119,7 +122,7 @@ def test_storm_ends_the_run_with_cause_and_detection(name):
 
 def test_overflows_above_the_floor_or_with_breaks_are_no_storm():
     config = replace(TINY, loss_scale=2.0, max_floor_overflows=3, growth_interval=1000)
-    run_steps("graph", 10, config, overflow_at=(1, 2, 3, 4, 6, 7, 9), keep=False)
+    run_steps("graph_step", 10, config, overflow_at=(1, 2, 3, 4, 6, 7, 9), keep=False)
 
 
 def test_a_run_in_which_nothing_trains_is_no_good_run():
@@ -229,8 +232,12 @@ def test_evaluation_leaves_no_trace_and_holds_its_samples_out():
     assert state.evaluate() == state.evaluate()
     assert torch.equal(random_state, torch.get_rng_state())
     assert_equal([dict(state.named_state())], [saved])
-    trained = {state.batches.samples.name(index) for index in range(len(state.batches.samples))}
-    assert not trained & {state.held_out.name(index) for index in range(len(state.held_out))}
+    state.batches.reset()
+    count = state.hyperparameters["train_samples"]
+    epoch = [state.batches.next()["moments"] for _ in range(count // TINY.batch)]
+    trained = {moments.numpy().tobytes() for batch in epoch for moments in batch}
+    held_out = {state.held_out.read(index)["moments"].tobytes() for index in range(len(state.held_out))}
+    assert (len(trained), len(held_out)) == (count, 4 * TINY.batch) and not trained & held_out
     state.close()
 
 
@@ -271,19 +278,24 @@ def test_eager_torch_asks_for_torchs_kernels_alone_and_leaves_the_state_as_it_wa
         monkeypatch.setattr(kernels, name, watched(name, getattr(kernels, name)))
     state = State(TINY, CPU)
     for variant, in_triton in (("eager_torch", False), ("eager", True)):
-        made = MAKE_VARIANT[variant](state)
-        made.step(0)
-        assert asked == {"group_norm": {in_triton}, "geglu": {in_triton}}
-        made.close()
+        made = construct(VARIANTS[variant], state)
         for seen in asked.values():
             seen.clear()
+        # Between its constructor and `enter`, and after `leave`, others step on the same state.
+        enter(made)
+        made.step(0)
+        leave(made)
+        assert asked == {"group_norm": {in_triton}, "geglu": {in_triton}}
+        eager_step(state, 1)
+        assert asked == {"group_norm": {in_triton, True}, "geglu": {in_triton, True}}
+        made.close()
     state.close()
 
 
 def test_eager_torch_is_unsupported_where_all_variants_have_torchs_kernels():
     state = State(replace(TINY, kernels="torch"), CPU)
     with pytest.raises(Unsupported, match="--kernels torch: every variant has torch's kernels"):
-        MAKE_VARIANT["eager_torch"](state)
+        construct(VARIANTS["eager_torch"], state)
     state.close()
 
 
@@ -295,7 +307,8 @@ def test_eager_torch_launches_no_kernel_of_ours():
     state = State(replace(PRESETS["bench"], batch=1, workers=0), device)
     losses, names = {}, {}
     for variant in ("eager", "eager_torch"):
-        made = MAKE_VARIANT[variant](state)
+        made = construct(VARIANTS[variant], state)
+        enter(made)
         state.reset()
         for index in range(2):
             made.step(index)
@@ -304,6 +317,7 @@ def test_eager_torch_launches_no_kernel_of_ours():
             made.step(2)
             torch.cuda.synchronize()
         names[variant] = {event.name for event in profile.events()}
+        leave(made)
         made.close()
     ours = {name for name, value in vars(kernels).items() if isinstance(value, triton.JITFunction)}
     assert len(ours & names["eager"]) >= 4 and not ours & names["eager_torch"]
@@ -314,20 +328,45 @@ def test_eager_torch_launches_no_kernel_of_ours():
 # --- rows with a status
 
 
-@pytest.mark.parametrize("name", ["compile", "compile_graph", "reduce_overhead"])
+@pytest.mark.parametrize("name", ["compile", "graph_step_compile", "reduce_overhead"])
 def test_compiled_variants_are_unsupported_on_the_host(name, graphed):
     with pytest.raises(Unsupported, match="measured on a GPU only"):
-        MAKE_VARIANT[name](graphed[0])
+        construct(VARIANTS[name], graphed[0])
+
+
+def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(monkeypatch):
+    """With a compiler that marks what it is given."""
+    marked = []
+
+    def compiler(function, **options):
+        return lambda *arguments: marked.append("called") or function(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr("common.variant.require_compiler", lambda device: None)
+    monkeypatch.setattr(capture.Pool, "adopt", lambda pool: contextlib.nullcontext())
+    state = State(TINY, CPU)
+    variant = construct(VARIANTS["graph_step_compile"], state)
+    # Five steps that compile, three that warm up, the capture.
+    assert len(marked) == 5 + 3 + 1
+    marked.clear()
+    enter(variant)
+    state.reset()
+    variant.step(0)
+    leave(variant)
+    eager_step(state, 1)
+    assert not marked and "torch.compile" in variant.capture.strategy
+    variant.close()
+    state.close()
 
 
 def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**6)
     monkeypatch.setattr(host_state, "available_host_bytes", lambda: None)
-    args = Arguments(config=TINY, run=Run(preset="tiny", variant="graph", record=str(tmp_path / "r.json")))
+    args = Arguments(config=TINY, run=Run(preset="tiny", variant="graph_step", record=str(tmp_path / "r.json")))
     args, made = workload(args, CPU, rank=0, world_size=1)
-    record = measure.run(made, args, CPU)
-    assert record["status"] == "oom"
-    assert "--batch 2 needs" in record["message"] and "1,000,000 are free" in record["message"]
+    result = by_hand.run(made, args, CPU)
+    assert result["status"] == "oom"
+    assert "--batch 2 needs" in result["message"] and "1,000,000 are free" in result["message"]
 
 
 # --- several ranks
@@ -339,15 +378,25 @@ def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
     # The loss scale grows at the fifth step.
     steps = ("--parity", "--parity-steps", "7", "--growth-interval", "5")
     hashes = {}
-    for variant in ("eager", "partial", "graph"):
+    for variant in ("eager", "graph_networks", "graph_step"):
         path = tmp_path / f"{variant}.json"
         flags = ["--variant", variant, *steps, "--latent-size", "8", "--workers", "0", "--record", str(path)]
         said, nothing = gloo_ranks.run_script("stable_diffusion.train", flags, world_size=2, timeout_s=180)
-        record = records.read(path)
-        assert record["status"] == "pass", record["message"]
-        assert [json.loads(line) for line in said.splitlines() if line.startswith("{")] == [record] and not nothing
-        with numpy.load(path.with_suffix(".parity.npz")) as sidecar:
-            hashes[variant] = sidecar["hashes"]
-            scales = sidecar["names"].tolist().index("loss_scale.scale")
-    assert len(set(hashes["eager"][:, scales])) == 2
-    assert (hashes["partial"] == hashes["eager"]).all() and (hashes["graph"] == hashes["eager"]).all()
+        result = json.loads(path.read_text())
+        assert result["status"] == "pass", result["message"]
+        assert said.startswith(f"stable_diffusion/tiny  {variant} ") and not nothing
+        hashes[variant] = result["state_hashes"]
+        assert "loss_scale.scale" not in result["unmoved"]
+    assert len(set(hashes["eager"])) == 7
+    assert hashes["graph_networks"] == hashes["graph_step"] == hashes["eager"]
+
+
+def test_lightning_leaves_the_weights_where_they_are(monkeypatch):
+    """Trainer.fit moves its module to the CPU at its end, under the feet of the other variants."""
+    pytest.importorskip("greenlet")
+    from stable_diffusion.lightning_variant import DiffusionModule
+
+    moved = []
+    monkeypatch.setattr(torch.nn.Module, "cpu", lambda self: moved.append(self) or self)
+    module = DiffusionModule(State(PRESETS["tiny"], torch.device("cpu"), 0, 1))
+    assert module.cpu() is module and not moved

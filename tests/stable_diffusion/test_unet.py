@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS
-from stable_diffusion.unet import CrossAttention, ResBlock, SelfAttention, Transformer, UNet, initialise, sinusoids
+from stable_diffusion.unet import ResBlock, Transformer, UNet, initialise, sinusoids
 
 TINY = PRESETS["tiny"]
 
@@ -33,9 +33,10 @@ def test_norms_and_heads(full):
             assert (module.norm1.num_groups, module.norm2.num_groups) == (16, 16)
         if isinstance(module, Transformer):
             assert (module.norm.num_groups, module.norm.eps) == (32, 1e-6)
-    heads = {m.cross_attention.to_q.out_features // m.attention.head_dim for m in full.transformers.values()}
-    assert heads == {5, 10, 20} and {m.attention.head_dim for m in full.transformers.values()} == {64}
-    parts = [module.attention.to_qkv for module in full.transformers.values()] + [full.to_kv]
+    transformers = full.transformers.values()
+    heads = {module.to_q.out_features // module.head_dim for module in transformers}
+    assert heads == {5, 10, 20} and {module.head_dim for module in transformers} == {64}
+    parts = [part for module in transformers for part in (module.to_qkv, module.to_q)] + [full.to_kv]
     assert all(part.bias is None for part in parts)
 
 
@@ -88,15 +89,23 @@ def softmax_attention(q, k, v):
     return torch.cat(heads, -1)
 
 
-def test_attention_is_softmax_attention():
+def test_a_transformer_attends_to_itself_and_to_the_text_by_softmax_attention():
     torch.manual_seed(0)
-    x, keys, values = torch.randn(2, 5, 32), torch.randn(2, 7, 32), torch.randn(2, 7, 32)
-    attention = SelfAttention(32, 16)
-    q, k, v = (F.linear(x, weight) for weight in attention.to_qkv.weight.chunk(3))
-    torch.testing.assert_close(attention(x), attention.to_out(softmax_attention(q, k, v)))
-    attention = CrossAttention(32, 16)
-    expected = attention.to_out(softmax_attention(attention.to_q(x), keys, values))
-    torch.testing.assert_close(attention(x, torch.cat((keys, values), -1)), expected)
+    x, keys, values = torch.randn(2, 32, 3, 5), torch.randn(2, 7, 32), torch.randn(2, 7, 32)
+    part = Transformer(32, 16)
+    with torch.no_grad():
+        for norm in (part.norm, part.norm1, part.norm2, part.norm3):
+            norm.weight.normal_()
+            norm.bias.normal_()
+    h = part.proj_in(part.norm(x).flatten(2).mT)
+    y = part.norm1(h)
+    q, k, v = (F.linear(y, weight) for weight in part.to_qkv.weight.chunk(3))
+    h = h + part.attention_out(softmax_attention(q, k, v))
+    h = h + part.cross_attention_out(softmax_attention(part.to_q(part.norm2(h)), keys, values))
+    value, gate = part.ff_in(part.norm3(h)).chunk(2, -1)
+    h = h + part.ff_out(value * F.gelu(gate))
+    expected = x + part.proj_out(h).mT.reshape(x.shape)
+    torch.testing.assert_close(part(x, torch.cat((keys, values), -1)), expected)
 
 
 def test_each_block_gets_its_own_part_of_the_time_embedding_and_of_the_text(monkeypatch):

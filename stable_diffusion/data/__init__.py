@@ -1,0 +1,1 @@
+"""Shards of latents: made, converted, read."""
