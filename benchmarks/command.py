@@ -1,7 +1,9 @@
-"""What the command lines of the harness share: flags and numbers, stopping, exit statuses, paths as people see them."""
+"""Code that all command lines of the harness share: flags and numbers, stopping, exit statuses, shown paths."""
 
 import argparse
+import errno
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,20 +14,20 @@ from common.config import Parser, checked
 
 RUNS = ROOT / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
-STOPPED = "\nstopped; finished records stay, and the same command goes on from here"
+STOPPED = "\nstopped; what was measured stays, and the same command goes on from here"
 
 
 class Mistake(ValueError):
-    """Something on the command line that cannot be; the message names what can."""
+    """The command line asks for something impossible; the message names the choices."""
 
 
 def parser_of(module: str, description: str, epilog: str = "") -> Parser:
-    """A parser for `python -m benchmarks.MODULE` without abbreviated flags."""
+    """Return a parser for `python -m benchmarks.MODULE` without abbreviated flags."""
     return Parser(prog=f"python -m benchmarks.{module}", description=description, epilog=epilog, allow_abbrev=False)
 
 
 def split_flags(argv: list[str] | None) -> tuple[list[str], list[str]]:
-    """(words of this command, words of the training script), which follow the first --."""
+    """Return the words of this command, and those of the training script, which follow the first --."""
     argv = sys.argv[1:] if argv is None else argv
     split = argv.index("--") if "--" in argv else len(argv)
     return argv[:split], argv[split + 1 :]
@@ -37,7 +39,7 @@ amount = checked(float, lambda number: 0 < number < math.inf, "a number above 0"
 
 
 def values(text: str) -> list[int]:
-    """1,2,4 as sorted numbers without doubles."""
+    """Return 1,2,4 as sorted numbers without doubles."""
     words = words_of(text)
     if not words or not all(word.isascii() and word.isdigit() and int(word) for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 1 up, as in 1,2,4")
@@ -45,33 +47,58 @@ def values(text: str) -> list[int]:
 
 
 def words_of(text: str) -> list[str]:
-    """Words between commas."""
+    """Return the words between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def model_name(text: str) -> str:
+    """Return a model as Python names it: examples/minimal/ is examples.minimal."""
+    return text.strip().rstrip("/").replace("/", ".")
+
+
 def shown(path: Path) -> Path:
-    """A path as people see it: from the current folder where it is below that."""
+    """Return a path for people: from the current folder where it is below that."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stopped: str = STOPPED) -> int:
-    """What work() returns; for an exception one line on stderr, and 2 for a Mistake or an unusable file, 1 for one of
-    `failures`, 130 where Ctrl-C, SIGTERM or SIGHUP stopped it."""
+    """Run a program and return its exit status. An exception becomes one line on stderr.
+
+    Args:
+        prog: name of the program.
+        work: the program; its result is the status.
+        failures: exceptions with status 1.
+        stopped: text for Ctrl-C, SIGTERM and SIGHUP, whose status is 130.
+
+    Returns:
+        2 for a Mistake or an unusable file.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         # nohup ignores SIGHUP, and means it.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     try:
-        return work()
+        status = work()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # As head leaves a pipe; else Python would say so once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EIO):
             raise
-        said, status = f"{error.filename}: {error.strerror}", 2
+        said, status = f"{error.filename or 'what is printed'}: {error.strerror}", 2
     except Mistake as mistake:
-        said, status = mistake, 2
+        said, status = str(mistake), 2
     except failures as failure:
-        said, status = failure, 1
+        said, status = str(failure), 1
+    except RuntimeError as error:
+        # pathlib's, of a path that is resolved; from Python 3.13 on it is an OSError.
+        if "Symlink loop" not in str(error):
+            raise
+        said, status = str(error), 2
     except KeyboardInterrupt:
         if stopped:
             print(stopped, file=sys.stderr)

@@ -1,148 +1,105 @@
-"""One comparison over all folders of records below a root: every model, preset and variant against eager.
+"""results/overview.md and .csv, and the tables in READMEs, made from the run files.
 
-    python -m benchmarks.overview results
-    python -m benchmarks.overview results --markdown            also --csv, --json; to stdout
-    python -m benchmarks.overview results --write --readme      results/overview.*, and the tables in the READMEs
-
-Each group of sessions is a block of rows; docs/method.md says how sessions and hosts pool. GPU types and CPUs
-stand under headings of their own. A group measured beside busy processes joins the quiet group of the same
-work as a column of its own. Break-even is the number of steps after which the variant has paid for its
-compilation, its capture, and what its warm-up takes beyond eager's. A folder that holds sweep.json
-is a sweep, with a table of its own. Reads records only: no torch, no GPU.
-
-Exit status: 0; 1 where a file is no sound record, a folder cannot be shown, or there is nothing to show (the rest is
-shown, but nothing is written); 2 for a mistake on the command line or in a README's marker.
+python -m benchmarks.overview              says what is not what the runs say; exit status 1 where something is not
+python -m benchmarks.overview --write      makes it so
 """
 
-import argparse
-import json
-import signal
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-import pandas
+from benchmarks import ROOT, command
+from benchmarks.command import shown
+from benchmarks.compare import found_in
+from benchmarks.files import runs
+from benchmarks.pages import readme, tables
+from common.files import write_text
 
-from benchmarks import frame, overview_tables, readme
-from benchmarks.command import parser_of
-from benchmarks.overview_rows import blocks_of, rows_of
-from benchmarks.published import PUBLISHED, RATES
-
-SCHEMA = 4
-
-# ------------------------------------------------------------------------------------------------
-# For programs
+COLUMNS = ("workload", "variant", *tables.WIDE)
 
 
-def document(blocks, faults) -> dict:
-    """The overview as JSON: rows with full precision, folders, published figures."""
-    folders = [
-        {
-            "folder": block.name,
-            **{key: getattr(block, key) for key in ("model", "preset", "device", "gpu", "num_gpus", "host_load")},
-            "gpu_uuids": sorted({record["env"]["gpu_uuid"] for record in block.found} - {None}),
-            "sessions": sorted(set(block.runs["session"])),
-            "source_hashes": sorted(map(str, block.sources)),
-            "git_shas": sorted({record["env"]["git_sha"] for record in block.found} - {None}),
-            "num_records": len(block.found),
-        }
-        for block in blocks
+def parse(argv=None):
+    """The command line."""
+    parser = command.parser_of("overview", "Pages and tables in READMEs from the runs in results/.")
+    parser.add_argument("--write", action="store_true", help="write what is not what the runs say")
+    return parser.parse_args(argv)
+
+
+def page_of(found: runs.Found, page: Path) -> str:
+    """The text of overview.md."""
+    hosts = len({run.host.get("boot") for _, run in found.runs})
+    parts = [
+        "# All runs",
+        f"{len(found.runs)} runs on {hosts} host{'s' if hosts != 1 else ''}. Base ms / ms is the ratio; above 1 the "
+        "variant is faster. *95 %* speaks for that host in those minutes, from three hosts on for hosts. `control` is "
+        "the base once more: what two equal programs differ by. [How it is measured](../docs/method.md). Runs from "
+        "before blocks are in [the archive](archive/README.md). All fields: [overview.csv](overview.csv).",
+        "## The best-measured graph of each model",
+        readme.models(found.rows, page),
     ]
-    rows = [
-        {key: value for key, value in row.items() if key not in ("label", "is_base", "pooled")}
-        for row in rows_of(blocks)
+    for machine, rows in runs.of_machines(found.rows).items():
+        timed = [row for row in rows if row.status == "pass"]
+        parts += [f"## {machine}", tables.rows_as_markdown(timed, page)]
+        left = tables.not_timed_as_markdown(rows)
+        parts += ["Without a number:", left] if left else []
+        parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, COLUMNS)]
+    parts += _predicted(found.rows)
+    if found.faults:
+        parts += ["## Left out", "\n".join(f"- {fault}" for fault in found.faults)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _predicted(rows):
+    points = readme.predictions(rows)
+    if not points:
+        return []
+    lines = [
+        [
+            *(row.workload.name, row.variant, point.run.id, f"{point.base_issue_ms:,.1f}", f"{point.busy_ms:,.1f}"),
+            *(f"{point.predicted_gain:.3f}x", f"{point.ratio.ratio:.3f}x", f"{off:.3f}"),
+        ]
+        for row, point, off in points
+        if point.ratio is not None
     ]
-    return {
-        "schema": SCHEMA,
-        "rows": rows,
-        "folders": folders,
-        "published": [asdict(each) for each in PUBLISHED],
-        "published_rates": [asdict(each) for each in RATES],
-        "left_out": faults,
-    }
+    columns = ["workload", "variant", "run", "issue ms", "busy ms", "predicted", "ratio", "measured / predicted"]
+    missed = [
+        f"- {row.workload.name} {row.variant}, {point.run.id}: {point.why_missed}."
+        for row, point, off in points
+        if abs(off - 1) > readme.WITHIN
+    ]
+    return [
+        "## Predicted from issue and busy",
+        f"{readme.law(rows)} Issue is eager's and of the same cycles, busy the graph's own.",
+        tables.markdown(columns, lines),
+        *(["Where it misses:", "\n".join(missed)] if missed else []),
+    ]
 
 
-def csv_text(blocks) -> str:
-    rows = document(blocks, [])["rows"]
-    return pandas.DataFrame(rows, dtype=object).to_csv(index=False) if rows else ""
+def wanted(found: runs.Found, root: Path = ROOT) -> dict[Path, str]:
+    """Every file that is not what the runs say, with its right text."""
+    page, sheet = found.root / "overview.md", found.root / "overview.csv"
+    own = {page: page_of(found, page), sheet: tables.as_csv(found.rows)}
+    own = {path: text for path, text in own.items() if not path.exists() or path.read_text() != text}
+    return own | readme.changed(found.rows, root)
 
 
-def json_text(blocks, faults) -> str:
-    """The document with a line for each row, folder and figure."""
-    whole = document(blocks, faults)
-    lists = {
-        key: ",\n  ".join(json.dumps(each, allow_nan=False) for each in whole[key]) for key in whole if key != "schema"
-    }
-    parts = [f'"schema": {SCHEMA}', *(f'"{key}": [\n  {text}\n ]' for key, text in lists.items())]
-    return "{\n " + ",\n ".join(parts) + "\n}\n"
-
-
-def files_of(root, blocks, faults) -> dict[Path, str]:
-    """overview.md, .csv and .json of a root, by path, as text."""
-    root = Path(root)
-    text = overview_tables.text_of(root, blocks, faults, markdown=True, link_from=root)
-    return {
-        root / "overview.md": f"# Every variant against eager\n\n{text}\n",
-        root / "overview.csv": csv_text(blocks),
-        root / "overview.json": json_text(blocks, faults),
-    }
-
-
-# ------------------------------------------------------------------------------------------------
-# Command
-
-
-def add_forms(parser: argparse.ArgumentParser) -> None:
-    form = parser.add_mutually_exclusive_group()
-    for name, text in (("markdown", "Markdown"), ("csv", "the overview as CSV"), ("json", "the overview as JSON")):
-        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=f"print {text}")
+def work(args) -> int:
+    """Compare, or write."""
+    found = found_in(str(ROOT / "results"))
+    stale = wanted(found)
+    for path, text in stale.items():
+        if args.write:
+            write_text(path, text.encode())
+        print(f"{'wrote' if args.write else 'is not what the runs say:'} {shown(path)}")
+    for fault in found.faults:
+        print(f"left out: {fault}")
+    return 1 if found.faults or (stale and not args.write) else 0
 
 
 def main(argv=None) -> int:
-    parser = parser_of("overview", "One comparison over all folders of records below a root.")
-    parser.add_argument("root", nargs="?", default="results", metavar="DIR", help="folder of folders (results)")
-    add_forms(parser)
-    parser.add_argument("--write", action="store_true", help="write overview.md, .csv and .json into DIR")
-    parser.add_argument("--readme", action="store_true", help="make the tables in README.md and */README.md again")
-    args = parser.parse_args(argv)
-    try:
-        runs = frame.read(args.root)
-        blocks, faults, refused = blocks_of(runs, args.root)
-    except FileNotFoundError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    for line in [*(f"left out: {fault}" for fault in faults), *(f"refused: {line}" for line in refused)]:
-        print(f"{parser.prog}: {line}", file=sys.stderr)
-    if (faults or refused) and (args.write or args.readme):
-        parser.exit(1, f"{parser.prog}: nothing written\n")
-    if not blocks:
-        parser.exit(1, f"{parser.prog}: {_nothing(args.root, runs)}\n")
-    # All texts are made before the first is written.
-    try:
-        texts = files_of(args.root, blocks, faults) if args.write else {}
-        texts |= readme.changed() if args.readme else {}
-    except readme.ReadmeError as error:
-        parser.exit(2, f"{parser.prog}: {error}: nothing written\n")
-    for path, text in texts.items():
-        path.write_text(text)
-        print(path.relative_to(readme.ROOT) if path.is_relative_to(readme.ROOT) else path)
-    if args.form == "csv":
-        print(csv_text(blocks), end="")
-    elif args.form == "json":
-        print(json_text(blocks, faults), end="")
-    elif args.form == "markdown" or not (args.write or args.readme):
-        markdown = args.form == "markdown"
-        print(overview_tables.text_of(args.root, blocks, faults, markdown=markdown, sweeps=runs.sweeps))
-    return 1 if faults or refused else 0
-
-
-def _nothing(root, runs):
-    sweeps = runs.sweeps
-    if not runs.frame.empty or not sweeps:
-        return f"no records in or below {root}"
-    more = ", ..." if len(sweeps) > 1 else ""
-    return f"{root} holds sweeps alone: each has its table.md, and is shown by its own name ({sweeps[0]}{more})"
+    """The program."""
+    args = parse(argv)
+    return command.exit_status("python -m benchmarks.overview", lambda: work(args), (readme.ReadmeError,))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -1,66 +1,162 @@
-"""Copy packed sessions, unchanged, into results/; say whether what is there is as it was; list sessions.
+"""Copy sealed run files, unchanged, into results/.
 
-    python -m benchmarks.publish publish runs/h200x1/gpt3-bench/20261122T031500Z-13f405-c77b
-    python -m benchmarks.publish verify results
-    python -m benchmarks.publish list runs
+    python -m benchmarks.publish runs/h200x1/gpt3-bench/20261125T101500Z-a7d396c1.json
 
-Exit status: 0; 1 where something is refused or damaged, with a line for each; 2 for a mistake on the command line.
+A published file is never changed or removed. Exit status: 0; 1 where a run is refused, with a line that says why; 2 for
+a mistake on the command line.
 """
 
+import functools
+import re
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, compare, sessions
+from benchmarks import ROOT
 from benchmarks.command import parser_of
+from benchmarks.files import run_file
+from benchmarks.files.run_file import Run
+from benchmarks.processes.gpus import Gpus
+from benchmarks.statistics import LEAST_CYCLES
+from common.files import write_text
+from common.machine.source import last_commits, source_hash_of_commit
+
+# How far back the source of a run is looked for.
+COMMITS = 50
+# Names of folders and files are made of these, so none leads out of results/.
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Refused(ValueError):
+    """A run that is not published; the text is one line that names the file and the reason."""
+
+
+def publish(path: Path, results: Path) -> Path:
+    """Copy a run file into results/<gpu>x<count>/<model>-<preset>[-<label>]/ under its own id.
+
+    Args:
+        path: a sealed run file.
+        results: the folder of published runs.
+
+    Returns:
+        The copy. A file that is published already stays as it is.
+
+    Raises:
+        run_file.Damaged: it is no whole run file of this schema.
+        Refused: it is no evidence, or another file of this name is published.
+        OSError: a folder cannot be written.
+    """
+    # Its folder, the folder of its machine, and no link in any of them: a link may lead to anyone's files.
+    for each in (path.absolute(), *list(path.absolute().parents)[:2]):
+        if each.is_symlink():
+            raise Refused(f"{path}: {each.name} is a link; publish takes regular files")
+    run = run_file.read(path)
+    reason = why_not(run)
+    if reason:
+        raise Refused(f"{path}: {reason}")
+    target = results.joinpath(*folders_of(run), f"{run.id}.json")
+    for each in (target, target.parent, target.parent.parent):
+        if each.is_symlink():
+            raise Refused(f"{path}: {each} is a link; nothing is written there")
+    data = path.read_bytes()
+    if target.exists():
+        if target.is_file() and target.read_bytes() == data:
+            return target
+        raise Refused(f"{path}: {target} is published with other content; nothing is copied")
+    write_text(target, data)
+    target.chmod(0o444)
+    return target
+
+
+def folders_of(run: Run) -> tuple[str, str]:
+    """("h200x1", "gpt3-bench"), of what the run says of itself."""
+    slug = Gpus(names=tuple(gpu["name"] for gpu in run.host["gpus"])).slug
+    return f"{slug}x{run.ranks}", "-".join(filter(None, [run.model, run.preset, run.label]))
+
+
+def why_not(run: Run) -> str:
+    """Why a run is no evidence, in a few words, or ""."""
+    gpus = run.host.get("gpus")
+    if run.preset.startswith("tiny"):
+        return f"preset {run.preset} shows that variants work, nothing about speed"
+    if run.device != "cuda" or not isinstance(gpus, list) or not gpus:
+        return "measured on a CPU, which says nothing about the speed of a GPU"
+    if not all(isinstance(gpu, dict) and isinstance(gpu.get("name"), str) for gpu in gpus):
+        return "its GPUs have no names"
+    if not all(_WORD.fullmatch(word) for word in (run.id, *folders_of(run))):
+        return "its id, model, preset or label cannot be the name of a file"
+    if not is_committed(run.source):
+        return "measured from a tree with changes, or of an unknown commit; commit first, then measure"
+    if not run.whole:
+        return "it ended before all that was asked was measured; the same make bench goes on with it"
+    if not run.builds:
+        return "it holds no build"
+    for name, build in run.builds.items():
+        base = build.variants.get(build.base)
+        if base is None or base.status != "pass":
+            return f"its base {build.base} did not pass"
+        number = quiet_cycles(build)
+        if number < LEAST_CYCLES:
+            label = f"build {name}" if name else "the run"
+            return f"{label} has {number} whole cycles on a quiet host, published runs have at least {LEAST_CYCLES}"
+    return ""
+
+
+def is_committed(source: dict, root: Path = ROOT) -> bool:
+    """Whether a run's source is that of a commit of this repository: the one it names, or one of the last.
+
+    What git said where it ran does not count: a copy on another machine may lie beside a .git of another commit.
+    """
+    wanted, named = source.get("hash"), source.get("commit")
+    if not isinstance(wanted, str) or not wanted:
+        return False
+    if isinstance(named, str) and source_hash_of_commit(named, root) == wanted:
+        return True
+    return wanted in _hashes(tuple(last_commits(COMMITS, root)), root)
+
+
+@functools.cache
+def _hashes(commits, root):
+    """Source hashes of commits: a second and a half for fifty."""
+    return {source_hash_of_commit(sha, root) for sha in commits}
+
+
+def quiet_cycles(build: run_file.Build) -> int:
+    """Whole cycles without busy processes beside them: those of the variant that passed and has fewest."""
+    passed = [own for own in build.variants.values() if own.status == "pass"]
+    numbers = [len({block.cycle for block in own.blocks if not block.busy_processes}) for own in passed]
+    return min([build.cycles, *numbers])
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
 
 
 def main(argv=None) -> int:
-    parser = parser_of("publish", "Sessions of records.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="publish|verify|list")
-    one = commands.add_parser("publish", help="copy packed sessions into results/")
-    one.add_argument("sessions", nargs="+", type=Path, metavar="SESSION")
-    one.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")
-    for name, text, default in (
-        ("verify", "whether published files are as they were", "results"),
-        ("list", "sessions below a root", "runs"),
-    ):
-        one = commands.add_parser(name, help=text)
-        one.add_argument("root", nargs="?", type=Path, default=ROOT / default, metavar="DIR")
+    """The program."""
+    parser = parser_of("publish", "Copy sealed run files, unchanged, into results/.")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run file, as make bench names it")
+    parser.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")
     args = parser.parse_args(argv)
-    try:
-        return {"publish": _publish, "verify": _verify, "list": _list}[args.command](args)
-    except (sessions.Damaged, sessions.Refused) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{parser.prog}: {error.filename or error}: {error.strerror or ''}".rstrip(": "), file=sys.stderr)
-        return 1
+    refused = 0
+    for path in args.paths:
+        try:
+            print(publish(path, args.into))
+        except (ValueError, OSError) as error:
+            refused += 1
+            _say(error)
+    if refused < len(args.paths):
+        print("make readme writes the overview and the tables of the READMEs; then commit all of it")
+    return 1 if refused else 0
 
 
-def _publish(args):
-    for session in args.sessions:
-        target = sessions.publish(session, args.into)
-        compare.write_summary(target.parent)
-        print(f"{target}\n{target.parent}/: table.md and summary.csv made again")
-    print("make readme writes the overview and the tables of the READMEs; then commit all of it")
-    return 0
-
-
-def _verify(args):
-    faults = sessions.verify(args.root)
-    for fault in faults:
-        print(f"{args.root}/{fault}")
-    print(f"{len(sessions.find(args.root))} sessions, {len(faults)} faults")
-    return 1 if faults else 0
-
-
-def _list(args):
-    for path in sessions.find(args.root):
-        meta = sessions.read_meta(path)
-        number = len(sessions.record_files(path)) if sessions.is_open(path) else meta.get("num_records")
-        state = "open" if sessions.is_open(path) else meta.get("closed") or "closed"
-        print(f"{path.parent.relative_to(args.root)}/{path.name}  {number} records  {state}")
-    return 0
+def _say(error):
+    """One line on stderr, whatever is in a name."""
+    text = str(error)
+    if isinstance(error, OSError):
+        text = f"{error.filename or error}: {error.strerror or ''}".rstrip(": ")
+    text = " ".join(text.split())
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    print(f"python -m benchmarks.publish: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,47 +1,54 @@
-"""Measure what CUDA graphs are worth for one model: eager against its graphed variants, in paired rounds.
+"""Measure what CUDA graphs are worth for a model: eager and graphed variants in alternating blocks of one process.
 
     python -m benchmarks.run --model gpt3
-    python -m benchmarks.run --model gpt3 --preset tiny --variants eager,graph --rounds 2
-    python -m benchmarks.run --model gpt3 --rounds auto --host-load 16 --minutes 30 -- --layers 4
-    python -m benchmarks.run --model gpt3 --close
-    python -m benchmarks.run --close --session 20261122T031500Z-13f405-c77b
+    python -m benchmarks.run --model gpt3 --variants all --host-load 16
+    python -m benchmarks.run --model all --cycles auto --minutes 5
+    python -m benchmarks.run --model gpt3 -- --layers 4
 
-Round 0 is untimed and asks for parity with deterministic kernels; timed rounds are in ABBA order, each run in a process
-of its own. Beyond the preset tiny the first timed round comes right after eager's run of round 0, so that a row is seen
-early; a variant that then fails round 0 fails in its timed run, too, and is not timed again.
-Records appear one by one in an open session below the output root; the same command
-goes on with it for 24 hours, on the same boot, GPUs and source. With all its rounds a session is packed and never
-changed again; --close packs one as it stands. Exit status: 0 when every row is pass, oom or unsupported
-and something was timed, 1 otherwise, 2 for a mistake on the command line, 130 after Ctrl-C.
+A run takes about three minutes on a GPU. It checks that all variants train alike (parity), captures them, measures
+cycles of blocks, base first and last, profiles each variant, and checks parity once more on the graphs that were timed.
+Facts are on disk as they come; after a kill the same command goes on. At the end stands one file, which never changes.
+
+Exit status: 0 when every variant passed, ran out of memory or is unsupported here and something was timed; 1
+otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
 """
 
 import argparse
 import contextlib
+import hashlib
+import json
+import os
 import re
-import shlex
+import secrets
 import sys
-from collections import Counter
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import command, compare, frame, launch, law, locks, open_session, sessions
+from benchmarks import ask, command
 from benchmarks.command import Mistake, amount, count, positive, shown
-from benchmarks.open_session import OpenSession, opened
-from benchmarks.request import Request, root_of
-from benchmarks.rounds import Rounds
-from benchmarks.script import models
-from common import config
+from benchmarks.files import partial, run_file
+from benchmarks.files.partial import Partial
+from benchmarks.measuring.build_measurement import BuildMeasurement
+from benchmarks.measuring.build_worker import OutOfVariants
+from benchmarks.measuring.request import Settings
+from benchmarks.pages import run_table
+from benchmarks.processes import launch, locks
+from benchmarks.processes.worker import WorkerEnded
+from benchmarks.script import CONTROL, models
 from common.config import checked
+from common.files import write_text
 
-FAILURES = (sessions.Busy, sessions.Refused, sessions.Damaged, locks.GpuBusy, launch.NodesDiffer, compare.Mixed)
+ALL = "all"
+FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy)
+CYCLES = {"tiny": 3, "other": 8}
+BLOCK_S = {"tiny": 0.1, "other": 1.0}
+SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
 
-# ------------------------------------------------------------------------------------------------
-# Command line
-
-
-_rounds = checked(
+_cycles = checked(
     lambda text: text if text == "auto" else int(text),
-    lambda number: number == "auto" or number >= 1,
-    "a number of rounds from 1 up, or auto",
+    lambda number: number == "auto" or 1 <= number <= 1000,
+    "a number of cycles from 1 to 1000, or auto",
 )
 _label = checked(
     str,
@@ -51,145 +58,205 @@ _label = checked(
 
 
 def parse(argv=None) -> argparse.Namespace:
+    """Return the command line. Mistakes end the program with one line."""
     own, flags = command.split_flags(argv)
     parser = command.parser_of(
         "run",
-        "Eager against graphed training steps of one model, in paired rounds.",
-        f"See python -m MODEL.train --help for its flags. {command.TO_SCRIPT}",
+        "Eager against graphed training steps, in alternating blocks of one process.",
+        f"See python -m MODEL.train --help for the flags of a script. {command.TO_SCRIPT}",
     )
     add = parser.add_argument
-    add("--model", metavar="NAME", help=f"one of {', '.join(models())}")
+    known = f"one of {', '.join(models())}, some with commas, or all"
+    add("--model", metavar="NAME", type=command.model_name, required=True, help=known)
     add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
-    add("--variants", metavar="A,B", help="eager always runs; all of the script's unless told")
-    add("--control", action="store_true", help="eager once more beside eager: what equal runs differ by")
-    add("--rounds", metavar="N", type=_rounds, help="timed rounds (5; tiny: 2), or auto: until +-1 %%")
-    add("--steps", metavar="N", type=count, default=0, help="at least this many timed steps (preset's)")
-    add("--parity-steps", metavar="N", type=count, default=0, help="steps of round 0 (the script's; 3 beyond 0.4 s)")
+    add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
+    add("--no-control", action="store_true", help="without the base once more as if it were a variant")
+    add("--cycles", metavar="N", type=_cycles, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
+    add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
-    add("--host-load", metavar="N", type=count, default=0, help="busy processes beside timed runs (0)")
-    add("--minutes", metavar="M", type=amount, help="start no round that cannot end in this time")
-    add("--out", metavar="DIR", help="output root: sessions go to DIR/<gpu>x<count>/<kind>/ (runs)")
-    add("--label", metavar="WORD", type=_label, help="ends the kind's name (made of flags after --)")
-    add("--probe", action="store_true", help="probe the host on a CPU, too")
-    add("--close", action="store_true", help="pack the open session of this kind as it stands")
-    add("--session", metavar="NAME", help="with --close: this one, whatever boot it is of")
+    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
+    add("--parity-steps", metavar="N", type=count, default=0, help="steps of the parity check (20; the script's)")
+    add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
+    add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
+    add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
+    add("--limit-s", metavar="S", type=amount, default=600.0, help="a worker that is silent for so long hangs (600)")
     launch.add_arguments(parser)
-    add("--verbose", action="store_true", help="seconds by phase below each run")
-    add("--no-table", action="store_true", help="progress only; the table is in table.md")
-    add("--limit-s", metavar="S", type=amount, help="kill a run after this long (1800; tiny: 300)")
-    args = parser.parse_args(own)
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
+        parser.error(f"unknown argument {unknown[0]!r}{hint if unknown[0].startswith('--') else ''}")
     args.flags = flags
-    if not args.model and not (args.close and args.session):
-        parser.error(f"--model is missing, takes one of {', '.join(models())}")
-    if args.session and not args.close:
-        parser.error("--session is for --close")
-    try:
-        config.require_steps("--steps", args.steps)
-        config.require_steps("--parity-steps", args.parity_steps)
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
 # ------------------------------------------------------------------------------------------------
-# What the command does
+# One model
 
 
-def close(args) -> int:
-    """Pack open sessions as they stand: the named one, or those of this kind on this boot and these GPUs."""
-    if args.session:
-        root = root_of(args)
-        wanted = Path(args.session).name.removesuffix(sessions.OPEN)
-        chosen = [path for path, _ in sessions.open_sessions(root) if sessions.session_name(path) == wanted]
-    else:
-        request = Request(args)
-        root = request.root
-        chosen = [path for path, meta in sessions.open_sessions(request.group) if request.is_here(meta)]
-    if not chosen:
-        others = [str(shown(path)) for path, _ in sessions.open_sessions(root)]
-        said = f"; open: {', '.join(others)} (--session NAME closes one)" if others else ""
-        raise Mistake(f"--close: no such open session{said}")
-    done = [open_session.close(path, "as it stands") for path in chosen]
-    for group in dict.fromkeys(path.parent for path in chosen):
-        compare.write_summary(group)
-    return 0 if all(done) else 1
+def open_run(asked: ask.Ask, args: argparse.Namespace) -> Partial:
+    """Return the run that was begun with the same request, machine and source, else a new one."""
+    header, own = _header(asked, args), ("id", "begin_utc")
+    for path in partial.find(asked.group):
+        with contextlib.suppress(partial.Busy):
+            found = Partial(path)
+            if found.facts and all(found.facts[0].get(key) == header[key] for key in header if key not in own):
+                print(f"goes on with {shown(path)}: {len(found.of('cycle'))} cycles are there")
+                return found
+            found.close()
+    made = Partial(asked.group / f"{header['id']}{partial.SUFFIX}")
+    made.add("header", **header)
+    return made
 
 
-def measure(args) -> int:
-    request = Request(args)
-    # Said before anything is printed.
-    locks.folder()
-    print_card(request)
-    uuids = [] if request.launch.prefix else [uuid for uuids in request.uuids for uuid in uuids]
-    with locks.gpu_locks(uuids, f"{request.model}/{request.preset}"), opened(request) as session:
-        print(f"session  {shown(session.out)}")
-        for text in locks.others_here():
+def _header(asked, args) -> dict:
+    env = asked.host["env"]
+    boot = re.sub("[^0-9a-f]", "", (env["boot_id"] or "").lower())[:6].ljust(6, "0")
+    return {
+        "schema": run_file.SCHEMA,
+        "id": f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{boot}{secrets.token_hex(1)}",
+        **{key: getattr(asked, key) for key in ("model", "preset", "label", "flags", "ranks")},
+        "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
+        "begin_utc": partial.utc(),
+        "control": "" if args.no_control else CONTROL,
+        "request": {
+            "gpus": list(asked.gpus.uuids[: args.ngpu]),
+            **{key: getattr(args, key) for key in ("host_load", "parity_steps", "share_memory")},
+        },
+        "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
+        "builds": {build.name: {"fields": build.fields, "variants": build.variants} for build in asked.builds},
+    }
+
+
+def measure_run(asked: ask.Ask, args: argparse.Namespace, facts: Partial, log: Path) -> None:
+    """Measure all builds of a model. A variant that cannot run is a fact, not an exception."""
+    size = "tiny" if asked.preset.startswith("tiny") else "other"
+    settings = Settings(
+        cycles=args.cycles or CYCLES[size],
+        block_s=BLOCK_S[size],
+        control=facts.facts[0]["control"],
+        **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "parity_steps", "share_memory")},
+    )
+    for build in asked.builds:
+        if len(asked.builds) > 1:
+            names = ", ".join(name for name in build.variants if name != CONTROL)
+            _say(f"{run_table.build_title(build.name, build.fields) or 'the preset as it is'}: {names}")
+        measurement = BuildMeasurement(build, settings, facts, log, _say)
+        try:
+            measurement.measure()
+        except OutOfVariants as end:
+            measurement.leave_out_rest("failed", str(end))
+        except WorkerEnded as end:
+            own_words = re.sub(r"^python -m [\w.]+: |\s*\(exit status 2\)$", "", str(end))
+            measurement.leave_out_rest(*(("unsupported", own_words) if end.is_refusal else (end.status, str(end))))
+    facts.add("end", end_utc=partial.utc())
+
+
+def _say(text):
+    print(text, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+
+
+def chosen_models(text: str) -> list[str]:
+    """Return names of models between commas, or all.
+
+    Raises:
+        Mistake: there is no name.
+    """
+    names = models() if text == ALL else list(dict.fromkeys(command.words_of(text)))
+    if not names:
+        raise Mistake(f"--model takes one of {', '.join(models())}, or all")
+    return names
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure every model that the command line names; return the exit status."""
+    names, machine = chosen_models(args.model), launch.machine(args)
+    asks, refused = [], []
+    for name in names:
+        try:
+            asks.append(ask.ask_of(args, name, machine))
+        except Mistake as mistake:
+            if len(names) == 1:
+                raise
+            refused.append(f"{name}: {mistake}")
+            print(f"refused: {refused[-1]}")
+    if not asks:
+        raise Mistake("no model is left to measure")
+    uuids = [] if args.nnodes > 1 else list(asks[0].gpus.uuids[: args.ngpu])
+    suite = Suite(asks, args)
+    with locks.gpu_locks(uuids, ",".join(each.name for each in asks)) as others:
+        for text in others:
             print(f"beside   {text}")
-        sys.stdout.flush()
-        rounds = Rounds(session)
-        with contextlib.closing(rounds.runner):
-            rounds.measure()
-        if not rounds.out_of_time:
-            session.pack()
-        return finish(session, rounds.out_of_time)
+        done = [suite.measured(asked) or _measure_one(asked, args, suite) for asked in asks]
+    suite.end()
+    runs = [run for run in done if run is not None]
+    if len(asks) > 1 and runs:
+        print(run_table.suite(runs))
+    # Of all models some may be refused: not every machine has a GPU for each.
+    bad = (bool(refused) and args.model != ALL) or len(runs) < len(done)
+    return 1 if bad or not all(map(run_table.is_sound, runs)) else 0
 
 
-def print_card(request: Request) -> None:
-    args, gpus = request.args, request.gpus
-    where = f"{gpus.names[0]} x{args.ngpu}" if gpus.names else f"CPU, {request.env['cpu']}"
-    where += f"  {args.nnodes} nodes" if args.nnodes > 1 else ""
-    load = f"  {args.host_load} busy processes" if args.host_load else ""
-    flags = f"  {' '.join(request.flags)}" if request.flags else ""
-    print(f"{request.model}/{request.preset}  {where}  torch {request.env['torch']}{load}{flags}")
-    print(f"variants {', '.join(request.variants)}  rounds parity + {request.rounds}", flush=True)
+def _measure_one(asked, args, suite) -> run_file.Run | None:
+    """Measure and seal one model's run; None where nothing could be timed."""
+    start, gpus = time.monotonic(), asked.gpus
+    where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
+    _say("  ".join(filter(None, [asked.name, where, f"torch {asked.host['env']['torch']}", " ".join(asked.flags)])))
+    facts = open_run(asked, args)
+    log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
+    measure_run(asked, args, facts, log)
+    if not facts.of("cycle"):
+        report = run_table.report(partial.folded(facts.facts))
+        facts.close()
+        facts.path.unlink()
+        _say(f"\n{report}\nnothing was timed; what the script printed is in {shown(log)}\n")
+        return None
+    path = partial.seal(facts)
+    run = run_file.read(path)
+    suite.add(asked, path)
+    _say(f"\n{run_table.report(run)}\n{shown(path)}  ({time.monotonic() - start:.0f} s)\n")
+    return run
 
 
-def finish(session: OpenSession, out_of_time: bool) -> int:
-    """Write and print the tables of a session; the command's exit status."""
-    request, args = session.request, session.request.args
-    runs = frame.read(session.out)
-    text, table = compare.report(runs.frame, runs.faults, metas=runs.metas, doubts=runs.doubts)
-    if not args.no_table:
-        foretold = "\n".join(law.closing(runs.frame))
-        print(f"\n{text}\n\n{foretold}".rstrip())
-    try:
-        compare.write_summary(request.group)
-        print(f"\n{shown(session.out)}/: the session\n{shown(request.group)}/table.md: all sessions of this kind")
-    except compare.Mixed as error:
-        print(f"\n{shown(session.out)}/: the session\nno table of {shown(request.group)}/: {error}")
-    for text, num_runs in beside(session).items():
-        print(f"beside   {text}, in {num_runs} of {len(session.records)} runs")
-    if out_of_time:
-        again = f"CLOSE=1 SESSION={shlex.quote(sessions.session_name(session.out))}"
-        print(f"the session stays open: the same command goes on with it for a day, make bench {again} closes it")
-    bad = [
-        f"{row['variant']} ({row['status']})"
-        for row in table
-        if row["variant"] in request.variants and row["status"] not in ("pass", "oom", "unsupported")
-    ]
-    if runs.faults:
-        bad.append(f"{len(runs.faults)} left out ({'; '.join(fault.partition(':')[0] for fault in runs.faults)})")
-    if bad:
-        print(f"not sound: {', '.join(bad)}")
-    is_timed = any(compare.timed(session.of(variant)) for variant in request.variants)
-    if out_of_time and not is_timed:
-        print(f"no timed round fitted into --minutes {args.minutes:g}")
-    elif not is_timed:
-        print("no timed round: no variant got beyond round 0")
-    return 1 if bad or not is_timed else 0
+class Suite:
+    """The sealed runs of one command, noted on disk: after a stop the same command goes on with the next model."""
 
+    def __init__(self, asks: list[ask.Ask], args: argparse.Namespace):
+        env = asks[0].host["env"]
+        request = {key: str(value) for key, value in sorted(vars(args).items())}
+        request |= {"boot": env["boot_id"], "source": env["source_hash"]}
+        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
+        self._path = asks[0].root / f".suite-{digest}.json"
+        self._files: dict[str, str] = {}
+        with contextlib.suppress(ValueError, OSError):
+            self._files = dict(json.loads(self._path.read_text()))
 
-def beside(session: OpenSession) -> Counter:
-    """Other sessions on this host, and in how many runs of this one each was there; some began after it."""
-    return Counter(text for record in session.records.values() for text in record["conditions"]["other_sessions"])
+    def measured(self, asked: ask.Ask) -> run_file.Run | None:
+        """Return the run of a model that was sealed before the command was stopped."""
+        path = Path(self._files.get(asked.name, ""))
+        if not path.is_file():
+            return None
+        run = run_file.read(path)
+        _say(f"{asked.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
+        return run
+
+    def add(self, asked: ask.Ask, path: Path) -> None:
+        """Note that a model is done."""
+        self._files[asked.name] = str(path)
+        write_text(self._path, json.dumps(self._files))
+
+    def end(self) -> None:
+        """Forget all: the next call measures anew."""
+        self._path.unlink(missing_ok=True)
 
 
 def main(argv=None) -> int:
+    """Run the program; return its exit status."""
     args = parse(argv)
-    # Whoever started this with --no-table says that it was stopped.
-    stopped = "" if args.no_table else command.STOPPED
-    work = close if args.close else measure
-    return command.exit_status("python -m benchmarks.run", lambda: work(args), FAILURES, stopped)
+    return command.exit_status("python -m benchmarks.run", lambda: measure(args), FAILURES)
 
 
 if __name__ == "__main__":

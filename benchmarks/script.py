@@ -1,4 +1,4 @@
-"""What the harness knows of a training script before it runs: the models there are, and what --describe answers."""
+"""The models, and the answers of their training scripts to --describe, which the harness reads before a run."""
 
 import json
 import os
@@ -7,25 +7,28 @@ import sys
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.command import Mistake, words_of
-from benchmarks.gpus import Gpus
+from benchmarks.command import Mistake
+from benchmarks.processes.gpus import Gpus
 
 DESCRIBE_LIMIT_S = 120
-RESERVED_FLAGS = ("--preset", "--variant", "--round", "--attempt", "--steps", "--parity-steps", "--record", "--parity")
-RESERVED_FLAGS += ("--describe", "--mllog", "--profile")
-# Eager once more, beside eager: what two equal programs differ by on this host.
+RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--parity-steps", "--record", "--parity", "--describe"}
+RESERVED_FLAGS |= {"--mllog", "--profile", "--worker"}
+# Eager once more, beside eager: it shows how far two equal programs differ on this host.
 CONTROL = "control"
 
 
 def models() -> list[str]:
-    """Top-level folders with a train.py."""
+    """Return the names of top-level folders with a train.py."""
     return sorted(path.parent.name for path in ROOT.glob("[!.]*/train.py"))
 
 
 def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
-    """What the script says of itself; it checks `flags` on the way. Raises Mistake with the script's own line.
+    """Return the script's description of itself. The script checks its flags on the way.
 
-    preset: the one that flags are added to: what one preset allows another may refuse.
+    A flag that one preset allows, another may refuse, so `preset` says which one they change.
+
+    Raises:
+        Mistake: the model is unknown, or the script refuses the flags; the text is the script's own.
     """
     folder = ROOT.joinpath(*model.split("."))
     if not (all(part.isidentifier() for part in model.split(".")) and (folder / "train.py").exists()):
@@ -48,18 +51,22 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
 
 
 def needs_gpu(description: dict, preset: str) -> bool:
-    """Whether a preset runs on GPUs alone, as its script declares."""
+    """Return whether a preset needs GPUs, as its script declares."""
     return bool(description.get("presets_need", {}).get(preset, {}).get("gpus"))
 
 
 def submitted(description: dict, preset: str) -> tuple[int, int] | None:
-    """(nodes, GPUs of each) of the MLPerf submission whose preset it is, None for others."""
+    """Return the nodes of the MLPerf submission that has this preset and the GPUs of each; None for other presets."""
     found = description.get("presets_need", {}).get(preset, {}).get("submitted")
     return (found["nodes"], found["gpus_per_node"]) if found else None
 
 
 def require_world_size(description: dict, preset: str, world_size: int, asked: str) -> None:
-    """Raises Mistake where a preset, with its flags, does not run on so many ranks, which the flags `asked` chose."""
+    """Require that a preset, with its flags, runs on the ranks that the flags `asked` chose.
+
+    Raises:
+        Mistake: it does not.
+    """
     takes = description.get("presets_need", {}).get(preset, {}).get("world_size", {})
     multiple_of, at_most = takes.get("multiple_of", 1), takes.get("at_most")
     if world_size % multiple_of == 0 and (at_most is None or world_size <= at_most):
@@ -69,7 +76,11 @@ def require_world_size(description: dict, preset: str, world_size: int, asked: s
 
 
 def choose_preset(asked: str | None, description: dict, gpus: Gpus) -> str:
-    """The preset to run. Raises Mistake for an unknown one, or one that needs a GPU where there is none."""
+    """Return the preset to run: the one asked for, else bench where a GPU is found, else tiny.
+
+    Raises:
+        Mistake: the preset is unknown, or needs a GPU and there is none.
+    """
     presets = description["presets"]
     name = asked or ("bench" if gpus.names and "bench" in presets else "tiny")
     if name not in presets:
@@ -82,9 +93,10 @@ def choose_preset(asked: str | None, description: dict, gpus: Gpus) -> str:
 
 
 def kind_of(description: dict, variant: str) -> str:
-    """eager, graph or compile as the script declares it; control of the harness's own control.
+    """Return eager, graph or compile as the script declares it, or control.
 
-    Raises Mistake where the script declares none.
+    Raises:
+        Mistake: the script declares no kind.
     """
     kinds = description.get("kinds", {}) | {CONTROL: CONTROL}
     if variant not in kinds:
@@ -93,38 +105,33 @@ def kind_of(description: dict, variant: str) -> str:
 
 
 def traits_of(description: dict, variant: str) -> dict:
-    """What sets a variant apart, by the names of `common.config.TRAITS`; the control is eager."""
+    """Return how a variant differs, by the names of `common.config.TRAITS`; the control is eager."""
     return description.get("traits", {}).get("eager" if variant == CONTROL else variant, {})
 
 
 def eagers_of(description: dict) -> list[str]:
-    """The eager variants that the best base needs: all but those that do extra work in each step."""
+    """Return the eager variants that may be the base: all but those that do extra work in each step."""
     kinds = description.get("kinds", {})
     names = [name for name in description.get("variants", {}) if kinds.get(name) == "eager"]
     return [name for name in names if "extra_work" not in traits_of(description, name)]
 
 
-def said(description: dict, variant: str) -> dict:
-    """What a record keeps of --describe, in its extra part: kind and traits of its variant, and the eagers needed."""
-    traits = traits_of(description, variant)
-    return {"kind": kind_of(description, variant), "traits": traits, "eagers": eagers_of(description)}
+def first_graph(description: dict) -> str:
+    """Return the first variant of kind graph among the headline variants, else among all.
 
-
-def choose_variants(asked: str | None, known, references=None) -> list[str]:
-    """Variants in order, eager first, each after its reference. Raises Mistake for an unknown one.
-
-    references: variant -> the one that its numbers are compared with, where that is not eager.
+    Raises:
+        Mistake: the script declares none.
     """
-    names = words_of(asked) if asked is not None else list(known)
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise Mistake(f"unknown variant {', '.join(unknown)!r}, --variants takes some of {', '.join(known)}")
-    first = [references[name] for name in names if name in references] if references else []
-    return list(dict.fromkeys(["eager", *first, *names]))
+    kinds = description.get("kinds", {})
+    for names in (description.get("headline", []), description["variants"]):
+        found = next((name for name in names if kinds.get(name) == "graph"), None)
+        if found:
+            return found
+    raise Mistake(f"{description.get('model')} has no variant of kind graph: name one, --variant")
 
 
 def from_root(flags: list[str], described: list[dict]) -> list[str]:
-    """`flags` with relative paths made absolute: a script runs in the repository's root, which is not always here."""
+    """Return flags with absolute paths: a script runs in the repository's root, which is not always here."""
     if Path.cwd() == ROOT:
         return flags
     paths = {flag["flag"]: flag.get("words", ()) for flag in described if flag["type"] == "path"}

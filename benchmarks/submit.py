@@ -1,4 +1,4 @@
-"""Submit a benchmark to Slurm: one job for all variants and rounds of a model, then one that makes the tables.
+"""Submit a benchmark to Slurm: one job for all variants and cycles of a model, then one that prints the tables.
 
     python -m benchmarks.submit --model gpt3 --nodes 2 --ngpu 8 --partition gpu
     python -m benchmarks.submit --model gpt3 --preset mlperf --dry-run                the submission's 1,452 nodes of 8
@@ -8,7 +8,7 @@
 Settings are checked, Slurm's by `sbatch --test-only`, and printed before anything is submitted; --dry-run ends there.
 Where there is no sbatch, and with --dry-run where it reaches no cluster, all is printed unchecked. Nodes and GPUs that
 are not given are those of the MLPerf submission whose preset it is, else 1; a number of ranks on which the preset does
-not run is refused. Variants and rounds are never spread over jobs: two nodes may differ by more than what is measured.
+not run is refused. Variants and cycles are never spread over jobs: two nodes may differ by more than what is measured.
 The jobs' own settings are in benchmarks/slurm/README.md. The first job is held until Slurm has taken the second, and
 both are cancelled when that fails or this command is stopped before. Exit status: 0, 1 when Slurm refuses, 2 for a
 mistake, 130 when stopped.
@@ -21,31 +21,39 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, command, quantity, run, script
+from benchmarks import ROOT, ask, command, run, script
 from benchmarks.command import RUNS, Mistake, shown, words_of
 from benchmarks.slurm import queue
+from benchmarks.sweeps import quantity
 from common.config import flag_of
 
 SCRIPTS = Path("benchmarks", "slurm")
 PROG = "python -m benchmarks.submit"
 
 # Options of sbatch that would break what this command promises, or have an option of their own here.
-OWNED = ("array", "chdir", "clusters", "dependency", "export", "export-file", "help", "hold", "input")
+OWNED: tuple[str, ...] = ("array", "chdir", "clusters", "dependency", "export", "export-file", "help", "hold", "input")
 OWNED += ("kill-on-invalid-dep", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable")
 OWNED += ("requeue", "test-only", "time", "usage", "version", "wait", "wrap")
 # Where a job may run: the one that makes the tables needs them too.
 SITE = ("account", "qos", "reservation")
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task")
 # Flags of benchmarks.run that are handed on.
-HANDED_ON = ("variants", "rounds", "steps", "host_load", "minutes")
+HANDED_ON = ("variants", "cycles", "minutes", "host_load")
 
 
 def parse(argv=None) -> argparse.Namespace:
+    """Return the command line. Mistakes end the program with one line."""
     own, flags = command.split_flags(argv)
-    about = "Submit a benchmark to Slurm, and after it a job that makes the tables."
+    about = "Submit a benchmark to Slurm, and after it a job that prints the tables."
     parser = command.parser_of("submit", about, command.TO_SCRIPT)
     add = parser.add_argument
-    add("--model", metavar="A,B", required=True, help=f"an array over {', '.join(script.models())}")
+    add(
+        "--model",
+        metavar="A,B",
+        type=command.model_name,
+        required=True,
+        help=f"an array over {', '.join(script.models())}",
+    )
     theirs = "of the submission whose preset it is, else 1"
     add("--nodes", metavar="N", type=command.positive, help=f"nodes of one job (as many as give the GPUs {theirs})")
     add("--ngpu", metavar="N", type=command.positive, help=f"GPUs, or ranks on the CPU, of a node (those {theirs})")
@@ -53,19 +61,21 @@ def parse(argv=None) -> argparse.Namespace:
     for name in HANDED_ON:
         add(flag_of(name), metavar="X", help="as in benchmarks.run")
     add("--over", metavar="QUANTITY", help="what benchmarks.sweep varies, with --values")
-    add("--variant", metavar="NAME", help="with --over: what stands against eager (graph)")
+    add("--variant", metavar="NAME", help="with --over: what stands against eager (the model's first graph)")
     add("--values", metavar="1,2,4", type=command.values, help="an array over these points of the sweep")
-    add("--out", metavar="DIR", help="root of the sessions, on a shared file system (runs/slurm/...)")
+    add("--out", metavar="DIR", help="root of the runs, on a shared file system (runs/slurm/...)")
     add("--partition", metavar="NAME", help="Slurm's default unless told")
     add("--account", metavar="NAME", help="Slurm's account")
     add("--time", metavar="D-HH:MM:SS", help="limit of a job, which then is queued again")
     add("--image", metavar="IMAGE", help="container (pyxis), such as nvcr.io#nvidia/pytorch:25.09-py3")
-    add("--mounts", metavar="A:B,C:D", help="more mounts for it; the repository and records are there")
+    add("--mounts", metavar="A:B,C:D", help="more mounts for it; the repository and the runs are there")
     add("--sbatch", metavar="A=B", default="", help='more options of sbatch: "qos=high nice=10"')
     add("--collate-partition", metavar="NAME", help="for the tables, which need no GPU (--partition)")
     add("--dry-run", action="store_true", help="check and print, submit nothing")
     args = parser.parse_args(own)
     args.flags = flags
+    for word in filter(lambda word: not word.isprintable(), [*own, *flags]):
+        parser.error(f"{word!a}: has a character that cannot be printed")
     return args
 
 
@@ -74,11 +84,21 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 class Plan:
-    """The two jobs: settings, environment and commands. Raises Mistake for what cannot be.
+    """The two jobs: settings, environment and commands.
 
-    items: models, or values of a sweep, a task of the array each. base: the folder that --out names or stands for.
-    records: that of a task's sessions, with {} for its item. folders: the same of each item. more: further options of
-    sbatch. jobs: the ids of those that are in the queue.
+    Args:
+        args: of `parse`.
+
+    Attributes:
+        items: models, or values of a sweep, a task of the array each.
+        base: the folder that --out names or stands for.
+        runs: the root of a task's runs, with {} for its item.
+        folders: the same of each item.
+        more: further options of sbatch.
+        jobs: the ids of those that are in the queue.
+
+    Raises:
+        Mistake: something cannot be; the text names what can.
     """
 
     def __init__(self, args):
@@ -108,8 +128,8 @@ class Plan:
         for model in self.models:
             self._check_script(model, descriptions[model])
         self.items = [str(value) for value in args.values or []] or self.models
-        self.base, self.records = self._folders()
-        self.folders = [Path(str(self.records).replace("{}", item)) for item in self.items]
+        self.base, self.runs = self._folders()
+        self.folders = [Path(str(self.runs).replace("{}", item)) for item in self.items]
         given = [(name, getattr(args, name)) for name in HANDED_ON]
         self.asked = [word for name, text in given if text is not None for word in (flag_of(name), text)]
         # Numbers and the rest are what the command on the node takes.
@@ -151,7 +171,7 @@ class Plan:
     def _check_script(self, model, description):
         args = self.args
         self.on_gpu = script.needs_gpu(description, args.preset)
-        script.choose_variants(args.variant or args.variants, description["variants"])
+        ask.chosen_variants(args.variant or args.variants, description)
         if args.over:
             varied = quantity.find(description, args.preset, args.over, args.flags)
             quantity.require(model, args.preset, varied, args.flags, args.values)
@@ -180,9 +200,9 @@ class Plan:
 
     @property
     def environment(self) -> dict:
-        """What this command sets for the jobs."""
+        """What this command sets for the jobs, which sbatch hands on."""
         python = ROOT / ".venv" / "bin" / "python"
-        chosen = {"RECORDS": str(self.records), "PYTHON": str(python) if python.exists() else sys.executable}
+        chosen = {"RUNS": str(self.runs), "PYTHON": str(python) if python.exists() else sys.executable}
         chosen["NGPU"] = str(self.ngpu)
         if self.args.image:
             mounts = ",".join([f"{self.base}:{self.base}", *words_of(self.args.mounts or "")])
@@ -190,6 +210,7 @@ class Plan:
         return chosen
 
     def sbatch_bench(self) -> list[str]:
+        """Return the command that submits the job which measures."""
         args, is_array = self.args, len(self.items) > 1
         words = self._sbatch("slurm-%A_%a.out" if is_array else "slurm-%j.out", args.partition, "--hold")
         words += [f"--job-name=bench-{'sweep' if args.values else '-'.join(self.models)}", f"--nodes={self.nodes}"]
@@ -203,10 +224,11 @@ class Plan:
             words += ["benchmarks.sweep", *self.items, "--", *which, "--preset", args.preset, "--out", str(self.base)]
         else:
             words += ["benchmarks.run", *self.items, "--", "--model", "{}", "--preset", args.preset]
-            words += ["--out", str(self.records)]
+            words += ["--out", str(self.runs)]
         return [*words, *self.asked, *(["--", *self.flags] if self.flags else [])]
 
     def sbatch_collate(self, job: str) -> list[str]:
+        """Return the command that submits the job which prints the tables, after the job of this id."""
         partition = self.args.collate_partition or self._option("partition") or self.args.partition
         words = self._sbatch("collate-%j.out", partition)
         words += [f"--dependency=afterany:{job}", "--kill-on-invalid-dep=yes"]
@@ -242,7 +264,8 @@ class Plan:
         """An option of sbatch, as sbatch itself chooses: from --sbatch, this command line or the environment."""
         return self._option(name) or getattr(self.args, name) or os.environ.get(variable) or "default"
 
-    def print_card(self):
+    def print_card(self) -> None:
+        """Print settings and commands."""
         args = self.args
         unit = "GPUs" if self.on_gpu else "ranks, on the CPU"
         over = f"  over {args.over} {', '.join(self.items)}" if args.values else ""
@@ -253,7 +276,7 @@ class Plan:
         print(f"nodes    {self.nodes} x {self.ngpu} {unit}{', as submitted' * self.is_submitted}  {chosen}")
         print(f"image    {args.image or 'none'}{f'  mounts {args.mounts}' if args.mounts else ''}")
         for folder in self.folders:
-            print(f"records  {shown(folder)}")
+            print(f"runs     {shown(folder)}")
         for name, value in self.from_environment().items():
             print(f"environ  {name}={shlex.quote(value)}")
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -262,11 +285,11 @@ class Plan:
         print("scontrol release JOB\n", flush=True)
 
     def from_environment(self) -> dict:
-        """What of the caller's environment changes the job: sbatch's own variables, and those that bench.sbatch reads.
+        """Return what of the caller's environment changes the job: sbatch's variables, and those of bench.sbatch.
 
         The rest reaches the job too, as it does by hand.
         """
-        read = ["MAX_REQUEUES"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.nodes > 1)
+        read = ["MAX_REQUEUES", "GRAPH_SOCKET_DIR"] + ["MASTER_ADDR", "MASTER_PORT"] * (self.nodes > 1)
         read += ["NODE_PYTHON"] * (self.nodes > 1 or bool(self.args.image))
         # An option on the command line is stronger.
         said = {word.partition("=")[0].lstrip("-") for word in self.sbatch_bench() if word.startswith("--")}
@@ -277,7 +300,7 @@ class Plan:
         return {name: os.environ[name] for name in read if os.environ.get(name)}
 
     def submit(self) -> int:
-        """Submit both jobs, or with --dry-run only ask Slurm whether it would take them. Exit status."""
+        """Submit both jobs, or with --dry-run ask Slurm whether it would take them; return the exit status."""
         environment = queue.inherited(self.environment)
         if not shutil.which("sbatch"):
             print("nothing submitted: no sbatch on PATH, so that Slurm has not checked this", flush=True)
@@ -322,8 +345,9 @@ def _more(text) -> list[str]:
 
 
 def main(argv=None) -> int:
+    """The program."""
     args = parse(argv)
-    jobs = []
+    jobs: list[str] = []
 
     def work():
         plan = Plan(args)

@@ -1,336 +1,208 @@
-"""README's three figures: what a graph gains by the law, why, and how steady a step is from session to session."""
+"""The front page's figures: whether issue / busy predicts the gain, why graphs gain, and each model's ratios."""
 
-import math
-import statistics
-from collections import Counter
-from dataclasses import dataclass
+from benchmarks.figures import choice, style
+from benchmarks.figures.choice import Shown, digits, short
+from benchmarks.figures.style import BAND, CLEAR, CONTROL, EAGER, FAINT, INK, NotDrawn, Page, look
+from benchmarks.files import runs
+from benchmarks.files.runs import Row
+from benchmarks.pages import readme, tables
 
-from matplotlib.lines import Line2D
-from matplotlib.transforms import Bbox
-
-from benchmarks import law as points_of
-from benchmarks import rows
-from benchmarks.figures import words
-from benchmarks.figures.evidence import Block, Evidence, Missing
-from benchmarks.figures.style import (
-    BAND,
-    FAINT,
-    INK,
-    Page,
-    beside,
-    legend,
-    legend_height,
-    ratio_axis,
-    rows_page,
-    width_of,
-)
-from benchmarks.law import NEAR, Point
-from benchmarks.overview_rows import short_gpu
-
-MIN_PAIRS = 5
-# A workload's colour; others take FAINT.
-COLOURS = {
-    "gpt3": "#1b6ca8",
-    "rnnt": "#d9a441",
-    "stable_diffusion": "#b5402f",
-    "llama31": "#0d3c61",
-    "llama2_lora": "#7fb0d6",
-}
-# Of GPU types, by name; a diamond is a session beside busy host processes, as in the other figures.
-MARKERS, LOADED = ("o", "s", "^", "v"), "D"
-# Of hosts, those with most sessions first; further ones share FAINT. Distinct to colour-blind readers.
-HOSTS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b5fc0", "#a08020", "#8c8c8c")
-# The workloads that `why` sets beside each other: one bound by the GPU, one by the host.
-WHY, WHY_PRESET = ("gpt3", "stable_diffusion"), "bench"
-INCOMPLETE = "not all eagers run"
+GPU_COLOUR, HOST_COLOUR, *_ = style.PALETTE
+WITHIN = f"{100 * readme.WITHIN:g} %"
 
 
-@dataclass(frozen=True)
-class Session:
-    """One session's main graphed variant beside its base: the point of the law, and both records of each pair.
+def law_title(points: list) -> str:
+    """How many gains lie near max(1, issue / busy), from `readme.predictions`."""
+    above = [off for *_, off in points if off > 1 + readme.WITHIN]
+    below = [off for *_, off in points if off < 1 - readme.WITHIN]
+    near = len(points) - len(above) - len(below)
+    text = f"Graphs gain max(1, issue / busy): {near} of {len(points)} lie within {WITHIN} of it"
+    text += f", {len(above)} above, by up to {100 * (max(above) - 1):.1f} %" if above else ""
+    return text + (f", {len(below)} below, by up to {100 * (1 - min(below)):.1f} %" if below else "")
 
-    name: preset and what the folder's name adds, `bench wavefront x2`, and the GPU where most are of another type.
-    is_pooled: the folder's table rests on it. block: key of the folder and the same beside host load.
+
+def law(shown: Shown) -> Page:
+    """Measured gain against issue / busy, a mark a run and graph.
+
+    Raises:
+        NotDrawn: no graph on a GPU has a ratio with both times.
     """
-
-    evidence: Evidence
-    name: str
-    point: Point
-    pairs: list[tuple[dict, dict]]
-    is_incomplete: bool
-    is_pooled: bool
-    block: str
-
-    def ms(self, side: int, key: str) -> float:
-        """Median of a time over the pairs; side 0 is the base, 1 the variant."""
-        return statistics.median(pair[side][key] for pair in self.pairs if pair[side][key])
-
-
-def sessions_of(blocks: list[Block]) -> list[Session]:
-    """Sessions with a graph beside its base, with issue and busy time. Raises Missing where there is none."""
-    found = [
-        (block, evidence, rows.group_of(evidence.whole), point)
-        for block in blocks
-        for evidence in block.members
-        for point in points_of.points(evidence.whole)
-        if point.is_main
-    ]
-    if not found:
-        raise Missing("no graph beside its base with issue and busy time")
-    [(usual, _)] = Counter(point.gpu for *_, point in found).most_common(1)
-    sessions = []
-    for block, evidence, group, point in found:
-        gpus = f"x{point.num_gpus}" if point.num_gpus > 1 else ""
-        name = " ".join(filter(None, (point.preset, block.suffix, gpus)))
-        name += "" if point.gpu == usual else f", {short_gpu(point.gpu)}"
-        name += f", {point.host_load} busy processes" if point.host_load else ""
-        pairs = rows.pairs(group, point.session, point.variant, point.base)
-        is_pooled = point.session in rows.standing(group, point.variant)[0]
-        incomplete = bool(group.missing(point.session))
-        sessions.append(Session(evidence, name, point, pairs, incomplete, is_pooled, block.key))
-    return sessions
-
-
-def _provenance(sessions):
-    return words.provenance(list({id(session.evidence): session.evidence for session in sessions}.values()))
-
-
-def _workload(model, sessions):
-    """`RNN-T`, and in words how many of its sessions did not run all eagers."""
-    lacking = [session.is_incomplete for session in sessions if session.point.model == model]
-    share = "" if all(lacking) else f"{sum(lacking)} of {len(lacking)} "
-    return words.of_model(model) + (f" ({share}{INCOMPLETE})" if any(lacking) else "")
+    points = readme.predictions(shown.rows)
+    if not points:
+        raise NotDrawn("no graph on a GPU has a ratio, eager's issue time and its own busy time")
+    note = "Issue: the host's time to issue an eager step. Busy: the GPU's time in a step of the graph. Line: max(1, "
+    note += f"issue / busy), grey: within {WITHIN} of it. Each mark is a graph in one run on one host; bar: its 95 % "
+    note += "interval, for that host in those minutes."
+    note += " Hollow: beside busy processes." if any(row.workload.busy for row, *_ in points) else ""
+    page = Page(law_title(points), note, choice.footer([row for row, *_ in points]), 4.4)
+    axes = page.axes(0.65, 0.15, page.WIDTH - 0.65 - page.MARGIN, 3.8)
+    axes.set(xlabel="issue / busy", ylabel="measured gain over eager")
+    # A prediction has both times and a ratio.
+    issue_and_busy = [(point.base_issue_ms, point.busy_ms) for _, point, _ in points]
+    xs = [issue / busy for issue, busy in issue_and_busy if issue is not None and busy is not None]
+    ratios = [point.ratio for _, point, _ in points if point.ratio is not None]
+    tops = [ratio.high if ratio.cycles > 1 else ratio.ratio for ratio in ratios]
+    left, right = min(0.8, *xs) / 1.1, max(1.2, *xs) * 1.12
+    style.ratio_axis(axes, "x", left, right)
+    style.ratio_axis(axes, "y", min(0.94, *(r.ratio for r in ratios)) / 1.05, max(right, *tops) * 1.03)
+    line = sorted([1.0, *(left * (right / left) ** (step / 60) for step in range(61))])
+    predicted = [max(1.0, x) for x in line]
+    near = 1 + readme.WITHIN
+    axes.fill_between(line, [y / near for y in predicted], [y * near for y in predicted], color=BAND, linewidth=0)
+    axes.plot(line, predicted, color=FAINT, linewidth=1.2, gid="law")
+    labels, taken = [], list(zip(line, predicted, strict=True))
+    for (row, point, _), x, ratio in zip(points, xs, ratios, strict=True):
+        colour, marker = look(shown.models.index(row.workload.model))
+        if ratio.cycles > 1:
+            axes.plot([x, x], [ratio.low, ratio.high], color=colour, linewidth=1.1, zorder=3)
+            taken += [(x, ratio.low * (ratio.high / ratio.low) ** (step / 30)) for step in range(31)]
+        face = "none" if row.workload.busy else colour
+        axes.plot(x, ratio.ratio, color=colour, marker=marker, mfc=face, markersize=6, zorder=4, gid="point")
+        name = choice.named(row.variant, row.workload.build)
+        labels.append((x, ratio.ratio, name if point is row.newest and not row.workload.busy else "", colour))
+    style.label_points(axes, labels, taken)
+    for index, model in enumerate(shown.models):
+        if any(row.workload.model == model for row, *_ in points):
+            colour, marker = look(index)
+            axes.plot([], [], color=colour, marker=marker, markersize=6, linestyle="", label=short(model))
+    axes.legend(loc="upper left", handletextpad=0.2, borderaxespad=0.4)
+    return page
 
 
-# ------------------------------------------------------------------------------------------------
-# The law
+def bars_of(shown: Shown) -> list[tuple[Row, list[tuple[str, float, str]]]]:
+    """(row, bars) of each model's best-measured graph with all four times; a bar is name, ms of a step and colour."""
+    found = []
+    for row in sorted(runs.best_measured(shown.rows), key=lambda row: shown.models.index(row.workload.model)):
+        times = [row.median(what) for what in ("base_issue_ms", "base_busy_ms", "busy_ms")] + [row.variant_ms]
+        base = row.base or "eager"
+        names = (f"{base}: host issues", f"{base}: GPU busy", f"{row.variant}: GPU busy", f"{row.variant}: step")
+        colours = (HOST_COLOUR, GPU_COLOUR, GPU_COLOUR, EAGER)
+        known = [time for time in times if time]
+        found += [(row, list(zip(names, known, colours, strict=True)))] if len(known) == len(names) else []
+    return found
 
 
-def law(blocks: list[Block]) -> Page:
-    """One point a session: its `full`, its `graph`, or its first graphed variant; the line is max(1, x)."""
-    sessions = sessions_of(blocks)
-    points = [session.point for session in sessions]
-    near = sum(abs(point.off) <= NEAR for point in points)
+def why_title(bars: list) -> str:
+    """Three times of the model that gains most, in a sentence."""
+    row, times = max(bars, key=lambda own: own[0].ratio)
+    issue, busy, _, step = (digits(value) for _, value, _ in times)
+    name = short(row.workload.model)
+    return f"{name}: the host needs {issue} ms to issue a step that the GPU runs in {busy}; a graph takes {step}"
+
+
+def why(shown: Shown) -> Page:
+    """The host's and the GPU's time in eager's step, and the GPU's and the whole one of the graph, a group a model.
+
+    Raises:
+        NotDrawn: no graph has the times of host and GPU.
+    """
+    bars = bars_of(shown)
+    if not bars:
+        raise NotDrawn("no graph has a ratio, eager's issue and busy times and its own busy time")
     note = (
-        "A point a session. x: the host's time to issue the base's step over the busy time of the graph's kernels. "
-        "Gain: the base's median step over the graph's, since issue time is a median, too. "
-        f"Hollow: fewer than {MIN_PAIRS} pairs. Line: max(1, x); band: 10 % to both sides."
+        "An eager step takes about as long as the slower of host and GPU, a graph's about as long as the GPU. Bars: ms "
     )
-    if any(point.host_load for point in points):
-        note += " Diamond: beside busy host processes."
-    known = [point for point in points if point.queue is not None]
-    if known:
-        explained = sum(point.is_explained for point in known)
-        note += f" Dash: the queue model's gain; {explained} of {len(known)} lie within 10 % of it or of max(1, x)."
-    above = sum(point.median > (1 + NEAR) * point.first for point in points)
-    title = f"{near} of {len(points)} sessions gain max(1, issue / busy) within 10 %, {above} more, "
-    title += f"{len(points) - near - above} less"
-    page = Page(title, note, _provenance(sessions), 4.75)
-    axes = page.axes(0.75, 0.05, page.WIDTH - 0.75 - page.MARGIN, 4.3)
-    low, high = _limits([point.x for point in points])
-    bottom, top = _limits([value for point in points for value in (point.median, point.first, point.queue or 1.0)])
-    ratio_axis(axes, "x", low, high, "")
-    ratio_axis(axes, "y", bottom, top)
-    axes.grid(True)
-    corner = [low, 1.0, high]
-    line = [max(1.0, x) for x in corner]
-    axes.fill_between(corner, [y * (1 - NEAR) for y in line], [y * (1 + NEAR) for y in line], color=BAND, linewidth=0)
-    axes.plot(corner, line, color=INK, linewidth=1.0, zorder=1)
-    axes.set_xlabel("x = issue time of the base / busy time of the graph's kernels (log scale)")
-    axes.set_ylabel("gain over the base (log scale)")
-    of_gpu = Counter(point.gpu for point in points)
-    gpus = sorted(of_gpu, key=lambda gpu: (-of_gpu[gpu], gpu))
-    marker_of = {gpu: MARKERS[min(index, len(MARKERS) - 1)] for index, gpu in enumerate(gpus)}
-    # Few of a workload stand in front of many.
-    num = Counter(point.model for point in points)
-    for point in sorted(points, key=lambda point: (-num[point.model], point.group, point.session)):
-        _draw(axes, point, LOADED if point.host_load else marker_of[point.gpu])
-    signs = [(_workload(model, sessions), COLOURS.get(model, FAINT), "o") for model in sorted(num)]
-    signs += [(gpu, FAINT, marker_of[gpu]) for gpu in gpus] if len(gpus) > 1 else []
-    axes.legend(handles=[_sign(*sign) for sign in signs], loc="upper left", borderaxespad=0.5, handletextpad=0.2)
-    _name_far_points(axes, sessions)
+    note += "of a step, as a share of eager's step, which is the dashed line."
+    group, step = 1.06, 0.18
+    height = group * len(bars)
+    page = Page(shown.title(why_title(bars)), note, choice.footer([row for row, _ in bars]), height + 0.6)
+    left = page.MARGIN + max(style.width_of(name, 8.5) for _, own in bars for name, *_ in own) + 0.12
+    axes = style.rows_axes(page, left, page.WIDTH - left - page.MARGIN, height)
+    shares = [value / row.base_ms for row, own in bars if row.base_ms is not None for _, value, _ in own]
+    axes.set_xlim(0, max(1.0, *shares) * 1.1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    axes.set_xlabel("share of eager's step")
+    axes.grid(False)
+    for index, (row, own) in enumerate(bars):
+        if row.base_ms is None or row.variant_ms is None:
+            continue  # a row with bars has both
+        top = index * group
+        said = f"{choice.preset(row.workload)}; {row.base or 'eager'} {digits(row.base_ms)} ms a step, {row.variant} "
+        said += f"{digits(row.variant_ms)} ms: {row.ratio:.3f}x ({choice.hosts(row.hosts)})"
+        page.heading(page.MARGIN, 0.1 + top + 0.03, short(row.workload.model), said)
+        axes.plot([1, 1], [top + 0.24, top + group - 0.08], color=INK, linewidth=1.2, linestyle=(0, (3, 1.5)))
+        for place, (name, value, colour) in enumerate(own):
+            y, share = top + 0.34 + step * place + (0.03 if place > 1 else 0), value / row.base_ms
+            axes.barh(y, share, height=step - 0.03, color=colour, linewidth=0, gid="bar")
+            at = {"textcoords": "offset points", "va": "center", "fontsize": 8, "bbox": CLEAR, "zorder": 5}
+            axes.annotate(f"{digits(value)} ms", (share, y), (5, 0), **at)
+            page.text(left - 0.08, 0.1 + y, name, ha="right", va="center", fontsize=8.5)
     return page
 
 
-def _sign(text, colour, marker):
-    return Line2D([], [], label=text, color=colour, marker=marker, markersize=5.5, linestyle="")
+def ratio_rows(shown: Shown) -> dict[str, list[Row]]:
+    """Model -> its headline graphs and controls, build by build; empty for a submitted model without a run."""
+    found = {}
+    for model in shown.models:
+        own = choice.main_rows(shown.rows, model)
+        own = [row for row in own if (row.kind == "graph" and row.headline) or (row.control and row.ratio)]
+        found[model] = sorted(own, key=lambda row: (row.workload.build, row.control))
+    return found
 
 
-def _limits(values):
-    logs = [math.log(value) for value in values] + [0.0]
-    margin = max(0.04, 0.06 * (max(logs) - min(logs)))
-    return math.exp(min(logs) - margin), math.exp(max(logs) + margin)
+def models(shown: Shown) -> Page:
+    """The ratio of each headline graph with its interval, and the control beside it.
 
-
-def _draw(axes, point, marker):
-    colour = COLOURS.get(point.model, FAINT)
-    is_filled = point.num_pairs >= MIN_PAIRS
-    if point.queue is not None:
-        axes.plot([point.x] * 2, [point.median, point.queue], color=colour, linewidth=0.6, zorder=2)
-        axes.plot([point.x], [point.queue], marker="_", markersize=7, color=colour, linestyle="", zorder=2)
-    style = {"markersize": 5.5, "markeredgewidth": 1.2, "markeredgecolor": colour, "linestyle": ""}
-    style["markerfacecolor"] = colour if is_filled else "none"
-    gid = f"{'filled' if is_filled else 'hollow'}-{point.model}-{point.preset}"
-    axes.plot([point.x], [point.median], marker=marker, zorder=4 if is_filled else 3, gid=gid, **style)
-
-
-def _name_far_points(axes, sessions):
-    """The name of each folder with sessions outside the band, once, where there is room beside the furthest one."""
-    furthest: dict[str, Session] = {}
-    for session in sorted(sessions, key=lambda session: abs(session.point.off)):
-        if abs(session.point.off) > NEAR:
-            furthest[session.point.group] = session
-    renderer = axes.figure.canvas.get_renderer()
-    centres = axes.transData.transform([(session.point.x, session.point.median) for session in sessions])
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in centres]
-    # Points to the right and up: beside the point, then below and above it, then further out.
-    spots = [(reach * x, reach * y) for reach in (1, 1.8, 2.6) for x, y in ((6, 0), (-6, 0), (0, -10), (0, 10))]
-    spots += [(x, reach * y) for reach in (12, 20, 28) for x in (6, -6) for y in (-1, 1)]
-    for session in sorted(furthest.values(), key=lambda session: (-session.point.median, session.point.group)):
-        for x, y in spots:
-            side = "center" if not x else "left" if x > 0 else "right"
-            place = {"textcoords": "offset points", "ha": side, "va": "center"}
-            at = session.point.x, session.point.median
-            text = axes.annotate(session.name, at, (x, y), fontsize=8, color=FAINT, **place)
-            # With room to both sides: another font may be wider.
-            box = text.get_window_extent(renderer).expanded(1.06, 1.0)
-            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 <= axes.bbox.y1
-            if inside and not box.count_overlaps(taken):
-                taken.append(box)
-                break
-            text.remove()
-
-
-# ------------------------------------------------------------------------------------------------
-# Why
-
-
-def why(blocks: list[Block]) -> Page:
-    """Host time to issue a step and GPU busy time over the timed step, of eager and of graph, a panel a workload.
-
-    A panel is the workload's `bench` folder on one GPU without host load; medians over the sessions that pool.
+    Raises:
+        NotDrawn: no graph has a ratio.
     """
-    panels = {}
-    for session in sessions_of([block for block in blocks if not block.suffix]):
-        point = session.point
-        if point.preset == WHY_PRESET and point.num_gpus == 1 and not point.host_load and session.is_pooled:
-            panels.setdefault(point.model, {}).setdefault(point.gpu, []).append(session)
-    of_gpu = Counter(session.point.gpu for types in panels.values() for own in types.values() for session in own)
-    # Of several GPU types that with most sessions.
-    shown = {
-        model: max(panels[model].values(), key=lambda own: (len(own), of_gpu[own[0].point.gpu]))
-        for model in WHY
-        if model in panels
-    }
-    if not shown:
-        names = " or ".join(words.of_model(model) for model in WHY)
-        raise Missing(f"no session of {names} {WHY_PRESET} on one GPU with a graph beside eager")
-    times = {
-        model: [[_median(own, side, key) for key in ("statistic_ms", "issue_ms", "busy_ms")] for side in (0, 1)]
-        for model, own in shown.items()
-    }
-    idle = [
-        f"{words.percent(max(0.0, 1 - busy / step))} of {words.of_model(model)}'s"
-        for model, ((step, _, busy), _) in times.items()
-    ]
-    page = Page(
-        f"Eager leaves the GPU idle for {' step and '.join(idle)}{' step' if len(idle) == 1 else ''}",
-        "Grey: the timed step. Medians over sessions. Issue time is measured in passes beside the timed steps: where a "
-        "host changes its pace, it can exceed the step.",
-        _provenance([session for own in shown.values() for session in own]),
-        2.3,
+    best = sorted(runs.best_measured(shown.rows), key=lambda row: -(row.ratio or 0.0))
+    if not best:
+        raise NotDrawn("no graph has a ratio")
+    said = ", ".join(f"{short(row.workload.model)} {row.ratio:.3f}x" for row in best)
+    note = (
+        "Ratio: eager's step / the graph's. Bar: its 95 % interval, for one host in those minutes or over three hosts "
     )
-    left, gap = width_of(["host issues"]) + page.MARGIN, 0.3
-    width = (page.WIDTH - left - page.MARGIN - gap * (len(shown) - 1)) / len(shown)
-    for index, (model, own) in enumerate(shown.items()):
-        axes = page.axes(left + index * (width + gap), 0.35, width, 1.7)
-        num = f"{len(own)} session{'s' if len(own) > 1 else ''}"
-        page.heading(left + index * (width + gap), 0.28, f"{_workload(model, own)}, {num}")
-        for top, name, (step, issue, busy) in zip(
-            (0, 3.2), (own[0].point.base, own[0].point.variant), times[model], strict=True
-        ):
-            axes.text(0, top, f"{name}: a step takes {words.ms_text(step)} ms", va="center", fontsize=8.5)
-            axes.barh(top + 1.5, step, height=1.9, color=BAND, linewidth=0)
-            for y, ms, colour in ((top + 1, issue, "#d9822b"), (top + 2, busy, "#1b6ca8")):
-                axes.barh(y, ms, height=0.7, color=colour, linewidth=0, gid=f"{model}-{name}")
-                axes.annotate(words.ms_text(ms), (ms, y), (3, 0), textcoords="offset points", va="center", fontsize=8.5)
-        axes.set_ylim(5.9, -0.5)
-        names = ["host issues", "GPU busy"] * 2
-        axes.set_yticks([1, 2, 4.2, 5.2], names if not index else [""] * 4, fontsize=8.5)
-        axes.spines["left"].set_visible(False)
-        axes.set_xlim(0, 1.15 * max(ms for side in times[model] for ms in side))
-        axes.grid(axis="x")
-        axes.set_xlabel("ms")
+    note += "and more. Grey: the control, eager measured once more as if it were a variant."
+    groups, right = ratio_rows(shown), 2.75
+    every = [row for own in groups.values() for row in own]
+    lines, height = _lines(groups, right - 0.15)
+    page = Page(shown.title(f"Graphs run {said} as fast as eager"), note, choice.footer(every), height + 0.6)
+    names = [_label(row) for row in every] + [short(model) for model in groups]
+    left = page.MARGIN + max(style.width_of(name, 9, "bold") for name in names) + 0.15
+    axes = style.rows_axes(page, left, page.WIDTH - left - right - page.MARGIN, height)
+    ends = [end for row in every if row.ratio for end in _ends(row)]
+    style.ratio_axis(axes, "x", min(0.98, *ends) / 1.03, max(1.02, *ends) * 1.03)
+    axes.axvline(1, color=INK, linewidth=1.0)
+    axes.set_xlabel("eager's step / the graph's step")
+    for y, row, model, texts in lines:
+        if row is None:
+            page.heading(page.MARGIN, 0.1 + y - 0.08, short(model), *texts)
+            continue
+        page.text(left - 0.1, 0.1 + y, _label(row), ha="right", va="center", fontsize=8.5)
+        if row.ratio:
+            colour = CONTROL if row.control else look(shown.models.index(model))[0]
+            axes.plot(_ends(row), [y, y], color=colour, linewidth=1.6, gid="interval")
+            axes.plot(row.ratio, y, color=colour, marker="o", markersize=6, gid="ratio")
+        for place, text in enumerate(texts):
+            size, ink = (7.5, FAINT) if place else (8.5, INK)
+            where = page.WIDTH - right - page.MARGIN + 0.15, 0.1 + y + 0.14 * place + (0.02 if place else 0)
+            page.text(*where, text, va="center", fontsize=size, color=ink)
     return page
 
 
-def _median(sessions, side, key):
-    return statistics.median(session.ms(side, key) for session in sessions)
+def _label(row):
+    return choice.named("control" if row.control else row.variant, row.workload.build)
 
 
-# ------------------------------------------------------------------------------------------------
-# How steady
+def _ends(row):
+    """Ends of the interval, or of the range of runs; low is 0 where one cycle gave none."""
+    return (row.low, row.high) if row.low else (row.lowest, row.highest)
 
 
-def steady(blocks: list[Block]) -> Page:
-    """Two dots a session, the medians of its base's and its graph's step over the folder's shortest graphed step."""
-    every_session = sessions_of(blocks)
-    of_block = Counter(session.block for session in every_session)
-    sessions = [session for session in every_session if of_block[session.block] > 1] or every_session
-    left_out = len(set(of_block)) - len({session.block for session in sessions})
-    panels: dict[str, dict[str, list[Session]]] = {}
-    for session in sorted(sessions, key=lambda session: words.order(session.point.model)):
-        panels.setdefault(session.point.model, {}).setdefault(session.point.group, []).append(session)
-    shortest = {
-        group: min(session.ms(1, "statistic_ms") for session in own)
-        for folders in panels.values()
-        for group, own in folders.items()
-    }
-    num = Counter(session.point.boot for session in sessions)
-    hosts = sorted(num, key=lambda boot: (-num[boot], boot))
-    colour_of = dict(zip(hosts, (*HOSTS, *[FAINT] * len(hosts)), strict=False))
-    signs = [("eager", FAINT, "s"), ("graph", FAINT, "o")]
-    signs += [(boot, colour_of[boot], "o") for boot in hosts[: len(HOSTS)]]
-    more = len(hosts) - len(HOSTS)
-    signs += [(f"{more} more host{'s' if more > 1 else ''}", FAINT, "o")] if more > 0 else []
-    below = legend_height([label for label, *_ in signs], Page.MARGIN) + 0.1
-    page, every = rows_page(
-        _steady_title([own for folders in panels.values() for own in folders.values()]),
-        "Each session's median step over the shortest graphed one of its row, which the right column states. Square: "
-        "eager, the session's base; circle: graph. Colour: host, named by its boot. Hollow, and not in the title: of "
-        "other code than the row's newest session."
-        + (f" Left out: {left_out} folders with one session." if left_out else ""),
-        _provenance(sessions),
-        [(_workload(model, sessions), "", [own[0].name for own in panels[model].values()]) for model in panels],
-        "step time over the row's shortest graphed step (log scale)",
-        [f"{words.ms_text(ms)} ms" for ms in shortest.values()],
-        below=below,
-    )
-    limits = _limits([s.ms(side, "statistic_ms") / shortest[s.point.group] for s in sessions for side in (0, 1)])
-    for axes, folders in zip(every, panels.values(), strict=True):
-        ratio_axis(axes, "x", *limits)
-        axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
-        for y, (group, own) in enumerate(folders.items()):
-            beside(axes, y, f"{words.ms_text(shortest[group])} ms", FAINT)
-            for session in own:
-                colour = colour_of[session.point.boot]
-                face = colour if session.is_pooled else "none"
-                for side, kind, marker in ((0, "eager", "s"), (1, "graph", "o")):
-                    style = {"color": colour, "markerfacecolor": face, "markersize": 4.5, "gid": f"{kind}-{group}"}
-                    x = session.ms(side, "statistic_ms") / shortest[group]
-                    axes.plot([x], [y - 0.22 + 0.44 * side], marker, **style)
-    legend(page, [_sign(*sign) for sign in signs], page.MARGIN, page.height - page.foot - below + 0.06)
-    return page
-
-
-def _steady_title(folders):
-    spreads = []
-    for every in folders:
-        own = [session for session in every if session.is_pooled]
-        if len(own) > 1:
-            sides = [[session.ms(side, "statistic_ms") for session in own] for side in (0, 1)]
-            spreads.append([max(side) / min(side) for side in sides])
-    if not spreads:
-        return "No workload has two sessions of equal code: how much their steps differ is not known yet"
-    eager, graph = (max(spread[side] for spread in spreads) for side in (0, 1))
-    return f"From session to session eager's step differs by up to {eager:.2f}x, a graph's by up to {graph:.2f}x"
+def _lines(groups, room):
+    """(y in inches, row or None for a heading, model, texts) of each line, and the height of all."""
+    lines, y = [], 0.0
+    for model, rows in groups.items():
+        lines.append((y + 0.14, None, model, [choice.share(rows[0].workload) if rows else "graphs not measured yet"]))
+        y += 0.26
+        for row in rows:
+            if row.ratio is None:
+                texts = [row.status, *style.wrap(row.reason[:120], room, 7.5)]
+            else:
+                said = ", ".join(filter(None, [f"{row.ratio:.3f}x", tables.interval(row), choice.hosts(row.hosts)]))
+                texts = [said, *style.wrap("" if row.control else row.note, room, 7.5)]
+            lines.append((y + 0.12, row, model, texts))
+            y += 0.24 + 0.14 * (len(texts) - 1)
+        y += 0.06
+    return lines, y

@@ -2,60 +2,54 @@
 
     python -m benchmarks.slurm.collate JOB FOLDER...
 
-Each folder is the root of one task's sessions, those of nodes it ran on before among them, and has in
-logs/job-JOB.status the exit status with which the task ended. Writes summary.csv and table.md into each group of
-sessions and prints the tables. Exit status: 0 when every task ended with 0 and left
-records, 1 otherwise, with a line for each that did not.
+Each folder is the root of one task's runs, those of nodes it ran on before among them, and has in logs/job-JOB.status
+the exit status with which the task ended. Exit status: 0 when every task ended with 0 and left a run, 1 otherwise, with
+a line for each that did not.
 """
 
 import sys
 from pathlib import Path
 
-from benchmarks import compare, frame
 from benchmarks.command import parser_of
+from benchmarks.files import partial, run_file
+from benchmarks.pages import run_table
 
 
 def outcome(folder: Path, job: str) -> str | None:
-    """What went wrong with the task of `folder`, in words, or None."""
+    """Return what went wrong with the task of a folder, in words, or None."""
     path = folder / "logs" / f"job-{job}.status"
     if not path.exists():
         return "did not come to its end (killed, cancelled, or never started)"
-    status = path.read_text().strip()
+    status = path.read_text(errors="replace").strip()
     return None if status == "0" else f"ended with exit status {status or 'unknown'}"
 
 
-def collate(folder: Path, job: str) -> list[str]:
-    """Write and print the tables of one task; returns what is wrong with it, in words."""
-    faults = [fault] if (fault := outcome(folder, job)) else []
-    try:
-        runs = frame.read(folder)
-    except FileNotFoundError:
-        return [*faults, "no records"]
-    faults += runs.faults
-    if runs.frame.empty:
-        return [*faults, "no records"]
-    for group, part in runs.frame.groupby("group", sort=True):
-        place = folder if group == "." else folder / group
-        try:
-            compare.write_summary(place)
-            text, _ = compare.report(part, [], metas=runs.metas)
-            print(f"{place}: {part['session'].nunique()} sessions, {len(part)} records\n\n{text}\n", flush=True)
-        except (compare.Mixed, OSError) as error:
-            faults.append(f"{group}: {error}")
-    return faults
+def collate(folder: Path, job: str) -> tuple[list[run_file.Run], list[str]]:
+    """Print the tables of one task; return its runs, and what is wrong with it, in words."""
+    found, damaged = run_file.find(folder) if folder.is_dir() else ([], [])
+    for path, run in found:
+        print(f"{path}\n\n{run_table.report(run)}\n", flush=True)
+    for path in sorted(folder.rglob(f"*{partial.SUFFIX}")):
+        print(f"not at its end: {path}\n", flush=True)
+    fault = outcome(folder, job)
+    return [run for _, run in found], [*([fault] if fault else []), *damaged, *([] if found else ["no run"])]
 
 
 def main(argv=None) -> int:
-    parser = parser_of("slurm.collate", "Tables of a batch job's records.")
+    """The program."""
+    parser = parser_of("slurm.collate", "Tables of a batch job's runs.")
     parser.add_argument("job", metavar="JOB", help="id of the job that measured")
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="root of one task's sessions")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="root of one task's runs")
     args = parser.parse_args(argv)
-    failed = 0
+    runs, failed = [], 0
     for folder in args.folders:
-        faults = collate(folder, args.job)
+        own, faults = collate(folder, args.job)
+        runs += own
         failed += bool(faults)
         for fault in faults:
             print(f"failed: {folder}: {fault}", flush=True)
+    if len(runs) > 1:
+        print(f"\n{run_table.suite(runs)}\n")
     print(f"job {args.job}: {len(args.folders) - failed} of {len(args.folders)} tasks ended well")
     return 1 if failed else 0
 

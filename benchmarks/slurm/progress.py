@@ -1,58 +1,74 @@
 """Whether a job that is near its time limit may go back into the queue: only while it comes nearer to its end.
 
-    python -m benchmarks.slurm.progress FOLDER JOB STARTED
+    python -m benchmarks.slurm.progress FOLDER JOB [--begin]
 
-Records of all sessions below FOLDER are counted, open and packed, of every node that the job has run on: some must be
-newer than the file STARTED, which was written when this start began, and they must be more than at any requeue of JOB
-before, which FOLDER/logs remembers. Prints one line. Exit status: 0 for a requeue, 1 when it would lead nowhere.
+All runs below FOLDER count, sealed and begun, of every node that the job has been on. With --begin, as the job starts,
+FOLDER/logs remembers how much stands, unless this job was here before. Later more must stand than at its start and at
+any requeue before. Prints one line. Exit status: 0 for a requeue, 1 when it would lead nowhere.
 """
 
+import itertools
+import json
 import sys
 from pathlib import Path
 
-from benchmarks import sessions
 from benchmarks.command import parser_of
+from benchmarks.files import partial, run_file
 
-# benchmarks.run measures these again.
-NOT_KEPT = ("failed", "timeout")
+# Facts that a run which goes on does not measure again.
+KEPT = ("parity", "plan", "cycle", "profile", "course", "left_out")
 
 
 def standing(folder: Path) -> list[int]:
-    """When each record that stands was written, ns since the epoch, over all sessions below folder."""
-    times = []
-    for session in sessions.find(folder) if folder.is_dir() else []:
-        found, _ = sessions.read_records(session)
-        for where, record in found:
-            if record["status"] not in NOT_KEPT and not record["extra"].get("superseded"):
-                times.append(Path(where.rsplit(":", 1)[0] if ".xz:" in where else where).stat().st_mtime_ns)
-    return times
+    """Return the number of sealed runs below a folder, and that of facts in runs that were begun."""
+    sealed, _ = run_file.find(folder)
+    begun = [path.read_bytes().splitlines() for path in folder.rglob(f"*{partial.SUFFIX}")]
+    return [len(sealed), sum(map(_is_kept, itertools.chain(*begun)))]
 
 
-def judge(folder: Path, job: str, started: Path) -> tuple[bool, str]:
-    """(whether to go back into the queue, why); notes the count if so."""
-    since = started.stat().st_mtime_ns
-    found = standing(folder)
-    num_new = sum(written > since for written in found)
-    memory = folder / "logs" / f"job-{job}.progress"
-    most = int(memory.read_text()) if memory.exists() else 0
-    if not num_new:
-        return False, "no run ended well within the time limit: ask for more (TIME=, --time)"
-    if len(found) <= most:
+def _is_kept(line):
+    try:
+        return json.loads(line)["fact"] in KEPT
+    except (ValueError, TypeError, KeyError):
+        # The line that was being written.
+        return False
+
+
+def _memory(folder, job):
+    return folder / "logs" / f"job-{job}.progress"
+
+
+def begin(folder: Path, job: str) -> None:
+    """Remember how much stands as a job starts for the first time."""
+    if not _memory(folder, job).exists():
+        _memory(folder, job).write_text(json.dumps(standing(folder)))
+
+
+def judge(folder: Path, job: str) -> tuple[bool, str]:
+    """Return whether the job goes back into the queue, and why; remembers how much stands if so."""
+    memory = _memory(folder, job)
+    found, most = standing(folder), json.loads(memory.read_text()) if memory.exists() else [0, 0]
+    what = f"{found[0]} runs and {found[1]} facts of runs that were begun"
+    if found <= most:
         return False, (
-            f"{len(found)} records after this start and {most} at an earlier requeue: ask for more time (TIME=) or, as "
-            "other nodes begin a session of their own, for certain nodes (SBATCH=nodelist=...)"
+            f"{what} stand, and no fewer did before ({most[0]} and {most[1]}): ask for more time (TIME=, --time) or, "
+            "as other nodes begin runs of their own, for certain nodes (SBATCH=nodelist=...)"
         )
-    memory.write_text(f"{len(found)}\n")
-    return True, f"{len(found)} records stand, {num_new} of them new; back into the queue for the rest"
+    memory.write_text(json.dumps(found))
+    return True, f"{what} stand, more than before; back into the queue for the rest"
 
 
 def main(argv=None) -> int:
+    """The program."""
     parser = parser_of("slurm.progress", "Whether a job may be queued again.")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the task's records")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="the root of the task's runs")
     parser.add_argument("job", metavar="JOB", help="id of the job")
-    parser.add_argument("started", metavar="STARTED", type=Path, help="a file as old as this start of the job")
+    parser.add_argument("--begin", action="store_true", help="the job starts: remember how much stands")
     args = parser.parse_args(argv)
-    goes_on, why = judge(args.folder, args.job, args.started)
+    if args.begin:
+        begin(args.folder, args.job)
+        return 0
+    goes_on, why = judge(args.folder, args.job)
     print(why)
     return 0 if goes_on else 1
 

@@ -125,10 +125,18 @@ def _said(answer):
 
 
 def _run(command, environment=None):
-    options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": SLURM_LIMIT_S}
     try:
         # In a session of its own, as Ctrl-C would end it too, half way.
-        return subprocess.run(command, env=environment, cwd=ROOT, start_new_session=True, **options)
+        return subprocess.run(
+            command,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=SLURM_LIMIT_S,
+        )
     except FileNotFoundError:
         return subprocess.CompletedProcess(command, 127, "", f"no {command[0]} on PATH")
     except subprocess.TimeoutExpired:

@@ -1,0 +1,215 @@
+"""A checked command line of `make bench`, and the machine that it meets: models, builds, variants, environment."""
+
+import argparse
+import hashlib
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import ROOT, script
+from benchmarks.command import RUNS, Mistake, words_of
+from benchmarks.measuring.request import BuildRequest
+from benchmarks.processes import launch
+from benchmarks.processes.gpus import Gpus
+from common.config import flag_of
+
+RESULTS = ROOT / "results"
+CONTROL = script.CONTROL
+LONGEST_LABEL = 48
+# cuBLAS is deterministic with a workspace of its own, and eager and graphs then run the same kernels.
+ALWAYS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# OpenMP threads without work spin by default, which takes the cores from all else. OMP_WAIT_POLICY is OpenMP's own
+# variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@dataclass(kw_only=True)
+class Ask:
+    """The request to measure one model.
+
+    Attributes:
+        description: the script's answer to --describe.
+        root: folder of all runs.
+        launch: how the script is started.
+        host: `launch.describe_here()`.
+        builds: in the order in which they are measured.
+    """
+
+    model: str
+    preset: str
+    flags: list[str]
+    label: str
+    description: dict
+    root: Path
+    launch: launch.Launch
+    gpus: Gpus
+    host: dict
+    builds: list[BuildRequest] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Model and preset, as in gpt3/bench."""
+        return f"{self.model}/{self.preset}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.launch.world_size
+
+    @property
+    def group(self) -> Path:
+        """The folder of the model's runs, as in runs/h200x1/gpt3-bench."""
+        name = "-".join(filter(None, [self.model, self.preset, self.label]))
+        return self.root / f"{self.gpus.slug}x{self.ranks}" / name
+
+
+def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
+    """Return the request that a command line makes of one model.
+
+    Args:
+        args: of `benchmarks.run.parse`.
+        model: name of a folder.
+        machine: `launch.describe_here()`.
+
+    Raises:
+        Mistake: something cannot be; the text names what can.
+    """
+    gpus, started = Gpus(**machine["gpus"]), launch.parse(args)
+    preset = script.choose_preset(args.preset, script.describe(model, []), gpus)
+    description = script.describe(model, args.flags, preset)
+    if not gpus.names and script.needs_gpu(description, preset):
+        raise Mistake(f"{model}/{preset} runs on GPUs alone, this machine shows none: take PRESET=tiny")
+    if gpus.names and args.ngpu > len(gpus.names):
+        raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(gpus.names)}")
+    number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
+    script.require_world_size(description, preset, started.world_size, number)
+    flags = script.from_root(args.flags, description["flags"])
+    asked = Ask(
+        model=model,
+        preset=preset,
+        flags=flags,
+        label=label_of([args.label] if args.label else flags, args.host_load),
+        description=description,
+        root=_root_of(args.out),
+        launch=started,
+        gpus=gpus,
+        host=machine,
+    )
+    chosen = chosen_variants(args.variants, description)
+    for name, fields in description.get("builds", {"": {}}).items():
+        own = [each for each in chosen if name in _builds_of(each, description)]
+        kinds = {script.kind_of(description, each) for each in own}
+        is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
+        # Eagers of a build alone say nothing that another build has not said.
+        if "eager" in kinds and (is_new or kinds != {"eager"}) and not _chosen_already(fields, flags):
+            asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
+    if not asked.builds:
+        raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
+    return asked
+
+
+def _chosen_already(fields, flags):
+    """Whether the command line has set a field of a build."""
+    return any(text.split("=")[0] == flag_of(name) for name in fields for text in flags)
+
+
+def chosen_variants(asked: str | None, description: dict) -> list[str]:
+    """Return names in the model's order, eager first: the headline ones, those that are asked for, or all.
+
+    Raises:
+        Mistake: a name is unknown or has changed.
+    """
+    known, formerly = description["variants"], description.get("formerly", {})
+    if asked is None:
+        names = description.get("headline") or list(known)
+    elif asked.strip().lower() == "all":
+        names = list(known)
+    else:
+        names = words_of(asked)
+        for name in filter(formerly.get, names):
+            raise Mistake(f"variant {name!r} is now {formerly[name]!r}")
+        unknown = ", ".join(name for name in names if name not in known)
+        if unknown or not names:
+            raise Mistake(f"unknown variant {unknown!r}, --variants takes all, or some of {', '.join(known)}")
+    wanted = {"eager", *names, *(description.get("reference", {}).get(name, "eager") for name in names)}
+    # Each build needs an eager variant of its own.
+    for build in {build for name in names for build in _builds_of(name, description)}:
+        eagers = [each for each in script.eagers_of(description) if build in _builds_of(each, description)]
+        wanted |= set(eagers[:1])
+    return [name for name in known if name in wanted]
+
+
+def _builds_of(variant, description):
+    return description.get("variant_builds", {}).get(variant, [""])
+
+
+def _build(asked, name, fields, own, has_control) -> BuildRequest:
+    description, on_gpu = asked.description, bool(asked.gpus.names)
+    options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
+    script_words = ["-m", f"{asked.model}.train", "--preset", asked.preset]
+    declared = {variant: _declared(variant, own, description) for variant in own}
+    if has_control:
+        declared[CONTROL] = {
+            "kind": "eager",
+            "help": "the base once more, as if it were a variant",
+            "reference": CONTROL,
+            "headline": False,
+            **{"parity": None, "tolerance": None, "traits": {}},
+        }
+    environment = _environment(asked.root, on_gpu)
+    parity = description.get("parity_variables") if on_gpu else None
+    return BuildRequest(
+        name=name,
+        fields=fields,
+        variants=declared,
+        command=lambda variant: asked.launch.command([*script_words, "--variant", variant, *asked.flags, *options]),
+        environment=environment,
+        parity_environment=environment | parity if parity else None,
+        eagers=[each for each in own if each in script.eagers_of(description)],
+        parity_steps=description.get("parity_steps", 0),
+    )
+
+
+def _declared(variant, own, description) -> dict:
+    """The declaration of a variant, as the run file needs it. `own`: all variants of the build."""
+    tolerance = description.get("tolerance", {}).get(variant)
+    reference = description.get("reference", {}).get(variant, "eager")
+    return {
+        "kind": script.kind_of(description, variant),
+        "help": description["variants"][variant],
+        "reference": reference if reference in own else own[0],
+        "parity": "bitwise" if variant in description.get("bitwise", []) else tolerance,
+        "tolerance": tolerance,
+        "headline": variant in description.get("headline", []),
+        "traits": script.traits_of(description, variant),
+    }
+
+
+def _environment(root, on_gpu):
+    """Variables of a worker. Compilers keep their caches in the root of the runs."""
+    cache = root / ".cache"
+    variables = dict(os.environ) | ALWAYS
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    # Without it, torch caches no compiled model that has autograd functions of its own (Stable Diffusion's norms).
+    variables.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+    if not on_gpu and not variables.keys() & set(WAITING):
+        variables["OMP_WAIT_POLICY"] = "passive"
+    return variables
+
+
+def label_of(flags: list[str], host_load: int) -> str:
+    """Return the part of a folder's name for flags and host load: `--lstm wavefront`, 16 -> lstm-wavefront-load16."""
+    words = [Path(text).name if "/" in text else text for text in flags]
+    label = re.sub("[^A-Za-z0-9.]+", "-", "-".join(words).replace("_", "-")).strip("-.").lower()
+    if len(label) > LONGEST_LABEL:
+        digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
+        label = f"{label[: LONGEST_LABEL - 9].rstrip('-.')}-{digest}"
+    return "-".join(filter(None, [label, f"load{host_load}" if host_load else ""]))
+
+
+def _root_of(out) -> Path:
+    root = Path(out).resolve() if out else RUNS
+    if root.is_relative_to(RESULTS):
+        raise Mistake(f"--out {out}: results/ grows by make publish RUN=... alone; take another folder")
+    return root

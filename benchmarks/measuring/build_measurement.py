@@ -1,0 +1,244 @@
+"""Measure one build: parity, capture, cycles of alternating blocks, profiles, parity again. Facts go to a partial file.
+
+The worker knows how to do each of these (common/measuring/worker.py). The order, and when it is enough, is decided
+here. A phase that meets a failure is begun again: the facts on disk say what it still has to do.
+"""
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks import statistics
+from benchmarks.files import partial
+from benchmarks.files.partial import Partial
+from benchmarks.measuring import block_plan
+from benchmarks.measuring.build_worker import BuildWorker, OutOfVariants, TryAgain
+from benchmarks.measuring.request import BuildRequest, Settings
+from benchmarks.processes.host_load import busy_processes
+
+# Parity makes PARITY_STEPS, or as many as the first variant makes in PARITY_S of the preset, at least three.
+PARITY_STEPS = 20
+PARITY_S = {"short": 1.5, "whole": 3.0}
+PROFILE_S, LEAST_PROFILE_STEPS, MOST_PROFILE_STEPS = 0.5, 3, 12
+AUTO_MINUTES = 10.0
+# `auto` looks at all cycles but these: a rule that stops at once stops where the scatter is small by luck.
+LATER_CYCLES = 4
+STEPS_AFTER_BLOCKS = 5
+
+
+class BuildMeasurement:
+    """The measurement of one build. `measure` does all of it, or the part that the facts do not have yet."""
+
+    def __init__(
+        self, request: BuildRequest, settings: Settings, facts: Partial, log: Path, say: Callable[[str], None]
+    ):
+        self.request, self.settings, self.partial, self.say = request, settings, facts, say
+        self.worker = BuildWorker(request, settings, facts, log, say)
+        self.began_s = time.monotonic()
+
+    def measure(self) -> None:
+        """Measure the build.
+
+        Raises:
+            OutOfVariants: eager, or every eager variant, cannot run.
+            WorkerEnded: no worker can be started.
+        """
+        try:
+            for phase in (self._check_parity, self._measure_cycles, self._profile, self._check_parity_afterwards):
+                self._finish(phase)
+        finally:
+            self.worker.end()
+
+    def leave_out_rest(self, status: str, reason: str) -> None:
+        """Leave out every variant that remains."""
+        for name in self.worker.remaining():
+            self.worker.leave_out(name, status, reason)
+
+    def _finish(self, phase):
+        while any(map(self._is_eager, self.worker.remaining())):
+            with contextlib.suppress(TryAgain):
+                return phase()
+        raise OutOfVariants("no eager variant is left")
+
+    # --- parity
+
+    def _check_parity(self):
+        if "eager" in self.request.variants and "eager" not in self.worker.remaining() and not self._of("parity"):
+            raise OutOfVariants("eager did not run")
+        with self._timed("parity"):
+            for variant in self._missing("parity", twice=True):
+                command = {"do": "parity", **self._parity_steps()}
+                self._add("parity", variant, **self.worker.ask(variant, command, parity=True))
+            if self.request.parity_environment is not None:
+                self.worker.end()
+
+    def _parity_steps(self):
+        """Steps of a parity check, and the seconds after which the first one stops. All make the same steps."""
+        known, settings = self._of("parity"), self.settings
+        if known or settings.parity_steps:
+            return {"steps": len(known[0]["hashes"]) if known else settings.parity_steps, "seconds": None}
+        seconds = PARITY_S["short" if settings.is_short else "whole"]
+        return {"steps": self.request.parity_steps or PARITY_STEPS, "seconds": seconds}
+
+    def _check_parity_afterwards(self):
+        """Train past the steps of a block, on the graphs that were timed."""
+        plan = self._of("plan")[-1]
+        first = plan["steps"]["untimed"] + plan["steps"]["timed"] + plan["steps"]["drained"]
+        if plan["paces"][plan["base"]]["ms"] > block_plan.LONG_STEP_MS:
+            first = min(first, 4)
+        command = {"do": "course", "first": first, "steps": 2 if self.settings.is_short else STEPS_AFTER_BLOCKS}
+        with self._timed("parity"):
+            for variant in self._missing("course", twice=True):
+                self._hold(variant)
+                self._add("course", variant, **self.worker.ask(variant, command))
+
+    # --- cycles
+
+    def _measure_cycles(self):
+        while not self._is_enough():
+            self._measure_cycle(len(self._of("cycle")))
+
+    def _measure_cycle(self, number):
+        plan = self._plan()
+        base, steps, start = plan["base"], plan["steps"], time.monotonic()
+        others = [name for name in self.worker.remaining() if name != base]
+        others += [self.settings.control] if self.settings.control else []
+        seed = f"{self.partial.facts[0]['id']} {self.request.name} {number}"
+        order = block_plan.order_of_cycle(base, others, seed)
+        busy = self.settings.host_load if number % 2 else 0
+        with self._timed("blocks"), busy_processes(busy):
+            for place, name in enumerate(order):
+                runs = base if name == self.settings.control else name
+                self._hold(runs)
+                command = {"do": "block", **steps, "reset": steps["resets_each"] or place == 0}
+                answer = self.worker.ask(runs, command)
+                del answer["finite"]
+                self._add("block", name, cycle=number, place=place, busy=busy, **answer)
+        took_s = time.monotonic() - start
+        fact = {"cycle": number, "order": order, "busy": busy, "seconds": round(took_s, 2)}
+        self.partial.add("cycle", build=self.request.name, **fact)
+        self.say(f"  {self._progress(number + 1, took_s)}")
+
+    def _plan(self) -> dict:
+        """The plan of the blocks. A pilot makes one, and another where its base was left out."""
+        if not self.worker.apart:
+            self._hold("")
+        known, remaining = self._of("plan"), self.worker.remaining()
+        if known and known[-1]["base"] in remaining:
+            return known[-1]
+        with self._timed("pilot"):
+            paces = {}
+            for variant in remaining:
+                self._hold(variant)
+                paces[variant] = self.worker.paces[variant]
+            steps = block_plan.steps_of_block(paces, self.worker.facts, self.settings)
+            eagers = [name for name in remaining if self._is_eager(name)]
+            candidates = [name for name in eagers if name in self.request.eagers] or eagers
+            times: dict[str, list[float]] = {name: [] for name in candidates}
+            # Two cycles that are not counted warm everything and fix the base. Short blocks need a few steps only.
+            is_short = self.settings.is_short
+            block = steps | {"timed": min(2, steps["timed"])} if is_short else steps
+            for order in (remaining,) if is_short else (remaining, remaining[::-1]):
+                for variant in order:
+                    self._hold(variant)
+                    answer = self.worker.ask(variant, {"do": "block", **block})
+                    if variant in times:
+                        times[variant].append(statistics.block_ms(answer["ms"], answer["mean_ms"], answer["steps"]))
+        base = block_plan.choose_base(times)
+        return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces)
+
+    def _hold(self, variant):
+        """Have a warm worker with all variants, or with this one where each block has a process of its own."""
+        worker = self.worker
+        if worker.apart:
+            worker.end()
+        wanted = [variant] if worker.apart else worker.remaining()
+        for each in wanted:
+            if each not in worker.captured:
+                with self._timed("capture"):
+                    self._add("capture", each, **worker.ask(each, {"do": "capture"}))
+                worker.captured.append(each)
+        for each in wanted:
+            if each not in worker.paces:
+                worker.paces[each] = worker.ask(each, {"do": "pilot", "steps": 2 if self.settings.is_short else 4})
+
+    def _is_enough(self) -> bool:
+        """Whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
+        is_auto, minutes = self.settings.cycles == "auto", self.settings.minutes
+        if len(self._of("cycle")) < self._least_cycles:
+            return False
+        limit_s = 60 * (minutes or (AUTO_MINUTES if is_auto else 0.0))
+        is_over = time.monotonic() - self.began_s >= limit_s
+        return is_over or (is_auto and statistics.enough(list(self._ratios(LATER_CYCLES).values())))
+
+    @property
+    def _least_cycles(self) -> int:
+        cycles = self.settings.cycles
+        least = cycles if isinstance(cycles, int) else statistics.LEAST_CYCLES
+        return least * (2 if self.settings.host_load else 1)
+
+    def _progress(self, number, took_s):
+        ratios, known = self._ratios(), self.request.variants
+        names = [name for name in ratios if known[name]["kind"] != "eager"]
+        names = [name for name in names if known[name]["headline"]] or names
+        text = f"cycle {number}"
+        if self.settings.cycles == "auto" or self.settings.minutes:
+            width = max((own.half_width for own in ratios.values()), default=math.inf)
+            text += f", half-width {100 * width:.2f} %" if width < math.inf else ""
+        else:
+            left_s = math.ceil((self._least_cycles - number) * took_s)
+            text += f" of {self._least_cycles}, about {left_s} s left"
+        return f"{text}: {'  '.join(f'{name} {ratios[name].ratio:.3f}x' for name in names[:3])}"
+
+    def _ratios(self, without_last: int = 0) -> dict[str, statistics.Ratio]:
+        """Ratios of the variants in the quiet cycles so far, less the last ones, without the control."""
+        build = partial.folded(self.partial.facts).builds[self.request.name]
+        found = {name: build.ratio_of(name, without_last=without_last) for name in self.worker.remaining()}
+        return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+    # --- profiles
+
+    def _profile(self):
+        paces, is_short = self._of("plan")[-1]["paces"], self.settings.is_short
+        with self._timed("profile"):
+            for variant in self._missing("profile"):
+                self._hold(variant)
+                ms = paces.get(variant, {"ms": 100.0})["ms"]
+                steps = min(MOST_PROFILE_STEPS, max(LEAST_PROFILE_STEPS, int(PROFILE_S * 1e3 / ms)))
+                period = self.worker.facts["period"] or 1
+                steps = max(steps, period) if period <= 4 * MOST_PROFILE_STEPS else steps
+                command = {"do": "profile", "steps": LEAST_PROFILE_STEPS if is_short else steps, "ms": ms}
+                self._add("profile", variant, **self.worker.ask(variant, command))
+
+    # --- facts
+
+    def _of(self, fact) -> list[dict]:
+        return self.partial.of(fact, build=self.request.name)
+
+    def _add(self, fact, variant, **values):
+        self.partial.add(fact, build=self.request.name, variant=variant, **values)
+
+    def _missing(self, fact, twice: bool = False) -> list[str]:
+        """The variants without this fact. With `twice`, a variant that others are compared with has it two times."""
+        remaining = self.worker.remaining()
+        references = {self.request.variants[each]["reference"] for each in remaining} if twice else set()
+        done, missing = Counter(each["variant"] for each in self._of(fact)), []
+        for variant in [*remaining, *(each for each in remaining if each in references)]:
+            if done[variant] == 0:
+                missing.append(variant)
+            done[variant] -= done[variant] > 0
+        return missing
+
+    def _is_eager(self, name) -> bool:
+        return self.request.variants[name]["kind"] == "eager"
+
+    @contextlib.contextmanager
+    def _timed(self, phase) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.partial.add("seconds", phase=phase, seconds=round(time.monotonic() - start, 2))

@@ -1,0 +1,134 @@
+"""The worker process of one build, started when it is needed and again after a failure.
+
+A variant that fails or ends its worker is left out by name. Variants that do not fit into memory together share the
+graphs' memory first, then get a process for each block.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.files.partial import Partial
+from benchmarks.measuring.request import BuildRequest, Settings
+from benchmarks.processes.worker import Worker, WorkerEnded
+
+LEAST_RESTARTS = 4
+
+
+class OutOfVariants(RuntimeError):
+    """No variant of a build is left to measure; the text says why."""
+
+
+class TryAgain(Exception):
+    """A question has no answer: its variant was left out, or gets another worker. The facts say what is still to do."""
+
+
+class BuildWorker:
+    """The worker of a build.
+
+    Attributes:
+        facts: what the running worker said of its build, as "period" of the batches.
+        captured: variants that the running worker has.
+        paces: variant -> its pilot's answer in the running worker.
+        apart: each block has a process of its own.
+    """
+
+    def __init__(
+        self, request: BuildRequest, settings: Settings, partial: Partial, log: Path, say: Callable[[str], None]
+    ):
+        self.request, self.settings, self.partial, self.log, self.say = request, settings, partial, log, say
+        self.facts: dict = {}
+        self.captured: list[str] = []
+        self.paces: dict[str, dict] = {}
+        self.apart = bool(partial.of("apart", build=request.name))
+        self._shares = settings.share_memory or bool(partial.of("share", build=request.name))
+        self._worker: Worker | None = None
+        self._killed: set[str] = set()
+        self._restarts = 0
+
+    def ask(self, variant: str, command: dict, parity: bool = False) -> dict:
+        """Return the worker's answer; start a worker where none runs.
+
+        Args:
+            variant: that the command is about.
+            command: "do" and its arguments, see common/measuring/worker.py.
+            parity: start the worker that the build has for parity.
+
+        Raises:
+            TryAgain: the variant is left out or gets another try.
+            WorkerEnded: the worker cannot build its state.
+            OutOfVariants: workers had to be started too often.
+        """
+        worker = self._worker or self._start(parity)
+        try:
+            answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+        except WorkerEnded as end:
+            self.end()
+            if end.was_killed and variant not in self._killed:
+                # Perhaps by somebody else, so the variant gets a second chance.
+                self._killed.add(variant)
+                self._note("killed", variant, end.reason)
+                self.say(f"  {end.reason}; {variant} is tried once more")
+            else:
+                self.leave_out(variant, end.status, end.reason)
+            raise TryAgain from None
+        if answer.pop("say") == "done":
+            return answer
+        if answer["status"] == "oom" and command["do"] != "parity" and not self.apart:
+            self._make_room(variant, answer["reason"])
+        else:
+            self.leave_out(variant, answer["status"], answer["reason"])
+            if answer["fatal"]:
+                self.end()
+        raise TryAgain
+
+    def _start(self, parity) -> Worker:
+        # Each variant may end its worker once, and be killed once by somebody else.
+        if self._restarts > LEAST_RESTARTS + 2 * len(self.request.variants) and not self.apart:
+            raise OutOfVariants("the worker had to be started too often")
+        self._restarts += 1
+        start, own = time.monotonic(), self.request.parity_environment if parity else None
+        self._worker = Worker(self.request.command(self.remaining()[0]), own or self.request.environment, self.log)
+        self.partial.add("seconds", phase="import", seconds=round(self._worker.ready_s, 2))
+        answer = self._worker.call({"do": "build", "share": self._shares and not own}, self.settings.limit_s)
+        if answer.pop("say") == "failed":
+            raise WorkerEnded(answer["status"], answer["reason"])
+        self.facts = self.partial.add("worker", build=self.request.name, **answer)
+        took = time.monotonic() - start - self._worker.ready_s
+        self.partial.add("seconds", phase="build", seconds=round(took, 2))
+        return self._worker
+
+    def _make_room(self, variant, reason):
+        """The variant ran by itself, and does not fit beside the others."""
+        if self._shares:
+            self.apart, fact, what = True, "apart", "each block has a process of its own"
+        else:
+            self._shares, fact, what = True, "share", "eager steps share the graphs' memory"
+        self._note(fact, variant, reason)
+        self.say(f"  {variant}: {reason}; {what} from here on")
+        self.end()
+
+    def end(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.end()
+        self._worker, self.captured, self.paces = None, [], {}
+
+    def remaining(self) -> list[str]:
+        """Return the variants that are not left out, without the control."""
+        gone = {each["variant"] for each in self.partial.of("left_out", build=self.request.name)}
+        return [name for name in self.request.variants if name not in gone and name != self.settings.control]
+
+    def leave_out(self, variant: str, status: str, reason: str) -> None:
+        """Note that a variant is not measured any more.
+
+        Args:
+            variant: its name.
+            status: of `run_file.STATUSES`.
+            reason: in words.
+        """
+        self._note("left_out", variant, reason, status=status)
+        self.say(f"  {variant}: {status} ({reason})")
+
+    def _note(self, fact, variant, reason, **more):
+        self.partial.add(fact, build=self.request.name, variant=variant, reason=reason, **more)

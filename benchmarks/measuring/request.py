@@ -1,0 +1,62 @@
+"""The request for one build: its variants, how its worker is started, and how long to measure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# A run with shorter blocks shows that variants train alike. It does not show how fast they are.
+SHORT_BLOCK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How long to measure, and beside which load.
+
+    Attributes:
+        cycles: number of cycles, or "auto": until every half-width is at most 0.5 %.
+        block_s: shortest time of a block.
+        minutes: go on with cycles for so long; with "auto" no longer.
+        host_load: busy processes in every second cycle.
+        control: name of the base's repetition in each cycle; "" for none.
+        limit_s: longest silence of a worker.
+        parity_steps: steps of the parity check; 0 for the model's choice.
+        share_memory: eager steps use the graphs' memory pool from the start.
+    """
+
+    cycles: int | str = 8
+    block_s: float = 1.0
+    minutes: float | None = None
+    host_load: int = 0
+    control: str = "control"
+    limit_s: float = 600.0
+    parity_steps: int = 0
+    share_memory: bool = False
+
+    @property
+    def is_short(self) -> bool:
+        """Whether blocks are too short to measure speed."""
+        return self.block_s < SHORT_BLOCK_S
+
+
+@dataclass
+class BuildRequest:
+    """One build of a run.
+
+    Attributes:
+        name: "" for the preset as it is.
+        fields: fields of the script's configuration that differ from the preset.
+        variants: declaration of each variant, in order; see `benchmarks.ask`.
+        command: command(variant) starts a worker whose first variant is this one.
+        environment: of the worker.
+        parity_environment: of a worker for parity only, where the model needs another one.
+        eagers: eager variants that may be the base.
+        parity_steps: steps of the parity check that the model asks for; 0 for the default.
+    """
+
+    name: str
+    fields: dict
+    variants: dict[str, dict]
+    command: Callable[[str], list[str]]
+    environment: dict
+    parity_environment: dict | None = None
+    eagers: list[str] = field(default_factory=list)
+    parity_steps: int = 0

@@ -1,0 +1,1 @@
+"""Text for people: tables of runs, of one run, in READMEs, and NVIDIA's published figures."""

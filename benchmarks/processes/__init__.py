@@ -1,0 +1,1 @@
+"""Processes of the harness: workers, launchers, locks, and the GPUs of this machine."""

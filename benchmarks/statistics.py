@@ -1,0 +1,183 @@
+"""Ratios of a run, their intervals, and the words for them.
+
+The unit is the cycle. Each cycle gives one log ratio for each variant: mean of the logs of the cycle's base blocks less
+the log of the variant's block. A run's ratio is the geometric mean over its cycles. Its 95 % interval is Student's t
+with cycles - 1 degrees of freedom. The interval speaks for this host in these minutes. docs/statistics.md explains it,
+and benchmarks/simulate_blocks.py measures how often it holds.
+
+A ratio above 1 means that the variant is faster than its base.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+from scipy.stats import t as student_t
+
+CONFIDENCE = 0.95
+SAME = 0.005  # two programs whose times differ by less are the same for our purpose
+LEAST_CYCLES = 8  # before `auto` ends a run
+LEAST_HOSTS = 3  # for an interval over hosts
+FEW_STEPS = 10  # the median of fewer steps depends on chance
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A variant's ratio to its base in one run on one host.
+
+    Attributes:
+        ratio: base_ms / variant_ms, exactly. Above 1 the variant is faster.
+        low, high: ends of the 95 % interval, ratio / (1 + half_width) and ratio * (1 + half_width).
+        half_width: half the width of the interval, relative to the ratio (0.004 is 0.4 %).
+        cycles: number of cycles. With one cycle low is 0, high and half_width are inf.
+        base_ms: geometric mean of the base's blocks in ms; each cycle has the same weight.
+        variant_ms: geometric mean of the variant's blocks in ms, over the same cycles.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    half_width: float
+    cycles: int
+    base_ms: float
+    variant_ms: float
+
+
+@dataclass(frozen=True)
+class HostsRatio:
+    """A variant's ratio on several hosts.
+
+    Attributes:
+        ratios: the ratio on each host, in the order given.
+        ratio, lowest, highest: geometric mean and range of `ratios`.
+        low, high: ends of the 95 % interval over hosts; None with fewer than three hosts.
+    """
+
+    ratios: tuple[float, ...]
+    ratio: float
+    lowest: float
+    highest: float
+    low: float | None
+    high: float | None
+
+
+def block_ms(ms: float, mean_ms: float, steps: int) -> float:
+    """Return the time of a step that a block stands for.
+
+    A median of few steps lands on one side or the other of steps that differ in kind: with three steps a block it made
+    1.005x of Llama 3.1 into 1.012x. Hiccups of the host, which a median leaves out, average over the cycles.
+
+    Args:
+        ms: of the block, the mean over classes of batch of each class's median.
+        mean_ms: of the block, the mean of its steps.
+        steps: in the block.
+
+    Returns:
+        `ms`, or `mean_ms` of a block with fewer than FEW_STEPS steps.
+    """
+    return mean_ms if steps < FEW_STEPS else ms
+
+
+def ratio_of(cycles: Sequence[tuple[Sequence[float], float]]) -> Ratio:
+    """Return a variant's ratio over the cycles of a run.
+
+    Args:
+        cycles: for each cycle the times of its base blocks and the time of the variant's block, all in ms.
+
+    Returns:
+        The ratio and its interval. One cycle shows no scatter, so its interval goes from 0 to inf.
+
+    Raises:
+        ValueError: there is no cycle, a cycle has no base block, or a time is not positive and finite.
+    """
+    if not cycles:
+        raise ValueError("a ratio needs at least one cycle")
+    base_logs, logs = [_mean_log(bases) for bases, _ in cycles], [_mean_log([variant]) for _, variant in cycles]
+    base_ms, variant_ms = math.exp(_mean(base_logs)), math.exp(_mean(logs))
+    ratio = base_ms / variant_ms
+    half_width = math.expm1(_half_width([base - log for base, log in zip(base_logs, logs, strict=True)]))
+    low, high = ratio / (1 + half_width), ratio * (1 + half_width)
+    return Ratio(ratio, low, high, half_width, len(cycles), base_ms, variant_ms)
+
+
+def across_hosts(ratios: Sequence[Ratio]) -> HostsRatio:
+    """Combine the ratios of several hosts.
+
+    Args:
+        ratios: one ratio for each host.
+
+    Returns:
+        The combined ratio. Its interval is Student's t with hosts - 1 degrees of freedom. It rests on how the hosts
+        differ, not on the intervals of the runs.
+
+    Raises:
+        ValueError: there is no ratio.
+    """
+    if not ratios:
+        raise ValueError("a ratio across hosts needs at least one host")
+    each = tuple(own.ratio for own in ratios)
+    logs = [math.log(ratio) for ratio in each]
+    ratio, low, high = math.exp(_mean(logs)), None, None
+    if len(each) >= LEAST_HOSTS:
+        factor = math.exp(_half_width(logs))
+        low, high = ratio / factor, ratio * factor
+    return HostsRatio(each, ratio, min(each), max(each), low, high)
+
+
+def word(ratio: Ratio) -> str:
+    """Return the word for a ratio.
+
+    Returns:
+        "same" where the interval lies within 0.5 % of 1, also where it leaves 1 out; else "faster" or "slower" where
+        the interval leaves 1 out; else "unclear". Exchanging base and variant exchanges "faster" and "slower" only.
+    """
+    if ratio.low >= 1 / (1 + SAME) and ratio.high <= 1 + SAME:
+        return "same"
+    if ratio.low > 1:
+        return "faster"
+    return "slower" if ratio.high < 1 else "unclear"
+
+
+def predicted_gain(issue_ms: float, busy_ms: float) -> float:
+    """Return the predicted gain of a graph: a GPU waits for its host as long as the host is slower.
+
+    Args:
+        issue_ms: time that the host needs to issue an eager step.
+        busy_ms: time that the GPU is busy in a step.
+
+    Returns:
+        max(1, issue_ms / busy_ms).
+
+    Raises:
+        ValueError: a time is not positive and finite.
+    """
+    _mean_log([issue_ms, busy_ms])  # refuses other times
+    return max(1.0, issue_ms / busy_ms)
+
+
+def enough(ratios: Sequence[Ratio]) -> bool:
+    """Return whether `auto` may end the run: every ratio has LEAST_CYCLES and a half-width of at most SAME.
+
+    The rule looks at widths only, never at the ratios, so a run does not end because its result pleases.
+    """
+    return len(ratios) > 0 and all(own.cycles >= LEAST_CYCLES and own.half_width <= SAME for own in ratios)
+
+
+def _mean(values):
+    return math.fsum(values) / len(values)
+
+
+def _mean_log(times_ms):
+    if not len(times_ms) or not all(math.isfinite(ms) and ms > 0 for ms in times_ms):
+        raise ValueError(f"times must be positive and finite ms, at least one: {list(times_ms)}")
+    return _mean([math.log(ms) for ms in times_ms])
+
+
+def _half_width(logs):
+    """Half the width of Student's t interval of the mean of `logs`."""
+    count = len(logs)
+    if count == 1:
+        return math.inf
+    factor = student_t.ppf((1 + CONFIDENCE) / 2, count - 1)
+    return float(factor * numpy.std(logs, ddof=1) / math.sqrt(count))

@@ -1,0 +1,1 @@
+"""Sweeps: which value to measure next, the points on disk, and their table."""

@@ -1,0 +1,156 @@
+"""Where a gain ends along a growing quantity: which value to measure next, and what the measured values say.
+
+A point is a dict with value, ratio, low and high (95 % interval), word (benchmarks.statistics.word) and status. Its
+ratio is None where nothing was timed, low and high where one cycle was. Nothing here knows a run or a model.
+"""
+
+import math
+
+CPU_FINDING = "CPU: no speed-up is measured here"
+# Furthest from the value where the search begins, as a factor.
+REACH = 64
+# An interval wider than this (half-width, logarithm) says nothing about where a gain ends.
+TOO_WIDE = 0.05
+
+
+def kind(point: dict) -> str:
+    """Return what a point says: pays, touches (no gain shown), wide (too wide to say), oom, or none."""
+    if point["ratio"] is None:
+        return "oom" if point["status"] == "oom" else "none"
+    if point["word"] == "faster":
+        return "pays"
+    width = half_width(point)
+    is_wide = width is None or width > TOO_WIDE
+    return "wide" if is_wide and point["word"] not in ("same", "slower") else "touches"
+
+
+def half_width(point: dict) -> float | None:
+    """Return half of the interval's width, a logarithm; None for one cycle."""
+    return None if point["low"] is None else math.log(point["high"] / point["low"]) / 2
+
+
+def search(measure, first: int, largest: int, num_refining: int) -> None:
+    """Measure values until the crossover is bracketed and narrowed.
+
+    The value doubles while graphs pay. Where they do not pay at `first`, or nothing fits, it is halved instead. One
+    point that is too wide to say is passed over; two in a row end the search.
+
+    Args:
+        measure: takes a value and returns its point.
+        first: value where the search begins.
+        largest: no value is above it.
+        num_refining: points between the last two.
+    """
+    points = {}
+
+    def look(value):
+        points[value] = measure(value)
+        return kind(points[value])
+
+    value, seen = first, look(first)
+    if seen in ("touches", "oom"):
+        while seen in ("touches", "oom") and value > max(1, first // REACH):
+            value //= 2
+            seen = look(value)
+    else:
+        last = None
+        while value < largest and (seen == "pays" or (seen == "wide" and last != "wide")):
+            value = min(2 * value, largest)
+            last, seen = seen, look(value)
+    for _ in range(num_refining):
+        found = bracket(list(points.values()))
+        middle = between(found["low"], found["high"]) if found else None
+        if middle is None or middle in points or look(middle) not in ("pays", "touches"):
+            break
+
+
+def between(low: int, high: int) -> int | None:
+    """Return the middle of two values on a log axis, a round number (kernels want multiples); None without one."""
+    step = 1 << max(0, (low // 8).bit_length() - 1)
+    middle = step * round(math.sqrt(low * high) / step)
+    return middle if low < middle < high else None
+
+
+def bracket(points: list[dict]) -> dict | None:
+    """Return the largest value that pays and the smallest above it without a gain.
+
+    Returns:
+        "low", "high" and "unclear": whether the interval at `high` holds both a gain and a loss. None where there are
+        no two such values, or where a settled point without a gain lies below one that pays.
+    """
+    points = sorted(points, key=lambda point: point["value"])
+    low = max((point["value"] for point in points if kind(point) == "pays"), default=None)
+    above = [point for point in points if low is not None and point["value"] > low and kind(point) == "touches"]
+    if not above or _contradictions(points):
+        return None
+    return {"low": low, "high": above[0]["value"], "unclear": above[0]["word"] == "unclear"}
+
+
+def _contradictions(points):
+    """Values without a gain, settled so, below one that pays."""
+    low = max((point["value"] for point in points if kind(point) == "pays"), default=0)
+    return [point["value"] for point in points if point["word"] in ("same", "slower") and point["value"] < low]
+
+
+def conclusion(points: list[dict], over: str, where: str | None, who: str = "graphs") -> dict:
+    """Return what the points say.
+
+    Args:
+        points: in any order.
+        over: the quantity.
+        where: the GPU's name; None for a CPU, of which nothing is claimed.
+        who: "graphs", or the name of a variant that is none.
+
+    Returns:
+        "crossover" of `bracket`, and "finding", one sentence.
+    """
+    if where is None:
+        return {"crossover": None, "finding": CPU_FINDING}
+    return {"crossover": bracket(points), "finding": _finding(points, over, where, who)}
+
+
+def _finding(points, over, where, who):
+    points = sorted(points, key=lambda point: point["value"])
+    pays = [point["value"] for point in points if kind(point) == "pays"]
+    flat = [point for point in points if kind(point) == "touches"]
+    found, odd, s = bracket(points), _contradictions(points), "" if who == "graphs" else "s"
+    if found:
+        text = f"{who} stop{s} paying between {over} {found['low']} and {found['high']} on {where}"
+        high = next(point for point in flat if point["value"] == found["high"])
+        return f"{text} ({high['value']} is unclear, {_gain(high)})" if found["unclear"] else text
+    if odd:
+        return f"not monotone: {who} pay{s} at {over} {_join(pays)}, not at {_join(odd)}, on {where}"
+    if pays:
+        return f"{who} still pay{s} at {over} {pays[-1]} on {where}, {_what_ends(points, pays[-1], over)}"
+    if any(point["word"] in ("same", "slower") for point in flat):
+        return f"{who} never paid at {_range(flat, over)} on {where}"
+    measured = [point for point in points if point["ratio"] is not None]
+    if measured:
+        return f"unclear whether {who} pay{s} at {_range(measured, over)} on {where}: every interval holds 1"
+    if not points:
+        return "no point was measured"
+    return "no point has a ratio: " + ", ".join(f"{over} {point['value']} {point['status']}" for point in points)
+
+
+def _what_ends(points, last, over):
+    above = [point for point in points if point["value"] > last]
+    if not above:
+        return "the largest measured"
+    if kind(above[0]) == "oom":
+        return "the largest that fits"
+    what = f"too noisy to say ({_gain(above[0])})" if kind(above[0]) == "wide" else above[0]["status"]
+    return f"and {over} {above[0]['value']} is {what}"
+
+
+def _range(points, over):
+    low, high = points[0]["value"], points[-1]["value"]
+    return f"{over} {low}" if low == high else f"{over} {low} to {high}"
+
+
+def _gain(point):
+    width = half_width(point)
+    return f"{point['ratio']:.3f}x" + (" of one cycle" if width is None else f" +-{100 * width:.1f} %")
+
+
+def _join(values):
+    return ", ".join(map(str, values))

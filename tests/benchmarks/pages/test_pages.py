@@ -1,0 +1,153 @@
+"""README.md, the models' READMEs and results/overview.*: tables as the runs say, links that lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ROOT, overview
+from benchmarks.files import runs
+from benchmarks.pages import published, readme, run_table, tables
+from tests.helpers.made_run import made_run, put, write
+
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(
+    path
+    for path in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("[!.]*/*.md"),
+        *ROOT.glob("results/archive/*.md"),
+        *ROOT.glob("*/*/*.md"),
+    )
+    if "runs" not in path.relative_to(ROOT).parts
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return runs.read(ROOT / "results")
+
+
+def test_pages_and_tables_are_what_the_runs_say(found):
+    """make readme makes them so."""
+    assert found.faults == [] and overview.wanted(found) == {}
+
+
+def test_the_front_page_is_short():
+    written = re.sub(r"<!-- table.*?<!-- end -->", "", README, flags=re.DOTALL)
+    # Tables may grow with what is measured.
+    assert len(README.splitlines()) <= 150 and len(written.split()) <= 1200
+
+
+def headings(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    names = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w\- ]", "", name).strip().lower().replace(" ", "-") for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in headings(target), link
+
+
+def test_every_figure_on_the_front_page_has_words():
+    figures = re.findall(r"!\[(.+?)\]\((.+?)\)", README, re.DOTALL)
+    assert figures and all(len(words.split()) > 4 and (ROOT / path).is_file() for words, path in figures)
+
+
+def test_the_sample_of_a_cpu_table_is_what_is_printed():
+    """Its times are of one machine; columns and words are those of today."""
+    (sample,) = re.findall(r"ends like this:\n\n((?:    .*\n)+)", README)
+    run = made_run(preset="tiny", gpus=(), device="cpu", cycles=3, unsupported=("graph_layer_te",))
+    own = run.builds[""].variants
+    own["graph_layer_te"].reason = "graph_layer_te needs a GPU and Transformer Engine: make te"
+    own["control"] = own["eager"]
+    printed = run_table.report(run).splitlines()
+    shown = sample.splitlines()
+    words = [re.sub(r"[\d.]+", "0", " ".join(line.split())) for line in printed]
+    assert words[0] == re.sub(r"[\d.]+", "0", " ".join(shown[0].split()))
+    assert words[-2:] == [re.sub(r"[\d.]+", "0", " ".join(line.split())) for line in shown[-3:-1]]
+    assert re.fullmatch(r"runs/cpux1/gpt3-tiny/\d{8}T\d{6}Z-[0-9a-f]{8}\.json  \(\d+ s\)", shown[-1].strip())
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables of made runs
+
+
+def table(kind, root, argument=""):
+    return readme._TABLES[kind](runs.read(root).rows, root / "README.md", argument)
+
+
+def test_each_model_has_one_row_and_submissions_without_a_run_say_so(tmp_path):
+    put(tmp_path, 0, ms={"graph_layer": 8.0})
+    put(tmp_path, 1, model="mine", ms={"graph_layer": 5.0})
+    lines = table("models", tmp_path).splitlines()[2:]
+    assert len(lines) == len(published.PUBLISHED) + 1
+    assert "| 10.00 | 8.00 | 1.250x |" in lines[0]
+    assert lines[-1].startswith("| [mine, bench](h200x1/gpt3-bench)") and "2.000x" in lines[-1]
+    assert sum("not measured in blocks yet" in line for line in lines) == len(published.PUBLISHED) - 1
+
+
+@pytest.mark.parametrize(("issue", "line"), [(13.0, 0), (10.0, 1), (5.0, 2)])
+def test_what_to_do_follows_from_issue_and_busy(tmp_path, issue, line):
+    put(tmp_path, 0, issue=(issue, 10.0))
+    lines = table("decide", tmp_path).splitlines()[2:]
+    assert [("gpt3/bench" in each) for each in lines] == [index == line for index in range(3)]
+
+
+def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
+    put(tmp_path, 0, ms={"graph_layer": 8.0})
+    assert table("nvidia", tmp_path).count("not measured yet") == len(published.PUBLISHED)
+    run = made_run(ms={"graph_layer": 8.0}, id="20261125T101509Z-a7d396c9")
+    own = run.builds[""].variants
+    own["graph_layer_te"] = own.pop("graph_layer")
+    write(run, tmp_path / "h200x1/gpt3-bench")
+    line = table("nvidia", tmp_path).splitlines()[2]
+    assert "graph_layer_te: 1.250x" in line and "a GPU's share of 8 of 96 layers" in line
+
+
+def test_a_capture_that_failed_is_not_called_unmeasured(tmp_path):
+    run = made_run()
+    own = run.builds[""].variants
+    own["graph_layer_te"] = own.pop("graph_layer")
+    own["graph_layer_te"].status, own["graph_layer_te"].reason, own["graph_layer_te"].blocks = "failed", "parity", []
+    write(run, tmp_path / "h200x1/gpt3-bench")
+    assert "graph_layer_te: failed: parity" in table("nvidia", tmp_path)
+
+
+def test_the_law_counts_what_lies_within_five_per_cent(tmp_path):
+    put(tmp_path, 0, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 8.1})
+    put(tmp_path, 1, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="c")
+    text = table("law", tmp_path)
+    assert text.startswith("In runs on 2 hosts, 1 of 2 graphs") and "1 gains up to 20.0 % less." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("<!-- table: law -->\n", "needs its own"), ("<!-- table: nope -->\n<!-- end -->\n", "no table 'nope'")],
+)
+def test_a_wrong_marker_is_named(tmp_path, text, said):
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(readme.ReadmeError, match=said):
+        readme.changed([], tmp_path)
+
+
+def test_without_any_run_the_tables_say_so(tmp_path):
+    for kind in readme._TABLES:
+        assert "measured" in readme._TABLES[kind]([], Path(tmp_path / "README.md"), "gpt3")
+
+
+def test_the_overview_hides_nothing(tmp_path):
+    put(tmp_path, 0, ms={"graph_layer": 8.0}, unsupported=("graph_x",))
+    (tmp_path / "h200x1/gpt3-bench/bad.json").write_text("{")
+    text = overview.page_of(runs.read(tmp_path), tmp_path / "overview.md")
+    assert "graph_x: unsupported (needs a GPU)" in text and "bad.json: no whole JSON" in text
+    assert all(line.count("|") <= len(tables.WIDE) + 3 for line in text.splitlines())

@@ -1,0 +1,57 @@
+"""benchmarks/slurm/collate: tables of what a job measured, and what became of its tasks."""
+
+import pytest
+
+from benchmarks.files import partial
+from benchmarks.slurm import collate
+from tests.helpers import made_run
+
+
+def task(root, status="0\n", **run):
+    """A task with a run; status: None of a task that did not come to its end."""
+    path = made_run.write(made_run.made_run(gpus=(), **run), root / "cpux1" / "gpt3-bench")
+    (root / "logs").mkdir(exist_ok=True)
+    if status is not None:
+        (root / "logs" / "job-9.status").write_text(status)
+    return path
+
+
+def test_tables_are_printed_and_what_failed_is_named(tmp_path, capsys):
+    for name, status in (("good", "0\n"), ("bad", "1\n"), ("killed", None)):
+        task(tmp_path / name, status)
+    (tmp_path / "empty").mkdir()
+    folders = [tmp_path / name for name in ("good", "bad", "killed", "empty", "missing")]
+    assert collate.main(["9", *map(str, folders)]) == 1
+    text = capsys.readouterr().out
+    failed = [line for line in text.splitlines() if line.startswith("failed: ")]
+    assert failed == [
+        f"failed: {tmp_path}/bad: ended with exit status 1",
+        f"failed: {tmp_path}/killed: did not come to its end (killed, cancelled, or never started)",
+        f"failed: {tmp_path}/empty: did not come to its end (killed, cancelled, or never started)",
+        f"failed: {tmp_path}/empty: no run",
+        f"failed: {tmp_path}/missing: did not come to its end (killed, cancelled, or never started)",
+        f"failed: {tmp_path}/missing: no run",
+    ]
+    assert "job 9: 1 of 5 tasks ended well" in text
+    assert text.count("\nvariant  ") == 3 and text.count("gpt3/bench  graph_layer") == 3
+    assert collate.main(["9", str(tmp_path / "good")]) == 0
+
+
+def test_a_run_that_was_begun_on_another_node_is_named(tmp_path, capsys):
+    path = task(tmp_path).with_name(f"other{partial.SUFFIX}")
+    path.touch()
+    assert collate.main(["9", str(tmp_path)]) == 0
+    assert f"not at its end: {path}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys, other):
+    path = task(tmp_path)
+    if other:
+        task(tmp_path, id="20261125T111500Z-a7d396c1")
+    path.chmod(0o644)
+    path.write_text(path.read_text()[:200])
+    assert collate.main(["9", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert f"failed: {tmp_path}: {path}: no whole JSON" in text and ("no run\n" in text) != other
+    assert ("graph_layer" in text) == other

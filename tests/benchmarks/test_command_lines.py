@@ -1,0 +1,133 @@
+"""Random command lines: an answer or one line and exit status 2, never a traceback.
+
+make test tries 50 of each program, make long 2,000 over all of them.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import itertools
+
+import pytest
+
+from benchmarks import ask, command, compare, gate, publish, run, submit, sweep
+from benchmarks.processes import launch
+from benchmarks.script import models
+from common import config
+from tests.helpers.made_run import put
+
+hypothesis = pytest.importorskip("hypothesis")
+st, given, settings = hypothesis.strategies, hypothesis.given, hypothesis.settings
+
+LONG_PATH = "x" * 300
+WORDS = ["", "-1", "0", "1", "2", "1e9", "nan", "inf", "all", "eager", "nope", "gpt3", "a,b", ",", "bench", "tiny"]
+NAMES = ["results", "/dev/null", "/", "..", LONG_PATH, f"/tmp/{LONG_PATH}", "loop"]
+ODD = ["a\nb", "\udcff", "$(id)", "`id`", "'; id"]
+VALUES = st.one_of(st.sampled_from([*WORDS, *NAMES, *ODD]), st.text(max_size=12))
+FLAGS = {
+    "run": ["model", "preset", "variants", "cycles", "minutes", "ngpu", "host-load", "out", "label", "limit-s"],
+    "sweep": ["model", "preset", "over", "variant", "values", "max", "refine", "minutes", "out", "ngpu"],
+    "submit": ["model", "preset", "nodes", "ngpu", "partition", "account", "time", "image", "sbatch", "over"],
+    "compare": ["wide", "model"],
+    "gate": ["against"],
+    "publish": ["into"],
+}
+
+
+# What makes a command line whole.
+ENOUGH = {
+    "run": ["--model", "rnnt"],
+    "sweep": ["--model", "rnnt", "--over", "batch"],
+    "submit": ["--model", "rnnt"],
+    "compare": ["root"],
+    "gate": ["root", "--against", "root"],
+    "publish": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
+}
+
+
+def words_for(program):
+    flag = st.sampled_from([f"--{name}" for name in FLAGS[program]])
+    pair = st.tuples(flag, VALUES).map(list)
+    joined = st.tuples(flag, VALUES).map(lambda both: ["=".join(both)])
+    parts = st.lists(st.one_of(pair, joined, VALUES.map(lambda word: [word])), max_size=4)
+    begin = st.sampled_from([[], *[ENOUGH[program]] * 3])
+    return st.tuples(begin, parts).map(lambda both: list(itertools.chain(both[0], *both[1])))
+
+
+def checked_run(argv):
+    """All of make bench but the measuring."""
+    args = run.parse(argv)
+
+    def work():
+        machine = launch.describe_here()
+        for name in run.chosen_models(args.model):
+            ask.ask_of(args, name, machine)
+        return 0
+
+    return command.exit_status("run", work, run.FAILURES)
+
+
+PROGRAMS = {
+    "run": checked_run,
+    "sweep": lambda argv: sweep.main(argv, runner=lambda words: (1, "")),
+    "submit": lambda argv: submit.main(["--dry-run", *argv]),
+    "compare": compare.main,
+    "gate": gate.main,
+    "publish": publish.main,
+}
+
+
+def checked_script(model):
+    """A training script until it would build something."""
+
+    def check(argv):
+        parts = [importlib.import_module(f"{model}.{name}") for name in ("config", "variants")]
+        config.parse(model, parts[0].Config, parts[0].PRESETS, parts[1].VARIANTS, argv)
+        return 0
+
+    return check
+
+
+for model in models():
+    PROGRAMS[model], ENOUGH[model] = checked_script(model), []
+    fields = dataclasses.fields(importlib.import_module(f"{model}.config").Config)
+    FLAGS[model] = [field.name.replace("_", "-") for field in fields] + ["preset", "variant", "steps", "record"]
+
+
+def try_lines(program, folder, examples):
+    put(folder / "root", 0)
+    (folder / "loop").symlink_to("loop")
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @given(words_for(program))
+    def once(words):
+        words = [word for word in words if word != "results"] if program == "publish" else words
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = PROGRAMS[program](words)
+            except SystemExit as end:
+                status = end.code
+        assert status in (0, 1, 2, None), (words, status)
+        assert "Traceback" not in err.getvalue()
+        if status == 2:
+            assert err.getvalue().strip(), words
+
+    once()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+
+
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_a_random_command_line_is_answered(tmp_path, program):
+    try_lines(program, tmp_path, 50)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_two_thousand_random_command_lines_are_answered(tmp_path, program):
+    try_lines(program, tmp_path, 400)

@@ -1,0 +1,194 @@
+"""make publish: which run files are evidence, and where their copies lie.
+
+pytest tests/benchmarks/test_publish.py
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import publish
+from benchmarks.files import run_file
+from benchmarks.files.run_file import Damaged
+from common.machine import source
+from tests.helpers.made_run import made_run, write
+
+GROUP = "h200x1/gpt3-bench"
+
+
+@pytest.fixture
+def results(tmp_path):
+    return tmp_path / "results"
+
+
+@pytest.fixture(autouse=True)
+def commits(monkeypatch):
+    """The repository knows the commit c, whose source is h."""
+    monkeypatch.setattr(publish, "last_commits", lambda number, root: [])
+    monkeypatch.setattr(publish, "source_hash_of_commit", lambda sha, root: "h" if sha == "c" else None)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """made(...): the path of a run file in runs/."""
+    return lambda folder=GROUP, **more: write(made_run(**more), tmp_path / "runs" / folder)
+
+
+def refused(path, results):
+    """Why it is refused, of one line; nothing was written."""
+    before = sorted(results.rglob("*"))
+    with pytest.raises((publish.Refused, Damaged)) as caught:
+        publish.publish(path, results)
+    assert str(caught.value).count("\n") == 0 and sorted(results.rglob("*")) == before
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is published, and where
+
+
+def test_a_run_is_copied_byte_for_byte_under_its_machine_and_folder(made, results):
+    path = made()
+    target = publish.publish(path, results)
+    assert target == results / GROUP / path.name and target.read_bytes() == path.read_bytes()
+    assert target.stat().st_mode & 0o222 == 0
+    assert publish.publish(path, results) == target
+
+
+def test_the_folder_follows_from_the_run_and_not_from_where_its_file_lies(made, results):
+    run = {"label": "batch-2", "gpus": [{"name": "NVIDIA H100 80GB HBM3"}] * 2, "ranks": 2}
+    assert publish.publish(made("elsewhere", **run), results).parent == results / "h100x2" / "gpt3-bench-batch-2"
+
+
+def test_eight_quiet_cycles_beside_eight_busy_ones_are_enough(made, results):
+    assert publish.publish(made(busy=16), results).is_file()
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({"preset": "tiny"}, "preset tiny"),
+        ({"preset": "tiny_pp"}, "preset tiny_pp"),
+        ({"gpus": ()}, "on a CPU"),
+        ({"gpus": ({"uuid": "GPU-1"},)}, "host.gpus is not named"),
+        ({"source": {"commit": "c", "clean": False, "hash": "changed"}}, "a tree with changes"),
+        ({"source": {"commit": None, "clean": True}}, "an unknown commit"),
+        ({"source": {"commit": "deadbeef", "clean": True, "hash": "x"}}, "an unknown commit"),
+        ({"source": {"commit": "c", "clean": True}}, "an unknown commit"),
+        ({"source": {}}, "an unknown commit"),
+        ({"cycles": 7}, "7 whole cycles"),
+        ({"cycles": 7, "busy": 16}, "7 whole cycles on a quiet host"),
+        ({"id": "../../x"}, "cannot be the name of a file"),
+        ({"model": "../gpt3"}, "cannot be the name of a file"),
+        ({"label": "a/b"}, "cannot be the name of a file"),
+        ({"label": "a\nb"}, "label is not a name"),
+    ],
+)
+def test_what_is_no_evidence_is_refused(tmp_path, results, run, said):
+    path = tmp_path / "run.json"
+    path.write_text(run_file.as_text(made_run(**run)))
+    assert said in refused(path, results)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda run: dataclasses.replace(run, whole=False), "ended before"),
+        (lambda run: dataclasses.replace(run, builds={}), "no build"),
+        (
+            lambda run: dataclasses.replace(
+                run, builds={**run.builds, "fp8": dataclasses.replace(run.builds[""], cycles=3)}
+            ),
+            "build fp8 has 3 whole cycles",
+        ),
+        (
+            lambda run: dataclasses.replace(run, builds={"": dataclasses.replace(run.builds[""], base="graph_layer")}),
+            "eager is not measured",
+        ),
+    ],
+)
+def test_a_run_that_is_not_whole_is_refused(tmp_path, results, change, said):
+    path = tmp_path / "run.json"
+    path.write_text(run_file.as_text(change(made_run())))
+    assert said in refused(path, results)
+
+
+def test_links_are_refused_wherever_they_stand(made, tmp_path, results):
+    path = made()
+    for link, target in (
+        (tmp_path / "runs" / GROUP / "link.json", path),
+        (tmp_path / "runs" / "h200x1" / "link", path.parent),
+        (tmp_path / "runs" / "link", path.parents[1]),
+    ):
+        link.symlink_to(target)
+        inside = path.relative_to(target) if target != path else ""
+        assert "link" in refused(link / inside, results)
+    (results / "h200x1").mkdir(parents=True)
+    (results / GROUP).symlink_to(tmp_path)
+    assert "nothing is written there" in refused(path, results)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[" * 200_000, b'{"schema":2}', b"\xff\xfe", None])
+def test_damaged_and_foreign_files_are_refused(made, results, damage):
+    path = made()
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
+    assert str(path) in refused(path, results)
+
+
+def test_a_fifo_a_folder_and_nothing_are_refused(tmp_path, results):
+    os.mkfifo(tmp_path / "fifo.json")
+    for name in ("fifo.json", ".", "none.json"):
+        assert refused(tmp_path / name, results)
+
+
+def test_a_name_that_is_taken_by_other_content_is_refused(made, results):
+    target = publish.publish(made(), results)
+    before = target.read_bytes()
+    other = made("other", end_utc="x", flags=["--batch", "2"])
+    assert "published with other content" in refused(other, results)
+    assert target.read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_command_copies_what_it_can_and_says_the_rest_in_a_line_each(made, tmp_path, results, capsys):
+    good, bad = made(), tmp_path / "a\nb\x1b[2J.json"
+    status = publish.main([str(bad), str(good), str(tmp_path / "none.json"), "--into", str(results)])
+    said = capsys.readouterr()
+    assert status == 1 and said.out.splitlines()[0] == str(results / GROUP / good.name)
+    assert [line.startswith("python -m benchmarks.publish: ") for line in said.err.splitlines()] == [True, True]
+    assert "\x1b" not in said.err
+    assert publish.main([str(good), "--into", str(results)]) == 0
+
+
+def test_a_folder_is_no_run(tmp_path, results, capsys):
+    assert publish.main([str(tmp_path), "--into", str(results)]) == 1
+    assert "no regular file" in capsys.readouterr().err and not results.exists()
+
+
+def test_publishing_a_run_imports_no_table_code():
+    code = "import sys; from benchmarks import publish; print({'pandas', 'torch'} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout == "set()\n", answer.stderr
+
+
+def test_a_tree_that_git_calls_changed_counts_where_its_hash_is_a_commit(monkeypatch):
+    """A copy of a commit may lie beside the .git of another one."""
+    monkeypatch.setattr(publish, "last_commits", lambda number, root: ["newer", "older"])
+    monkeypatch.setattr(publish, "source_hash_of_commit", lambda sha, root: {"newer": "aaaa", "older": "bbbb"}.get(sha))
+    assert publish.is_committed({"clean": False, "commit": "other", "hash": "bbbb"})
+    assert not publish.is_committed({"clean": False, "commit": "other", "hash": "cccc"})
+    assert not publish.is_committed({"clean": False, "commit": "other"})
+
+
+def test_the_hash_of_a_commit_here_is_found(monkeypatch):
+    monkeypatch.setattr(publish, "last_commits", source.last_commits)
+    monkeypatch.setattr(publish, "source_hash_of_commit", source.source_hash_of_commit)
+    (sha,) = source.last_commits(1)
+    assert publish.is_committed({"clean": False, "commit": None, "hash": source.source_hash_of_commit(sha)})

@@ -1,0 +1,193 @@
+"""`make bench`: cycles of blocks on the CPU, with a model whose variants are sound, lie or break."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from benchmarks import run
+from benchmarks.files import partial, run_file
+from benchmarks.processes import supervisor
+from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, start, wait_for, workers
+from tests.helpers.processes import until
+from tests.lying_model.variants import BREAKS, LIARS
+from tests.lying_model.variants import SOUND as ALL_SOUND
+
+SOUND = [name for name in ALL_SOUND if "room" not in name]
+# Their threads, memory or late updates would be seen in the blocks of others.
+DISTURBING = ("late_work", "late_update", "leak", "threads", "clock", "few_steps")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """All sound variants, in three quiet cycles and three beside a busy process."""
+    out = tmp_path_factory.mktemp("sound")
+    return bench(out, ["eager", *SOUND], "--host-load", 1), out
+
+
+def test_sound_variants_pass_and_train_alike(sound):
+    done, out = sound
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, own in only_variants(out).items():
+        assert (own.status, own.reason) == ("pass", ""), name
+        if name != "control":
+            assert (own.parity.result, own.parity.after) == ("bitwise", "bitwise")
+
+
+def test_a_run_is_one_file_that_may_not_be_written(sound):
+    _, out = sound
+    (path,) = out.rglob("*.json")
+    assert path.stat().st_mode & 0o222 == 0
+    assert not list(out.rglob(f"*{partial.SUFFIX}"))
+    assert json.loads(run_file.as_text(run_file.read(path))) == json.loads(path.read_text())
+
+
+def test_blocks_of_a_build(sound):
+    """A cycle has the base first and last and another order each time. All make the same steps in one process."""
+    (build,) = only_run(sound[1]).builds.values()
+    rows = [(block.cycle, block.place, name) for name, own in build.variants.items() for block in own.blocks]
+    orders = [[name for cycle, _, name in sorted(rows) if cycle == number] for number in range(6)]
+    for order in orders:
+        assert order[0] == order[-1] == build.base
+        assert sorted(order) == sorted([*build.variants, build.base])
+    assert len(set(map(tuple, orders))) > 1
+    blocks = [block for own in build.variants.values() for block in own.blocks]
+    assert len({(b.steps, b.untimed_steps, b.drained_steps, b.process) for b in blocks}) == 1
+    assert {(b.cycle, b.busy_processes) for b in blocks} == {(cycle, cycle % 2) for cycle in range(6)}
+
+
+def test_the_printed_table(sound):
+    done, _ = sound
+    assert "quiet cycles:" in done.stdout and "beside 1 busy processes:" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("graph_")]
+    assert len(rows) == 2 * 4
+    for row in rows:
+        assert float(row[1]) / float(row[2]) == pytest.approx(float(row[3].rstrip("x")), rel=0.02)
+    assert max(len(line) for line in done.stdout.splitlines() if ".json" not in line) <= 100
+
+
+def test_liars_are_named_with_what_they_did(tmp_path):
+    names = [name for name in LIARS if name not in DISTURBING]
+    done = bench(tmp_path, ["eager", "graph_step", *names], "--cycles", 1, "--no-control")
+    variants = only_variants(tmp_path)
+    assert done.returncode == 1
+    assert variants["graph_step"].status == "pass", variants["graph_step"].reason
+    for name in names:
+        said = variants[name].reason
+        assert variants[name].status == "failed" and (LIARS[name] in said or "parity" in said), (name, said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("late_work",), ("late_update",), DISTURBING[2:]], ids=",".join)
+def test_a_liar_that_disturbs_others_is_named(names, tmp_path):
+    bench(tmp_path, ["eager", *names])
+    variants = only_variants(tmp_path)
+    # Several checks see it, in an order that depends on the host.
+    assert [variants[name].status for name in names] == ["failed"] * len(names), variants
+
+
+@pytest.mark.slow
+def test_what_breaks_is_left_out_and_the_rest_is_measured(tmp_path):
+    done = bench(tmp_path, ["eager", "graph_step", *BREAKS], "--limit-s", 8)
+    variants = only_variants(tmp_path)
+    assert done.returncode == 1
+    assert variants["graph_step"].status == "pass" and len(variants["graph_step"].blocks) == 3
+    for name, said in BREAKS.items():
+        assert variants[name].status != "pass" and said in variants[name].reason, (name, variants[name].reason)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
+    done = bench(tmp_path, ["eager", "graph_room", "graph_room_too"], "--cycles", 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each block has a process of its own" in done.stdout
+    variants = only_variants(tmp_path)
+    for own in variants.values():
+        assert own.apart and own.status == "pass" and len(own.blocks) >= 2, own.reason
+    processes = [block.process for own in variants.values() for block in own.blocks]
+    assert len(set(processes)) == len(processes)
+
+
+# ------------------------------------------------------------------------------------------------
+# Kills
+
+
+def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
+    more = (["eager", "graph_step"], "--cycles", 4)
+    first = start(tmp_path, *more)
+    wait_for(first, "cycle 1 of 4")
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate(timeout=240)
+    assert first.returncode == 130 and "the same command goes on" in said
+    (path,) = tmp_path.rglob(f"*{partial.SUFFIX}")
+    facts = [json.loads(line) for line in path.read_bytes().splitlines()]
+    kept = next(fact for fact in facts if fact["fact"] == "block" and fact["variant"] == "graph_step")
+
+    second = start(tmp_path, *more)
+    assert "goes on with" in wait_for(second, "cycle 3 of 4")
+    sockets = set(workers().values())
+    second.kill()
+    second.wait()
+    assert until(lambda: not sockets & set(workers().values()), 60), "a worker is left"
+    # A kill within a write leaves half a line.
+    with open(path, "ab") as file:
+        file.write(b'{"fact":"block","ms"')
+
+    third = bench(tmp_path, *more)
+    assert "goes on with" in third.stdout and third.returncode == 0, third.stdout + third.stderr
+    blocks = only_variants(tmp_path)["graph_step"].blocks
+    assert [b.cycle for b in blocks] == [0, 1, 2, 3] and len({b.process for b in blocks}) == 3
+    assert blocks[0].ms == kept["ms"]
+
+
+def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp_path):
+    process = start(tmp_path, ["eager", "graph_step", "segfault"], "--cycles", 3, "--no-control")
+    wait_for(process, "cycle 1 of 3")
+    for pid in workers().keys() & set(supervisor.descendants(process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=240)
+    variants = only_variants(tmp_path)
+    assert (variants["segfault"].status, variants["segfault"].reason) == ("failed", "the worker was ended by SIGSEGV")
+    assert variants["eager"].status == variants["graph_step"].status == "pass"
+    blocks = variants["graph_step"].blocks
+    assert [b.cycle for b in blocks] == [0, 1, 2] and len({b.process for b in blocks}) == 2
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line, and several ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "nope"], "unknown model 'nope'"),
+        (["--model", MODEL, "--variants", "graph"], "variant 'graph' is now 'graph_step'"),
+        (["--model", MODEL, "--variants", "nope"], "unknown variant 'nope'"),
+        (["--model", MODEL, "--layers", "4"], "flags of the training script come after --, as in -- --layers 4"),
+        (["--model", MODEL, "--cycles", "0"], "'0' is not a number of cycles"),
+        (["--model", MODEL, "--preset", "bench"], "needs an NVIDIA GPU"),
+        (["--model", MODEL, "--", "--width", "x"], "'x' is not of type int"),
+        (["--model", MODEL, "--out", "results/x"], "results/ grows by make publish"),
+    ],
+)
+def test_a_mistake_is_one_line(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(run.command.signal, "signal", lambda *_: None)
+    try:
+        status = run.main(words)
+    except SystemExit as end:
+        status = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and said in line
+
+
+def test_ranks_measure_the_same_blocks(tmp_path):
+    done = bench(tmp_path, ["eager", "graph_step"], "--ngpu", 2, "--cycles", 1, "--no-control")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert only_run(tmp_path).ranks == 2
+    assert [len(own.blocks) for own in only_variants(tmp_path).values()] == [2, 1]
+
+
+def test_a_rank_that_dies_is_named(tmp_path):
+    done = bench(tmp_path, ["eager"], "--ngpu", 2, "--cycles", 1, "--no-control", flags=["--die-rank", "1"])
+    assert done.returncode == 1 and "rank 1" in done.stdout, done.stdout + done.stderr

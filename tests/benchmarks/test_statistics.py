@@ -1,0 +1,117 @@
+"""benchmarks.statistics: ratios of a run, their intervals and words, the predicted gain, and the stopping rule."""
+
+import itertools
+import math
+
+import pytest
+
+from benchmarks import statistics as numbers
+
+CYCLES = [((100.0, 104.0), 81.0), ((99.0, 107.5), 80.0), ((103.0, 98.0), 79.3), ((101.7, 102.1), 80.9)]
+
+
+def ratio(low, high, cycles=8):
+    """A Ratio with these ends."""
+    middle = math.sqrt(low * high)
+    return numbers.Ratio(middle, low, high, high / middle - 1, cycles, 10 * middle, 10.0)
+
+
+def test_base_ms_over_variant_ms_is_the_ratio_exactly():
+    for count in range(1, 5):
+        found = numbers.ratio_of(CYCLES[:count])
+        assert found.base_ms / found.variant_ms == found.ratio
+        assert found.cycles == count
+
+
+def test_ms_are_geometric_means_in_which_each_cycle_counts_the_same():
+    found = numbers.ratio_of([((2.0, 8.0), 1.0), ((9.0,), 4.0)])
+    assert (found.base_ms, found.variant_ms) == pytest.approx((6.0, 2.0))
+
+
+def test_interval_is_students_t_on_the_log_ratios_of_cycles():
+    # Log ratios 0, 0.01, 0.02, 0.03: standard error 0.0129099 / 2; t of 3 degrees of freedom, from a printed table.
+    found = numbers.ratio_of([((100.0, 100.0), 100 * math.exp(-0.01 * place)) for place in range(4)])
+    half = 3.182446 * 0.01290994 / 2
+    assert found.half_width == pytest.approx(math.expm1(half), rel=1e-6)
+    assert (found.low, found.high) == pytest.approx((math.exp(0.015 - half), math.exp(0.015 + half)), rel=1e-6)
+
+
+def test_exchanging_base_and_variant_inverts_ratio_and_interval():
+    one = numbers.ratio_of([((base[0],), variant) for base, variant in CYCLES])
+    other = numbers.ratio_of([((variant,), base[0]) for base, variant in CYCLES])
+    assert (1 / other.ratio, 1 / other.high, 1 / other.low) == pytest.approx((one.ratio, one.low, one.high))
+
+
+def test_one_cycle_has_an_interval_without_bounds():
+    found = numbers.ratio_of(CYCLES[:1])
+    assert (found.low, found.high, found.half_width) == (0, math.inf, math.inf)
+    assert numbers.word(found) == "unclear"
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_are_not_positive_and_finite_are_refused(wrong):
+    calls = [
+        lambda: numbers.ratio_of([*CYCLES, ((1.0, 1.0), wrong)]),
+        lambda: numbers.ratio_of([*CYCLES, ((wrong, 1.0), 1.0)]),
+        lambda: numbers.predicted_gain(wrong, 1.0),
+        lambda: numbers.predicted_gain(1.0, wrong),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="positive and finite"):
+            call()
+
+
+def test_nothing_measured_is_refused():
+    for call in (lambda: numbers.ratio_of([]), lambda: numbers.across_hosts([])):
+        with pytest.raises(ValueError, match="at least one"):
+            call()
+    with pytest.raises(ValueError, match="at least one"):
+        numbers.ratio_of([((), 1.0)])
+
+
+def test_hosts_are_a_geometric_mean_and_a_range_and_from_three_on_an_interval():
+    two = numbers.across_hosts([ratio(1.9, 2.1), ratio(7.9, 8.1)])
+    assert two.ratio == pytest.approx(math.sqrt(two.lowest * two.highest))
+    assert (two.low, two.high) == (None, None)
+    hosts = [ratio(0.98, 1.0 / 0.98), ratio(1.2, 1.3), ratio(1.05, 1.1)]
+    three = numbers.across_hosts(hosts)
+    assert three.ratios == tuple(host.ratio for host in hosts)
+    assert (three.lowest, three.highest) == (hosts[0].ratio, hosts[1].ratio)
+    as_cycles = numbers.ratio_of([((host.ratio,), 1.0) for host in hosts])
+    assert (three.ratio, three.low, three.high) == pytest.approx((as_cycles.ratio, as_cycles.low, as_cycles.high))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.996, 1.004, "same"),
+        (1.001, 1.004, "same"),  # before faster
+        (0.996, 0.999, "same"),  # before slower
+        (1.001, 1.006, "faster"),
+        (0.994, 0.999, "slower"),
+        (0.996, 1.006, "unclear"),
+        (0.994, 1.004, "unclear"),
+    ],
+)
+def test_words(low, high, expected):
+    assert numbers.word(ratio(low, high)) == expected
+    exchanged = {"faster": "slower", "slower": "faster"}.get(expected, expected)
+    assert numbers.word(ratio(1 / high, 1 / low)) == exchanged
+
+
+def test_predicted_gain():
+    assert numbers.predicted_gain(30.0, 10.0) == 3
+    assert numbers.predicted_gain(5.0, 10.0) == 1
+
+
+def test_auto_goes_on_until_every_ratio_is_narrow_and_has_eight_cycles():
+    narrow, wide = ratio(1.999, 2.001), ratio(1.97, 2.03)
+    assert numbers.enough([narrow, narrow])
+    assert not numbers.enough([narrow, wide])
+    assert not numbers.enough([narrow, ratio(1.999, 2.001, cycles=7)])
+    assert not numbers.enough([])
+
+
+def test_auto_never_looks_at_the_sign():
+    for width, middle in itertools.product((0.004, 0.006), (0.5, 0.99, 1.0, 1.01, 2.0)):
+        assert numbers.enough([ratio(middle / (1 + width), middle * (1 + width))]) == (width < 0.005)

@@ -1,0 +1,24 @@
+"""Configuration of the lying model."""
+
+from dataclasses import dataclass
+
+from common.config import Timing, needs, option
+from common.training.parallel.groups import Parallel
+from common.variant_table import about
+from tests.lying_model.variants import VARIANTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Parallel, Timing):
+    width: int = option(64, "of both layers")
+    batch: int = option(32, "rows of a batch")
+    period: int = option(1, "batches of so many sizes rotate")
+    die_rank: int = option(-1, "this rank dies in the tenth step of a block")
+
+
+PRESETS = {"tiny": Config(), "bench": Config()}
+ABOUT = {
+    **about(VARIANTS),
+    "sweeps": {"batch": ["batch"], "size": ["width", "batch"]},
+    "presets_need": lambda preset, config: needs(preset == "bench"),
+}
