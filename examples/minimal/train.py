@@ -1,0 +1,146 @@
+"""The smallest model here: a two-layer transformer whose whole training step is one CUDA graph. Start yours from it.
+
+for step in range(num_steps):
+    batch.copy_(tokens(step))                                 # not captured: each batch lies elsewhere on the host
+    loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])  # captured from here
+    loss.backward(); clip(gradients); adamw.step()            # to here
+
+python -m examples.minimal.train --variant graph_step         trains
+make bench MODEL=examples/minimal                             measures eager against graph_step
+"""
+
+# ruff: noqa: E402 - torch is imported once the command line has been read
+from dataclasses import dataclass
+
+from common.config import option, parse
+from common.variant_table import Declared, about, table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    width: int = option(64, "width of the model")
+    batch: int = option(4, "sequences in a step")
+    tokens: int = option(32, "tokens of a sequence")
+    min_steps: int = option(50, "steps of a run, unless --steps says otherwise")
+
+
+PRESETS = {"tiny": Config(), "bench": Config(width=512, batch=8, tokens=256)}
+HERE = "examples.minimal.train:"
+EAGER = {"make": "common.variant:Eager", "options": {"step": f"{HERE}eager_step"}}
+STEP = {"make": f"{HERE}GraphedStep", "graphs": 1, "replays": 1}
+VARIANTS = table(
+    Declared("eager", "kernels launched one by one", "eager", parity="bitwise", **EAGER),
+    Declared("graph_step", "the whole step in one graph", "graph", parity="bitwise", **STEP),
+)
+
+if __name__ == "__main__":
+    args = parse("examples.minimal", Config, PRESETS, VARIANTS, about=about(VARIANTS))  # needs no torch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common.capture.pool import Pool
+from common.script.main import main
+from common.variant import Capture, Workload, warm_up
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)  # one head
+        future = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).triu(1)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")).softmax(-1)
+        x = x + self.out(weights @ v)
+        return x + self.mlp(x)
+
+
+class State:
+    """All that a step reads and writes. Tensors stay where they are, for a graph holds their addresses."""
+
+    def __init__(self, config: Config, device: torch.device):
+        torch.manual_seed(0)
+        self.device, width, self.reports = device, config.width, {}
+        self.model = nn.Sequential(nn.Embedding(256, width), Layer(width), Layer(width), nn.Linear(width, 256)).to(
+            device
+        )
+        self.batch = torch.zeros(config.batch, config.tokens + 1, dtype=torch.int64, device=device)
+        self.parameters = list(self.model.parameters())
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True, capturable=device.type == "cuda")
+        self.optimizer.step()  # makes its moments
+        self.moments = [tensor for own in self.optimizer.state.values() for tensor in own.values()]
+        self.start = [parameter.detach().clone() for parameter in self.parameters]
+
+    def reset(self):
+        torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self.start)
+        torch._foreach_zero_(self.moments)
+
+    def named_state(self):
+        return [(str(index), tensor) for index, tensor in enumerate([*self.parameters, *self.moments])]
+
+    def read_losses(self, count):
+        return [float(self.reports[index][0]) for index in range(count)]
+
+    def read_grad_norms(self, count):
+        return [float(self.reports[index][1]) for index in range(count)]
+
+    def batch_class(self, index):
+        return 0  # all batches have one shape
+
+
+def load(state: State, index: int):
+    tokens = torch.randint(256, state.batch.shape, generator=torch.Generator().manual_seed(index))
+    state.batch.copy_(tokens, non_blocking=True)
+
+
+def training_step(state: State):
+    """What `graph_step` captures: from the batch to new weights. Nothing in it waits for the device."""
+    state.optimizer.zero_grad(set_to_none=False)  # gradients keep their addresses
+    loss = F.cross_entropy(state.model(state.batch[:, :-1]).flatten(0, 1), state.batch[:, 1:].flatten())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(state.parameters, 1.0)
+    state.optimizer.step()
+    return loss.detach(), norm
+
+
+def eager_step(state: State, index: int):
+    load(state, index)
+    state.reports[index] = training_step(state)
+
+
+class GraphedStep:
+    def __init__(self, state: State):
+        self.state, self.pool = state, Pool(state.device)  # as torch.cuda.graph; without a GPU a host graph
+        self.capture = Capture(strategy="the whole step", pools=[self.pool])
+        warm_up(state, self.capture, eager_step)  # libraries choose their kernels
+        with self.capture.timed("capture_s"):
+            self.graph, self.report = self.pool.capture(lambda: training_step(state), (state.batch,))
+
+    def step(self, index: int):
+        load(self.state, index)
+        self.graph.replay()
+        self.state.reports[index] = tuple(tensor.clone() for tensor in self.report)  # the next replay overwrites it
+
+    def replays_of(self, index: int) -> int:
+        return 1
+
+    def close(self):
+        self.pool.release()
+
+
+def workload(args, device: torch.device, rank: int, world_size: int):
+    tokens = args.config.batch * args.config.tokens
+    made = {"build": State, "variants": VARIANTS, "reference": eager_step, "items_per_step": tokens, "unit": "tokens"}
+    return args, Workload(model="examples.minimal", **made)
+
+
+if __name__ == "__main__":
+    main("examples.minimal", args, workload)
