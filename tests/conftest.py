@@ -12,6 +12,9 @@ import pytest
 # A shell that starts tests in the background lets them ignore Ctrl-C, and what they start would inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So does nohup with SIGHUP. A handler is not inherited, and this one does nothing.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 # Before any test imports torch: processes of one test share few cores, and idle threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,10 +1,10 @@
-""".ci/run and .ci/check_records.py: what they run, what they refuse, and what their last line says.
+""".ci/run and .ci/check_run.py: what they run, what they refuse, and what their last line says.
 
 pytest tests/test_ci.py
 """
 
+import dataclasses
 import importlib.util
-import json
 import shutil
 import subprocess
 import time
@@ -12,125 +12,96 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sessions
-from common import record as records
+from benchmarks.files import run_file
+from tests.helpers.made_run import made_run, write
 
 CI = Path(__file__).resolve().parent.parent / ".ci"
-VARIANTS = ["eager", "graph", "graph_te"]
-SESSION = "20261122T031500Z-13f405-cpu0"
 
-spec = importlib.util.spec_from_file_location("check_records", CI / "check_records.py")
-check_records = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_records)
-
-
-def write(session, variant, number, status="pass", parity="bitwise", attempt=1, **extra):
-    record = records.blank(variant=variant, round=number, status=status, attempt=attempt)
-    record["message"] = extra.pop("message", "")
-    record["numerics"]["parity"] = parity
-    record["extra"].update(extra)
-    suffix = ".t1.json" if extra else ".json"
-    records.write(session / records.file_name(variant, number, attempt).replace(".json", suffix), record)
+spec = importlib.util.spec_from_file_location("check_run", CI / "check_run.py")
+check_run = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(check_run)
 
 
 @pytest.fixture
-def session(tmp_path):
-    """Two rounds, still open, as they are on a machine without a GPU: graph_te cannot run."""
-    path = tmp_path / "cpux1" / "gpt3-tiny" / f"{SESSION}.open"
-    for variant in ("eager", "graph"):
-        for number in range(3):
-            write(path, variant, number)
-    write(path, "graph_te", 0, status="unsupported", parity=None)
-    sessions.write_meta(path, {"schema": 1, "session": SESSION})
-    return path
+def run():
+    """As on a machine without a GPU: three cycles, and graph_layer_te cannot run."""
+    return made_run(preset="tiny", gpus=(), cycles=3, unsupported=("graph_layer_te",))
 
 
-def find_faults(session):
-    """Of the session, packed."""
-    sessions.pack(session, "complete")
-    faults = check_records.find_faults(session.parents[2], VARIANTS, ["eager", "graph"], 2)
-    assert all(fault.startswith(f"{SESSION}: ") for fault in faults)
-    return [fault.removeprefix(f"{SESSION}: ") for fault in faults]
+def faults_of(run, num_cycles=3):
+    return check_run.run_faults(run, ["eager", "graph_layer"], num_cycles)
+
+
+def variant(run, name="graph_layer"):
+    return run.builds[""].variants[name]
 
 
 # ------------------------------------------------------------------------------------------------
-# check_records.py
+# check_run.py
 
 
-def test_whole_and_sound_records_have_no_fault(session):
-    assert find_faults(session) == []
+def test_a_whole_and_sound_run_has_no_fault(run, tmp_path):
+    assert faults_of(run) == []
+    write(run, tmp_path / "cpux1" / "gpt3-tiny")
+    assert check_run.find_faults(tmp_path, ["eager", "graph_layer"], 3) == []
 
 
-@pytest.mark.parametrize("name", ["eager.r0", "eager.r2", "graph.r1", "graph_te.r0"])
-def test_missing_record(session, name):
-    (session / f"{name}.json").unlink()
-    assert find_faults(session)[0] == f"{name} is missing"
+@pytest.mark.parametrize("status", [status for status in run_file.STATUSES if status != "pass"])
+def test_status_other_than_pass(run, status):
+    variant(run).status, variant(run).reason = status, "the reason"
+    assert faults_of(run) == [f"graph_layer: {status}: the reason"]
 
 
-@pytest.mark.parametrize("status", [status for status in records.STATUSES if status != "pass"])
-def test_status_other_than_pass(session, status):
-    write(session, "graph", 1, status=status, message="the reason")
-    assert find_faults(session) == [f"graph.r1: {status}: the reason"]
+def test_variant_that_may_be_unsupported_must_pass_where_it_runs(run):
+    variant(run, "graph_layer_te").status = "oom"
+    variant(run, "graph_layer_te").reason = "no memory"
+    assert faults_of(run) == ["graph_layer_te: oom: no memory"]
 
 
-def test_variant_that_may_be_unsupported_must_pass_where_it_runs(session):
-    for number in range(3):
-        write(session, "graph_te", number, parity="differs")
-    write(session, "graph_te", 2, status="oom", parity=None, message="no memory")
-    assert find_faults(session) == ["graph_te.r2: oom: no memory"]
+@pytest.mark.parametrize("name", ["eager", "graph_layer"])
+@pytest.mark.parametrize(
+    ("result", "after"), [("2.1e-05", "bitwise"), ("bitwise", "differs by 1.0"), ("bitwise", ""), (None, None)]
+)
+def test_parity_other_than_bitwise(run, name, result, after):
+    own = variant(run, name)
+    own.parity = None if result is None else dataclasses.replace(own.parity, result=result, after=after)
+    (fault,) = faults_of(run)
+    assert fault.startswith(f"{name}: parity is ") and fault.endswith("not bitwise")
 
 
-@pytest.mark.parametrize("parity", [None, "differs"])
-@pytest.mark.parametrize(("variant", "number"), [("eager", 0), ("graph", 0), ("graph", 2)])
-def test_parity_other_than_bitwise(session, variant, number, parity):
-    write(session, variant, number, parity=parity)
-    assert find_faults(session) == [f"{variant}.r{number}: parity is {parity}, not bitwise"]
+def test_cycles_that_are_missing(run):
+    assert "3 cycles, not 8" in faults_of(run, 8)
+    variant(run).blocks.pop()
+    assert faults_of(run) == ["graph_layer: blocks in 2 cycles, not 3"]
 
 
-def test_a_failed_try_that_was_made_once_more_and_a_second_attempt_are_no_fault(session):
-    write(session, "graph", 1, status="failed", superseded=True)
-    write(session, "graph", 1, attempt=2)
-    assert find_faults(session) == []
+def test_a_variant_that_is_missing_and_a_run_that_ended_early(run):
+    del run.builds[""].variants["graph_layer"]
+    run.whole = False
+    assert faults_of(run) == ["it ended early", "graph_layer is missing"]
 
 
-def test_a_second_attempt_alone_is_no_run(session):
-    (session / "graph.r1.json").unlink()
-    write(session, "graph", 1, attempt=2)
-    assert find_faults(session) == ["graph.r1 is missing"]
+def test_none_two_damaged_and_unsealed_files_are_faults(run, tmp_path):
+    def faults():
+        return check_run.find_faults(tmp_path / "runs", [], 3)
+
+    assert faults() == [f"0 run files below {tmp_path}/runs, not one"]
+    path = write(run, tmp_path / "runs" / "cpux1" / "gpt3-tiny")
+    path.chmod(0o644)
+    assert faults() == [f"{path.name} is not sealed, it may be written"]
+    path.chmod(0o444)
+    second = write(dataclasses.replace(run, id="20261125T111500Z-a7d396aa"), path.parent)
+    assert faults() == [f"2 run files below {tmp_path}/runs, not one"]
+    second.chmod(0o644)
+    second.write_text(second.read_text()[:100])
+    assert faults() == [f"{second}: no whole JSON"]
 
 
-def test_an_open_session_and_none_are_faults(session, tmp_path):
-    root = session.parents[2]
-    assert check_records.find_faults(root, VARIANTS, ["eager", "graph"], 2) == [f"{SESSION}.open is not packed"]
-    for empty in (tmp_path / "none", root / "cpux1" / "nothing"):
-        assert check_records.find_faults(empty, VARIANTS, [], 2) == [f"no session below {empty}"]
-
-
-def test_damaged_archive_is_a_fault(session):
-    path = sessions.pack(session, "complete") / sessions.RECORDS
-    path.write_bytes(path.read_bytes()[:200])
-    faults = check_records.find_faults(session.parents[2], VARIANTS, ["eager", "graph"], 2)
-    assert faults[0].startswith(f"{SESSION}: records.jsonl.xz: not a whole archive")
-    assert f"{SESSION}: eager.r0 is missing" in faults
-
-
-def test_a_line_that_is_no_record_is_a_fault(session):
-    (session / "graph.r2.json").write_text('{"schema": 99}')
-    faults = find_faults(session)
-    assert faults[0].startswith("records.jsonl.xz:6: ") and faults[1] == "graph.r2 is missing"
-
-
-def test_bitwise_variant_that_the_model_does_not_have_is_a_fault(session):
-    root = sessions.pack(session, "complete").parents[2]
-    assert check_records.find_faults(root, ["eager"], ["eager", "graph"], 2) == ["graph is not a variant of the model"]
-
-
-def test_exit_status_follows_the_faults(session, monkeypatch, capsys):
-    monkeypatch.setattr(check_records, "describe_variants", lambda model: VARIANTS)
-    arguments = [str(sessions.pack(session, "complete").parents[2]), "--model", "fake", "--rounds", "2"]
-    assert check_records.main(arguments) == 0
-    assert check_records.main([*arguments[:-1], "3"]) == 1
-    assert f"{SESSION}: eager.r3 is missing" in capsys.readouterr().out
+def test_exit_status_follows_the_faults(run, tmp_path, capsys):
+    write(run, tmp_path / "cpux1" / "gpt3-tiny")
+    assert check_run.main([str(tmp_path), "--cycles", "3"]) == 0
+    assert check_run.main([str(tmp_path), "--cycles", "4"]) == 1
+    assert "check_run.py: " in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------
@@ -168,7 +139,7 @@ done
 # Stands for the interpreter of pip and of the checker.
 FAKE_PYTHON = """#!/bin/bash
 echo "python $*" >>"$CALLS"
-step=records
+step=run
 [[ "$*" != *pip* ]] || step=triton
 [ "${FAILING:-}" != $step ] || exit 1
 """
@@ -215,9 +186,9 @@ def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
     assert calls[2] == "make test"
     # The benchmark runs beside the slow tests.
     bench, slow = sorted(calls[3:5])
-    assert bench.startswith("make bench MODEL=gpt3 PRESET=tiny ROUNDS=2 OUT=") and slow == "make test-slow"
+    assert bench.startswith("make bench MODEL=gpt3 PRESET=tiny OUT=") and slow == "make test-slow"
     folder = bench.partition("OUT=")[2]
-    assert calls[5:] == [f"python .ci/check_records.py {folder} --model gpt3 --rounds 2"]
+    assert calls[5:] == [f"python .ci/check_run.py {folder} --cycles 3"]
     assert lines.index("12 steps a second") > lines.index("3 passed, 18 deselected in 61.00s (0:01:01)")
     assert lines[-1].startswith("15 passed, 2 skipped in ")
 
@@ -230,7 +201,7 @@ def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
         ("test", 3, 2, 12),
         ("test-slow", 4, 2, 15),
         ("bench", 4, 2, 15),
-        ("records", 5, 1, 15),
+        ("run", 5, 1, 15),
     ],
 )
 def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, passed):
@@ -284,14 +255,3 @@ def test_ci_counts_failed_tests(tmp_path):
     summary = "2 failed, 1 passed, 1 error in 4.00s"
     _, lines, _ = run_ci(tmp_path, FAILING="test-slow", SLOW_SUMMARY=summary)
     assert lines[-1].startswith("3 failed, 13 passed, 2 skipped in ")
-
-
-def test_checker_asks_the_training_script_for_its_variants(tmp_path, monkeypatch):
-    (tmp_path / "fake").mkdir()
-    text = json.dumps({"variants": {"eager": "", "graph": ""}})
-    (tmp_path / "fake" / "train.py").write_text(f"import sys\nassert sys.argv[1:] == ['--describe']\nprint({text!r})\n")
-    monkeypatch.chdir(tmp_path)
-    assert check_records.describe_variants("fake") == ["eager", "graph"]
-    (tmp_path / "fake" / "train.py").write_text("raise SystemExit(2)\n")
-    with pytest.raises(subprocess.CalledProcessError):
-        check_records.describe_variants("fake")

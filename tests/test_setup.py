@@ -6,10 +6,12 @@ pytest tests/test_setup.py
 import itertools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -18,12 +20,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from benchmarks import from_make
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = "awk bash cat cksum cp dirname echo env find head make mkdir paste rm sleep tail touch"
 
 # Stands for every interpreter. $MACHINE/faults holds lines "STATUS REGEX": what matches "$0 $*" exits so.
 FAKE_PYTHON = """#!/bin/bash
 call="${0#$MACHINE/bin/} $*"
+# It makes a command of make's values and runs that, by this interpreter.
+[[ $call != *benchmarks.from_make* ]] || exec "$REAL_PYTHON" "$@"
 echo "$call${NVTE_FRAMEWORK:+ NVTE_FRAMEWORK=$NVTE_FRAMEWORK}" | paste -s -d ' ' >>"$MACHINE/log"
 while read -r status regex; do
     [[ $call =~ $regex ]] && exit "$status"
@@ -47,8 +53,10 @@ class Machine:
             (self.bin / name).symlink_to(shutil.which(name))
         (self.repo / "gpt3").mkdir(parents=True)
         (self.repo / "gpt3" / "train.py").touch()
-        for name in ("Makefile", "setup.sh", "pyproject.toml", "constraints.txt"):
-            shutil.copy(ROOT / name, self.repo)
+        (self.repo / "benchmarks").mkdir()
+        programs = ("benchmarks/__init__.py", "benchmarks/from_make.py")
+        for name in ("Makefile", "setup.sh", "pyproject.toml", "constraints.txt", *programs):
+            shutil.copy(ROOT / name, self.repo / name)
         for name in ("fake_python", "bin/python3.12", "bin/python3"):
             self.script(name, FAKE_PYTHON)
         (folder / "log").touch()
@@ -107,17 +115,23 @@ def test_fresh_machine_gets_venv_and_pinned_versions_then_runs(machine):
     log = machine.log()
     assert matching(log, "python3.12 -m venv --clear .venv")
     (install,) = matching(log, "install")
-    assert "-m pip" in install and "--constraint constraints.txt" in install and "core.txt" in install
+    assert (
+        "-m pip" in install
+        and " --quiet " in install
+        and "--constraint constraints.txt" in install
+        and "core.txt" in install
+    )
     assert "torch>=2.11" in (machine.repo / ".venv/.setup/core.txt").read_text()
-    assert log[-1] == ".venv/bin/python -m benchmarks.run --model gpt3"
+    assert log[-1] == ".venv/bin/python -m benchmarks.run --model=gpt3"
 
 
 @pytest.mark.parametrize(("target", "program"), [("bench", "-m benchmarks.run"), ("test", "-m pytest")])
 def test_second_call_does_no_setup_work(machine, target, program):
     machine.gpu()
-    machine.make(target, "MODEL=gpt3")
+    given = ["MODEL=gpt3"] if target == "bench" else []
+    machine.make(target, *given)
     assert matching(machine.log(), "install")
-    answer = machine.make(target, "MODEL=gpt3")
+    answer = machine.make(target, *given)
     assert answer.returncode == 0 and "setup:" not in answer.stdout
     (only,) = machine.log()
     assert only.startswith(f".venv/bin/python {program}")
@@ -213,6 +227,34 @@ def test_unknown_extra_is_named(machine):
     assert answer.returncode == 1 and "'plotz'" in answer.stderr and "plots" in answer.stderr
 
 
+def test_a_venv_of_another_user_is_left_alone(machine, tmp_path):
+    machine.make("bench", "MODEL=gpt3")
+    machine.log()
+    (machine.repo / "constraints.txt").write_text("x==1\n")
+    if os.geteuid() == 0:
+        os.chown(machine.repo / ".venv", 65534, 65534)
+    else:
+        shutil.rmtree(machine.repo / ".venv")
+        (machine.repo / ".venv").symlink_to("/usr")
+    answer = machine.make("bench", "MODEL=gpt3")
+    line, _ = answer.stderr.splitlines()
+    assert answer.returncode == 2 and line.startswith(f"setup: {machine.repo}/.venv belongs to another user")
+    assert not matching(machine.log(), "-m venv")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_checkout_of_another_user_is_left_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        machine = Machine(Path(folder))
+        (machine.folder / "log").chmod(0o666)
+        options = {"cwd": machine.repo, "env": machine.environment, "capture_output": True, "text": True}
+        answer = subprocess.run(["./setup.sh", "core"], user=65534, **options)
+        assert answer.returncode == 1 and answer.stderr.count("\n") == 1
+        assert answer.stderr.startswith(f"setup: {machine.repo} belongs to another user")
+        assert not machine.log()
+
+
 # ------------------------------------------------------------------------------------------------
 # Transformer Engine
 
@@ -248,7 +290,7 @@ def test_te_that_fails_is_said_remembered_and_left_to_make_te(machine, fault):
         assert answer.returncode == 0
         assert len(matching(answer.stdout.splitlines(), "plain PyTorch layers")) == 1
         log = machine.log()
-        assert log[-1] == ".venv/bin/python -m benchmarks.run --model gpt3"
+        assert log[-1] == ".venv/bin/python -m benchmarks.run --model=gpt3"
         assert len(matching(log, "te.txt")) == (call == 1)
     answer = machine.make("te")
     assert answer.returncode == 2 and "could not be installed" in answer.stderr
@@ -269,26 +311,202 @@ def test_te_that_fails_is_said_remembered_and_left_to_make_te(machine, fault):
 def test_variables_become_flags_and_empty_ones_do_not(machine):
     given = {
         "PRESET": "tiny",
-        "VARIANTS": "eager,graph",
-        "ROUNDS": "auto",
-        "STEPS": "60",
+        "VARIANTS": "eager,graph_step",
+        "CYCLES": "auto",
+        "MINUTES": "30",
         "NGPU": "2",
         "HOST_LOAD": "16",
-        "MINUTES": "30",
         "OUT": "a b",
         "LABEL": "quiet",
-        "CONTROL": "1",
-        "CLOSE": "1",
-        "SESSION": "x y",
     }
-    machine.make("bench", "MODEL=gpt3", *(f"{name}={value}" for name, value in given.items()), "ARGS=-- --layers 4")
-    assert machine.log()[-1].endswith(
-        "-m benchmarks.run --model gpt3 --preset tiny --variants eager,graph --rounds auto --steps 60 --ngpu 2"
-        " --host-load 16 --minutes 30 --out a b --label quiet --control --close --session x y -- --layers 4"
+    answer = machine.make(
+        "bench", "MODEL=gpt3,rnnt", *(f"{name}={value}" for name, value in given.items()), "ARGS=-- --layers 4"
     )
-    assert '--out "a b"' in machine.make("-n", "bench", "MODEL=gpt3", "OUT=a b").stdout
-    machine.make("bench", "MODEL=gpt3", *(f"{name}=" for name in given), "ARGS=", "PYTHON=")
-    assert machine.log()[-1].endswith("-m benchmarks.run --model gpt3")
+    words = (
+        "-m benchmarks.run --model=gpt3,rnnt --preset=tiny --variants=eager,graph_step --cycles=auto --minutes=30"
+        " --ngpu=2 --host-load=16 --out=a b --label=quiet -- --layers 4"
+    )
+    assert machine.log()[-1] == f".venv/bin/python {words}"
+    # Said as a shell would take it.
+    assert (
+        answer.stdout.splitlines()[-1]
+        == f".venv/bin/python {words.replace('--out=a b', chr(39) + '--out=a b' + chr(39))}"
+    )
+    machine.make("bench", "MODEL=gpt3", *(f"{name}=" for name in given), "ARGS=", "PYTHON=", "CONTROL=")
+    assert machine.log()[-1] == ".venv/bin/python -m benchmarks.run --model=gpt3"
+
+
+@pytest.mark.parametrize(("value", "words"), [("0", " --no-control"), ("1", "")])
+def test_control_of_0_leaves_it_out(machine, value, words):
+    machine.make("bench", "MODEL=all", f"CONTROL={value}")
+    assert machine.log()[-1] == f".venv/bin/python -m benchmarks.run --model=all{words}"
+
+
+@pytest.mark.parametrize(("given", "said"), [("CONTROL=no", "CONTROL='no'"), ("ARGS=--out 'a", "no closing quotation")])
+def test_a_value_that_cannot_be_read_is_one_line(machine, given, said):
+    answer = machine.make("bench", "MODEL=gpt3", given)
+    assert answer.returncode == 2 and not matching(machine.log(), "benchmarks.run")
+    assert said in answer.stderr.splitlines()[0] and answer.stderr.startswith("make bench: ")
+
+
+def test_sweep_and_submit_have_their_flags(machine):
+    machine.make("sweep", "MODEL=gpt3", "OVER=batch", "VALUES=1,2", "VARIANT=graph", "CYCLES=auto", "MINUTES=5")
+    assert machine.log()[-1].endswith(
+        "-m benchmarks.sweep --model=gpt3 --cycles=auto --minutes=5 --over=batch --values=1,2 --variant=graph"
+    )
+    machine.make("submit", "MODEL=a,b", "NODES=2", "NGPU=8", "TIME=1:00", "SBATCH=qos=high nice=1", "ARGS=--dry-run")
+    assert machine.log()[-1].endswith(
+        "-m benchmarks.submit --model=a,b --ngpu=8 --nodes=2 --time=1:00 --sbatch=qos=high nice=1 --dry-run"
+    )
+
+
+def test_every_flag_is_one_of_its_program(machine):
+    for target, (program, variables, _) in from_make.TARGETS.items():
+        if variables:
+            # sweep and submit hand on flags of benchmarks.run.
+            programs = [program[1], *(["benchmarks.run"] if target in ("sweep", "submit") else [])]
+            known = "".join((ROOT / f"{name.replace('.', '/')}.py").read_text() for name in programs)
+            for name in variables:
+                assert f'"{from_make.FLAGS.get(name, "--" + name.lower().replace("_", "-"))}"' in known, (target, name)
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "said"),
+    [
+        ("bench", "NODES=2", "make bench takes no NODES, make submit does"),
+        ("bench", "OVER=batch", "make bench takes no OVER, make sweep or make submit does"),
+        ("sweep", "ROUNDS=2", "make sweep takes no ROUNDS, no target does any more"),
+        ("submit", "STEPS=60", "make submit takes no STEPS, no target does any more"),
+        ("bench", "CLOSE=1", "make bench takes no CLOSE, no target does any more"),
+        ("bench", "VERBOSE=1", "VERBOSE"),
+        ("publish", "SESSION=runs/a", "make publish takes no SESSION"),
+        ("sweep", "LABEL=a", "make sweep takes no LABEL, make bench does"),
+        ("compare", "MODEL=gpt3", "MODEL"),
+    ],
+)
+def test_a_variable_of_another_target_is_refused_in_one_line_before_any_setup(machine, target, given, said):
+    answer = machine.make(target, *(["MODEL=gpt3"] if target == "bench" else []), given)
+    (line,) = answer.stderr.splitlines()
+    assert answer.returncode == 2 and said in line and not machine.log()
+
+
+def test_what_the_shell_exports_is_no_variable_of_make(machine):
+    exported = {
+        "OUT": "/x",
+        "STEPS": "5",
+        "MODEL": "rnnt",
+        "NODES": "2",
+        "ARGS": "--x",
+        "CONTROL": "0",
+        "make_OUT": "/y",
+    }
+    machine.make("bench", "MODEL=gpt3", **exported)
+    assert machine.log()[-1] == ".venv/bin/python -m benchmarks.run --model=gpt3"
+    machine.make("compare", **exported)
+    assert machine.log()[-1] == ".venv/bin/python -m benchmarks.compare results"
+    assert "MODEL is missing" in machine.make("bench", **exported).stderr
+
+
+# Each would make the file `pwned` in the folder where make runs, if make, a shell or an option parser took it.
+INJECTIONS = [
+    "; touch pwned",
+    "x; touch pwned; #",
+    "x' ; touch pwned ; '",
+    'x" ; touch pwned ; "',
+    "`touch pwned`",
+    "$(touch pwned)",
+    "$$(touch pwned)",
+    "$(shell touch pwned)",
+    "${shell touch pwned}",
+    "$(eval $(shell touch pwned))",
+    "$(error $(shell touch pwned))",
+    "x\ntouch pwned",
+    "x\r\n\ttouch pwned\n",
+    "x && touch pwned",
+    "x | touch pwned",
+    "x & touch pwned &",
+    "> pwned",
+    "x\\\n; touch pwned",
+    "') || touch pwned #",
+    "\udcff\udcfe; touch pwned",
+    "--no-control",
+    "-- --layers 4",
+    "*",
+    "~",
+    "a  b",
+    "$(value MODEL) $HOME #c",
+]
+TAKERS = {
+    "bench": ("MODEL", "LABEL", "OUT", "PRESET", "VARIANTS", "CYCLES"),
+    "sweep": ("VALUES", "OVER", "VARIANT"),
+    "submit": ("SBATCH", "IMAGE", "PARTITION"),
+    "publish": ("RUN",),
+    "compare": ("OUT", "BASE"),
+}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """A machine whose interpreter keeps the words of the last program as they are, each ended by a zero byte."""
+    machine = Machine(tmp_path_factory.mktemp("seeing"))
+    words = 'case "$*" in *benchmarks.from_make*) ;; *) printf \'%s\\0\' "$@" >"$MACHINE/words" ;; esac\n'
+    machine.script("bin/python3", FAKE_PYTHON.replace("#!/bin/bash\n", f"#!/bin/bash\n{words}"))
+    return machine
+
+
+def words_of(machine, target, *given):
+    (machine.folder / "words").unlink(missing_ok=True)
+    needs = {"bench": ["MODEL=x"], "sweep": ["MODEL=x", "OVER=x"], "submit": ["MODEL=x"]}
+    answer = subprocess.run(
+        ["make", target, *needs.get(target, []), *given, "PYTHON=python3"],
+        cwd=machine.repo,
+        env=machine.environment,
+        capture_output=True,
+        errors="surrogateescape",
+        timeout=30,
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert not list(machine.folder.rglob("pwned")), "it was run"
+    return os.fsdecode((machine.folder / "words").read_bytes()).split("\0")[:-1]
+
+
+@pytest.mark.parametrize("value", INJECTIONS, ids=ascii)
+def test_a_value_is_never_a_command(seeing, value):
+    """Whatever it holds, the program gets it in one word, which is no option of its own."""
+    for target, names in TAKERS.items():
+        words = words_of(seeing, target, *(f"{name}={value}" for name in names))
+        for name in names:
+            if name == "RUN" or (target, name) == ("compare", "OUT"):
+                assert words[2] == f"{'./' if value[0] == '-' else ''}{value.strip()}"
+            else:
+                flag = from_make.FLAGS.get(name, f"--{name.lower()}")
+                assert f"{flag}={value.strip()}" in words, (target, name)
+        assert value[0] != "-" or value not in words
+
+
+@pytest.mark.parametrize("value", [value for value in INJECTIONS if not set(value) & set("'\"")], ids=ascii)
+def test_args_are_split_into_words_and_nothing_more(seeing, value):
+    for target in ("bench", "test"):
+        words, split = words_of(seeing, target, f"ARGS={value}"), shlex.split(value)
+        assert words[len(words) - len(split) :] == split
+
+
+@pytest.mark.parametrize("value", ["$(shell touch pwned)", "x; touch pwned", "`touch pwned`"])
+def test_an_interpreter_of_any_name_is_one_word(machine, value):
+    answer = machine.make("bench", "MODEL=gpt3", f"PYTHON={value}")
+    assert answer.returncode == 2 and not list(machine.folder.rglob("pwned"))
+
+
+def test_an_interpreter_without_packages_says_which_are_missing(machine):
+    machine.script("bin/bare", '#!/bin/bash\nexec "$REAL_PYTHON" -S "$@"\n')
+    for target, names in (
+        ("bench", "torch, numpy, scipy"),
+        ("test", "torch, numpy, scipy, pandas, pytest, pytest-xdist"),
+    ):
+        answer = machine.make(target, *(["MODEL=gpt3"] if target == "bench" else []), "PYTHON=bare")
+        (line, _) = answer.stderr.splitlines()
+        assert line.startswith(f"make {target}: bare has no {names}: bare -m pip install ")
+    assert not machine.log()
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -300,16 +518,11 @@ def test_missing_model_is_one_line_before_any_setup(machine, given):
     assert not machine.log()
 
 
-def test_a_session_is_closed_by_its_name_without_a_model(machine):
-    machine.make("bench", "CLOSE=1", "SESSION=20261122T031500Z-13f405-c77b")
-    assert machine.log()[-1].endswith("-m benchmarks.run --close --session 20261122T031500Z-13f405-c77b")
-
-
-def test_publish_takes_sessions(machine):
-    machine.make("publish", "SESSION=runs/a runs/b")
-    assert machine.log()[-1].endswith("-m benchmarks.publish publish runs/a runs/b")
+def test_publish_takes_a_run(machine):
+    machine.make("publish", "RUN=runs/h200x1/a b.json", "ARGS=runs/other.json")
+    assert machine.log()[-1].endswith("-m benchmarks.publish runs/h200x1/a b.json runs/other.json")
     answer = machine.make("publish")
-    assert answer.returncode == 2 and "SESSION is missing, as in make publish SESSION=runs/" in answer.stderr
+    assert answer.returncode == 2 and "RUN is missing, as in make publish RUN=runs/" in answer.stderr
     assert not machine.log()
 
 
@@ -322,22 +535,22 @@ def test_compare_reads_the_folder(machine):
 
 def test_compare_with_a_base_is_the_gate(machine):
     machine.make("compare", "OUT=runs/a b", "BASE=old c", "ARGS=--tolerance 1")
-    assert machine.log()[-1].endswith("-m benchmarks.gate runs/a b --against old c --tolerance 1")
+    assert machine.log()[-1].endswith("-m benchmarks.gate runs/a b --against=old c --tolerance 1")
     machine.make("compare", "BASE=old")
-    assert machine.log()[-1].endswith("-m benchmarks.gate results --against old")
+    assert machine.log()[-1].endswith("-m benchmarks.gate results --against=old")
 
 
 def test_readme_writes_tables_and_figures(machine):
     machine.make("readme")
     overview, plot = machine.log()[-2:]
-    assert overview.endswith("-m benchmarks.overview results --write --readme")
+    assert overview.endswith("-m benchmarks.overview --write")
     assert plot.endswith("-m benchmarks.plot results --readme")
 
 
 def test_failure_of_a_program_is_not_hidden(machine):
     machine.faults("3 benchmarks.run", "4 -m pytest", "5 -m ruff")
-    for target, status in (("bench", 3), ("test", 4), ("test-slow", 4), ("lint", 5)):
-        answer = machine.make(target, "MODEL=gpt3")
+    for target, status in (("bench MODEL=gpt3", 3), ("test", 4), ("test-slow", 4), ("lint", 5)):
+        answer = machine.make(*target.split())
         assert answer.returncode == 2 and "[Makefile:" in answer.stderr and f"Error {status}" in answer.stderr
 
 
@@ -362,20 +575,34 @@ def test_interrupt_ends_make_as_an_interrupt(machine):
 
 def test_test_leaves_out_what_is_slow_or_needs_hardware(machine):
     machine.make("test", "ARGS=-q")
-    assert machine.log()[-1].endswith("-m pytest -n 3 --dist worksteal -m not slow and not slurm and not gpu -q")
+    quick = "not slow and not slurm and not gpu and not long"
+    assert machine.log()[-1].endswith(f"-m pytest --dist worksteal -n 3 -m {quick} -q")
     machine.make("test-slow")
-    assert machine.log()[-1].endswith("-m pytest -n 2 --dist loadfile -m (slow or slurm) and not gpu")
+    assert machine.log()[-1].endswith("-m pytest --dist loadfile -n 2 -m (slow or slurm) and not gpu and not long")
 
 
 def test_help_lists_every_target_and_variable(machine):
     text = machine.make().stdout
     makefile = (ROOT / "Makefile").read_text()
     (phony,) = re.findall(r"^\.PHONY: (.*)", makefile, re.MULTILINE)
-    used = {*re.findall(r"call (?:flag|need),([A-Z_]+)", makefile), "ARGS", "PYTHON"}
-    used |= {*re.findall(r"if \$\(strip \$\(([A-Z_]+)\)\)", makefile)}
+    used = {
+        "PYTHON",
+        *re.findall(r"\b[A-Z_]{3,}\b", " ".join(re.findall(r"^\w+_takes = (.*)", makefile, re.MULTILINE))),
+    }
+    assert used >= {name for _, variables, _ in from_make.TARGETS.values() for name in variables}
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("  ")}
     assert listed == set(phony.split()) | used
     assert "models: gpt3" in text and not machine.log()
+
+
+def test_signals_that_nohup_ignores_reach_what_tests_start():
+    code = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); import tests.conftest;"
+        "child = 'import os, signal; os.kill(os.getpid(), signal.SIGHUP)';"
+        "print(subprocess.run([sys.executable, '-c', child]).returncode)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert answer.stdout == f"{-signal.SIGHUP}\n", answer.stderr
 
 
 def test_clean_keeps_runs(machine):
