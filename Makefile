@@ -1,25 +1,40 @@
 # Each target sets up what it needs in .venv, once. PYTHON=python3 uses that interpreter as it is instead.
 
-python = $(or $(strip $(PYTHON)),.venv/bin/python)
-setup = @$(if $(strip $(PYTHON)),:,./setup.sh)
+variables = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL RUN BASE OVER VALUES VARIANT \
+    NODES PARTITION ACCOUNT TIME IMAGE MOUNTS SBATCH ROUNDS STEPS SESSION CLOSE VERBOSE ARGS
 models = $(sort $(patsubst %/train.py,%,$(wildcard */train.py)))
 
-# $(call flag,HOST_LOAD,--host-load) is nothing where HOST_LOAD is empty or not given.
-flag = $(if $(strip $($1)),$2 "$(strip $($1))")
-bench_flags = $(strip $(call flag,MODEL,--model) $(call flag,PRESET,--preset) $(call flag,VARIANTS,--variants) \
-    $(call flag,ROUNDS,--rounds) $(call flag,STEPS,--steps) $(call flag,NGPU,--ngpu) \
-    $(call flag,HOST_LOAD,--host-load) $(call flag,MINUTES,--minutes) $(call flag,OUT,--out))
-session_flags = $(strip $(call flag,LABEL,--label) $(if $(strip $(CONTROL)),--control) $(if $(strip $(CLOSE)),--close) \
-    $(if $(strip $(VERBOSE)),--verbose) $(call flag,SESSION,--session))
-table = $(if $(strip $(BASE)),gate,compare)
-submit_flags = $(bench_flags) $(strip $(call flag,NODES,--nodes) $(call flag,PARTITION,--partition) \
-    $(call flag,ACCOUNT,--account) $(call flag,TIME,--time) $(call flag,IMAGE,--image) $(call flag,MOUNTS,--mounts) \
-    $(call flag,OVER,--over) $(call flag,VALUES,--values) $(call flag,VARIANT,--variant) $(call flag,SBATCH,--sbatch))
-sweep_flags = $(bench_flags) $(strip $(call flag,OVER,--over) $(call flag,VALUES,--values) \
-    $(call flag,VARIANT,--variant))
-need = $(if $(strip $($1)),,$(error $1 is missing, as in make $@ $1=$2))
+# Values of the command line are passed as make_MODEL and so on in the environment of benchmarks/from_make.py, which
+# makes the command of them. Neither make nor a shell expands them. What a shell exports, such as OUT, does not count.
+MAKEOVERRIDES =
+is_given = $(filter command,$(origin $1))
+pass = $(if $2,$(eval export make_$1 := $$(value $1))$(eval unexport $1),$(eval unexport make_$1)$(eval make_$1 :=))
+$(foreach name,$(variables),$(call pass,$(name),$(call is_given,$(name))))
+# Of PYTHON alone it does.
+$(call pass,PYTHON,$(filter command environment,$(origin PYTHON)))
+make_PYTHON := $(strip $(make_PYTHON))
 
-.PHONY: help bench publish sweep compare plots scale readme submit test test-slow lint format te clean
+python = "$${make_PYTHON:-.venv/bin/python}"
+setup = @$(if $(strip $(make_PYTHON)),:,./setup.sh)
+from_make = @$(python) -m benchmarks.from_make
+
+bench_takes = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL ARGS
+publish_takes = RUN ARGS
+sweep_takes = MODEL PRESET CYCLES MINUTES NGPU HOST_LOAD OUT OVER VALUES VARIANT ARGS
+submit_takes = $(sweep_takes) VARIANTS NODES PARTITION ACCOUNT TIME IMAGE MOUNTS SBATCH
+compare_takes = OUT BASE ARGS
+plots_takes = OUT ARGS
+readme_takes = ARGS
+# make bench NODES=2 is refused, and its reader told that make submit takes NODES.
+space = $(subst x,,x x)
+targets_with = $(strip $(foreach target,bench publish sweep submit compare plots,$(if \
+    $(filter $1,$($(target)_takes)),$(target))))
+or_nobody = $(if $(targets_with),make $(subst $(space), or make ,$(targets_with)) does,no target does any more)
+check = $(foreach name,$(filter-out $($@_takes),$(variables)),$(if \
+    $(strip $(make_$(name))),$(error make $@ takes no $(name), $(call or_nobody,$(name)))))
+need = $(if $(strip $(make_$1)),,$(error $1 is missing, as in make $@ $1=$2))
+
+.PHONY: help bench publish sweep compare plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -31,24 +46,21 @@ help: ## this list
 	@echo
 	@echo "models: $(models)"
 
-# MODEL      ## bench, sweep, submit, scale: the folder of the model, as in MODEL=gpt3; so are PRESET to OUT
-# PRESET     ## bench: tiny, bench, or another of the model's (bench where a GPU is found, else tiny)
-# VARIANTS   ## bench: some of the model's, as in VARIANTS=eager,graph (all)
-# ROUNDS     ## bench: number of timed rounds, or auto (5; tiny: 2)
-# STEPS      ## bench: at least this many timed steps in a run (the preset's)
-# NGPU       ## bench: number of GPUs, or of ranks on the CPU (1)
-# HOST_LOAD  ## bench: busy processes beside the timed runs (0)
-# MINUTES    ## bench: start no round that would end later
-# OUT        ## bench: root of the sessions (runs); compare, plots: what is read (results)
-# LABEL      ## bench: ends the name of the sessions' folder (made of the flags after --)
-# CONTROL    ## bench: =1 runs eager once more beside eager: what two equal programs differ by here
-# VERBOSE    ## bench: =1 prints the seconds of each run by phase
-# CLOSE      ## bench: =1 packs the open session of this MODEL as it stands, or the one that SESSION names
-# SESSION    ## publish: packed sessions; bench with CLOSE=1: name of an open one
+# MODEL      ## bench, sweep, submit: the folder of the model, as in MODEL=gpt3; bench, submit: a,b; bench: all
+# PRESET     ## bench, sweep, submit: tiny, bench, or another of the model's (bench where there is a GPU, else tiny)
+# VARIANTS   ## bench, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
+# CYCLES     ## bench, sweep, submit: number of cycles, or auto: until +-0.5 % (8; tiny: 3)
+# MINUTES    ## bench, submit: go on with cycles for so many; sweep, submit with OVER: start no point that would end later
+# NGPU       ## bench, sweep, submit: number of GPUs, or of ranks on the CPU (1)
+# HOST_LOAD  ## bench, sweep, submit: busy processes in every second cycle (0)
+# OUT        ## bench, sweep, submit: root of what is measured (runs); compare, plots: what is read (results)
+# LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
+# CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
+# RUN        ## publish: a run file
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
-# OVER       ## sweep, submit: what is varied, as in OVER=batch; the model says what it has
+# OVER       ## sweep, submit: the quantity that grows, as in OVER=batch; the model says which it has
 # VALUES     ## sweep, submit: just these values, as in VALUES=1,2,4
-# VARIANT    ## sweep, submit: what stands against eager (graph)
+# VARIANT    ## sweep, submit: what stands against eager (the model's first graph)
 # NODES      ## submit: nodes of one job, NGPU ranks on each (1; of PRESET=mlperf those of the submission)
 # PARTITION  ## submit: of Slurm (its default), and so are ACCOUNT and TIME, as in TIME=2:00:00
 # ACCOUNT    ## submit: see PARTITION
@@ -56,65 +68,69 @@ help: ## this list
 # IMAGE      ## submit: container (pyxis), as in IMAGE=nvcr.io#nvidia/pytorch:25.09-py3 (none)
 # MOUNTS     ## submit: more mounts for it, as in MOUNTS=/data:/data
 # SBATCH     ## submit: further options of sbatch, as in SBATCH="qos=high gres=gpu:h200:8"
-# ARGS       ## bench, sweep, compare, plots, readme, submit, test, test-slow: the rest, as in ARGS="-- --layers 4"
+# ARGS       ## all of these, test, test-slow, long: further words, as in ARGS="-- --layers 4"
 # PYTHON     ## all: use this interpreter as it is, without any set-up
 
-bench: ## measure MODEL, eager against graphed
-	$(if $(strip $(SESSION)),,$(call need,MODEL,$(firstword $(models)); models: $(models)))
+bench: ## measure MODEL, eager against graphs, in two to seven minutes on a GPU
+	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))
 	$(setup) core
-	$(python) -m benchmarks.run $(bench_flags) $(session_flags) $(ARGS)
+	$(from_make) bench
 
-publish: ## copy packed sessions, SESSION=runs/..., unchanged into results/
-	$(call need,SESSION,runs/h200x1/gpt3-bench/20261122T031500Z-13f405-c77b)
+publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
+	$(check)$(call need,RUN,runs/h200x1/gpt3-bench/20261125T101500Z-a7d396.json)
 	$(setup) core
-	$(python) -m benchmarks.publish publish $(SESSION)
+	$(from_make) publish
 
 sweep: ## where graphs stop paying: MODEL at growing values of OVER
-	$(call need,MODEL,$(firstword $(models)); models: $(models))
+	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))
 	$(call need,OVER,batch)
 	$(setup) core
-	$(python) -m benchmarks.sweep $(sweep_flags) $(ARGS)
+	$(from_make) sweep
 
-compare: ## tables of all results, of the records in OUT, or of OUT against BASE
+compare: ## tables of all results, of the runs in OUT, or of OUT against BASE
+	$(check)
 	$(setup) core
-	$(python) -m benchmarks.$(table) "$(or $(strip $(OUT)),results)" $(call flag,BASE,--against) $(ARGS)
+	$(from_make) $(if $(strip $(make_BASE)),gate,compare)
 
-plots: ## figures of all results, or of the records in OUT, into its figures/
+plots: ## figures of all results, or of the runs in OUT, into its figures/
+	$(check)
 	$(setup) core plots
-	$(python) -m benchmarks.plot "$(or $(strip $(OUT)),results)" $(ARGS)
+	$(from_make) plots
 
-scale: ## what a gain on one GPU becomes on a cluster, simulated from the records of MODEL
-	$(call need,MODEL,gpt3)
+readme: ## write results/overview.*, the tables in the READMEs and README's figures from the runs
+	$(check)
 	$(setup) core plots
-	$(python) -m benchmarks.scale "$(or $(strip $(OUT)),results)" $(call flag,MODEL,--model) $(call flag,PRESET,--preset) \
-	    $(call flag,VARIANT,--variant) $(ARGS)
-
-readme: ## write results/overview.*, the tables in the READMEs and README's figures from the records
-	$(setup) core plots
-	$(python) -m benchmarks.overview results --write --readme $(ARGS)
+	$(from_make) readme
 	$(python) -m benchmarks.plot results --readme
 
-submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then make the tables
-	$(call need,MODEL,$(firstword $(models)); models: $(models))
+submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then print the tables
+	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))
 	$(setup) core
-	$(python) -m benchmarks.submit $(submit_flags) $(ARGS)
+	$(from_make) submit
 
 # Processes of one thread each: two that share two cores would wait for each other. Three for two cores, since many
 # tests wait for what they have started. ARGS="-n 0" runs all in one. Bytecode is kept: pytest takes ten seconds to
 # rewrite all assertions, and the tests start hundreds of processes.
-pytest = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(python) -m pytest
+test test-slow long: export OMP_NUM_THREADS = 1
+test test-slow long: export PYTHONDONTWRITEBYTECODE =
 test: ## tests of what runs anywhere, in minutes
 	$(setup) core dev plots lightning speech dali
-	$(pytest) -n 3 --dist worksteal -m "not slow and not slurm and not gpu" $(ARGS)
+	$(from_make) test
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found
 	$(setup) core dev plots lightning speech dali parquet peft
-	$(pytest) -n 2 --dist loadfile -m "(slow or slurm) and not gpu" $(ARGS)
+	$(from_make) test-slow
 
-lint: ## ruff: rules and format
+long: ## kills and damaged input by the hundred, half an hour
+	$(setup) core dev plots lightning speech dali parquet peft
+	$(from_make) long
+
+lint: ## ruff: rules and format; mypy: types; import-linter: what may import what
 	$(setup) dev
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
+	$(python) -m mypy
+	$(python) -c "from importlinter.cli import lint_imports_command as main; main()" --no-logo --no-cache
 
 format: ## let ruff repair what it can
 	$(setup) dev

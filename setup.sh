@@ -6,7 +6,7 @@
 #     ./setup.sh te                Transformer Engine, once more if it could not be installed before
 #
 # A stamp in .venv/.setup for each name holds a checksum of constraints.txt and pyproject.toml and, for te,
-# how it went. Exit status 1 and one line when there is no usable Python or pip fails.
+# how it went. Exit status 1 and one line when there is no usable Python, .venv is another user's, or pip fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -44,6 +44,16 @@ find_python() {
     fail "no Python >= 3.11 found on PATH (python3.12, python3.11, ... python3, python); install one, or set PYTHON"
 }
 
+# venv --clear and pip would change what is another user's. root may in a folder: containers see a user's as root.
+require_own() {
+    if [ -e .venv ] && [ ! -O .venv ]; then
+        fail "$PWD/.venv belongs to another user; work in a checkout of your own, or take PYTHON=python3"
+    fi
+    if [ ! -O . ] && [ "$EUID" -ne 0 ]; then
+        fail "$PWD belongs to another user; work in a checkout of your own, or take PYTHON=python3"
+    fi
+}
+
 make_venv() {
     if is_python "$python" && "$python" -m pip --version >/dev/null 2>&1; then
         return
@@ -75,12 +85,14 @@ PROGRAM
 
 ensure() {
     if is_current "$1"; then return; fi
+    require_own
     make_venv
     mkdir -p "$stamps"
-    local list=$stamps/$1.txt
+    local list=$stamps/$1.txt note=
+    if [ "$1" = core ]; then note="; torch takes some minutes"; fi
     requirements "$1" >"$list"
-    echo "setup: installing $1 ($(paste -s -d ' ' "$list")) at the versions of constraints.txt"
-    pip_install --requirement "$list" || fail "pip could not install $1; the same command tries again"
+    echo "setup: installing $1 ($(paste -s -d ' ' "$list")) at the versions of constraints.txt$note"
+    pip_install --quiet --requirement "$list" || fail "pip could not install $1; the same command tries again"
     echo "$checksum" >"$stamps/$1"
 }
 
