@@ -36,7 +36,7 @@ class Declared:
         graphs: graphs that the capture makes.
         replays: graph replays in each step.
         reference: variant that parity compares with; a variant that names itself is run twice.
-        parity: "bitwise", a relative difference of losses that is allowed, or None for the harness's default.
+        parity: "bitwise", a relative difference of losses that is allowed, or None: that of two runs of the reference.
         headline: whether `make bench` runs the variant when no VARIANTS are given.
         builds: names of the builds (`BUILDS` of the same file) that have this variant. "" is the preset as it is.
         traits: text for each name in `common.config.TRAITS` that sets the variant apart.

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import statistics
+from benchmarks import ROOT, statistics
 from benchmarks.files import run_file
 from benchmarks.files.run_file import Block, Build, Run, Variant
 from benchmarks.pages.run_table import milliseconds
@@ -80,6 +80,11 @@ class Point:
     def ratio(self) -> Ratio | None:
         """The ratio to the base; None for the base and for variants without a time."""
         return self.build.ratio_of(self.name, self.is_busy) if self.variant.status == "pass" else None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the run lies in results/."""
+        return self.path.resolve().is_relative_to(ROOT / "results")
 
     @property
     def host(self) -> str:
@@ -241,8 +246,8 @@ class Row:
 
     @property
     def is_committed(self) -> bool:
-        """False if a run's source was not committed."""
-        return all(point.run.source.get("clean") is not False for point in self.points)
+        """False if a run's source was not committed. `make publish` has looked at the source of published runs."""
+        return all(point.run.source.get("clean") is not False or point.is_published for point in self.points)
 
 
 @dataclass

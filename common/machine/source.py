@@ -128,10 +128,12 @@ def git_state(root: Path = ROOT) -> tuple[str | None, str | None, bool | None]:
     """(sha of HEAD, hash of its tree, whether the files differ from it).
 
     Dirty means a changed tracked file outside results/, or a file that `is_code` counts and git does not track, ignored
-    or not: it could be imported like any other. Where git cannot tell, as in a copy without .git, SOURCE_SHA,
-    SOURCE_TREE and SOURCE_DIRTY (0 or 1) of the environment are taken, else None.
+    or not: it could be imported like any other. A copy of the files may lie beside no .git, or beside the .git of
+    another commit: SOURCE_SHA, SOURCE_TREE and SOURCE_DIRTY (0 or 1) of the environment come first. None: not known.
     """
-    head = _git(root, "rev-parse", "HEAD", "HEAD^{tree}") if (root / ".git").exists() else None
+    head = None
+    if not os.environ.get("SOURCE_SHA", "").strip() and (root / ".git").exists():
+        head = _git(root, "rev-parse", "HEAD", "HEAD^{tree}")
     if head is None:
         dirty = os.environ.get("SOURCE_DIRTY", "").strip().lower()
         sha, tree = (os.environ.get(name, "").strip() or None for name in ("SOURCE_SHA", "SOURCE_TREE"))

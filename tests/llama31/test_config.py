@@ -109,7 +109,7 @@ def test_the_submission_runs_on_a_multiple_of_its_ranks():
         ({"zero": True, "main_grad": "fp32", "moments": "fp32", "clip": "host"}, "--clip host needs --zero false"),
         ({"ramp": "4,6"}, "--ramp 4,6: takes numbers up to --microbatches 3"),
         ({"ramp": "1,x"}, "--ramp 1,x: takes numbers from 1 up"),
-        ({"ramp": "²"}, "--ramp ²: takes numbers from 1 up"),
+        ({"ramp": "\u00b2"}, "--ramp \u00b2: takes numbers from 1 up"),
         ({"memory_gib": -1.0}, "--memory-gib -1.0: takes a finite number"),
         ({"fc1_store": "fp8", "layer": "te"}, "--fc1-store fp8 needs --layer torch"),
         ({"pp": 3}, "--layers 2: takes a multiple of --pp 3"),

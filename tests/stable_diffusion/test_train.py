@@ -391,6 +391,40 @@ def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
     assert hashes["graph_networks"] == hashes["graph_step"] == hashes["eager"]
 
 
+def test_lightning_frees_no_workspace_that_graphs_captured_before_still_use(monkeypatch):
+    pytest.importorskip("greenlet")
+    from lightning.pytorch.accelerators import CUDAAccelerator, cuda
+
+    from stable_diffusion.lightning_variant import SharedCUDA
+
+    freed = []
+    monkeypatch.setattr(cuda, "_clear_cuda_memory", lambda: freed.append(True))
+    CUDAAccelerator().teardown()
+    assert freed == [True], "Lightning has another way to free them: look at SharedCUDA"
+    accelerator = SharedCUDA()
+    accelerator.setup(None)
+    accelerator.teardown()
+    assert freed == [True]
+
+
+@pytest.mark.gpu
+def test_graphs_replay_after_lightning_has_captured_its_own():
+    pytest.importorskip("greenlet")
+    state = State(TINY, torch.device("cuda"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        made = [construct(VARIANTS[name], state) for name in ("graph_step", "graph_networks", "graph_step_lightning")]
+        losses = []
+        for variant in made:
+            state.reset()
+            for index in range(3):
+                variant.step(index)
+            losses.append(state.read_losses(3))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] == pytest.approx(losses[2], rel=1e-3)
+    for variant in made:
+        variant.close()
+    state.close()
+
+
 def test_lightning_leaves_the_weights_where_they_are(monkeypatch):
     """Trainer.fit moves its module to the CPU at its end, under the feet of the other variants."""
     pytest.importorskip("greenlet")

@@ -183,7 +183,6 @@ def test_hash_of_unknown_commits(repository, tmp_path, monkeypatch):
 
 
 def test_state_is_clean_after_a_commit(repository, monkeypatch):
-    monkeypatch.setenv("SOURCE_SHA", "not this one")
     write(repository, "gpt3/notes.txt", "does not run\n")
     for name in BESIDE:
         write(repository, name, "beside\n")
@@ -191,6 +190,10 @@ def test_state_is_clean_after_a_commit(repository, monkeypatch):
     write(repository, "results/h200x1/new.json", "{}\n")
     head, tree = git(repository, "rev-parse", "HEAD"), git(repository, "rev-parse", "HEAD^{tree}")
     assert source.git_state(repository) == (head, tree, False)
+    # A copy of the files may lie beside the .git of another commit.
+    for name, value in (("SOURCE_SHA", "abc"), ("SOURCE_TREE", "def"), ("SOURCE_DIRTY", "0")):
+        monkeypatch.setenv(name, value)
+    assert source.git_state(repository) == ("abc", "def", False)
 
 
 @pytest.mark.parametrize(
