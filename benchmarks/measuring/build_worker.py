@@ -90,7 +90,9 @@ class BuildWorker:
         start, own = time.monotonic(), self.request.parity_environment if parity else None
         self._worker = Worker(self.request.command(self.remaining()[0]), own or self.request.environment, self.log)
         self.partial.add("seconds", phase="import", seconds=round(self._worker.ready_s, 2))
-        answer = self._worker.call({"do": "build", "share": self._shares and not own}, self.settings.limit_s)
+        answer = self._worker.call(
+            {"do": "build", "share": self._shares and not own, "parity": bool(own)}, self.settings.limit_s
+        )
         if answer.pop("say") == "failed":
             raise WorkerEnded(answer["status"], answer["reason"])
         self.facts = self.partial.add("worker", build=self.request.name, **answer)

@@ -20,6 +20,9 @@ LATE_MS = 10.0
 MEAN_OVER_MEDIAN, LEAST_HIDDEN_MS = 1.5, 30.0
 # Rounding of a loss that is printed with seven digits.
 LEAST_LOSS_DEVIATION = {"cuda": 1e-5, "cpu": 1e-6}
+# Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
+# others: in Llama 2 70B by up to 3.4e-3, eager's blocks like graphs'. More than this is no rounding.
+LARGEST_OF_ONE_BLOCK = 1e-2
 
 
 def fault_of(
@@ -157,6 +160,9 @@ def _training_fault(variant, reference, build, device, tolerance) -> str:
     others: dict[int, Block] = {}
     for block in reference.blocks:
         others.setdefault(block.cycle, block)
+    deviations = []
+    # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
+    of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > LEAST_LOSS_DEVIATION[device] else bound
     for own in variant.blocks:
         other = others.get(own.cycle)
         if other is None or not (own.reset and other.reset):
@@ -164,17 +170,23 @@ def _training_fault(variant, reference, build, device, tolerance) -> str:
         deviation = loss_deviation(own.losses, other.losses)
         if deviation is None:
             return f"its losses in cycle {own.cycle} are not those of as many steps"
-        if deviation > bound:
+        if deviation > of_one_block:
             return (
                 f"its losses in cycle {own.cycle} differ from the reference's by {deviation:.1e}, "
                 f"two eager blocks by {scatter:.1e}"
             )
+        deviations.append(deviation)
         moved = [(a, b) for a, b in zip(own.moved, other.moved, strict=False) if b]
         if any(a is None for a, _ in moved):
             return f"a block of cycle {own.cycle} moved the training state to values that are not finite"
         ratio = statistics.median(a / b for a, b in moved) if moved else 1.0
         if abs(ratio - 1) > MOVED_TOLERANCE:
             return f"a block of cycle {own.cycle} moved the training state {ratio:.2f} times as far as the reference"
+    middle = statistics.median(deviations) if deviations else 0.0
+    if middle > bound:
+        return (
+            f"its losses differ from the reference's by {middle:.1e} in most cycles, two eager blocks by {scatter:.1e}"
+        )
     return ""
 
 

@@ -174,11 +174,16 @@ class Worker:
             self.channel.send(message)
 
     def do_build(self, command):
-        """Make the state. "share": eager steps take their memory from the graphs' pool."""
+        """Make the state.
+
+        "share": eager steps take their memory from the graphs' pool. "parity": nothing but parity follows, so a model
+        that chooses kernels when it is built takes deterministic ones.
+        """
         start = time.monotonic()
         if command.get("share") and self.device.type == "cuda":
             self._share_memory()
-        self._state = self.workload.build(self.config, self.device)
+        with torch_settings.deterministic_kernels() if command.get("parity") else contextlib.nullcontext():
+            self._state = self.workload.build(self.config, self.device)
         self._watched = block.Watched(self.state.named_state(), self.device)
         host = describe_host(self.device)
         if self.device.type == "cuda":

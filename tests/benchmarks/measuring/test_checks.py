@@ -38,6 +38,15 @@ def test_one_block_that_did_other_work_fails_its_variant(build, values, said):
     assert said in fault(change(build, cycles=(2,), **values))
 
 
+def test_where_the_bases_blocks_part_a_single_block_may_and_most_may_not(build):
+    """Kernels that are not deterministic: in one cycle the base has another loss in its last digits."""
+    change(build, "eager", cycles=(1,), losses=[1.0, 0.5001])
+    assert 1e-4 < checks.scatter_of_losses(build) < 3e-4
+    assert fault(change(build, cycles=(2,), losses=[1.0, 0.503])) == ""
+    assert "by 1.4e-02, two eager blocks" in fault(change(build, cycles=(2,), losses=[1.0, 0.507]))
+    assert "in most cycles" in fault(change(build, cycles=(0, 2), losses=[1.0, 0.503]))
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
