@@ -84,7 +84,9 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
         own, row = published.of_model(model), best.get(model)
         title = own.title if own else model
         if row is None:
-            lines.append([title, "not measured in blocks yet", *[""] * 5])
+            graphs = [each for each in _on_gpu(rows) if (each.workload.model, each.kind) == (model, "graph")]
+            seen = [f"no graph has a time ([{each.status}]({_folder(each, page)}))" for each in graphs[:1]]
+            lines.append([title, *(seen or ["not measured in blocks yet"]), *[""] * 5])
             continue
         captured = f"{row.newest.variant.help.removeprefix(SUBMITTED)} (`{row.variant}`)"
         numbers = [tables.cells(row, name) for name in ("base ms", "ms", "ratio", "95 %")]
@@ -184,8 +186,10 @@ def law(rows: list[Row], page: Path | None = None, argument: str = "") -> str:
     gains = [(point.ratio.ratio, point.early_prediction or 1.0) for _, point, _ in found if point.ratio is not None]
     before = sum(abs(gain / early - 1) <= WITHIN for gain, early in gains)
     none = sum(abs(gain - 1) <= WITHIN for gain, _ in gains)
-    text += f". With eager's, known before a capture, {before} do; a GPU that does not wait for its host clocks lower"
-    return f"{text}. That no graph gains anything would be as near for {none}."
+    text += (
+        f". With eager's busy time, known before a capture, it holds for {before}: a GPU that does not wait for its "
+    )
+    return f"{text}host clocks lower. To say that no graph gains anything would hold for {none}."
 
 
 def _law(rows, page, argument):

@@ -1,4 +1,4 @@
-"""common/measuring/worker.py: what the worker of parity builds under. Whole runs are in tests/benchmarks/test_run.py."""
+"""common/measuring/worker.py: the kernels that a state for parity is built under."""
 
 from types import SimpleNamespace
 
