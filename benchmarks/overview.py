@@ -14,7 +14,9 @@ from benchmarks.files import runs
 from benchmarks.pages import readme, tables
 from common.files import write_text
 
-COLUMNS = ("workload", "variant", *tables.WIDE)
+# A table for people has at most eight columns.
+TIME = ("workload", "variant", "issue ms", "busy ms", "predicted", "kernels", "in graphs", "parity")
+MEMORY = ("workload", "variant", *(name for name in tables.WIDE if name not in TIME))
 
 
 def parse(argv=None):
@@ -41,7 +43,8 @@ def page_of(found: runs.Found, page: Path) -> str:
         parts += [f"## {machine}", tables.rows_as_markdown(timed, page)]
         left = tables.not_timed_as_markdown(rows)
         parts += ["Without a number:", left] if left else []
-        parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, COLUMNS)]
+        parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
+        parts += ["Rate, memory and capture:", tables.rows_as_markdown(timed, page, MEMORY)]
     parts += _predicted(found.rows)
     if found.faults:
         parts += ["## Left out", "\n".join(f"- {fault}" for fault in found.faults)]

@@ -27,6 +27,7 @@ AUTO_MINUTES = 10.0
 # `auto` looks at all cycles but these: a rule that stops at once stops where the scatter is small by luck.
 LATER_CYCLES = 4
 STEPS_AFTER_BLOCKS = 5
+PILOT_STEPS = 10
 
 
 class BuildMeasurement:
@@ -138,10 +139,10 @@ class BuildMeasurement:
             eagers = [name for name in remaining if self._is_eager(name)]
             candidates = [name for name in eagers if name in self.request.eagers] or eagers
             times: dict[str, list[float]] = {name: [] for name in candidates}
-            # Two cycles that are not counted warm everything and fix the base. Short blocks need a few steps only.
-            is_short = self.settings.is_short
-            block = steps | {"timed": min(2, steps["timed"])} if is_short else steps
-            for order in (remaining,) if is_short else (remaining, remaining[::-1]):
+            # Two cycles that are not counted warm everything and fix the base. A third of a block is enough.
+            few = 2 if self.settings.is_short else max(PILOT_STEPS, steps["timed"] // 3)
+            block = steps | {"timed": min(few, steps["timed"])}
+            for order in (remaining,) if self.settings.is_short else (remaining, remaining[::-1]):
                 for variant in order:
                     self._hold(variant)
                     answer = self.worker.ask(variant, {"do": "block", **block})
