@@ -8,7 +8,8 @@ from common.capture.pool import StaticInputs
 from common.measuring.marks import section
 from common.training import schedule
 from common.training.data import token_files
-from common.training.optimizers.adam import Hyperparameters, MasterAdam
+from common.training.optimizers.adam import MasterAdam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups

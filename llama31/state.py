@@ -8,7 +8,7 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.optimizers.adam import Hyperparameters
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives

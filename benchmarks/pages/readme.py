@@ -189,7 +189,7 @@ def law(rows: list[Row], page: Path | None = None, argument: str = "") -> str:
     text += (
         f". With eager's busy time, known before a capture, it holds for {before}: a GPU that does not wait for its "
     )
-    return f"{text}host clocks lower. To say that no graph gains anything would hold for {none}."
+    return f'{text}host clocks lower. "No gain" would hold for {none}.'
 
 
 def _law(rows, page, argument):

@@ -30,15 +30,6 @@ def rope_angles(config: Config):
     return torch.arange(config.sequence, dtype=torch.float64)[:, None] * frequency
 
 
-def operators_for(device):
-    """The class of operators for a device: Triton's on a GPU."""
-    if device.type == "cuda":
-        from llama2_lora.kernels.triton_operators import TritonOperators
-
-        return TritonOperators
-    return TorchOperators
-
-
 class Operators:
     """Tables, the step counter of the masks, and the scales of operands, for both implementations.
 

@@ -13,7 +13,7 @@ class Config(Parallel, Timing):
     width: int = option(64, "of both layers")
     batch: int = option(32, "rows of a batch")
     period: int = option(1, "batches of so many sizes rotate")
-    die_rank: int = option(-1, "this rank dies in the tenth step of a block")
+    die_rank: int = option(-1, "this rank dies in its 61st step, after parity")
 
 
 PRESETS = {"tiny": Config(), "bench": Config()}

@@ -86,7 +86,7 @@ class State:
         with torch.no_grad():
             self.inputs.copy_(self.batches[index % NUM_BATCHES])
         self.count += 1
-        if self.config.die_rank == self.rank and self.count > 200:
+        if self.config.die_rank == self.rank and self.count > 60:  # after parity, on any host
             os._exit(7)
 
     def end(self, index):

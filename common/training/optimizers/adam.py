@@ -4,30 +4,10 @@ Eager and graphed steps share this code: the learning rate, the count of steps, 
 whether a step overflowed are numbers on the device, and nothing calls `.item()`.
 """
 
-import math
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """The numbers of AdamW.
-
-    Attributes:
-        lr: The learning rate at the start.
-        betas: Decay of the first and the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled, and the same for all parameters.
-        clip: The largest global norm of the gradients. Beyond it they are multiplied by clip / (norm + 1e-6), as
-            Megatron does.
-    """
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    clip: float = math.inf
+from common.training.optimizers.hyperparameters import Hyperparameters
 
 
 class Masters:

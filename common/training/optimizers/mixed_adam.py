@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from common.training.optimizers.adam import Hyperparameters, Masters
+from common.training.optimizers.adam import Masters
+from common.training.optimizers.hyperparameters import Hyperparameters
 
 
 class Weight(NamedTuple):

@@ -16,7 +16,8 @@ it a clipped gradient, may differ.
 
 import torch
 
-from common.training.optimizers.adam import Hyperparameters, MasterAdam
+from common.training.optimizers.adam import MasterAdam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
 
 BUCKET_BYTES = 256 * 2**20

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.training.optimizers.adam import Hyperparameters, LossScaler, ScaledMasterAdam
+from common.training.optimizers.adam import LossScaler, ScaledMasterAdam
+from common.training.optimizers.hyperparameters import Hyperparameters
 
 
 class Rule:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.training.optimizers.adam import Hyperparameters, MasterAdam
+from common.training.optimizers.adam import MasterAdam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
