@@ -110,7 +110,7 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
 
 
 def _chosen_already(fields, flags):
-    """Whether the command line has set a field of a build."""
+    """Return whether the command line sets a field of a build."""
     return any(text.split("=")[0] == flag_of(name) for name in fields for text in flags)
 
 

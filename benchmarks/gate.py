@@ -35,7 +35,7 @@ class Change:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it is more than chance, or it passes on one side alone."""
+        """Return whether the change is more than chance, or the variant passes on one side alone."""
         if self.change is None or self.bound is None:
             return self.new is None or self.old.status != self.new.status
         return abs(self.change) > max(self.bound, statistics.SAME)

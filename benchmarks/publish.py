@@ -74,7 +74,7 @@ def folders_of(run: Run) -> tuple[str, str]:
 
 
 def why_not(run: Run) -> str:
-    """Why a run is no evidence, in a few words, or ""."""
+    """Return the reason why a run is no evidence, in a few words, or ""."""
     gpus = run.host.get("gpus")
     if run.preset.startswith("tiny"):
         return f"preset {run.preset} shows that variants work, nothing about speed"
@@ -102,9 +102,9 @@ def why_not(run: Run) -> str:
 
 
 def is_committed(source: dict, root: Path = ROOT) -> bool:
-    """Whether a run's source is that of a commit of this repository: the one it names, or one of the last.
+    """Return whether a run's source is that of a commit here: the commit that it names, or one of the last commits.
 
-    What git said where it ran does not count: a copy on another machine may lie beside a .git of another commit.
+    The answer of git on the run's machine does not count: a copy there may lie beside a .git of another commit.
     """
     wanted, named = source.get("hash"), source.get("commit")
     if not isinstance(wanted, str) or not wanted:

@@ -138,7 +138,7 @@ class Plan:
             self._require_writable(folder / "logs")
 
     def _described(self, model):
-        """What the script says of itself with the preset and the flags."""
+        """Return the script's --describe with the preset and the flags."""
         args, presets = self.args, script.describe(model, [])["presets"]
         if args.preset not in presets:
             raise Mistake(f"{model} has no preset {args.preset!r}, --preset takes one of {', '.join(presets)}")
@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def environment(self) -> dict:
-        """What this command sets for the jobs, which sbatch hands on."""
+        """Return the environment variables that this command sets for the jobs; sbatch hands them on."""
         python = ROOT / ".venv" / "bin" / "python"
         chosen = {"RUNS": str(self.runs), "PYTHON": str(python) if python.exists() else sys.executable}
         chosen["NGPU"] = str(self.ngpu)
@@ -247,7 +247,7 @@ class Plan:
         return found[-1] if found else None
 
     def _names_gpus(self):
-        """Whether the user says in his own way which GPUs the job gets."""
+        """Return whether the user's own Slurm options say which GPUs the job gets."""
         gres = (self._option("gres"), os.environ.get("SBATCH_GRES"))
         if any("gpu" in (text or "") for text in gres) or any(map(self._option, GPU_OPTIONS)):
             return True

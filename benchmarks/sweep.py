@@ -1,4 +1,4 @@
-"""Where graphs stop paying: eager against one variant at growing values of a quantity, until nothing is gained.
+"""The search for the size where graphs stop paying: eager against one variant at growing values of a quantity.
 
     python -m benchmarks.sweep --model gpt3 --over batch
     python -m benchmarks.sweep --model gpt3 --over width --values 3,6,12 --cycles auto -- --precision bf16
@@ -7,8 +7,8 @@ The value starts at the preset's own and doubles until the interval of the ratio
 64 times the start. Where graphs do not pay at the start it is halved instead. Then a point or more between the last two
 narrows the bracket. Every point is a run of benchmarks.run in a folder of its own, OUT/<over>-<value>; options that
 this command does not know (--preset, --cycles, --ngpu, ...) go there. The same command goes on where it was stopped,
-and commands with other --values may fill one OUT, at the same time too. OUT/sweep.json and OUT/table.md hold what is
-measured after every point.
+and commands with other --values may fill one OUT, at the same time too. OUT/sweep.json and OUT/table.md are
+written after every point.
 
 Exit status: 0 when every point is pass, oom or unsupported and something was timed, 1 otherwise, 2 for a mistake on
 the command line, 130 after Ctrl-C.
@@ -157,7 +157,7 @@ class Sweep:
         return point
 
     def _run(self, value, over, flags):
-        """What benchmarks.run prints of a point."""
+        """Run benchmarks.run for one point and return its output."""
         folder, start, minutes = self.points.folder(value), time.monotonic(), self.args.minutes
         more = ["--label", folder.name]
         if minutes:

@@ -96,7 +96,7 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What every model's Config has: how many steps a run makes."""
+    """The field that every model's Config has: the number of steps of a run."""
 
     min_steps: int = option(50, "steps of a run, unless --steps says otherwise")
 
@@ -192,7 +192,7 @@ def mistakes_in_one_line(model, command="train"):
 
 
 def describe(model, config_class, presets, variants, about=None, asked=None) -> dict:
-    """What the harness needs to know of a script, as plain data: presets, variants, flags, and what `about` adds.
+    """Describe a script for the harness, as plain data: presets, variants, flags, and the entries of `about`.
 
     variants: as in `parse`. about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance"
     (variant -> relative difference of losses that parity allows), "reference" (variant -> the one that its numbers are
@@ -242,7 +242,7 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
 
 
 def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:
-    """What a preset needs of machines, for "presets_need" in `describe`.
+    """Return a preset's requirements on machines, for "presets_need" in `describe`.
 
     gpus: whether it runs on GPUs alone. multiple_of, at_most (None: any): the numbers of ranks that it takes.
     submitted: (nodes, GPUs of each node) of the MLPerf submission whose preset it is, None for others.

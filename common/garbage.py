@@ -26,6 +26,6 @@ def of_run():
 
 
 def keep() -> None:
-    """What exists now and is in use stays, until the end of the run."""
+    """Collect now, and exempt all objects in use from later collections until the end of the run."""
     gc.collect()
     gc.freeze()

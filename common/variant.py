@@ -1,4 +1,4 @@
-"""What a training script gives to a run, its state and its variants, and the variants that every model has.
+"""The interface of a training script to a run, to its state and variants; and the variants of every model.
 
 from common.measuring.marks import mark, section
 from common.variant import Capture, Compiled, Eager, Unsupported, warm_up
@@ -93,9 +93,10 @@ class Workload:
 
 @runtime_checkable
 class State(Protocol):
-    """What a step reads and writes. Whoever runs steps resets it before them, may hash it, and reads it afterwards.
+    """The tensors that a step reads and writes.
 
-    Where it does more, it is one of `Evaluates`, `Finishes`, `Closes`, `HasHyperparameters` as well.
+    A run resets them before its steps, may hash them, and reads them afterwards. A state that does more is also one of
+    `Evaluates`, `Finishes`, `Closes`, `HasHyperparameters`.
     """
 
     def reset(self) -> None:

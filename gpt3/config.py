@@ -80,17 +80,17 @@ class Config(Parallel, Timing):
 
     @property
     def alone(self) -> bool:
-        """Whether one stage runs by itself, without the others: its edges are fed, and it has no optimizer."""
+        """Return whether one stage runs by itself, without the others: its edges are fed, and it has no optimizer."""
         return self.pp_rank >= 0
 
     @property
     def staged(self) -> bool:
-        """Whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or graphs of other units."""
+        """Return whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or graphs of other units."""
         return self.pp > 1 or self.chunks > 1 or self.alone or self.unit != "layer"
 
     @property
     def unit(self) -> str:
-        """What is captured: layer, chunk, attn, mlp or none."""
+        """Return the unit that is captured: layer, chunk, attn, mlp or none."""
         return "chunk" if self.graph_unit == "chunk" and self.graph_scope == "layer" else self.graph_scope
 
     @property

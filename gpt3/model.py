@@ -93,7 +93,7 @@ class PlainLayer(nn.Module):
 
 
 def te_options(config: Config, dtype, device, tensor: str) -> dict:
-    """What all of Transformer Engine's modules are made with: weight gradients go straight into main_grad."""
+    """Return the options of all Transformer Engine modules: weight gradients go straight into main_grad."""
     options = {
         "zero_centered_gamma": True,
         "fuse_wgrad_accumulation": True,
@@ -154,7 +154,7 @@ class TeHalves(nn.Module):
 
 
 def layer_class(config: Config):
-    """What makes a layer: layer_class(config)(config, dtype, device, tensor)."""
+    """Return the constructor of a layer: layer_class(config)(config, dtype, device, tensor)."""
     if config.layer != "te":
         return PlainLayer
     return TeHalves if config.unit in ("attn", "mlp") else te_layer
@@ -266,9 +266,9 @@ def _add_to_main_grad(parameter):
 
 
 def split_dimension(name: str) -> int | None:
-    """Which dimension of a parameter is split over the tensor ranks; None: all have it alike.
+    """Return the dimension of a parameter that is split over the tensor ranks; None: each rank has all of it.
 
-    name: of PlainLayer, te.TransformerLayer or Embedding, whatever stands before it.
+    name: a parameter of PlainLayer, te.TransformerLayer or Embedding, with any prefix.
     """
     if re.search(r"(qkv|fc1)[._](weight|bias)$|(^|\.)(tokens|positions)$", name):
         return 0

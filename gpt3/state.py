@@ -1,4 +1,4 @@
-"""What GPT-3's training reads and writes: built once, reset in place, the same for every variant."""
+"""The state that GPT-3's training reads and writes: built once, reset in place, the same for every variant."""
 
 from pathlib import Path
 
@@ -260,7 +260,7 @@ def _batch(config, rows):
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
-    """What the MLPerf log says of this training."""
+    """Return the hyperparameters of this training for the MLPerf log."""
     samples = config.microbatches * config.microbatch * data_ranks
     return {
         "seed": SEED,

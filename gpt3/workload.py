@@ -67,7 +67,7 @@ def of_one_stage(state):
 
 
 def _flops(config):
-    """Of a step and a GPU: all stages' mean, or those of the stage that runs alone."""
+    """Return the FLOP of a step and a GPU: the mean over all stages, or those of the stage that runs alone."""
     attention = config.heads * config.head_dim
     all_stages = not config.alone
     num_flops = flops.gpt(

@@ -1,4 +1,4 @@
-"""Which tensors handwritten layers keep for their backward, planned from sizes and rates (no torch here).
+"""The plan of the tensors that handwritten layers keep for their backward, from sizes and rates (no torch here).
 
 `workspace` lists what llama2_lora/layers/handwritten.py allocates, so the prediction and the program cannot differ.
 

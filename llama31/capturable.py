@@ -1,4 +1,4 @@
-"""What a CUDA graph of a training step cannot hold: one table, asked before any work on the GPU.
+"""The table of features that a CUDA graph of a training step cannot hold, asked before any work on the GPU.
 
     refuse(Setting(variant="graph_fwd_bwd", nan_checks=True))        ValueError: what, why, and what to take instead
 
@@ -69,12 +69,12 @@ class Setting:
 
     @property
     def whole(self) -> bool:
-        """Whether all of a microbatch, its loss too, is captured together."""
+        """Return whether all of a microbatch, its loss too, is captured together."""
         return self.variant == "graph_microbatch" or self.iteration
 
     @property
     def iteration(self) -> bool:
-        """Whether all microbatches are captured together."""
+        """Return whether all microbatches are captured together."""
         return self.variant in ("graph_fwd_bwd", "graph_step") or "full_iteration" in self.scopes
 
 

@@ -160,9 +160,9 @@ class Config(Parallel, Timing):
 
 
 def layers_of_stages(layers: int, pp: int, chunks: int = 1) -> list[list[range]]:
-    """Of each pipeline stage the numbers of the layers in its chunks: chunk c of stage s is part (c - 1) pp + s of all.
+    """Return the layer numbers of each pipeline stage's chunks: chunk c of stage s is part (c - 1) pp + s.
 
-    Parts of equal size, else NVIDIA's split, in which embedding and loss count as a layer each. ValueError where
+    Parts have equal size, else NVIDIA's split, in which embedding and loss count as a layer each. ValueError where
     neither works out.
     """
     parts = pp * chunks
@@ -235,7 +235,7 @@ ABOUT = {
 
 
 def setting(config: Config, variant: str, environment) -> Setting:
-    """What `variant` would capture, in the words of llama31/capturable.py. environment: such as os.environ."""
+    """Return the capture of `variant` as a Setting of llama31/capturable.py. environment: such as os.environ."""
     allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     return Setting(
         variant=variant,

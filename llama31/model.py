@@ -276,7 +276,7 @@ class PlainLayer(nn.Module):
         return x + reduce_scatter_to_sequence(self.fc2(up, first), group)
 
     def keep(self, way: Configuration, scaling):
-        """What is called instead of this layer, so that it keeps what `way` says (llama31/memory/plan.py)."""
+        """Return a callable in the place of this layer that keeps the items of `way` (llama31/memory/plan.py)."""
         return run_again(self, scaling, None if way.keeps == ("x",) and not way.keeps_fp8 else way)
 
     def _norm(self, x, gain):

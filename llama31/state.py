@@ -1,4 +1,4 @@
-"""What Llama 3.1's training reads and writes: built once, reset in place, the same for every variant."""
+"""The state that Llama 3.1's training reads and writes: built once, reset in place, the same for every variant."""
 
 import contextlib
 from pathlib import Path
@@ -181,7 +181,7 @@ class State:
 
     @property
     def static(self) -> tuple[torch.Tensor, ...]:
-        """What a replay reads and the host overwrites before it."""
+        """Return the buffers that a replay reads and the host overwrites before it."""
         return tuple(self.inputs.buffers.values())
 
     def empty_hidden(self) -> torch.Tensor:
@@ -213,11 +213,11 @@ class State:
         return hidden
 
     def is_first(self, chunk: int) -> bool:
-        """Whether a chunk of this rank begins with the embedding."""
+        """Return whether a chunk of this rank begins with the embedding."""
         return self.embedding is not None and chunk == 1
 
     def is_last(self, chunk: int) -> bool:
-        """Whether a chunk of this rank ends with the loss."""
+        """Return whether a chunk of this rank ends with the loss."""
         return self.head is not None and chunk == self.config.chunks
 
     def run_layer(self, index: int, hidden, first: bool | None):
@@ -291,7 +291,7 @@ class State:
             raise Unsupported(f"{self.source.name} is too short to hold a batch out")
 
     def validates(self, index: int) -> bool:
-        """Whether a validation belongs to step `index`."""
+        """Return whether a validation belongs to step `index`."""
         return num_validations(self.config, index) > 0
 
     # ------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def _require_number(what, value):
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
-    """What the MLPerf log says of this training."""
+    """Return the hyperparameters of this training for the MLPerf log."""
     # The first step's number of microbatches: a log is not written where others have another one.
     microbatches = config.counts[0]
     samples = microbatches * config.microbatch * data_ranks

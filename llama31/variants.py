@@ -15,7 +15,7 @@ STEP = {"step": "llama31.train:eager_step"}
 
 
 def has_equal_stages(config) -> bool:
-    """Whether all stages of a pipeline have as many layers."""
+    """Return whether all stages of a pipeline have the same number of layers."""
     return len(set(config.stage_sizes)) == 1
 
 

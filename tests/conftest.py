@@ -1,4 +1,4 @@
-"""What holds for all tests: one thread for each process, and a reason to skip where hardware is missing."""
+"""Settings of all tests: one thread for each process, and a reason to skip where hardware is missing."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ num_modules_frozen = 0
 
 
 def pytest_runtest_setup():
-    """What tests import stays: a run collects garbage around its window, half a second each time among all of it."""
+    """Freeze imported modules: a run collects garbage around its window, and scanning them takes 0.5 s each time."""
     global num_modules_frozen
     if len(sys.modules) > num_modules_frozen + 100:
         gc.collect()

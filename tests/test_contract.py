@@ -1,4 +1,4 @@
-"""What every model promises: each folder with a train.py, each of its variants, trained by hand on the CPU."""
+"""Tests of the contract of every model: each folder with a train.py, each variant, trained by hand on the CPU."""
 
 import functools
 import json
@@ -37,7 +37,7 @@ def fork(model, *arguments):
 
 
 def describe(model):
-    """What the script says of itself; nothing where it fails, which test_describe then shows."""
+    """Return the script's --describe, without variants where it fails; test_describe then shows the failure."""
     try:
         return json.loads(train(model, "--describe").stdout)
     except ValueError:
@@ -94,7 +94,7 @@ def look_inside(tmp_path_factory):
 
 
 def result_of(path):
-    """Where look_inside has the result beside what its flag asks for."""
+    """Return the path of look_inside's result, beside the file that its flag asks for."""
     return path.with_name(f"{path.stem}.result.json")
 
 

@@ -19,7 +19,7 @@ CAPTURE = re.compile(r"with (torch\.cuda\.graph\(.*?\)):\n +loss = step\(static\
 
 
 class HostGraph:
-    """What the snippet asks of torch.cuda.CUDAGraph, by a host graph.
+    """The part of torch.cuda.CUDAGraph that the snippet uses, by a host graph.
 
     A capture on a GPU runs nothing. Here it runs the step once, so `state` is put back afterwards.
     """

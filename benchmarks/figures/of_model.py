@@ -47,7 +47,7 @@ def _mean(blocks):
 
 
 def _quiet_ms(blocks):
-    """Of the quiet blocks, or of all where none is."""
+    """Return the step times of the quiet blocks, or of all blocks where none is quiet."""
     return [block.step_ms for block in blocks if not block.busy_processes] or [block.step_ms for block in blocks]
 
 

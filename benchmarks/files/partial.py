@@ -194,9 +194,11 @@ def _variant(name, declared, facts) -> Variant:
 
 
 def _is_of_cycle(block, orders):
-    """Whether a block is of a whole cycle. A cycle that is begun again, perhaps without a variant, replaces the first.
+    """Return whether a block belongs to a whole cycle.
 
-    orders: of each whole cycle the names of its blocks by place; [] where that is not known.
+    A cycle that is begun again, perhaps without a variant, replaces the first.
+
+    orders: cycle -> the names of its blocks by place, for whole cycles; [] where the order is not known.
     """
     order = orders.get(block["cycle"])
     return order == [] or (order is not None and order[block["place"] :][:1] == [block["variant"]])

@@ -83,7 +83,7 @@ class Point:
 
     @property
     def is_published(self) -> bool:
-        """Whether the run lies in results/."""
+        """Return whether the run lies in results/."""
         return self.path.resolve().is_relative_to(ROOT / "results")
 
     @property

@@ -167,7 +167,7 @@ class BuildMeasurement:
                 worker.paces[each] = worker.ask(each, {"do": "pilot", "steps": 2 if self.settings.is_short else 4})
 
     def _is_enough(self) -> bool:
-        """Whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
+        """Return whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
         is_auto, minutes = self.settings.cycles == "auto", self.settings.minutes
         if len(self._of("cycle")) < self._least_cycles:
             return False

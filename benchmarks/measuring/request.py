@@ -33,7 +33,7 @@ class Settings:
 
     @property
     def is_short(self) -> bool:
-        """Whether blocks are too short to measure speed."""
+        """Return whether blocks are too short to measure speed."""
         return self.block_s < SHORT_BLOCK_S
 
 

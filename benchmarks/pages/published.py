@@ -1,7 +1,7 @@
-"""What NVIDIA published of CUDA graphs in its MLPerf training submissions: figures as data, each with its source.
+"""NVIDIA's published figures of CUDA graphs in its MLPerf training submissions, as data, each with its source.
 
 The figures are other people's: other GPUs, other scale, and a baseline of their own choice. They stand beside
-what this suite measured and are never mixed into it. `gain` is worded as in the source; `speedups` holds its
+this suite's measurements and are never mixed into them. `gain` is worded as in the source; `speedups` holds its
 numbers for programs, as (ratio, where). Where page and submission disagree, `remark` says so.
 """
 

@@ -66,7 +66,7 @@ def _tflops(row):
 
 
 def _own_ms(row):
-    """Of a base, which has no ratio: the geometric mean of its blocks."""
+    """Return the geometric mean of the blocks of a base, which has no ratio."""
     blocks = [
         block.step_ms for block in row.newest.variant.blocks if bool(block.busy_processes) == bool(row.workload.busy)
     ]

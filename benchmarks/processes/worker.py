@@ -33,12 +33,12 @@ class WorkerEnded(RuntimeError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the script did not take its arguments, or said that they cannot run on this machine."""
+        """Return whether the script did not take its arguments, or said that they cannot run on this machine."""
         return "(exit status 2)" in self.reason
 
     @property
     def was_killed(self) -> bool:
-        """Whether signal 9 ended it, which a program cannot send itself by mistake."""
+        """Return whether signal 9 ended the worker; a program cannot send it to itself by mistake."""
         return "SIGKILL" in self.reason
 
 

@@ -1,4 +1,4 @@
-"""Whether a job that is near its time limit may go back into the queue: only while it comes nearer to its end.
+"""The check whether a job near its time limit may go back into the queue: only while it comes nearer to its end.
 
     python -m benchmarks.slurm.progress FOLDER JOB [--begin]
 

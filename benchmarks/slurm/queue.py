@@ -29,7 +29,7 @@ def check(*commands: list[str], environment: dict) -> None:
 
 
 def reaches_cluster(environment: dict) -> bool:
-    """Whether a controller of Slurm answers."""
+    """Return whether a Slurm controller answers."""
     return _run(["scontrol", "ping"], environment).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""Where a gain ends along a growing quantity: which value to measure next, and what the measured values say.
+"""The search for the crossover, where a gain ends along a growing quantity: the next value, and the finding.
 
 A point is a dict with value, ratio, low and high (95 % interval), word (benchmarks.statistics.word) and status. Its
 ratio is None where nothing was timed, low and high where one cycle was. Nothing here knows a run or a model.

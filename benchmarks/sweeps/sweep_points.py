@@ -52,7 +52,7 @@ class Points:
 
     @property
     def head(self) -> dict:
-        """What sets this sweep apart from others."""
+        """The keys that set this sweep apart from others."""
         names = {"model": self.asked.model, "preset": self.asked.preset}
         return names | {"over": self.quantity.over, "variant": self.variant}
 
@@ -178,7 +178,7 @@ def unmeasured(status: str, message: str) -> dict:
 
 
 def _smaller(build: Build, flags: list[str], config: dict) -> str:
-    """Why a run says nothing of its value: its script made the model smaller, until it did fit."""
+    """Return the reason why a run does not measure its value, or "": its script made the model smaller to fit."""
     words = [word for text in flags for word in text.split("=", 1)]
     given = {flag: int(text) for flag, text in itertools.pairwise(words) if text.isdecimal()}
     for name, asked in config.items():

@@ -1,14 +1,14 @@
-"""What graphs of both devices share: their error, and the check that static inputs are as they were captured."""
+"""The error of graphs on both devices, and the check that static inputs are as they were captured."""
 
 import torch
 
 
 class CaptureError(RuntimeError):
-    """What no graph can hold, or a replay that would not be right; names the operator and the user's file:line."""
+    """A graph cannot hold an operator, or a replay would be wrong; it names the operator and the user's file:line."""
 
 
 def signature(tensor: torch.Tensor) -> tuple:
-    """What a graph has fixed of a tensor: shape, stride, dtype and address."""
+    """Return the properties of a tensor that a graph fixes: shape, stride, dtype and address."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr()
 
 

@@ -59,7 +59,7 @@ class OwnedStorage:
         return self._tensors[view]
 
     def held_outside(self) -> bool:
-        """Whether someone other than the pool keeps it: a user's tensor, or one that autograd saved."""
+        """Return whether a tensor outside the pool keeps the storage: a user's, or one that autograd saved."""
         if use_count is None:
             return True
         return use_count(self.address) > 1 + len(self._tensors) + _WRAPPER_REFERENCES

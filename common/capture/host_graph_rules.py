@@ -1,4 +1,4 @@
-"""What a host graph refuses: calls that a CUDA capture could not hold, and why, in words."""
+"""The calls that a host graph refuses because a CUDA capture could not hold them, each with the reason."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ IN_PLACE_VIEWS = {f"aten::{name}" for name in ("as_strided_", "detach_", "squeez
 
 
 def reason_against(func, args, kwargs) -> str | None:
-    """Why a graph cannot hold this call of an operator, or None."""
+    """Return the reason why a graph cannot hold this call of an operator, or None."""
     name = func._schema.name
     if name in _FORBIDDEN_OPERATORS:
         return _FORBIDDEN_OPERATORS[name]

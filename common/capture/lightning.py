@@ -394,7 +394,7 @@ def _put_back(optimizer, lrs):
 
 
 def _settings(optimizer):
-    """What of param_groups is in a graph: tensors by identity, for their contents may change, and plain values."""
+    """Return the part of param_groups that a graph fixes: tensors by identity (contents may change), plain values."""
     return [
         {
             name: id(value) if isinstance(value, torch.Tensor) else len(value) if name == "params" else value

@@ -139,7 +139,7 @@ class Pool:
 
 
 def _empty_cache():
-    """What an eager warm-up leaves in the allocator's cache is of no use to a pool, or to another stream."""
+    """Free the allocator's cache after an eager warm-up: a pool or another stream cannot use it."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -217,7 +217,7 @@ class CudaGraph:
 
 
 class _Memory:
-    """Where a tensor lies, from its first to its last element, as bytes for torch.as_tensor."""
+    """The memory of a tensor, from its first to its last element, as bytes for torch.as_tensor."""
 
     def __init__(self, tensor):
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, GPU, host and source. No torch here but for a CUDA device.
+"""The environment of a run: versions, GPU, host and source. Imports torch for a CUDA device alone.
 
 Hashes and git are in common/machine/source.py.
 """

@@ -1,4 +1,4 @@
-"""What a GPU does: clocks, power, temperature; and its driver. It is observed, and nothing is ever set.
+"""The state of a GPU: clocks, power, temperature; and its driver. It is observed, and nothing is ever set.
 
 `GpuSampler` samples in a child process, because a polling thread would take the GIL from the loop that is measured.
 All of this answers None, or an empty list, where the machine cannot tell. Times are `time.monotonic()` in seconds.

@@ -1,4 +1,4 @@
-"""What this host needs to issue work: the microseconds of one eager operator and of one bare launch.
+"""The time that this host needs to issue work: microseconds of one eager operator and of one bare launch.
 
     python -m common.machine.host_pace [--seconds 2]
     {"us_per_operator": 3.41, "us_per_launch": 1.93, "device": "cuda"}

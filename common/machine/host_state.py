@@ -1,4 +1,4 @@
-"""What the host has. It is observed, and nothing is ever set."""
+"""The state of the host: /proc, /sys, available memory. It is observed, and nothing is ever set."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which code ran: a hash over all code of the tree, and what git says of it.
+"""The identity of the code that ran: a hash over all code of the tree, and its state in git.
 
 `source_hash` has to be the same number in a checkout, in a copy without .git on another machine, and for a commit that
 is not checked out. So a rule on paths alone says what code is (`is_code`), and git is not asked: git's list of tracked
@@ -26,7 +26,7 @@ HIDDEN_FOLDER_OF_CODE = ".ci"
 
 
 def is_code(path: str) -> bool:
-    """Whether a file counts for `source_hash`. path: relative to the repository's root, parts joined by slashes."""
+    """Return whether a file counts for `source_hash`. path: relative to the repository's root, with slashes."""
     *folders, name = path.split("/")
     if not (name in NAMES or PurePosixPath(name).suffix in SUFFIXES):
         return False
@@ -104,7 +104,7 @@ def _hash_blobs(blobs, root):
 
 
 def read_blobs(blobs, root: Path = ROOT) -> dict[str, bytes] | None:
-    """What git holds by these object names; None where it does not answer, or lacks one."""
+    """Return git's blobs of these object names; None where git does not answer, or lacks a blob."""
     names = list(dict.fromkeys(blobs))
     answer = _git(root, "cat-file", "--batch", stdin="".join(f"{name}\n" for name in names).encode()) if names else b""
     if answer is None:

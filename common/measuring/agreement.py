@@ -187,7 +187,7 @@ class Agreement:
         self._store.set(f"beat/{self.rank}", json.dumps([number, self._phase, self._count, *self._where()]))
 
     def _where(self):
-        """Whether the main thread waits for others, and the innermost line of this project that it is in."""
+        """Return whether the main thread waits for others, and the innermost line of this project that it is in."""
         frame = sys._current_frames().get(self._main)
         waits, place = False, ""
         while frame is not None:

@@ -66,7 +66,7 @@ class StateHasher:
         return torch.stack(self._steps).cpu().numpy().view("uint64")
 
     def digests(self) -> list[str]:
-        """Of each step 16 hex digits over the hashes of all tensors on all ranks; every rank calls it."""
+        """Return 16 hex digits for each step, over the hashes of all tensors on all ranks; every rank calls it."""
         every = of_all_ranks([row.tobytes() for row in self.hashes()])
         return [hashlib.sha256(b"".join(at_once)).hexdigest()[:16] for at_once in zip(*every, strict=True)]
 

@@ -76,7 +76,7 @@ def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
 
 
 def chrome_events(events, origin_ns: int) -> list[dict]:
-    """What a Chrome trace holds of Kineto's events (torch.profiler, CUDA alone), without writing and parsing one.
+    """Return Kineto's events (torch.profiler, CUDA alone) as a Chrome trace holds them, without writing a file.
 
     Events of torch 2.11 do not tell their kind to Python: its deviceTypeFromActivity (torch/csrc/profiler/
     kineto_shim.cpp) gives kernels, copies and memsets the device, and every host call the CPU. Times count from

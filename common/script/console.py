@@ -1,4 +1,4 @@
-"""What training by hand prints: a card before it builds anything, a table when it has trained."""
+"""The output of training by hand: a card before it builds anything, a table when it has trained."""
 
 import sys
 

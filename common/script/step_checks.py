@@ -80,7 +80,7 @@ def require_finite(losses: list[float]) -> None:
 
 
 def broken_promise(result: dict) -> str:
-    """Why graphs and replays are not those that the model's table declares for the variant, or "".
+    """Return how graphs and replays differ from those that the model's table declares for the variant, or "".
 
     Args:
         result: of `common.script.by_hand.run`: kind, steps, graphs, replays, expected_replays, promised_graphs and

@@ -1,1 +1,1 @@
-"""What models train with: optimizers, precision, collectives, schedules, memory plans, files of data and weights."""
+"""Training code of all models: optimizers, precision, collectives, schedules, memory plans, data and weights."""

@@ -1,4 +1,4 @@
-"""Which flag makes a shape too large: found by putting given flags back to their preset's values."""
+"""The search for the flags that make a shape too large: it puts given flags back to their preset's values."""
 
 import copy
 import dataclasses

@@ -148,7 +148,7 @@ def num_slots(steps) -> dict[int, int]:
 
 
 def unsafe_replay(steps, slots: dict[int, int], shared_pool: bool) -> str:
-    """Why graphs captured in the order of `steps` cannot be replayed in it, "" where they can.
+    """Return the reason why graphs captured in the order of `steps` cannot be replayed in it, "" where they can.
 
     slots: {chunk: number of its slots}; microbatch m takes slot m modulo that number, whose graphs are captured when it
     is first used. A replay overwrites what its slot holds. Graphs of a shared pool, moreover, use memory that was free
@@ -205,7 +205,7 @@ def timeline(pp: int, chunks: int, microbatches: int, seconds=lambda stage, step
 
 
 def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[list[Transfer]]:
-    """What a stage exchanges before each step of its order and, last, after all of them.
+    """Return the transfers of a stage before each step of its order and, last, after all steps.
 
     The transfers of one entry go in one batch; the stage runs its step when all of them are done. A tensor is sent
     right behind the step that makes it. Its receiver posts it at that time too, were all steps to last equally long,

@@ -63,10 +63,10 @@ class DelayedReader:
 
 
 class ScaledReport:
-    """What training with a loss scale tells the host of each step, late: losses, gradient norms, an overflow storm.
+    """The host's late report of each step with a loss scale: losses, gradient norms, an overflow storm.
 
-    fill is a part of the step and can be captured; end_step is not. The first num_losses - 1 steps are kept, which is
-    what runs are compared by; later ones overwrite the last place. exact: as for DelayedReader.
+    fill is a part of the step and can be captured; end_step is not. The first num_losses - 1 steps are kept, and
+    runs are compared by them; later steps overwrite the last place. exact: as for DelayedReader.
     """
 
     FIELDS = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
@@ -88,7 +88,7 @@ class ScaledReport:
 
     @torch.no_grad()
     def fill(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Of this step, both FP32 numbers on the device; the loss scale is that of the next step."""
+        """Store this step's loss and norm, FP32 scalars on the device, and the loss scale of the next step."""
         scaler = self.scaler
         counts = (scaler.floor_overflows.float(), scaler.num_skipped.float())
         torch.stack((loss, scaler.scale, grad_norm, *counts), out=self.values)
@@ -115,7 +115,7 @@ class ScaledReport:
             )
 
     def read_losses(self, count: int) -> list[float]:
-        """Of steps 0 to count - 1, waiting for the device.
+        """Return the losses of steps 0 to count - 1; waits for the device.
 
         Raises FloatingPointError where none of many steps trained, which the loss alone does not show.
         """

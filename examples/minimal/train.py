@@ -102,7 +102,7 @@ def load(state: State, index: int):
 
 
 def training_step(state: State):
-    """What `graph_step` captures: from the batch to new weights. Nothing in it waits for the device."""
+    """Train one step, from the batch to new weights. `graph_step` captures it; nothing in it waits for the device."""
     state.optimizer.zero_grad(set_to_none=False)  # gradients keep their addresses
     loss = F.cross_entropy(state.model(state.batch[:, :-1]).flatten(0, 1), state.batch[:, 1:].flatten())
     loss.backward()

@@ -15,7 +15,7 @@ SEED = 4321
 
 
 class Edges:
-    """What the stages beside this one would send, alike in each step and chunk: a tensor of each kind a microbatch."""
+    """The neighbour stages' tensors: an activation and a gradient a microbatch, equal in each step and chunk."""
 
     def __init__(self, like: torch.Tensor, microbatches: int):
         generator = torch.Generator(like.device).manual_seed(SEED)

@@ -98,7 +98,7 @@ class Graphed(Stage):
         self.parts[chunk, microbatch] = parts
 
     def _input_of_first(self, chunk, microbatch):
-        """What the chunk's first unit reads, None for a buffer of its own; and whether it is filled before replays."""
+        """Return the input of the chunk's first unit (None: own buffer), and whether it is filled before replays."""
         source = self._origin(chunk)
         if source is None:
             return None, True
@@ -123,7 +123,7 @@ class Graphed(Stage):
         self._latest = grad
 
     def _gradient_of_last(self, chunk, microbatch):
-        """What the chunk's last unit reads in its backward pass, as `_input_of_first`."""
+        """Return the input of the chunk's last unit in its backward pass, as `_input_of_first`."""
         source = self._origin(-chunk)
         if source == (self.state.stage, chunk):
             return self._loss_grad, True

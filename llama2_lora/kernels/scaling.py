@@ -70,7 +70,7 @@ class Scaling:
             yield name, getattr(self, name)
 
     def named_state(self):
-        """What goes on from step to step, for hashing."""
+        """Yield (name, tensor) of the scaling state that lasts from step to step, for hashing."""
         if self.kind != "none":
             yield "fp8.scale", self.scale[:, 0]
             yield "fp8.amax_history", self.history

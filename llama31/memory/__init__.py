@@ -1,1 +1,1 @@
-"""What layers keep for their backward, and layers that run again."""
+"""The plan of the tensors that layers keep for their backward, and layers that run again."""

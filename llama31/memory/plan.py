@@ -1,4 +1,4 @@
-"""What layers keep of a microbatch for their backward, from sizes and rates alone: items, memory, the plan (no torch).
+"""Items, memory and plan of the tensors that layers keep for a microbatch's backward, from sizes and rates (no torch).
 
 A plain layer (llama31/model.py) that keeps everything runs as it is. Any other runs again in the backward, with the
 results of the GEMMs and of attention that it has kept in the place of those operators (llama31/memory/recompute.py).
@@ -31,7 +31,7 @@ REST = "rest"
 
 
 def items(config: Config) -> list[Item]:
-    """What a layer may keep of a microbatch, in the order of its forward, with the milliseconds to compute it again.
+    """Return the items a layer may keep of a microbatch, in forward order, with the ms to compute each again.
 
     Communication of --tp and --cp is not counted in them. te keeps inputs of FP8 GEMMs in FP8.
     """
@@ -138,12 +138,12 @@ def fixed_bytes(config: Config, dp: int = 1) -> int:
 
 
 def _layers(config):
-    """Of the widest stage."""
+    """Return the number of layers of the widest stage."""
     return max(config.stage_sizes)
 
 
 def budget_bytes(free_bytes: int) -> int:
-    """What torch may reserve of a GPU's free memory, in whole GiB, so that runs of one session get one plan."""
+    """Return the bytes torch may reserve of a GPU's free memory, in whole GiB: runs of one session get one plan."""
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
@@ -200,6 +200,6 @@ def require(config: Config, available_bytes: int | None) -> None:
 
 
 def _host_bytes(config):
-    """Of the smallest plan; or the batches that rotate, where those are larger."""
+    """Return the host bytes of the smallest plan, or of the batches that rotate, where those are larger."""
     batch = 16 * config.microbatches * config.microbatch * config.local_sequence
     return max(needed_bytes(config), config.batches * batch)

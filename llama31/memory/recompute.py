@@ -49,9 +49,9 @@ class _Keeping:
 
 
 def run_again(function, scaling, way: Configuration | None = None):
-    """What is called in the place of `function` so that its backward runs it again, under `scaling()`.
+    """Return a callable in the place of `function` whose backward runs `function` again, under `scaling()`.
 
-    way: of a plain layer, whose items that it keeps are not computed again. None: everything is.
+    way: configuration of a plain layer; the items that it keeps are not computed again. None: everything is.
     """
 
     def contexts():

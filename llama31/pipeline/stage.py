@@ -21,11 +21,11 @@ class Called:
         self.state, self._saved = state, {}
 
     def buffer(self, step: int, microbatch: int):
-        """What an activation (step +chunk) or a gradient (step -chunk) is received into."""
+        """Return the buffer that receives an activation (step +chunk) or a gradient (step -chunk)."""
         return self.state.empty_hidden()
 
     def forward(self, chunk: int, microbatch: int, hidden):
-        """What goes to the next stage, or the loss. hidden: received, None where a chunk begins with the embedding."""
+        """Return the activation for the next stage, or the loss. hidden: received, None for a chunk with embedding."""
         state = self.state
         with section("forward"):
             embeds = hidden is None
@@ -38,7 +38,7 @@ class Called:
         return output.detach()
 
     def backward(self, chunk: int, microbatch: int, gradient):
-        """What goes to the stage before. gradient: received, None of a chunk whose output is the loss."""
+        """Return the gradient for the previous stage. gradient: received, None for a chunk with the loss."""
         hidden, output = self._saved.pop((chunk, microbatch))
         with section("backward"):
             output.backward(gradient)
@@ -52,7 +52,7 @@ def schedule(pp: int, stage: int, chunks: int, count: int):
 
 
 def forward_and_backward(state, count: int, passes=None) -> None:
-    """What llama31/train.py does for one stage alone: gradients of `count` microbatches into main_grad."""
+    """Add the gradients of `count` microbatches to main_grad, as llama31/train.py does without a pipeline."""
     passes = passes or Called(state)
     steps, exchanges = schedule(state.config.pp, state.place.stage, state.config.chunks, count)
     made, received = {}, {}

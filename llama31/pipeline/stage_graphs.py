@@ -109,7 +109,7 @@ class GraphedPasses:
         return self._gradient[key]
 
     def replays(self, count: int) -> int:
-        """Of a step of `count` microbatches."""
+        """Return the number of replays in a step of `count` microbatches."""
         graphs = [*self._forward.items(), *self._backward.items()]
         return sum(len(found) for (_, microbatch), found in graphs if microbatch < count)
 

@@ -69,7 +69,7 @@ class Synthetic:
         return self._kept[index % NUM_KEPT]
 
     def batch_shapes(self) -> list[tuple[int, int]]:
-        """Of all ranks, and of many more batches than come, so that buckets do not follow the period's batches."""
+        """Return shapes of all ranks' batches, of far more than come: buckets must not follow the period's batches."""
         if self.config.data == "synthetic":
             return [(self.config.frames, self.config.tokens)]
         lengths = (self._lengths(index, rank) for index in range(NUM_SCANNED) for rank in range(self.world_size))

@@ -74,7 +74,7 @@ class TransducerLoss(torch.autograd.Function):
 
 @functools.cache
 def _launches(num_classes, lanes, blank, dtype):
-    """Of the three kernels, for logits of this dtype, and how many rows of logits a program takes."""
+    """Return the launches of the three kernels for logits of this dtype, and the rows of logits a program takes."""
     columns = triton.next_power_of_2(num_classes)
     # 32 numbers a thread keep enough loads in flight.
     rows, num_warps = max(1, TILE // max(columns, 128)), max(4, columns // 1024)

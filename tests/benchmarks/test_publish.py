@@ -38,7 +38,7 @@ def made(tmp_path):
 
 
 def refused(path, results):
-    """Why it is refused, of one line; nothing was written."""
+    """Return the one-line reason of the refusal; check that nothing was written."""
     before = sorted(results.rglob("*"))
     with pytest.raises((publish.Refused, Damaged)) as caught:
         publish.publish(path, results)

@@ -74,7 +74,7 @@ def test_graphed_ranks_equal_eager_ones_bit_for_bit(split, precision, monkeypatc
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_shards_are_parts_of_the_whole(tp):
-    """Of a layer and of the embedding, with the names of the whole model."""
+    """Check shards of a layer and of the embedding, with the names of the whole model."""
     one = State(replace(SMALL, heads=2 * tp, ffn=48 * tp, vocab=40 * tp), CPU)
     expected = dict(one.named_parameters())
     config = replace(SMALL, tp=tp)

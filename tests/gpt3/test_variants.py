@@ -114,7 +114,7 @@ class NoPool:
 
 
 class Manager:
-    """What of FP8GlobalStateManager lasts: the flag by which captured layers skip the casts of their weights."""
+    """The lasting part of FP8GlobalStateManager: the flag by which captured layers skip the casts of their weights."""
 
     quantization_state = SimpleNamespace(skip_fp8_weight_update_tensor=None)
 
@@ -124,7 +124,7 @@ def flag():
 
 
 def fake_modules(monkeypatch, graphs):
-    """Of Transformer Engine what gpt3/other_variants.py imports."""
+    """Install fakes of the Transformer Engine modules that gpt3/other_variants.py imports."""
     graph_module = ModuleType("transformer_engine.pytorch.graph")
     graph_module.is_graph_capturing = lambda: graphs.capturing
     graph_module.set_capture_end = lambda: setattr(graphs, "capturing", False)

@@ -1,4 +1,4 @@
-"""What tests of common/train_by_hand share: a small training on the CPU, its variants, and a run of one of them."""
+"""Helpers for tests of training by hand: a small training on the CPU, its variants, and a run of a variant."""
 
 from dataclasses import dataclass
 

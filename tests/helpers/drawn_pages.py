@@ -1,4 +1,4 @@
-"""What a page of a figure shows: its texts, whole and apart from each other, and colours for light and dark pages."""
+"""Checks of a drawn figure page: its texts are whole and apart, its colours read on light and dark pages."""
 
 import re
 from unittest import mock
@@ -68,7 +68,7 @@ def colours_of(svg):
 
 
 def assert_reads_on_both_pages(svg):
-    """Of a figure's SVG."""
+    """Check that a figure's SVG has enough contrast on light and dark pages."""
     of_text, every = colours_of(svg)
     assert len(re.findall("<style", svg)) == 1 and svg.count("@media (prefers-color-scheme: dark)") == 1
     for colour in of_text:

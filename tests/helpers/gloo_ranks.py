@@ -24,7 +24,7 @@ def run(module: str, function: str, world_size: int, timeout_s: float = 60) -> l
 
 
 def run_script(module: str, arguments: list[str], world_size: int, timeout_s: float = 60) -> list[str]:
-    """What each rank of `python -m module arguments...` writes to stdout, ended well."""
+    """Return the stdout of each rank of `python -m module arguments...`; every rank must exit with 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What tests of host graphs share: batches, a function whose number a capture stores, equality of tensors."""
+"""Helpers for tests of host graphs: batches, a function whose number a capture stores, equality of tensors."""
 
 import torch
 

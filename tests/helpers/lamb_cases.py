@@ -26,7 +26,7 @@ def optimizer(params, **ranks):
 
 
 def gradients(step, size=1.0, dtype=torch.bfloat16):
-    """Of the scaled loss; the fifth tensor has none."""
+    """Return the gradients of the scaled loss; the fifth tensor's are zero."""
     generator = torch.Generator().manual_seed(100 + step)
     grads = [(SCALE * size * torch.randn(shape, generator=generator)).to(dtype) for shape in SHAPES]
     grads[4].zero_()

@@ -210,7 +210,7 @@ def begin(job, folder):
 
 
 def computes(pid, home):
-    """Whether the leader runs and its ranks do not wait for one that stalls."""
+    """Return whether the leader runs and its ranks do not wait for a stalled rank."""
     return os.waitpid(pid, os.WNOHANG)[0] == 0 and not (home / "stalls").exists()
 
 

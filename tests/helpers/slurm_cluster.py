@@ -143,7 +143,7 @@ class Cluster:
         return subprocess.run([str(word) for word in command], **options)
 
     def job(self, job_id) -> dict:
-        """What scontrol knows of a job: {"JobState": "COMPLETED", ...}."""
+        """Return the fields that scontrol shows of a job: {"JobState": "COMPLETED", ...}."""
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

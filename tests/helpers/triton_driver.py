@@ -11,7 +11,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 
 
 class Launcher:
-    """Of a compiled kernel: calls `launch` where Triton would call C."""
+    """The launcher of a compiled kernel: it calls `launch` where Triton would call C."""
 
     def __init__(self, metadata, launch):
         self.metadata, self.launch = metadata, launch

@@ -109,7 +109,7 @@ def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit():
 
 @pytest.mark.parametrize("lengths", [[64], [10, 1, 30, 23], [5] * 12 + [4]])
 def test_bounds_of_runs_are_those_of_their_documents(lengths):
-    """What flash attention computes by the bounds of queries and keys, spelled out, against the whole window's mask."""
+    """Check flash attention's mask by the bounds of queries and keys, spelled out, against the whole window's mask."""
     config = replace(TINY, cp=2)
     inputs = inputs_of(config, lengths=lengths)
     window = PackedBatch(

@@ -143,7 +143,7 @@ def test_training_refuses_a_pickle_and_never_loads_it(tmp_path, kind, name):
 
 
 def test_a_plain_pickle_beneath_the_name_of_an_npy(tmp_path):
-    """Which the converter does not take either."""
+    """Check that training refuses a pickle that the converter does not take either."""
     path = tmp_path / "train.npy"
     path.write_bytes(pickle.dumps([{"input_ids": Pointer()}]))
     assert refused(replace(CONFIG, data=str(tmp_path)), tmp_path) == (

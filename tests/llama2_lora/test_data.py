@@ -23,7 +23,7 @@ CONFIG = Config(
 
 
 def lengths_of(batch):
-    """Of the documents of a window, padding among them."""
+    """Return the lengths of the documents of a window, padding among them."""
     return [length for length in np.diff(batch.cu_seqlens.numpy()).tolist() if length]
 
 
@@ -209,7 +209,7 @@ def test_shorter_rows_share_a_window_and_padding_fills_the_rest(tmp_path):
 
 
 def as_npy(path, rows):
-    """Which holds input_ids alone."""
+    """Write a .npy, which holds input_ids alone."""
     np.save(path, np.array([row["input_ids"] for row in rows], np.int32), allow_pickle=False)
 
 
@@ -347,7 +347,7 @@ def test_documents_too_short_for_a_window_unless_it_is_one_sequence(tmp_path):
 
 
 def test_rows_with_nonsense_in_place_of_numbers_are_refused_in_one_line(tmp_path):
-    """What numpy makes of them is an array of objects, text or bools, or nothing."""
+    """Check values that numpy turns into an array of objects, text or bools, or cannot convert."""
     for value in (None, "abc", {"a": 1}, ["a"], [True], [None], [[]], [2**70], [-(2**63)], [1e400], 7):
         for field in ("input_ids", "labels", "seq_start_id"):
             config = write_jsonl(tmp_path / "rows.jsonl", [{**ROW, field: value}])

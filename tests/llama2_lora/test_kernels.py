@@ -190,7 +190,7 @@ def test_swiglu(precision):
 @on_device
 @pytest.mark.parametrize("vocab", [83, 9000])
 def test_cross_entropy(vocab):
-    """Of one block and of several."""
+    """Check rows of logits of one block and of several blocks."""
     operators, generator = both("fp8", vocab=vocab), torch.Generator().manual_seed(0)
     targets = torch.randint(0, vocab, (16,), generator=generator).to(DEVICE)
     weights = torch.rand(16, generator=generator).to(DEVICE)

@@ -36,7 +36,7 @@ class Anything:
     """In place of a stream, an event or a graph: takes all calls and does nothing."""
 
     def __init__(self, *args, **options):
-        """Of nothing."""
+        """Ignore all arguments."""
 
     def __getattr__(self, name):
         return lambda *args, **options: None
@@ -69,7 +69,7 @@ class ScaledMatrixProducts(TorchDispatchMode):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What was called: `gemms`, `through_triton`, and `launches` of the driver."""
+    """Fake a GPU and return the recorded calls: `gemms`, `through_triton`, and `launches` of the driver."""
     driver, seen = triton_driver.Driver(), types.SimpleNamespace(through_triton=0, gemms=ScaledMatrixProducts())
     seen.launches, stream, default = driver.launches, Anything(), Anything()
     # Triton keeps kernels, with the driver that launches them, by device.

@@ -123,7 +123,7 @@ def test_four_ranks_of_one_replica_train_as_one_process_does(alone, split):
 
 
 def differences(variants):
-    """What differs from eager, of the variants of each split, on this rank."""
+    """Return the differences of each split's variants from eager, on this rank."""
     found = {}
     for split, names in variants.items():
         changes = SPLITS.get(split, {})

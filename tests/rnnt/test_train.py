@@ -109,7 +109,7 @@ def test_padding_draws_other_numbers(eager, padded):
 
 
 def test_without_dropout_padding_changes_little():
-    """What differs: the last frame of a longest utterance of odd length, and how sums are rounded."""
+    """Padding changes the last frame of a longest utterance of odd length, and the rounding of sums."""
     config = replace(SEVERAL, encoder_dropout=0.0, prediction_dropout=0.0, joint_dropout=0.0, lr=0.0)
     (_, eager), (_, padded) = (run_steps(name, 12, config) for name in ("eager", "eager_padded"))
     assert eager.read_losses(12) == pytest.approx(padded.read_losses(12), rel=0.03)
@@ -296,7 +296,7 @@ def test_useful_flops_are_those_of_the_lengths():
 
 
 def run_by_hand(config):
-    """What a run of graph_networks tells."""
+    """Return the result of a run of graph_networks by hand."""
     workload = Workload(
         model="rnnt",
         build=lambda config, device: State(config, device),

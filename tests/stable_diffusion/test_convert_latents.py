@@ -25,7 +25,7 @@ FLAGS = ["--latent-size", "8", "--context-tokens", "4", "--context-dim", "16"]
 
 
 def arrays(value=0.0):
-    """What one .pyd holds, all moments and encodings equal to `value`."""
+    """Return the arrays of one .pyd, with all moments and encodings equal to `value`."""
     return {
         "image_embed": np.full((1, 8, 8, 8), value, np.float32),
         "captions_embed": np.full((4, 16), value, np.float32),

@@ -53,7 +53,7 @@ def folder(tmp_path):
 
 
 def numbers(batch):
-    """Which samples a batch holds; moments and encodings must be of the same ones."""
+    """Return the sample numbers of a batch; check that moments and encodings are of the same samples."""
     found = batch["moments"][:, 0, 0, 0].tolist()
     assert batch["context"][:, 0, 0].tolist() == found
     return found

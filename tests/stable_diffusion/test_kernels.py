@@ -87,7 +87,7 @@ def test_without_a_gpu_they_are_torchs():
 
 
 class TracedError(Exception):
-    """What was traced cannot run here."""
+    """A traced program cannot run here."""
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -62,6 +62,6 @@ def shown(text) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line that can be printed; its type where it says nothing."""
+    """Return an exception's message as one printable line; its type where the message is empty."""
     line = (str(error).strip().splitlines() or [""])[0][:300]
     return shown(line) if line else type(error).__name__

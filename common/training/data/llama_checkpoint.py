@@ -23,9 +23,10 @@ _READABLE = ("BF16", "F16", "F32")
 
 
 class Llama(Protocol):
-    """What a config says of its model. ffn: of the gate and of the up projection each; vocab: rows of embedding, head.
+    """The fields of a config that describe its model.
 
-    A model that has fewer layers than a checkpoint takes its first ones.
+    ffn: width of the gate and of the up projection, each. vocab: rows of embedding and head. A model that has fewer
+    layers than a checkpoint takes the checkpoint's first layers.
     """
 
     layers: int
@@ -141,7 +142,7 @@ def _read_json(path):
 
 
 def _require_llama(folder, described, rope_scaling):
-    """What a Llama may have by its config.json and the model here has not."""
+    """Raise ValueError where config.json has a feature of Llamas that the model here has not."""
     rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{FLAG} {folder}: config.json is damaged, its rope_parameters are no object")

@@ -105,7 +105,7 @@ class TokenFile:
 
 
 def open_tokens(data, cache_dir) -> TokenFile:
-    """What the flag --data names: "" is the Python corpus, a folder its text, else a Megatron prefix, .bin or .idx.
+    """Open the tokens that --data names: "" is the Python corpus, a folder its text, else a Megatron prefix or file.
 
     cache_dir: where token files made from text are kept. Raises ValueError that names --data, or the file that cannot
     be written there.

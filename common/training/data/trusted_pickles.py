@@ -34,7 +34,7 @@ _limited = False
 
 
 class Limits(NamedTuple):
-    """What unpickling one file may take: memory beside the interpreter's own, and wall time."""
+    """The limits of unpickling one file: memory beside the interpreter's own, and wall time."""
 
     memory_gib: float
     minutes: float

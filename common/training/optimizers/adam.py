@@ -4,7 +4,6 @@ Eager and graphed steps share this code: the learning rate, the count of steps, 
 whether a step overflowed are numbers on the device, and nothing calls `.item()`.
 """
 
-
 import torch
 
 from common.training.optimizers.hyperparameters import Hyperparameters

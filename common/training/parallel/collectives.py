@@ -188,7 +188,7 @@ def exchange_(sent=(), destinations=(), received=(), sources=(), group="") -> No
 
 
 def _averages(process_group):
-    """Whether the backend averages while it reduces: NCCL does, gloo can only sum."""
+    """Return whether the backend averages while it reduces: NCCL does, gloo can only sum."""
     return dist.get_backend(process_group) == "nccl"
 
 
@@ -330,7 +330,7 @@ def place_in(flat, start, tensor):
 
 
 def _is_dense(tensor):
-    """Whether the elements fill their memory without gaps or overlap, in whatever order of dimensions."""
+    """Return whether the elements fill their memory without gaps or overlap, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

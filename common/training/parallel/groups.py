@@ -44,7 +44,7 @@ class Parallel:
         return Ranks(world_size // each, self.tp, self.pp, self.cp)
 
     def world_sizes(self) -> dict[str, int]:
-        """Which numbers of ranks a run takes: multiple_of and at_most of `common.config.needs`."""
+        """Return the numbers of ranks that a run takes: multiple_of and at_most of `common.config.needs`."""
         return {"multiple_of": self.tp * self.pp * self.cp}
 
 
@@ -60,7 +60,7 @@ def require_divisible(flag: str, size: int, by: str, count: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process is in the decomposition."""
+    """The place of one process in the decomposition."""
 
     world_rank: int
     data_rank: int

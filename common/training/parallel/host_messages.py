@@ -1,4 +1,4 @@
-"""What ranks tell each other from host to host: Python values over gloo, beside the collectives of a step.
+"""Messages between ranks from host to host: Python values over gloo, beside the collectives of a step.
 
 With NCCL these would be work for the GPUs, and a rank that asks how long to go on would wait for its own queue.
 """

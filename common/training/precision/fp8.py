@@ -61,7 +61,7 @@ def usable_transformer_engine():
 
 
 def te_fault(fp8: bool) -> str | None:
-    """Why te.TransformerLayer cannot run on this GPU, None where it can. fp8: whether it shall compute in FP8."""
+    """Return the reason why te.TransformerLayer cannot run on this GPU, or None. fp8: whether it computes in FP8."""
     try:
         engine = usable_transformer_engine()
     except Unsupported as error:
@@ -219,7 +219,7 @@ class TransformerEngineScaling:
         yield from self._tensors("amax_history")
 
     def _tensors(self, what):
-        """Of delayed scaling; current scaling has none."""
+        """Yield (name, tensor) of delayed scaling; current scaling has none."""
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
         from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
 

@@ -1,4 +1,4 @@
-"""Where graphs stop paying: the search finds the crossovers of known laws, and the sentence follows the numbers."""
+"""Tests of the crossover search: it finds the crossovers of known laws, and the sentence follows the numbers."""
 
 import math
 import random

@@ -152,7 +152,7 @@ def test_a_graphed_fit_equals_an_eager_one_bit_for_bit():
 
 @pytest.mark.parametrize("part", ["inputs", "loss", "lr"])
 def test_a_broken_callback_is_caught(part, monkeypatch):
-    """What the test above compares would show a replay of stale inputs, stale results or a frozen learning rate."""
+    """Check that the test above would find a replay of stale inputs, stale results or a frozen learning rate."""
     callback, module = CUDAGraphCallback(warmup_steps=WARM), Toy()
     if part == "inputs":
         monkeypatch.setattr(StaticInputs, "load", lambda self, batch: None)

@@ -123,7 +123,7 @@ class FakeSource:
 
 
 class FakeCuda:
-    """What DoubleBuffered uses of torch.cuda. `step` issues what stands for a training step that reads the buffer."""
+    """The part of torch.cuda that DoubleBuffered uses. `step` stands for a training step that reads the buffer."""
 
     def __init__(self, monkeypatch):
         self.main = self.current = FakeStream()

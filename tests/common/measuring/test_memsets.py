@@ -1,4 +1,4 @@
-"""What docs/glossary.md says of a graph's launch and its memset nodes, recomputed from the profiles of the archive."""
+"""Tests of docs/glossary.md on a graph's launch and memset nodes: recomputed from the profiles of the archive."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ LIMIT = 512
 
 
 def launches():
-    """Of each timed run whose step is one launch of a graph: memsets, those that start after issue time, issue ms."""
+    """Yield, for timed runs of one graph launch a step: memsets, those that start after issue time, issue ms."""
     for path in sorted(ARCHIVE.rglob("records.jsonl.xz")):
         for record in map(json.loads, lzma.decompress(path.read_bytes()).decode().splitlines()):
             # The second graph of Llama 3.1 is the validation's; other variants with two graphs launch both.

@@ -247,7 +247,7 @@ def test_without_the_mark_or_work_there_is_no_timeline():
 
 
 def kineto(name, device, start_ns, duration_ns, correlation, resource, annotation=False):
-    """What Python sees of an event of Kineto's, in torch 2.11."""
+    """Return a Kineto event as Python sees it in torch 2.11."""
     values = {"name": name, "start_ns": start_ns, "duration_ns": duration_ns, "correlation_id": correlation}
     values |= {"device_resource_id": resource, "is_user_annotation": annotation}
     values["device_type"] = SimpleNamespace(name=device)

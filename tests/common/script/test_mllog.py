@@ -52,7 +52,7 @@ def step_lines(lines):
 
 
 def passes(path):
-    """What the official checker says, by our rules; skips the test where it is not installed."""
+    """Return the official checker's verdict by our rules; skip the test where it is not installed."""
     mlp_compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
     logging.disable()
     try:

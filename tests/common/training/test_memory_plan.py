@@ -341,7 +341,7 @@ GEMM, ATTENTION, BANDWIDTH = 1400.0, 644.0, 3900.0
 
 
 def lean_items(s, transposes=False):
-    """Of a layer with frozen FP8 weights; s tokens. Copies are counted in bytes read and written by each kernel."""
+    """Return a layer's items with frozen FP8 weights, s tokens. Copies count the bytes each kernel reads and writes."""
     row = 2 * s * HIDDEN  # of hidden or attention output, bf16; its FP8 copy has half
 
     def ms(flop, num_bytes):

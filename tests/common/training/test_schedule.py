@@ -104,7 +104,7 @@ def simulate(pp, chunks, microbatches):
             pending[receiver] -= 1
 
     def advance(stage):
-        """Whether the stage could do anything."""
+        """Advance the stage; return whether it could do anything."""
         if position[stage] > len(orders[stage]):
             return False
         if pending[stage] is None:

@@ -64,7 +64,7 @@ def difference(group, data_rank, parts=1, integers=False, clip=NO_CLIP, num_grou
 
 
 def replays(data_rank):
-    """Whether three steps, the second and third replayed, are bitwise three eager ones; and the graph's collectives."""
+    """Return whether an eager and two replayed steps equal three eager steps bitwise, and the graph's collectives."""
     results, operators = [], []
     for captures in (False, True):
         sharded, params, grads = zero_adam(clip=0.5)

@@ -107,7 +107,7 @@ def test_one_process_is_alone():
 
 
 def worker():
-    """Of each decomposition: the members of each group as this rank finds them, and how many groups there are."""
+    """Return each decomposition's group members as this rank finds them, and the names of its groups."""
     results = []
     for ranks in DECOMPOSITIONS:
         groups = make_groups(ranks, "cpu")
