@@ -100,7 +100,7 @@ def open_run(asked: ask.Ask, args: argparse.Namespace) -> Partial:
         with contextlib.suppress(partial.Busy):
             found = Partial(path)
             if found.facts and all(found.facts[0].get(key) == header[key] for key in header if key not in own):
-                print(f"goes on with {shown(path)}: {len(found.of('cycle'))} cycles are there")
+                print(f"goes on with {shown(path)}, cycles so far: {len(found.of('cycle'))}")
                 return found
             found.close()
     made = Partial(asked.group / f"{header['id']}{partial.SUFFIX}")

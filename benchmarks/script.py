@@ -47,7 +47,7 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
         return json.loads(answer.stdout)
     except json.JSONDecodeError:
         said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
-        raise Mistake(f"{' '.join(command[1:])} answers: {said}") from None
+        raise Mistake(said.removeprefix("python -m ")) from None
 
 
 def needs_gpu(description: dict, preset: str) -> bool:

@@ -135,9 +135,12 @@ class Variant:
     ranks: list = field(default_factory=list)
 
     def issue_ms(self, busy: bool = False) -> float | None:
-        """Return the host's median time to issue a step, in quiet cycles or in those beside busy processes."""
+        """Return the host's time to issue a step, in quiet cycles or in those beside busy processes.
+
+        It is the geometric mean over blocks, like the ms that stand beside it.
+        """
         found = [b.issue_ms for b in self.blocks if b.issue_ms is not None and bool(b.busy_processes) == busy]
-        return plain.median(found) if found else None
+        return round(plain.geometric_mean(found), 4) if found else None
 
 
 @dataclass(kw_only=True)

@@ -55,8 +55,11 @@ class BuildMeasurement:
 
     def leave_out_rest(self, status: str, reason: str) -> None:
         """Leave out every variant that remains."""
-        for name in self.worker.remaining():
-            self.worker.leave_out(name, status, reason)
+        names = self.worker.remaining()
+        for name in names:
+            self.worker.leave_out(name, status, reason, is_said=False)
+        if names:
+            self.say(f"  {', '.join(names)}: {status} ({reason})")
 
     def _finish(self, phase):
         while any(map(self._is_eager, self.worker.remaining())):

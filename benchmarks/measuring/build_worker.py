@@ -121,16 +121,18 @@ class BuildWorker:
         gone = {each["variant"] for each in self.partial.of("left_out", build=self.request.name)}
         return [name for name in self.request.variants if name not in gone and name != self.settings.control]
 
-    def leave_out(self, variant: str, status: str, reason: str) -> None:
+    def leave_out(self, variant: str, status: str, reason: str, is_said: bool = True) -> None:
         """Note that a variant is not measured any more.
 
         Args:
             variant: its name.
             status: of `run_file.STATUSES`.
             reason: in words.
+            is_said: print a line of it.
         """
         self._note("left_out", variant, reason, status=status)
-        self.say(f"  {variant}: {status} ({reason})")
+        if is_said:
+            self.say(f"  {variant}: {status} ({reason})")
 
     def _note(self, fact, variant, reason, **more):
         self.partial.add(fact, build=self.request.name, variant=variant, reason=reason, **more)

@@ -186,10 +186,9 @@ def law(rows: list[Row], page: Path | None = None, argument: str = "") -> str:
     gains = [(point.ratio.ratio, point.early_prediction or 1.0) for _, point, _ in found if point.ratio is not None]
     before = sum(abs(gain / early - 1) <= WITHIN for gain, early in gains)
     none = sum(abs(gain - 1) <= WITHIN for gain, _ in gains)
-    text += (
-        f". With eager's busy time, known before a capture, it holds for {before}: a GPU that does not wait for its "
+    return (
+        f'{text}. With eager\'s busy time, known before a capture, it holds for {before}; "no gain" holds for {none}.'
     )
-    return f'{text}host clocks lower. "No gain" would hold for {none}.'
 
 
 def _law(rows, page, argument):

@@ -12,7 +12,8 @@ def report(run: Run) -> str:
     parts = [_build_report(run, name, build) for name, build in run.builds.items()]
     text = "\n\n".join(part for part in parts if part)
     said = "On a CPU this shows that the variants train alike. It says nothing about the speed of a GPU."
-    return f"{text}\n{said}" if run.device == "cpu" else text
+    timed = any(own.blocks for build in run.builds.values() for own in build.variants.values())
+    return f"{text}\n{said}" if run.device == "cpu" and timed else text
 
 
 def build_title(name: str, fields: dict) -> str:

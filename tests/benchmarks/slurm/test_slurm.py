@@ -122,9 +122,11 @@ def check_near_its_limit(cluster, out):
     assert cluster.job(collate)["JobState"] == "PENDING"
     assert until(lambda: not processes_with(str(out)))
     (begun,) = out.glob(f"*/*/*{partial.SUFFIX}")
-    before = [fact for fact in map(json.loads, begun.read_text().splitlines()) if fact["fact"] == "block"]
+    facts = [json.loads(line) for line in begun.read_text().splitlines()]
+    before = [fact for fact in facts if fact["fact"] == "block"]
+    # A busy machine may not come to a whole cycle in the job's half minute.
     num_cycles = cycles_of(out)
-    assert 0 < num_cycles < 120
+    assert num_cycles < 120 and len(facts) > 1
     while cluster.until_state(job, "PENDING", "COMPLETED", limit_s=90) == "PENDING":
         goes_on_at_once(cluster, job)
         cluster.until_state(job, "RUNNING", "COMPLETED")
@@ -133,7 +135,7 @@ def check_near_its_limit(cluster, out):
     times = {(name, b.cycle, b.place): b.ms for name, own in run.builds[""].variants.items() for b in own.blocks}
     kept = [fact for fact in before if fact["cycle"] < num_cycles]
     assert all(times[fact["variant"], fact["cycle"], fact["place"]] == fact["ms"] for fact in kept)
-    assert f"goes on with {begun}: {num_cycles} cycles are there" in text_of(out, f"slurm-{job}.out")
+    assert f"goes on with {begun}, cycles so far: {num_cycles}" in text_of(out, f"slurm-{job}.out")
     assert end(cluster, collate) == "COMPLETED"
     assert run.id in text_of(out, f"collate-{collate}.out")
 
