@@ -286,10 +286,17 @@ class Leak(Graphed):
 
 
 class Clock(Graphed):
+    """Slows the clock that it is measured with, so that its pauses do not show."""
+
     real = time.perf_counter
 
+    def run(self, index):
+        super().run(index)
+        if self.is_late:
+            time.sleep(0.002)
+
     def enter(self):
-        time.perf_counter = lambda: Clock.real() / 2
+        time.perf_counter = lambda: Clock.real() / 20
 
     def leave(self):
         time.perf_counter = Clock.real
