@@ -36,7 +36,7 @@ def test_pages_and_tables_are_what_the_runs_say(found):
 def test_the_front_page_is_short():
     written = re.sub(r"<!-- table.*?<!-- end -->", "", README, flags=re.DOTALL)
     # Tables may grow with what is measured.
-    assert len(README.splitlines()) <= 150 and len(written.split()) <= 1200
+    assert len(README.splitlines()) <= 130 and len(written.split()) <= 1200
 
 
 def headings(path):
@@ -68,13 +68,11 @@ def test_the_sample_of_a_cpu_table_is_what_is_printed():
     (sample,) = re.findall(r"ends like this:\n\n((?:    .*\n)+)", README)
     run = made_run(preset="tiny", gpus=(), device="cpu", cycles=3, unsupported=("graph_layer_te",))
     own = run.builds[""].variants
-    own["graph_layer_te"].reason = "graph_layer_te needs a GPU and Transformer Engine: make te"
     own["control"] = own["eager"]
     printed = run_table.report(run).splitlines()
     shown = sample.splitlines()
     words = [re.sub(r"[\d.]+", "0", " ".join(line.split())) for line in printed]
     assert words[0] == re.sub(r"[\d.]+", "0", " ".join(shown[0].split()))
-    assert words[-2:] == [re.sub(r"[\d.]+", "0", " ".join(line.split())) for line in shown[-3:-1]]
     assert re.fullmatch(r"runs/cpux1/gpt3-tiny/\d{8}T\d{6}Z-[0-9a-f]{8}\.json  \(\d+ s\)", shown[-1].strip())
 
 
