@@ -1,4 +1,4 @@
-"""The full iteration captured under Lightning's own loop: equal to eager, resumed, refused by name."""
+"""The full iteration captured under Lightning's own loop: equal to eager, refused by name."""
 
 import logging
 import signal
@@ -12,8 +12,7 @@ import torch
 pytest.importorskip("lightning", reason="an extra: ./setup.sh lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -38,7 +37,7 @@ BATCHES = 12
 
 
 class Toy(LightningModule):
-    """Dropout, a tensor learning rate with a schedule, a dictionary as batch, the loss and another number logged."""
+    """Dropout, a tensor learning rate with a schedule, a dictionary as batch."""
 
     def __init__(self, **optimizer):
         super().__init__()
@@ -55,8 +54,6 @@ class Toy(LightningModule):
     def training_step(self, batch, batch_idx):
         y = self.layers(batch["x"])
         loss = F.mse_loss(y, batch["y"])
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("y", y.mean())
         return {"loss": loss, "y": y}
 
     def validation_step(self, batch, batch_idx):
@@ -72,11 +69,11 @@ class Toy(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def batches(count=BATCHES, sizes=(8,), dtype=torch.float32):
+def batches(count=BATCHES, size=8):
     generator = torch.Generator().manual_seed(1)
-    for index in range(count):
-        x = torch.randn(sizes[index % len(sizes)], 6, generator=generator)
-        yield {"x": x.to(dtype), "y": x.sum(1, keepdim=True).sin().to(dtype)}
+    for _ in range(count):
+        x = torch.randn(size, 6, generator=generator)
+        yield {"x": x, "y": x.sum(1, keepdim=True).sin()}
 
 
 def load(data):
@@ -84,31 +81,18 @@ def load(data):
     return DataLoader(data, batch_size=None, generator=torch.Generator())
 
 
-def fit(
-    callback=None, module=None, loader=None, ckpt_path=None, val=None, callbacks=(), seed=0, quiet=True, **settings
-):
+def fit(callback=None, module=None, loader=None, val=None, callbacks=(), **settings):
     """A Trainer after `fit` on the CPU with everything else off, and its module; callback None: eager."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     module = module or Toy()
-    settings = {"max_epochs": 3, "logger": False, "enable_checkpointing": False} | settings
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks, *([callback] if callback else [])],
-        **settings,
-    )
+    settings = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | settings
+    settings |= {"enable_progress_bar": False, "enable_model_summary": False}
+    callbacks = [*callbacks, *([callback] if callback else [])]
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **settings)
     with warnings.catch_warnings():
-        if quiet:
-            warnings.simplefilter("ignore")
-        trainer.fit(module, load(loader or list(batches())), val and load(val), ckpt_path=ckpt_path)
+        warnings.simplefilter("ignore")
+        trainer.fit(module, load(loader or list(batches())), val and load(val))
     return trainer, module
-
-
-def seeded(make):
-    torch.manual_seed(3)
-    return make()
 
 
 def difference(ours, theirs):
@@ -119,12 +103,11 @@ def difference(ours, theirs):
         if not torch.equal(state[name], others[name]):
             return name
     moments, other_moments = (t.optimizers[0].state_dict()["state"] for t in (trainer, other_trainer))
-    for index in moments:
-        for name in moments[index]:
-            if not torch.equal(moments[index][name], other_moments[index][name]):
+    for index, own in moments.items():
+        for name, tensor in own.items():
+            if not torch.equal(tensor, other_moments[index][name]):
                 return f"{index}.{name}"
-    lr, other_lr = (t.optimizers[0].param_groups[0]["lr"] for t in (trainer, other_trainer))
-    if not torch.equal(lr, other_lr):
+    if trainer.optimizers[0].param_groups[0]["lr"] != other_trainer.optimizers[0].param_groups[0]["lr"]:
         return "lr"
     assert len(module.seen) == len(other.seen) > 0
     for step, (a, b) in enumerate(zip(module.seen, other.seen, strict=True)):
@@ -141,259 +124,87 @@ def test_a_graphed_fit_equals_an_eager_one_bit_for_bit():
     callback = CUDAGraphCallback(warmup_steps=WARM)
     graphed, eager = fit(callback), fit()
     assert difference(graphed, eager) is None
-    steps = 3 * BATCHES
+    steps = 2 * BATCHES
     assert graphed[0].global_step == steps
     # On the host the capture itself makes its step.
     assert callback.num_replays == steps - WARM - 1
-    assert callback.num_ragged == 0
     losses = [float(loss) for loss, _, _ in graphed[1].seen]
     assert len(set(losses)) == steps and sum(losses[-5:]) < sum(losses[:5])
+    # A second fit captures anew; the module is left as it was.
+    assert not {"optimizer_step", "training_step", "log"} & vars(graphed[1]).keys() and callback.pool is None
+    fit(callback, graphed[1], max_epochs=1)
+    assert callback.num_replays == steps + BATCHES - 2 * (WARM + 1)
 
 
-@pytest.mark.parametrize("part", ["inputs", "loss", "lr"])
-def test_a_broken_callback_is_caught(part, monkeypatch):
-    """Check that the test above would find a replay of stale inputs, stale results or a frozen learning rate."""
-    callback, module = CUDAGraphCallback(warmup_steps=WARM), Toy()
-    if part == "inputs":
+@pytest.mark.parametrize("broken", ["inputs", "loss"])
+def test_a_broken_callback_is_caught(broken, monkeypatch):
+    """Check that the test above would find a replay of stale inputs or stale results."""
+    if broken == "inputs":
         monkeypatch.setattr(StaticInputs, "load", lambda self, batch: None)
-    if part == "loss":
+    else:
         monkeypatch.setattr(torch.Tensor, "clone", lambda self, **kwargs: self.detach(), raising=True)
-    if part == "lr":
-        capture = CUDAGraphCallback._capture
-
-        def with_a_copy_of_the_lr(self, step, closure):
-            group = self._optimizer.param_groups[0]
-            lr, group["lr"] = group["lr"], group["lr"] + 0
-            capture(self, step, closure)
-            self.kept, group["lr"] = group["lr"], lr
-            self._settings[0]["lr"] = id(lr)
-
-        monkeypatch.setattr(CUDAGraphCallback, "_capture", with_a_copy_of_the_lr)
-    graphed = fit(callback, module)
+    graphed = fit(CUDAGraphCallback(warmup_steps=WARM))
     monkeypatch.undo()
     assert difference(graphed, fit()) is not None
 
 
-@pytest.mark.parametrize("kind", [tuple, list, torch.Tensor])
-def test_batches_of_other_kinds(kind):
-    class Sum(Toy):
-        def training_step(self, batch, batch_idx):
-            x = batch if kind is torch.Tensor else batch[0]
-            loss = F.mse_loss(self.layers(x), x.sum(1, keepdim=True).sin())
-            return {"loss": loss, "y": loss.detach()}
-
-    data = [batch["x"] if kind is torch.Tensor else kind((batch["x"], 3)) for batch in batches()]
-    callback = CUDAGraphCallback(warmup_steps=WARM)
-    assert difference(fit(callback, seeded(Sum), data), fit(None, seeded(Sum), data)) is None
-    assert callback.num_replays == 3 * BATCHES - WARM - 1
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-true"},
-        {"precision": "bf16-mixed"},
-        {"precision": "64-true"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}], ids=str)
 def test_clipping_and_precisions(settings):
-    dtype = torch.float64 if settings.get("precision") == "64-true" else torch.float32
-    callback, data = CUDAGraphCallback(warmup_steps=WARM), list(batches(dtype=dtype))
-    pair = [fit(c, seeded(Toy), data, max_epochs=1, **settings) for c in (callback, None)]
-    assert difference(*pair) is None
-    assert callback.num_replays == BATCHES - WARM - 1
-    plain = fit(None, seeded(Toy), max_epochs=1)
-    assert [float(step[0]) for step in plain[1].seen] != [float(step[0]) for step in pair[0][1].seen]
-
-
-def test_sixteen_bit_with_a_loss_scale_of_the_modules_own():
-    class Scaled(Toy):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.tensor(1024.0)
-
-        def backward(self, loss):
-            (loss * self.scale).backward()
-
-        def on_before_optimizer_step(self, optimizer):
-            torch._foreach_div_([p.grad for p in self.parameters()], self.scale)
-
     callback = CUDAGraphCallback(warmup_steps=WARM)
-    pair = [fit(c, seeded(Scaled), max_epochs=1, precision="16-true") for c in (callback, None)]
+    pair = [fit(c, max_epochs=1, **settings) for c in (callback, None)]
     assert difference(*pair) is None
-    assert pair[0][1].layers[0].weight.dtype == torch.float16
     assert callback.num_replays == BATCHES - WARM - 1
+    plain = fit(max_epochs=1)
+    assert [float(step[0]) for step in plain[1].seen] != [float(step[0]) for step in pair[0][1].seen]
 
 
 # ------------------------------------------------------------------------------------------------
 # Lightning's own work
 
 
-def test_hooks_of_each_step_are_called_and_outputs_may_be_kept():
-    calls = []
+def test_validation_and_checkpoints_in_between_see_the_live_weights(tmp_path):
+    values, files, fits = [], [], []
+    graphed = CUDAGraphCallback(warmup_steps=WARM)
+    for name, callback in (("graph", graphed), ("eager", None)):
 
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            calls.append(("start", batch_idx, float(batch["x"].sum())))
+        class Watch(Callback):
+            def on_validation_end(self, trainer, pl_module, own=name):
+                values.append((own, float(trainer.callback_metrics["val"])))
 
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            calls.append(("end", batch_idx, float(batch["x"].sum())))
-
-        def on_before_zero_grad(self, trainer, pl_module, optimizer):
-            calls.append(("zero", 0, 0.0))
-
-    callbacks = [CUDAGraphCallback(warmup_steps=WARM), Watch()]
-    with pytest.warns(UserWarning, match="Watch.on_before_zero_grad runs in warm-up and at the capture"):
-        module = fit(callbacks=callbacks, max_epochs=1, quiet=False)[1]
-    sums = [float(batch["x"].sum()) for batch in batches()]
-    for name in ("start", "end"):
-        assert [call[1:] for call in calls if call[0] == name] == list(enumerate(sums))
-    assert sum(call[0] == "zero" for call in calls) == WARM + 1
-    # Those kept over the fit are those of their steps.
-    eager = fit(max_epochs=1)[1]
-    assert [float(kept[0]) for kept in module.seen] == [float(kept[0]) for kept in eager.seen]
-
-
-def test_logs_are_those_of_an_eager_run(tmp_path):
-    texts, metrics = [], []
-    for index, callback in enumerate((CUDAGraphCallback(warmup_steps=WARM), None)):
-        logger = CSVLogger(tmp_path, version=index)
-        trainer, _ = fit(callback, callbacks=[LearningRateMonitor("step")], logger=logger, log_every_n_steps=1)
-        texts.append((tmp_path / "lightning_logs" / f"version_{index}" / "metrics.csv").read_text())
-        metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-    assert texts[0] == texts[1]
-    assert "loss_step" in texts[0] and "loss_epoch" in texts[0] and "lr-AdamW" in texts[0]
-    assert len(texts[0].splitlines()) > 3 * BATCHES
-    assert metrics[0] == metrics[1] and {"loss", "y"} <= metrics[0].keys()
-
-
-def test_validation_in_between_sees_the_live_weights():
-    val = list(batches(2))
-    values, gradients = [], []
-
-    class Watch(Callback):
-        def on_validation_end(self, trainer, pl_module):
-            values.append(float(trainer.callback_metrics["val"]))
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            gradients.append([float(p.grad.abs().sum()) for p in pl_module.parameters()])
-
-    callback = CUDAGraphCallback(warmup_steps=WARM)
-    settings = {"val": val, "callbacks": [Watch()], "val_check_interval": 5, "check_val_every_n_epoch": None}
-    graphed = fit(callback, **settings)
-    ours, our_gradients = values[:], gradients[:]
-    values.clear(), gradients.clear()
-    assert difference(graphed, fit(None, **settings)) is None
-    assert ours == values and len(set(ours)) == len(ours) >= 7
-    assert our_gradients == gradients
-    assert callback.num_replays == 3 * BATCHES - WARM - 1
-
-
-class KeepRandom(Callback):
-    """Lightning's checkpoints hold no random state; dropout needs it for a resume that is exact."""
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        checkpoint["random"] = torch.get_rng_state()
-
-    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-        self.random = checkpoint["random"]
-
-    def on_train_start(self, trainer, pl_module):
-        if hasattr(self, "random"):
-            torch.set_rng_state(self.random)
-
-
-@pytest.mark.parametrize("resumed_graphed", [True, False])
-def test_resume_from_a_checkpoint_equals_an_uninterrupted_run(tmp_path, resumed_graphed):
-    whole = fit(CUDAGraphCallback(warmup_steps=WARM), max_epochs=4)
-    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    settings = {"callbacks": [saver, KeepRandom()], "enable_checkpointing": True}
-    fit(CUDAGraphCallback(warmup_steps=WARM), max_epochs=2, **settings)
-    callback = CUDAGraphCallback(warmup_steps=WARM) if resumed_graphed else None
-    module = Toy()
-    lr = module.optimizer["lr"]
-    resumed = fit(callback, module, max_epochs=4, ckpt_path=tmp_path / "epoch=1.ckpt", seed=9, **settings)
-    assert resumed[0].global_step == 4 * BATCHES
-    whole[1].seen = whole[1].seen[-2 * BATCHES :]
-    assert difference(resumed, whole) is None
-    if callback:
-        assert callback.num_replays == 2 * BATCHES - WARM - 1
-        assert resumed[0].optimizers[0].param_groups[0]["lr"] is lr, "a user's tensor stays the learning rate"
-
-
-def test_a_checkpoint_in_the_middle_of_replays_holds_the_weights_of_its_step(tmp_path):
-    files = []
-    for name, callback in (("graph", CUDAGraphCallback(warmup_steps=WARM)), ("eager", None)):
         saver = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-        fit(callback, callbacks=[saver], enable_checkpointing=True, max_epochs=2)
+        settings = {"val": list(batches(2)), "val_check_interval": 5, "check_val_every_n_epoch": None}
+        fits.append(fit(callback, callbacks=[saver, Watch()], enable_checkpointing=True, **settings))
         files.append(sorted((tmp_path / name).glob("*.ckpt")))
+    assert difference(*fits) is None
+    ours, eager = ([value for own, value in values if own == name] for name in ("graph", "eager"))
+    assert ours == eager and len(set(ours)) == len(ours) >= 4
     assert [path.name for path in files[0]] == [path.name for path in files[1]] and len(files[0]) == 4
-    for ours, eager in zip(*files, strict=True):
-        a, b = (torch.load(path, weights_only=False) for path in (ours, eager))
+    for paths in zip(*files, strict=True):
+        a, b = (torch.load(path, weights_only=False) for path in paths)
         assert a["global_step"] == b["global_step"]
         assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in b["state_dict"])
         assert a["lr_schedulers"][0]["last_epoch"] == b["lr_schedulers"][0]["last_epoch"]
-
-
-def test_a_second_fit_captures_anew_and_the_module_is_left_as_it_was():
-    callback = CUDAGraphCallback(warmup_steps=WARM)
-    _, module = fit(callback, max_epochs=1)
-    assert not {"optimizer_step", "training_step", "log"} & vars(module).keys()
-    assert callback.pool is None
-    fit(callback, module, max_epochs=1)
-    assert callback.num_replays == 2 * (BATCHES - WARM - 1)
+    assert graphed.num_replays == 2 * BATCHES - WARM - 1
 
 
 # ------------------------------------------------------------------------------------------------
 # Batches that do not fit
 
 
-def test_a_ragged_last_batch_is_a_named_error():
-    data = [*batches(BATCHES - 1), *batches(1, sizes=(3,))]
-    with pytest.raises(ValueError, match=r"batch 11 .*batch\['x'\].*\(3, 6\).*\(8, 6\).*drop_last=True") as caught:
-        fit(CUDAGraphCallback(warmup_steps=WARM), loader=data)
-    assert "ragged='eager'" in str(caught.value)
-    # In warm-up too: not only from the capture on.
-    with pytest.raises(ValueError, match="batch 11 does not fit"):
-        fit(CUDAGraphCallback(warmup_steps=100), loader=data)
-
-
-def test_a_ragged_last_batch_may_run_eagerly_and_is_counted():
-    data = [*batches(BATCHES - 1), *batches(1, sizes=(3,))]
-    callback = CUDAGraphCallback(warmup_steps=WARM, ragged="eager")
-    assert difference(fit(callback, loader=data), fit(loader=data)) is None
-    assert callback.num_ragged == 3
-    assert callback.num_replays == 3 * (BATCHES - 1) - WARM - 1
-
-
-def test_other_values_in_a_batch_must_stay():
-    data = [batch | {"name": "b" if index == 9 else "a"} for index, batch in enumerate(batches())]
-    with pytest.raises(ValueError, match=r"batch 9 .*batch\['name'\] is 'b', captured as 'a'"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), loader=data)
+def test_a_batch_that_does_not_fit_is_a_named_error():
+    data = [*batches(BATCHES - 1), *batches(1, size=3)]
+    for warm in (WARM, 100):
+        with pytest.raises(ValueError, match=r"the batch does not fit.*'x'.*\(3, 6\).*\(8, 6\).*drop_last=True"):
+            fit(CUDAGraphCallback(warmup_steps=warm), loader=data)
     data = [batch if index != 9 else batch | {"z": batch["x"]} for index, batch in enumerate(batches())]
-    with pytest.raises(ValueError, match=r"batch 9 .*'z'"):
+    with pytest.raises(ValueError, match="'z'"):
         fit(CUDAGraphCallback(warmup_steps=WARM), loader=data)
-    data = [batch if index != 9 else batch | {"name": "a"} for index, batch in enumerate(batches())]
-    with pytest.raises(ValueError, match=r"batch 9 .*'name'.*the first one was of"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), loader=data)
-    with pytest.raises(ValueError, match=r"batch\['z'\] is a object: a graph reads tensors"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), loader=[batch | {"z": object()} for batch in batches()])
+    with pytest.raises(ValueError, match="a dictionary"):
+        fit(CUDAGraphCallback(warmup_steps=WARM), loader=[batch | {"z": "text"} for batch in batches()])
 
 
 # ------------------------------------------------------------------------------------------------
 # Refusals
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [({"warmup_steps": 0}, "warmup_steps=0.*from 1 up"), ({"ragged": "drop"}, "ragged='drop'.*'error' or 'eager'")],
-)
-def test_arguments(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        CUDAGraphCallback(**arguments)
 
 
 class Manual(Toy):
@@ -405,18 +216,12 @@ class OwnStep(Toy):
         optimizer.step(closure=optimizer_closure)
 
 
-class Iterates(Toy):
-    def training_step(self, dataloader_iter):
-        pass
-
-
 @pytest.mark.parametrize(
     "module, settings, words",
     [
         (Toy, {"accumulate_grad_batches": 2}, "accumulate_grad_batches is 2.*inside training_step"),
         (Manual, {}, "automatic_optimization = True"),
         (OwnStep, {}, "OwnStep.optimizer_step is overridden"),
-        (Iterates, {}, r"training_step\(dataloader_iter\)"),
         (lambda: Toy(lr=1e-2), {}, r"learning rate of AdamW is 0.01.*lr=torch.tensor\(..., device=...\)"),
         (lambda: Toy(capturable=False), {}, "AdamW is not capturable.*capturable=True"),
     ],
@@ -431,18 +236,13 @@ def test_refused_by_name_before_the_first_step(module, settings, words):
 def test_other_precisions_and_strategies_are_refused():
     from lightning.pytorch.plugins.precision import MixedPrecision
 
+    with pytest.raises(ValueError, match="warmup_steps=0.*from 1 up"):
+        CUDAGraphCallback(warmup_steps=0)
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="precision '16-mixed'.*host.*'bf16-mixed'"):
         fit(CUDAGraphCallback(), plugins=[scaled])
     with pytest.raises(ValueError, match=r"not with DDPStrategy.*Trainer\(devices=1\)"):
         fit(CUDAGraphCallback(), strategy="ddp")
-
-
-def test_an_accumulation_that_starts_later_is_refused():
-    from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
-    with pytest.raises(ValueError, match="accumulate_grad_batches is 2"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), callbacks=[GradientAccumulationScheduler({1: 2})])
 
 
 def _with_step(body):
@@ -460,7 +260,7 @@ def test_what_the_capture_shows_names_its_cause():
     cases = {
         r"Tensor.item at .*test_lightning_graph.py:\d+ cannot be captured": lambda s, b, i, loss: loss * loss.item(),
         "reads batch_idx, which a graph freezes at 3": lambda s, b, i, loss: loss * (1 + i % 2),
-        r"self.log\('n'.*training_step gets a float": lambda s, b, i, loss: s.log("n", 1.0) or loss,
+        r"self.log\('n'.*on_train_batch_end": lambda s, b, i, loss: s.log("n", loss) or loss,
         "training_step returned None": lambda s, b, i, loss: None,
     }
     for words, body in cases.items():
@@ -468,15 +268,6 @@ def test_what_the_capture_shows_names_its_cause():
         with pytest.raises(CaptureError, match=words):
             fit(CUDAGraphCallback(warmup_steps=WARM), module)
         assert not {"optimizer_step", "training_step", "log"} & vars(module).keys(), "left as it was"
-
-
-def test_a_metric_updated_in_the_captured_step_is_refused():
-    from torchmetrics import MeanSquaredError
-
-    module = _with_step(lambda self, batch, batch_idx, loss: self.error.update(loss, loss * 2) or loss)
-    module.error = MeanSquaredError()
-    with pytest.raises(CaptureError, match="metric 'error'.*on_train_batch_end"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), module)
 
 
 def test_changes_of_the_optimizer_after_the_capture_are_refused():
@@ -495,41 +286,9 @@ def test_changes_of_the_optimizer_after_the_capture_are_refused():
 
         return Change()
 
-    cases = [("lr", 0.1, "changed after the capture: lr"), ("betas", (0.8, 0.9), "changed after the capture: betas")]
-    cases += [("load", None, "state was loaded after the capture"), ("group", None, "were added after the capture")]
-    for name, value, words in cases:
-        with pytest.raises(ValueError, match=words):
+    for name, value in (("lr", 0.1), ("betas", (0.8, 0.9)), ("load", None), ("group", None)):
+        with pytest.raises(ValueError, match="param_groups or state changed after the capture"):
             fit(CUDAGraphCallback(warmup_steps=WARM), callbacks=[change(name, value)])
-
-
-# ------------------------------------------------------------------------------------------------
-# Streams, with stand-ins for CUDA's
-
-
-class Stream:
-    def __init__(self, name="side"):
-        self.name, self.waited, self.device = name, [], "cuda:0"
-
-    def wait_stream(self, other):
-        self.waited.append(other.name)
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_a_fit_runs_on_a_side_stream_and_gives_the_old_one_back(given, monkeypatch):
-    default, users = Stream("default"), Stream("user's")
-    current = [users if given else default]
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.insert(0, stream))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
-    callback = CUDAGraphCallback()
-    callback._enter_side_stream(torch.device("cuda", 0))
-    side = current[0]
-    assert side is users if given else side.name == "side" and side.waited == ["default"]
-    for _ in range(2):
-        callback.teardown(None, None, "fit")
-        assert current[0] is (users if given else default)
-    assert default.waited == ([] if given else ["side"])
 
 
 # ------------------------------------------------------------------------------------------------
