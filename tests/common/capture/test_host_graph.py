@@ -109,12 +109,6 @@ def custom_function(x, state):
     return torch.autograd.grad(y.exp().sum(), (leaf, weight))
 
 
-def foreach(x, state):
-    grown = torch._foreach_mul([x, x + 1], [2.0, 3.0])
-    torch._foreach_add_(grown, [x, x])
-    return [*grown, torch._foreach_norm(grown)[1]]
-
-
 def in_place_and_views(x, state):
     state.add_(x)
     state[1:].mul_(0.5)
@@ -148,11 +142,6 @@ def random_numbers(x, state):
     return torch.rand(3), torch.randn_like(x), F.dropout(x, 0.5), torch.empty(4).uniform_()
 
 
-def shapes_of_every_kind(x, state):
-    assert len(x) == 3 and x.shape == (3, 4) and x.device.type == "cpu" and x.dtype is torch.float32
-    return x.new_full((len(x), x.size(1)), 2.0) + x, x.repeat_interleave(2, 0), F.pad(x, (1, 1)).contiguous()
-
-
 def autocast(x, state):
     with torch.autocast("cpu", torch.bfloat16):
         return x @ x.t() + 1
@@ -164,27 +153,17 @@ def attention(x, state):
     return y.detach(), torch.autograd.grad(y.square().sum(), query)[0]
 
 
-def accumulated(x, state):
-    leaf = x.clone().requires_grad_()
-    for _ in range(2):
-        (leaf * leaf).sum().backward()
-    return leaf.grad
-
-
 @pytest.mark.parametrize(
     "fn",
     [
         custom_function,
-        foreach,
         in_place_and_views,
         out_arguments,
         none_outputs_and_lists,
         number_through_a_mask,
         random_numbers,
-        shapes_of_every_kind,
         autocast,
         attention,
-        accumulated,
         torch.inference_mode()(lambda x, state: (F.linear(x, state).relu_(), x.flatten() * 2)),
     ],
 )
@@ -209,101 +188,37 @@ def test_replays_are_eager_on_new_inputs(fn):
         assert torch.equal(state, eager_state)
 
 
-def test_a_replay_is_not_seen_by_version_counters():
-    x, total = torch.ones(3), torch.zeros(3)
-    graph, y = HostPool().capture(lambda: total.add_(x).clone())
-    versions = x._version, total._version, y._version
-    graph.replay()
-    assert total.tolist() == y.tolist() == [2, 2, 2]
-    assert (x._version, total._version, y._version) == versions
-
-
-def test_operators_of_libraries_are_recorded():
-    library = torch.library.Library("host_graph_test", "DEF")
-    calls = []
-
-    def tally(text):
-        # A kernel runs for real at each replay, so it may do what a capture may not.
-        calls.append(text + str(torch.get_rng_state().numel() > 0))
-
-    library.define("tally(str text) -> ()")
-    library.impl("tally", tally, "CompositeExplicitAutograd")
-    bucket = torch.ones(2)
-
-    def step():
-        torch.ops.host_graph_test.tally("x")
-        collectives.all_reduce_mean_(bucket)
-
-    graph, _ = HostPool().capture(step)
-    assert graph.operators() == ["host_graph_test.tally.default", "graphs.all_reduce_mean_.default"]
-    graph.replay()
-    assert calls == ["xTrue", "xTrue"]
-
-
 # --- refused at capture
 
 INTEGERS = torch.tensor([1, 2, 1, 2])
 SEQUENCES = torch.ones(3, 2, 1)
 LENGTHS = torch.tensor([3, 2])
-ARRAY = numpy.ones(3, dtype=numpy.float32)
-RANDOM_STATE = torch.get_rng_state()
 OWN_GENERATOR = torch.Generator()
 
 # fmt: off
 REFUSED = [
     ("Tensor.item", lambda: X[0].item()),
-    ("Tensor.__float__", lambda: float(X[0])),
-    ("Tensor.__bool__", lambda: bool(X[0])),
     ("Tensor.__bool__", lambda: 1 if X.sum() > 0 else 2),
-    ("Tensor.__int__", lambda: int(X[0])),
     ("Tensor.__index__", lambda: range(INTEGERS[0])),
-    ("Tensor.__complex__", lambda: complex(X[0])),
     ("Tensor.tolist", lambda: X.tolist()),
-    ("Tensor.numpy", lambda: X.numpy()),
     ("Tensor.__array__", lambda: numpy.asarray(X)),
-    ("Tensor.__dlpack__", lambda: X.__dlpack__()),
-    ("Tensor.__dlpack__", lambda: torch.from_dlpack(X)),
-    ("to_dlpack", lambda: torch.utils.dlpack.to_dlpack(X)),
-    ("Tensor.__repr__", lambda: repr(X)),
-    ("Tensor.__repr__", lambda: str(X)),
     ("Tensor.__repr__", lambda: print(X)),
-    ("Tensor.__format__", lambda: f"{X}"),
     ("torch.equal", lambda: torch.equal(X, X)),
-    ("aten.equal.default", lambda: X.equal(X)),
-    ("torch.allclose", lambda: torch.allclose(X, X)),
     ("aten._local_scalar_dense.default", lambda: 2.0 in X),
-    ("aten._local_scalar_dense.default", lambda: X[INTEGERS[0]]),
-    ("aten.nonzero.default", lambda: torch.nonzero(X)),
-    ("aten.nonzero.default", lambda: torch.argwhere(X)),
     ("aten.nonzero.default", lambda: torch.where(X > 1)),
     ("aten.index.Tensor", lambda: X[X > 1]),
     ("aten.index_put_.default", lambda: X.__setitem__(X > 1, X[:3])),
     ("aten.masked_select.default", lambda: torch.masked_select(X, X > 1)),
-    ("aten._unique2.default", lambda: torch.unique(X)),
-    ("aten.unique_consecutive.default", lambda: torch.unique_consecutive(X)),
     ("aten.repeat_interleave.Tensor", lambda: torch.repeat_interleave(X, INTEGERS)),
-    ("aten.bincount.default", lambda: torch.bincount(INTEGERS)),
     ("torch.tensor_split", lambda: torch.tensor_split(X, INTEGERS)),
     ("aten._pack_padded_sequence.default", lambda: nn.utils.rnn.pack_padded_sequence(SEQUENCES, LENGTHS)),
-    ("aten.lift_fresh.default", lambda: torch.tensor([1.0, 2.0])),
     ("aten.lift_fresh.default", lambda: torch.tensor(1.0)),
-    ("aten.lift_fresh.default", lambda: torch.as_tensor([1.0])),
-    ("aten.lift_fresh.default", lambda: torch.as_tensor(ARRAY)),
-    ("aten.lift_fresh.default", lambda: torch.from_numpy(ARRAY)),
-    ("aten.lift_fresh.default", lambda: torch.Tensor([1.0])),
-    ("aten.lift_fresh.default", lambda: X[[0, 1]]),
     ("aten.lift_fresh.default", lambda: X.__setitem__([0, 1], 0.0)),
     ("torch.frombuffer", lambda: torch.frombuffer(bytearray(8), dtype=torch.float32)),
     ("torch.manual_seed", lambda: torch.manual_seed(1)),
-    ("torch.random.manual_seed", lambda: torch.random.manual_seed(1)),
-    ("torch.seed", lambda: torch.seed()),
-    ("torch.get_rng_state", lambda: torch.get_rng_state()),
-    ("torch.set_rng_state", lambda: torch.set_rng_state(RANDOM_STATE)),
     ("torch.get_rng_state", lambda: torch.random.fork_rng().__enter__()),
     ("aten.rand.generator", lambda: torch.rand(2, generator=OWN_GENERATOR)),
-    ("aten.bernoulli_.float", lambda: torch.empty(3).bernoulli_(0.5, generator=OWN_GENERATOR)),
     ("aten.resize_.default", lambda: torch.empty(3).resize_(5)),
-    ("aten.resize_as_.default", lambda: torch.empty(3).resize_as_(X)),
     ("aten.set_.source_Tensor", lambda: torch.empty(3).set_(X)),
     ("aten._to_sparse.default", lambda: torch.eye(2).to_sparse() * 2),
     ("HostPool.capture", lambda: HostPool().capture(lambda: X + 1)),
@@ -313,15 +228,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("operator", "fn"), REFUSED, ids=[f"{i}-{name}" for i, (name, _) in enumerate(REFUSED)])
 def test_refused_at_capture(operator, fn):
-    attributes = torch.manual_seed, torch.random.get_rng_state, torch.frombuffer, torch.utils.dlpack.to_dlpack
+    attributes = torch.manual_seed, torch.random.get_rng_state, torch.frombuffer
     pool = HostPool()
     with pytest.raises(CaptureError) as error:
         pool.capture(fn)
     text = str(error.value)
-    assert text.startswith(("", "torch.utils.dlpack.")[operator == "to_dlpack"] + operator + " at "), text
-    assert f"at {line_of(fn)} cannot be captured" in text
+    assert text.startswith(f"{operator} at {line_of(fn)} cannot be captured"), text
     assert pool.bytes() == 0 and pool.graphs == []
-    assert attributes == (torch.manual_seed, torch.random.get_rng_state, torch.frombuffer, torch.utils.dlpack.to_dlpack)
+    assert attributes == (torch.manual_seed, torch.random.get_rng_state, torch.frombuffer)
     # The same call goes through outside, and another capture is possible.
     assert torch.get_rng_state().numel() > 0
     pool.capture(lambda: X + 1)[0].replay()
@@ -352,16 +266,8 @@ def test_a_swallowed_refusal_still_fails_the_capture():
         except RuntimeError:
             return 0
 
-    def rename():
-        try:
-            X.tolist()
-        except RuntimeError:
-            raise ValueError("hidden") from None
-
     with pytest.raises(CaptureError, match=r"Tensor\.item"):
         HostPool().capture(swallow)
-    with pytest.raises(CaptureError, match=r"Tensor\.tolist"):
-        HostPool().capture(rename)
 
 
 def test_an_error_of_the_function_leaves_no_half_graph():
@@ -460,26 +366,11 @@ def rebind(owner):
     owner.weight = nn.Parameter(torch.zeros(4, 4))
 
 
-def replace_data(owner):
-    owner.weight.data = torch.zeros(4, 4)
-
-
-def shrink(owner):
-    owner.weight.untyped_storage().resize_(4)
-
-
 def grow(owner):
     owner.weight.untyped_storage().resize_(1 << 20)
 
 
-def drop_input(owner):
-    owner.x = torch.ones(2, 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [(rebind, "gone"), (replace_data, "gone"), (shrink, "memory moved"), (grow, "memory moved"), (drop_input, "gone")],
-)
+@pytest.mark.parametrize(("change", "what"), [(rebind, "gone"), (grow, "memory moved")])
 def test_a_changed_external_tensor_stops_the_replay(change, what):
     owner = Owner()
     graph, _ = HostPool().capture(owner)
@@ -503,31 +394,6 @@ def test_external_memory_is_freed_when_its_owner_drops_it():
     gc.collect()
     assert all(reference.expired() for reference in references)
     assert pool.bytes() > 0
-
-
-def test_writes_reach_an_external_tensor():
-    weight = torch.zeros(3)
-    graph, _ = HostPool().capture(lambda: weight[1:].add_(1))
-    graph.replay()
-    assert weight.tolist() == [0, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda x: x.resize_(2, 2), "shape"),
-        (lambda x: x.t_(), "stride"),
-        (lambda x: setattr(x, "data", x.data.view(torch.int32)), "dtype"),
-        (lambda x: setattr(x, "data", x.data.clone()), "data_ptr"),
-    ],
-)
-def test_a_changed_static_input_is_named(change, what):
-    first, second = torch.ones(3, 3), torch.ones(3, 3)
-    graph, _ = HostPool().capture(lambda: first + second, static_inputs=(first, second))
-    graph.replay()
-    change(second)
-    with pytest.raises(CaptureError, match=rf"static input 1 .*{what} \S.* -> "):
-        graph.replay()
 
 
 def test_an_operator_that_fails_at_replay_is_named():

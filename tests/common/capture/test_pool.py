@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import sys
-import types
 
 import pytest
 import torch
@@ -20,15 +18,14 @@ def line_of(fn, offset):
 # --- on the host
 
 
-def test_a_pool_counts_replays_nodes_and_bytes_and_releases():
+def test_a_pool_counts_replays_and_bytes_and_releases():
     pool = Pool(CPU)
-    assert (pool.num_replays, pool.nodes(), pool.bytes()) == (0, {}, 0)
+    assert (pool.num_replays, pool.bytes()) == (0, 0)
     x = torch.arange(4.0)
     first, y = pool.capture(lambda: (x * 2).add_(1), (x,))
     second, z = pool.capture(lambda: y * 3)
     assert pool.graphs == [first, second]
     assert pool.num_replays == 0, "a capture is no replay"
-    assert pool.nodes() == {"operator": 3}
     assert pool.bytes() == 2 * 4 * 4
     for _ in range(3):
         x.add_(1)
@@ -37,17 +34,10 @@ def test_a_pool_counts_replays_nodes_and_bytes_and_releases():
     assert (first.num_replays, second.num_replays, pool.num_replays) == (3, 1, 4)
     assert torch.equal(z, (torch.arange(4.0) + 3) * 6 + 3)
     pool.release()
-    assert (pool.graphs, pool.num_replays, pool.nodes(), pool.bytes()) == ([], 0, {}, 0)
+    assert (pool.graphs, pool.num_replays, pool.bytes()) == ([], 0, 0)
     with pytest.raises(CaptureError, match="released"):
         first.replay()
     pool.release()
-
-
-def test_a_failed_capture_is_not_in_the_pool():
-    pool, x = Pool(CPU), torch.ones(2)
-    with pytest.raises(CaptureError, match="test_pool.py"):
-        pool.capture(lambda: x.sum().item())
-    assert pool.graphs == []
 
 
 @pytest.mark.parametrize(
@@ -69,11 +59,6 @@ def test_a_replaced_static_input_is_an_error_on_the_host(replace, what):
     assert graph.num_replays == 1
 
 
-def test_adopt_is_for_cuda_only():
-    with pytest.raises(AssertionError, match="only CUDA graphs"), Pool(CPU).adopt():
-        pass
-
-
 # --- static inputs
 
 
@@ -89,7 +74,6 @@ def test_static_inputs_are_overwritten_in_place():
     ("batch", "message"),
     [
         ({"tokens": torch.zeros(2)}, r"a batch of \['tokens'\] where the graph reads \['mask', 'tokens'\]"),
-        ({"tokens": torch.zeros(2), "mask": torch.zeros(3), "more": torch.zeros(1)}, r"\['mask', 'more', 'tokens'\]"),
         (
             {"tokens": torch.zeros(2), "mask": torch.zeros(1)},
             r"input 'mask' is \(1,\) torch.float32, captured as \(3,\) torch.float32",
@@ -145,20 +129,18 @@ class FakeGraph:
     def pool(self):
         return self.handle
 
-    def raw_cuda_graph(self):
-        return 4711
-
 
 @pytest.fixture
 def cuda(monkeypatch):
     """(device, log) of a pretended GPU with a side stream; every test leaves the collector as it was."""
     log = []
-    handles = iter([(0, 1), (0, 2)])
+    handles = iter([(0, 1), (0, 2), (0, 3)])
     monkeypatch.setattr(FakeGraph, "log", log, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "side")
     monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     yield torch.device("cuda"), log
     assert gc.isenabled()
@@ -171,6 +153,7 @@ def test_cuda_capture_in_order_without_the_collector(cuda):
     graph, result = pool.capture(lambda: log.append(("fn", gc.isenabled())) or "result")
     assert result == "result" and pool.graphs == [graph] and graph.graph.kept
     assert log == [
+        "empty cache",
         "synchronize",
         ("begin", (0, 1), "thread_local", False),
         ("fn", False),
@@ -186,22 +169,12 @@ def test_cuda_capture_in_order_without_the_collector(cuda):
     assert log.count("reset") == 1
 
 
-def test_a_collector_that_was_off_stays_off(cuda):
-    device, _ = cuda
-    gc.disable()
-    try:
-        Pool(device).capture(lambda: None)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 def test_cuda_capture_needs_a_side_stream(cuda, monkeypatch):
     device, log = cuda
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
     with pytest.raises(AssertionError, match="side stream"):
         Pool(device).capture(lambda: None)
-    assert log == []
+    assert log == ["empty cache"]
 
 
 def synchronises():
@@ -240,26 +213,6 @@ def test_the_users_line_is_the_last_one_outside_torch(cuda):
         assert str(error.value).endswith(f"(at {line_of(fn, 1)})")
 
 
-def test_the_users_line_may_lie_in_a_folder_named_torch(cuda):
-    device, _ = cuda
-    path = "/home/somebody/torch/model.py"
-    names = {}
-    exec(compile("def fn():\n    raise RuntimeError('not permitted')", path, "exec"), names)
-    with pytest.raises(CaptureError, match=f"{path}:2"):
-        Pool(device).capture(names["fn"])
-
-
-def test_an_error_without_a_text_is_told_too(cuda):
-    device, _ = cuda
-
-    def empty():
-        raise NotImplementedError
-
-    with pytest.raises(CaptureError, match="NotImplementedError") as error:
-        Pool(device).capture(empty)
-    assert line_of(empty, 1) in str(error.value)
-
-
 def test_a_swallowed_error_is_found_when_the_capture_ends(cuda, monkeypatch):
     device, log = cuda
     monkeypatch.setattr(FakeGraph, "invalid", True)
@@ -273,7 +226,7 @@ def test_a_swallowed_error_is_found_when_the_capture_ends(cuda, monkeypatch):
     assert "instantiate" not in log and gc.isenabled()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), KeyboardInterrupt(), KeyError("x")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), KeyError("x")])
 def test_out_of_memory_and_what_is_no_cuda_error_go_through(cuda, monkeypatch, error):
     device, log = cuda
     monkeypatch.setattr(FakeGraph, "invalid", True)
@@ -287,29 +240,20 @@ def test_out_of_memory_and_what_is_no_cuda_error_go_through(cuda, monkeypatch, e
     assert log[-1] == ("end", False) and gc.isenabled()
 
 
-def test_a_replaced_static_input_is_an_error_on_cuda(cuda):
-    device, log = cuda
-    x, y = torch.zeros(2, 3), torch.zeros(2)
-    graph, _ = Pool(device).capture(lambda: None, (x, y))
-    x.add_(1)
-    graph.replay()
-    for other in (torch.zeros(2), torch.zeros(3), y.data.view(torch.int32)):
-        y.data = other
-        with pytest.raises(CaptureError, match="static input 1 is not as captured"):
-            graph.replay()
-    assert graph.num_replays == 1 and log.count("replay") == 1
-
-
 def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
     device, log = cuda
     pool = Pool(device)
     before = torch.cuda.CUDAGraph()
     with pool.adopt():
+        assert "empty cache" in log, "the other library's stream cannot take memory that an eager warm-up has cached"
         foreign, never_captured = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        assert isinstance(foreign, FakeGraph) and foreign.kept, "nodes() needs the raw graph"
+        assert isinstance(foreign, FakeGraph) and foreign.kept, "a graph that another library made is kept"
         assert pool.graphs == []
         foreign.capture_begin(pool=(7, 7))
         foreign.capture_end()
+    assert torch.cuda.CUDAGraph is FakeGraph
+    with pytest.raises(KeyError), Pool(device).adopt():
+        raise KeyError
     assert torch.cuda.CUDAGraph is FakeGraph
     after = torch.cuda.CUDAGraph()
     for graph in (before, after, never_captured):
@@ -323,30 +267,6 @@ def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
     assert log[-1] == "reset" and pool.num_replays == 0
 
 
-def test_adopt_gives_back_what_an_eager_warm_up_has_cached(cuda, monkeypatch):
-    """The other library warms up on a stream of its own, which cannot take memory that this one has cached."""
-    device, log = cuda
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
-    with Pool(device).adopt():
-        assert log == ["empty cache"]
-
-
-def test_adopt_leaves_out_a_graph_whose_capture_fails(cuda, monkeypatch):
-    pool = Pool(cuda[0])
-    monkeypatch.setattr(FakeGraph, "invalid", True)
-    with pool.adopt(), contextlib.suppress(RuntimeError):
-        torch.cuda.CUDAGraph().capture_end()
-    assert pool.graphs == []
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_adopt_restores_torch_after_an_error(cuda, error):
-    with pytest.raises(error), Pool(cuda[0]).adopt():
-        assert torch.cuda.CUDAGraph is not FakeGraph
-        raise error
-    assert torch.cuda.CUDAGraph is FakeGraph
-
-
 def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
     segments = {(0, 1): [{"total_size": 2 << 20}, {"total_size": 20 << 20}], (7, 7): [{"total_size": 1 << 20}]}
     monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", lambda mempool_id: segments[mempool_id])
@@ -358,21 +278,3 @@ def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
         foreign.capture_begin(pool=(7, 7))
         foreign.capture_end()
     assert pool.bytes() == 23 << 20
-
-
-def test_nodes_on_cuda_by_type_or_nothing_without_cuda_bindings(cuda, monkeypatch):
-    kinds = ["CU_GRAPH_NODE_TYPE_KERNEL", "CU_GRAPH_NODE_TYPE_MEMCPY", "CU_GRAPH_NODE_TYPE_KERNEL"]
-    driver = types.SimpleNamespace(
-        CUgraph=lambda raw: ("graph", raw),
-        CUresult=types.SimpleNamespace(CUDA_SUCCESS=0),
-        cuGraphGetNodes=lambda graph, count=0: (0, kinds[:count] if graph == ("graph", 4711) else [], len(kinds)),
-        cuGraphNodeGetType=lambda node: (0, types.SimpleNamespace(name=node)),
-    )
-    pool = Pool(cuda[0])
-    pool.capture(lambda: None)
-    pool.capture(lambda: None)
-    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=driver))
-    assert pool.nodes() == {"kernel": 4, "memcpy": 2}
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert pool.nodes() == {}
