@@ -426,7 +426,7 @@ def _first_build(point):
     """Name the base of the run's first build if it is faster: the ratio then overstates the gain."""
     build = next(iter(point.run.builds.values()))
     base = build.variants.get(build.base)
-    if base is None or not base.blocks or build.base == point.build.base:
+    if base is None or not base.blocks or build.base == point.build.base or point.ratio is None:
         return ""
     ms = geometric([block.step_ms for block in base.blocks])
     return f"{build.base} of the other build: {milliseconds(ms)} ms" if ms < point.ratio.base_ms / 1.01 else ""
