@@ -15,9 +15,7 @@ from common.machine.gpu_state import driver_version
 from common.machine.host_state import read_text
 from common.machine.source import git_state, source_hash
 
-KEYS: tuple[str, ...] = ("gpu_name", "gpu_uuid", "num_gpus", "world_size", "boot_id", "driver", "cuda", "cudnn")
-KEYS += ("nccl", "torch", "transformer_engine", "dali", "python", "host", "cpu", "git_sha", "git_tree", "git_dirty")
-KEYS += ("source_hash", "slurm", "variables")
+_OF_GPU = ("gpu_name", "gpu_uuid", "driver", "cuda", "cudnn", "nccl")
 _VARIABLES = re.compile(r"(CUDA_|NCCL_|NVTE_|TORCH(?!ELASTIC_)|OMP_|GOMP_|KMP_|CUBLAS|TRITON|PYTORCH_.*ALLOC)")
 _SLURM = {
     "job_id": "SLURM_JOB_ID",
@@ -40,14 +38,13 @@ def describe_environment(device, world_size) -> dict:
         world_size: ranks of the run.
 
     Returns:
-        The keys of KEYS. num_gpus counts the GPUs this process can see. host is a hash of the machine's name, so that
-        it can be published; slurm.nodelist is the scheduler's own text. variables are the environment variables that
-        change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do; torchrun's own bookkeeping (TORCHELASTIC_*)
-        is left out.
+        Names -> values; those of the GPU are None on the CPU. num_gpus counts the GPUs this process can see. host is a
+        hash of the machine's name, so that it can be published; slurm.nodelist is the scheduler's own text. variables
+        are the environment variables that change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do.
     """
     git_sha, git_tree, git_dirty = git_state()
     in_job = "SLURM_JOB_ID" in os.environ
-    return dict.fromkeys(KEYS) | {
+    return dict.fromkeys(_OF_GPU) | {
         "num_gpus": 0,
         "world_size": world_size,
         "boot_id": read_text("/proc/sys/kernel/random/boot_id"),
@@ -64,6 +61,26 @@ def describe_environment(device, world_size) -> dict:
         "source_hash": source_hash(),
         "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
         "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+    }
+
+
+def describe_host(device) -> dict:
+    """Return what a run file says of a worker's host: boot, name (hashed), cpu, cores, GPUs and versions."""
+    import torch
+
+    env = describe_environment(device, 1)
+    names = ("cudnn", "nccl", "transformer_engine", "dali", "python")
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, **{name: env[name] for name in names}}
+    return {
+        "boot": env["boot_id"],
+        "host": env["host"],
+        "cpu": env["cpu"],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": [{"name": env["gpu_name"], "uuid": env["gpu_uuid"]}] if env["num_gpus"] else [],
+        "driver": env["driver"],
+        "versions": versions,
+        "variables": env["variables"],
+        "slurm": env["slurm"],
     }
 
 

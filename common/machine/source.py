@@ -7,8 +7,10 @@ and git does not know makes the tree dirty, so that the hash of a clean tree is 
 """
 
 import hashlib
+import io
 import os
 import subprocess
+import tarfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +69,18 @@ def source_hash(root: Path = ROOT) -> str:
 
 def source_hash_of_commit(sha: str, root: Path = ROOT) -> str | None:
     """`source_hash` of the files as they are in commit `sha`; None without git, that commit or any code in it."""
-    blobs = _blobs_of_commit(sha, root)
-    return _hash_blobs({name: blob for name, blob in blobs.items() if is_code(name)}, root)
+    left_out = [f":(exclude,top){folder}" for folder in TOP_FOLDERS_LEFT_OUT]
+    archive = _git(root, "archive", "--format=tar", f"{sha}^{{commit}}", "--", ".", *left_out)
+    if archive is None:
+        return None
+    files = {}
+    with tarfile.open(fileobj=io.BytesIO(archive), errors="surrogateescape") as tar:
+        for member in tar:
+            if member.isdir() or not is_code(member.name):
+                continue
+            file = tar.extractfile(member) if member.isfile() else None
+            files[member.name] = file.read() if file else os.fsencode(member.linkname)
+    return hash_files(files) if files else None
 
 
 def _content(path):
@@ -82,42 +94,6 @@ def hash_files(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape"))
         digest.update(files[name])
     return digest.hexdigest()[:16]
-
-
-def _blobs_of_commit(sha, root, *folders):
-    """Path -> object name of each file of a commit; empty without git or that commit."""
-    commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{sha}^{{commit}}")
-    listing = commit and _git(root, "ls-tree", "-r", "-z", commit.decode().strip(), "--", *folders)
-    blobs = {}
-    for entry in listing.decode(errors="surrogateescape").rstrip("\0").split("\0") if listing else ():
-        attributes, _, name = entry.partition("\t")
-        _, kind, blob = attributes.split()
-        if kind == "blob":
-            blobs[name] = blob
-    return blobs
-
-
-def _hash_blobs(blobs, root):
-    """`hash_files` of what git holds; None without a blob, or where git lacks one."""
-    contents = read_blobs(blobs.values(), root)
-    return hash_files({name: contents[blob] for name, blob in blobs.items()}) if contents else None
-
-
-def read_blobs(blobs, root: Path = ROOT) -> dict[str, bytes] | None:
-    """Return git's blobs of these object names; None where git does not answer, or lacks a blob."""
-    names = list(dict.fromkeys(blobs))
-    answer = _git(root, "cat-file", "--batch", stdin="".join(f"{name}\n" for name in names).encode()) if names else b""
-    if answer is None:
-        return None
-    found, start = {}, 0
-    for name in names:
-        end = answer.index(b"\n", start)
-        header = answer[start:end].split()
-        if header[1] != b"blob":
-            return None
-        found[name] = answer[end + 1 : end + 1 + int(header[2])]
-        start = end + 2 + int(header[2])
-    return found
 
 
 # ------------------------------------------------------------------------------------------------
@@ -154,12 +130,13 @@ def last_commits(number: int, root: Path = ROOT) -> list[str]:
     return answer.decode().split() if answer else []
 
 
-def _git(root, *arguments, stdin=b""):
+def _git(root, *arguments):
     """Return git's output as bytes, or None where git or the repository has no answer."""
     # A git hook exports GIT_DIR and GIT_INDEX_FILE, which would redirect these calls.
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "-C", str(root), *arguments]
     try:
-        return subprocess.run(command, input=stdin, capture_output=True, check=True, env=variables).stdout
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, check=True, env=variables
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -31,8 +31,9 @@ from common import garbage, variant_table
 from common import variant as variants
 from common.capture.pool import CaptureError
 from common.machine import memory
-from common.machine.conditions import describe_host, pace_of_host
+from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
+from common.machine.host_pace import pace_of_host
 from common.measuring import block, operators, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
@@ -254,7 +255,7 @@ class Worker:
         with self._entered(command["variant"], variant):
             facts = block.run(variant, self.state, self.watched, steps, self.device, tell, command.get("reset", True))
         if self.sampler:
-            facts["sm_mhz"] = self.sampler.between(facts["begin_s"], facts["end_s"])["sm_mhz"]
+            facts["sm_mhz"] = self.sampler.sm_mhz(facts["begin_s"], facts["end_s"])
         if not facts["finite"]:
             raise FloatingPointError("loss is not finite in a block")
         return facts
@@ -366,7 +367,7 @@ class Worker:
             "graph_share": trace.graph_kernel_share(work),
             "kernels_hash": trace.kernels_hash(work, num_steps),
             "top_kernels": summary["top_kernels"][:5],
-            "sm_mhz": self.sampler.between(profile.start_s - 0.3, profile.end_s)["sm_mhz"] if self.sampler else None,
+            "sm_mhz": self.sampler.sm_mhz(profile.start_s - 0.3, profile.end_s) if self.sampler else None,
             "steps": num_steps,
             **trace.timeline(profile.events),
         }

@@ -42,7 +42,6 @@ def assert_one_line(answer, status, *told):
         (["gpt3.train", "--describe", "--data=--"], ["argument --data: expected a value"]),
         (["rnnt.train", "--record=--"], ["argument --record: expected a value"]),
         (["stable_diffusion.train", "--steps=--"], ["argument --steps: expected a value"]),
-        (["common.machine.host_pace", "--seconds=--"], ["argument --seconds: expected a value"]),
         (["gpt3.train", "--data", "/"], ["--data /: this is the whole file system"]),
         (["rnnt.train", "--data", "/usr/.."], ["--data /usr/..: this is the whole file system"]),
         (["stable_diffusion.train", "--data=//"], ["--data //: this is the whole file system"]),
