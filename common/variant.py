@@ -243,13 +243,8 @@ class Compiled:
     With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
     """
 
-    def __init__(  # noqa: PLR0913
-        self, state, step, functions, what: str, mode="default", fullgraph=True, compile_steps=None
-    ):
-        """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
-
-        compile_steps: runs eager steps until nothing is compiled any more; default: four steps.
-        """
+    def __init__(self, state, step, functions, what: str, mode="default", fullgraph=True):
+        """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy."""
         require_compiler(state.device)
         self.state, self._step = state, step
         self.pool = Pool(state.device)
@@ -261,7 +256,7 @@ class Compiled:
         try:
             # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
             with self.capture.timed("compile_s"), self.pool.adopt():
-                (compile_steps or self._four_steps)()
+                self.compile_steps()
             before = self.pool.num_replays
             self.step(0)
             self._num_replays = self.pool.num_replays - before
@@ -270,7 +265,8 @@ class Compiled:
         if mode == "reduce-overhead" and not self._num_replays:
             raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
 
-    def _four_steps(self):
+    def compile_steps(self):
+        """Make eager steps until nothing is compiled any more."""
         warm_up(self.state, Capture(strategy=""), lambda state, index: self.step(index), 4)
 
     def step(self, index: int):

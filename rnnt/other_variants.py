@@ -56,7 +56,7 @@ class CompiledNetworks(Compiled):
 
     def __init__(self, state, train_on, padded_step):
         require_compiler(state.device)
-        shapes = state.plan.require_few_pairs("compile")
+        self._train_on, self._shapes = train_on, state.plan.require_few_pairs("compile")
         networks = (state.model.encoder, state.model.prediction) if state.config.lstm != "cudnn" else ()
         # The compiler must not look into launches of our LSTM kernels. (A decorator there would import the compiler in
         # every run.)
@@ -69,8 +69,12 @@ class CompiledNetworks(Compiled):
             [(state, name) for name in ("encoder", "prediction", "joint")],
             "encoder, prediction network and joint",
             fullgraph=False,
-            compile_steps=lambda: [train_on(state, state.inputs.dummy_batch(*shape)) for shape in shapes],
         )
+
+    def compile_steps(self):
+        """Train once on each shape."""
+        for shape in self._shapes:
+            self._train_on(self.state, self.state.inputs.dummy_batch(*shape))
 
     def enter(self):
         """Set the compiler's options, hide our kernels from it, and put in the compiled functions."""
