@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, once. PYTHON=python3 uses that interpreter as it is instead.
 
-variables = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL RUN BASE OVER VALUES VARIANT \
+variables = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL RUN BASE OVER VALUES VARIANT STEP \
     NODES PARTITION ACCOUNT TIME IMAGE MOUNTS SBATCH ROUNDS STEPS SESSION CLOSE VERBOSE ARGS
 models = $(sort $(patsubst %/train.py,%,$(wildcard */train.py)))
 
@@ -19,6 +19,8 @@ setup = @$(if $(strip $(make_PYTHON)),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
 bench_takes = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL ARGS
+measure_takes = STEP VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT ARGS
+doctor_takes = STEP ARGS
 publish_takes = RUN ARGS
 sweep_takes = MODEL PRESET CYCLES MINUTES NGPU HOST_LOAD OUT OVER VALUES VARIANT ARGS
 submit_takes = $(sweep_takes) VARIANTS NODES PARTITION ACCOUNT TIME IMAGE MOUNTS SBATCH
@@ -27,14 +29,14 @@ plots_takes = OUT ARGS
 readme_takes = ARGS
 # make bench NODES=2 is refused, and its reader told that make submit takes NODES.
 space = $(subst x,,x x)
-targets_with = $(strip $(foreach target,bench publish sweep submit compare plots,$(if \
+targets_with = $(strip $(foreach target,bench measure publish sweep submit compare plots,$(if \
     $(filter $1,$($(target)_takes)),$(target))))
 or_nobody = $(if $(targets_with),make $(subst $(space), or make ,$(targets_with)) does,no target does any more)
 check = $(foreach name,$(filter-out $($@_takes),$(variables)),$(if \
     $(strip $(make_$(name))),$(error make $@ takes no $(name), $(call or_nobody,$(name)))))
 need = $(if $(strip $(make_$1)),,$(error $1 is missing, as in make $@ $1=$2))
 
-.PHONY: help bench publish sweep compare plots readme submit test test-slow long lint format te clean
+.PHONY: help bench measure doctor publish sweep compare plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -56,6 +58,7 @@ help: ## this list
 # OUT        ## bench, sweep, submit: root of what is measured (runs); compare, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
 # CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
+# STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
 # RUN        ## publish: a run file
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
 # OVER       ## sweep, submit: the quantity that grows, as in OVER=batch; the model says which it has
@@ -69,12 +72,22 @@ help: ## this list
 # MOUNTS     ## submit: more mounts for it, as in MOUNTS=/data:/data
 # SBATCH     ## submit: further options of sbatch, as in SBATCH="qos=high gres=gpu:h200:8"
 # ARGS       ## all of these, test, test-slow, long: further words, as in ARGS="-- --layers 4"
-# PYTHON     ## all: use this interpreter as it is, without any set-up
+# PYTHON     ## all: use this interpreter as it is, without any set-up; measure, doctor: the step runs in it
 
 bench: ## measure MODEL, eager against graphs, in two to seven minutes on a GPU
 	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))
 	$(setup) core
 	$(from_make) bench
+
+measure: ## measure your own training STEP, eager against graphs, in two minutes on a GPU
+	$(check)$(call need,STEP,my_step.py:build)
+	@./setup.sh core
+	@.venv/bin/python -m benchmarks.from_make measure || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
+
+doctor: ## what stands against a graph of your own training STEP, each with file and line
+	$(check)$(call need,STEP,my_step.py:build)
+	@./setup.sh core
+	@.venv/bin/python -m benchmarks.from_make doctor || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
 
 publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
 	$(check)$(call need,RUN,runs/h200x1/gpt3-bench/20261125T101500Z-a7d396.json)

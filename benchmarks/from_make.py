@@ -19,12 +19,15 @@ FIGURES, TEST = (*TABLES, "matplotlib"), (*MEASURE, "pandas", "pytest", "xdist")
 PIP = {"xdist": "pytest-xdist"}
 RUN = ("MODEL", "PRESET", "VARIANTS", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "LABEL")
 POINT = ("MODEL", "PRESET", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "OVER", "VALUES", "VARIANT")
+STEP = ("STEP", "VARIANTS", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "PYTHON")
 JOB = ("VARIANTS", "NODES", "PARTITION", "ACCOUNT", "TIME", "IMAGE", "MOUNTS", "SBATCH")
 TESTS = ["-m", "pytest", "--dist"]
 
 # target: words of its program, variables that become flags, packages that it needs
 TARGETS = {
     "bench": (["-m", "benchmarks.run"], RUN, MEASURE),
+    "measure": (["-m", "benchmarks.measure"], STEP, MEASURE),
+    "doctor": (["-m", "benchmarks.measure", "--doctor"], ("STEP", "PYTHON"), MEASURE),
     "publish": (["-m", "benchmarks.publish", "RUN"], (), ()),
     "sweep": (["-m", "benchmarks.sweep"], POINT, MEASURE),
     "submit": (["-m", "benchmarks.submit"], POINT + JOB, ("numpy", "scipy")),
@@ -67,7 +70,9 @@ def main() -> None:
     """Become the program, or end with one line and status 2."""
     target, said = sys.argv[1], ""
     given = {name[len("make_") :]: value for name, value in os.environ.items() if name.startswith("make_")}
-    python = given.get("PYTHON") or ".venv/bin/python"
+    # A step of one's own runs in PYTHON, the harness does not.
+    own = "PYTHON" in TARGETS[target][1]
+    python = (None if own else given.get("PYTHON")) or ".venv/bin/python"
     missing = [PIP.get(name, name) for name in TARGETS[target][2] if importlib.util.find_spec(name) is None]
     if sys.version_info < (3, 11):  # noqa: UP036 - PYTHON= may be any.
         said = f"{python} is Python {sys.version_info[0]}.{sys.version_info[1]}, this takes 3.11 or newer"

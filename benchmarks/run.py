@@ -171,8 +171,15 @@ def chosen_models(text: str) -> list[str]:
     return names
 
 
-def measure(args: argparse.Namespace) -> int:
-    """Measure every model that the command line names; return the exit status."""
+def measured(args: argparse.Namespace) -> tuple[list[run_file.Run | None], bool]:
+    """Measure every model that the command line names.
+
+    Returns:
+        The run of each, None where nothing could be timed; and whether a model was refused.
+
+    Raises:
+        Mistake: a model cannot be measured here, and it is the only one.
+    """
     names, machine = chosen_models(args.model), launch.machine(args)
     asks, refused = [], []
     for name in names:
@@ -192,11 +199,17 @@ def measure(args: argparse.Namespace) -> int:
             print(f"beside   {text}")
         done = [suite.measured(asked) or _measure_one(asked, args, suite) for asked in asks]
     suite.end()
+    return done, bool(refused)
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure every model that the command line names; return the exit status."""
+    done, is_refused = measured(args)
     runs = [run for run in done if run is not None]
-    if len(asks) > 1 and runs:
+    if len(done) > 1 and runs:
         print(run_table.suite(runs))
     # Of all models some may be refused: not every machine has a GPU for each.
-    bad = (bool(refused) and args.model != ALL) or len(runs) < len(done)
+    bad = (is_refused and args.model != ALL) or len(runs) < len(done)
     return 1 if bad or not all(map(run_table.is_sound, runs)) else 0
 
 

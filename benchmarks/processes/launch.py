@@ -52,12 +52,14 @@ class Launch:
         ngpu: ranks on each node.
         prefix: the launcher's words, empty without one.
         rendezvous: host and port of node 0's torchrun, where there are several nodes.
+        python: the interpreter of the script.
     """
 
     nnodes: int = 1
     ngpu: int = 1
     prefix: tuple = ()
     rendezvous: tuple = ("", PORT)
+    python: str = sys.executable
 
     @property
     def world_size(self) -> int:
@@ -76,7 +78,7 @@ class Launch:
             torchrun += ["--nnodes", str(self.nnodes), "--master-addr", host, "--master-port", str(port)]
         else:
             torchrun = [*torchrun, "--standalone"] if self.ngpu > 1 else []
-        return [*self.prefix, sys.executable, *torchrun, *script]
+        return [*self.prefix, self.python, *torchrun, *script]
 
 
 def add_arguments(parser) -> None:
@@ -86,13 +88,14 @@ def add_arguments(parser) -> None:
         "--launch", metavar="COMMAND", help="starts what follows it on every node; see benchmarks/processes/launch.py"
     )
     parser.add_argument("--rendezvous", metavar="HOST[:PORT]", help=f"node 0, for the others (this host:{PORT})")
+    parser.add_argument("--python", metavar="PATH", help="interpreter of the training script (this one)")
 
 
 def parse(args) -> Launch:
     """Return the launch that the flags ask for.
 
     Args:
-        args: nnodes, ngpu, launch, rendezvous, out and host_load, as argparse gives them.
+        args: nnodes, ngpu, launch, rendezvous, python, out and host_load, as argparse gives them.
 
     Raises:
         Mistake: something cannot be; the text names the flag to change.
@@ -114,7 +117,13 @@ def parse(args) -> Launch:
         raise Mistake("--host-load with --nnodes > 1: only this node would be busy, so neither row would be true")
     if args.rendezvous and args.nnodes == 1:
         raise Mistake("--rendezvous is for several nodes, --nnodes is 1")
-    return Launch(nnodes=args.nnodes, ngpu=args.ngpu, prefix=prefix, rendezvous=_endpoint(args.rendezvous))
+    python = shutil.which(args.python or sys.executable)
+    if python is None:
+        raise Mistake(f"--python {args.python}: no such command")
+    rendezvous = _endpoint(args.rendezvous)
+    return Launch(
+        nnodes=args.nnodes, ngpu=args.ngpu, prefix=prefix, rendezvous=rendezvous, python=os.path.abspath(python)
+    )
 
 
 def _endpoint(text):

@@ -39,6 +39,14 @@ class Pool:
         self.graphs: list[CudaGraph | HostGraph] = []
         self._host = HostPool() if self.device.type == "cpu" else None
         self._handle = torch.cuda.graph_pool_handle() if self._host is None else None
+        self._generators: list[torch.Generator] = []
+
+    def register_generator(self, generator: torch.Generator) -> None:
+        """Let every replay draw from `generator` of the device. torch's own generator always is registered."""
+        if self._host is not None:
+            self._host.register_generator(generator)
+        else:
+            self._generators.append(generator)
 
     def capture(self, fn, static_inputs=()):
         """Capture fn() and return (graph, what fn returned).
@@ -54,7 +62,7 @@ class Pool:
             if not self.graphs:
                 _empty_cache()
             graph = CudaGraph(static_inputs)
-            result = graph.capture(fn, self._handle)
+            result = graph.capture(fn, self._handle, self._generators)
         self.graphs.append(graph)
         return graph, result
 
@@ -152,10 +160,12 @@ class CudaGraph:
         self.num_replays = 0
         self._static = [(tensor, signature(tensor)) for tensor in static_inputs]
 
-    def capture(self, fn, pool_handle):
+    def capture(self, fn, pool_handle, generators=()):
         """Record fn() on the current stream into memory of the pool, and return what it returned."""
         assert torch.cuda.current_stream() != torch.cuda.default_stream(), "captures need a side stream"
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in generators:
+            self.graph.register_generator_state(generator)
         torch.cuda.synchronize()
         # A collection during capture may free tensors or graphs, which is not allowed then.
         gc_was_on = gc.isenabled()

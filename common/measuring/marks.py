@@ -19,6 +19,11 @@ def mark(tensor=None) -> None:
             tensor.register_hook(lambda gradient: _mark() if _mark is not None else None)
 
 
+def is_watched() -> bool:
+    """Return whether somebody watches the marks of this step."""
+    return _mark is not None
+
+
 def section(name: str):
     """A context for a named part of the step: a range in a profile, else nothing.
 

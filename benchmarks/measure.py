@@ -1,0 +1,191 @@
+"""Measure your own training step: eager against graphs, in alternating blocks of one process.
+
+    python -m benchmarks.measure --step my_step.py:build
+    python -m benchmarks.measure --step my_step.py:build --quick          issue and busy alone, in half a minute
+    python -m benchmarks.measure --step my_step.py:build --doctor         what stands against a graph, with lines
+    python -m benchmarks.measure --step my_step.py:build --python PATH    the step runs in that interpreter
+
+my_step.py imports nothing of this repository:
+
+    def build(device):
+        model, optimizer, batches = ...            # batches: a finite list
+        def step(batch): ...; return loss          # a whole eager step
+        return step, batches, [model, optimizer]   # what training changes
+
+The last line is a verdict. Exit status: 0 faster, 3 same, 4 unclear, 5 wrong numbers, 6 cannot be captured, 7 slower,
+8 not measured (--quick, or a CPU); 1 where the step itself fails; 2 for a mistake on the command line; 130 after
+Ctrl-C.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+
+from benchmarks import ROOT, command, run, statistics
+from benchmarks.command import Mistake, amount, count, positive
+from benchmarks.files.run_file import Build, Run, Variant
+from benchmarks.pages.run_table import milliseconds
+from benchmarks.processes import launch
+from common.your_step import step_file
+
+MODEL = "common.your_step"
+FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
+STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}
+WHAT = {
+    "graph_step": "capture the whole step",
+    "graph_fwd_bwd": "capture forward and backward, and leave the optimizer eager",
+    "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
+}
+DOCTOR_LIMIT_S = 300
+# A step of which a graph can remove less than this share of the time is not worth a capture.
+LEAST_GAIN = 1.01
+
+
+def parse(argv=None) -> argparse.Namespace:
+    """Return the command line. Mistakes end the program with one line."""
+    parser = command.parser_of("measure", "Your own training step, eager against graphs.")
+    add = parser.add_argument
+    add("--step", metavar="FILE.py:BUILD", required=True, help="the file and its function build(device)")
+    add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch (this one)")
+    add("--doctor", action="store_true", help="only say what stands against a graph of it")
+    add("--quick", action="store_true", help="issue and busy of the eager step alone")
+    add("--variants", metavar="A,B", help="some of graph_step, graph_fwd_bwd, reduce_overhead (all)")
+    add("--cycles", metavar="N", help="cycles (8; on a CPU 3), or auto: until +-0.5 %%")
+    add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
+    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
+    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
+    add("--out", metavar="DIR", help="root of the runs (runs)")
+    return parser.parse_args(argv)
+
+
+def request(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the command line of `benchmarks.run` that measures the step.
+
+    Raises:
+        Mistake: there is no such file or function, or no such interpreter.
+    """
+    try:
+        path, function = step_file.split(args.step)
+        digest = step_file.digest(args.step)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    step = f"{os.path.abspath(path)}:{function}"
+    label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
+    words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
+    words += [
+        f"--{name}={value}"
+        for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")
+        if (value := getattr(args, name))
+    ]
+    words = [word.replace("--host_load", "--host-load") for word in words]
+    if args.quick:
+        words += ["--variants=eager", "--cycles=1", "--no-control"]
+    elif args.variants:
+        words += [f"--variants={args.variants}"]
+    return run.parse([*words, "--", "--step", step, "--step-digest", digest])
+
+
+# ------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def verdict(measured: Run) -> tuple[int, str]:
+    """Return the exit status and the sentence that a run comes to."""
+    (build,) = measured.builds.values()
+    graphs = {name: own for name, own in build.variants.items() if own.kind in ("graph", "compile")}
+    passed = {name: own for name, own in graphs.items() if own.status == "pass"}
+    wrong = {name: own for name, own in graphs.items() if own.status in ("failed", "numerics_failed")}
+    if graphs and not passed:
+        return _none_passed(graphs, wrong)
+    if measured.device == "cpu" or not graphs:
+        return NOT_MEASURED, _not_measured(measured, build, passed, wrong)
+    return _measured(build, passed, wrong)
+
+
+def _none_passed(graphs, wrong):
+    if wrong:
+        name, own = next(iter(wrong.items()))
+        return WRONG, f"Wrong numbers: {name} does not train as the eager step does ({own.reason})."
+    captured = {name: own for name, own in graphs.items() if own.status == "capture_failed"}
+    name, own = next(iter((captured or graphs).items()))
+    return NO_CAPTURE, f"Cannot be captured: {name}: {own.reason}"
+
+
+def _not_measured(measured, build, passed, wrong) -> str:
+    parts = []
+    if measured.device == "cpu":
+        parts.append("Not measured: there is no GPU.")
+    base = build.variants[build.base]
+    foretold = build.predicted_gain(build.base)
+    if foretold is not None:
+        parts.append(_law(base, foretold))
+    if passed:
+        parts.append(f"Graphs that train as eager does: {', '.join(passed)}.")
+    if wrong:
+        parts.append(f"Wrong numbers: {', '.join(wrong)}.")
+    return " ".join(parts) or "Not measured."
+
+
+def _law(base: Variant, foretold: float) -> str:
+    times = f"the host issues a step in {milliseconds(base.issue_ms())} ms, the GPU is busy for "
+    times += f"{milliseconds(base.profile.get('busy_ms'))} ms"
+    if foretold < LEAST_GAIN:
+        return f"A graph has little to remove: {times}."
+    return f"A graph may gain up to {foretold:.2f}x: {times}."
+
+
+def _measured(build: Build, passed: dict, wrong: dict) -> tuple[int, str]:
+    ratios = {name: build.ratio_of(name) for name in passed}
+    found = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
+    if not found:
+        return NOT_MEASURED, "Not measured: fewer than two cycles."
+    name, ratio = max(found.items(), key=lambda item: item[1].low)
+    word = statistics.word(ratio)
+    numbers = f"{ratio.ratio:.3f}x, {ratio.low:.3f} to {ratio.high:.3f}, on this host in these minutes"
+    text = {
+        "faster": f"Faster: {WHAT.get(name, name)} ({name}): {numbers}.",
+        "same": f"Same: leave it eager. The best graph, {name}, changes nothing: {numbers}.",
+        "slower": f"Slower: leave it eager. The best graph, {name}: {numbers}.",
+        "unclear": f"Unclear: {name} at {numbers}. CYCLES=auto goes on until the interval is narrow.",
+    }[word]
+    if wrong:
+        text += f" Wrong numbers: {', '.join(wrong)}."
+    return STATUS_OF[word], text
+
+
+def doctor(args: argparse.Namespace, asked: argparse.Namespace) -> int:
+    """Print what stands against a graph of the step; return the doctor's exit status."""
+    python = launch.parse(asked).python
+    command = [python, "-m", "common.your_step.doctor", asked.flags[asked.flags.index("--step") + 1]]
+    try:
+        return subprocess.run(command, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s")
+        return 1
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure the step that the command line names; return the exit status."""
+    asked = request(args)
+    if args.doctor or not args.quick:
+        status = doctor(args, asked)
+        if args.doctor or status in (1, 2):
+            return status
+    (measured,), _ = run.measured(asked)
+    if measured is None:
+        print("The eager step failed, so nothing was timed.")
+        return 1
+    status, sentence = verdict(measured)
+    print(sentence)
+    return status
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    args = parse(argv)
+    return command.exit_status("python -m benchmarks.measure", lambda: measure(args), run.FAILURES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

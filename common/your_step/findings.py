@@ -1,0 +1,70 @@
+"""What the doctor says: findings with the place in the user's code, the evidence, and the remedy."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# In the order in which they are printed. A note stands against nothing.
+STOPS, WRONG, SLOW, NOTE = "cannot be captured", "would train wrongly", "costs time", "note"
+LEVELS = (STOPS, WRONG, SLOW, NOTE)
+
+# kind -> what to do about it
+REMEDIES = {
+    "host read": "keep the value on the GPU, and read it after the step: return it, or read it every 100 steps",
+    "shape from values": "keep the shape fixed: torch.where or a mask in the place of boolean indexing and nonzero",
+    "host data": "make the tensor once in build and copy into it before the step",
+    "random state": "seed before training; a generator of your own is handed over with what training changes",
+    "moved memory": "give tensors their final size in build, and write into them",
+    "collective": "call torch.distributed on NCCL and warm it up before the capture",
+    "unknown generator": "hand the generator over with what training changes: return step, batches, [model, generator]",
+    "optimizer": "AdamW(..., fused=True, capturable=True), or leave the optimizer eager: graph_fwd_bwd",
+    "learning rate": "make it a tensor, lr=torch.tensor(1e-3, device=device), and let the schedule fill it",
+    "loss scaler": "use bfloat16, which needs no scaler, or a fused optimizer, which takes found_inf on the GPU",
+    "control flow": "compute both branches and choose with torch.where, or capture a graph for each branch",
+    "shapes of batches": "pad to a few lengths; each shape needs a graph and its memory",
+    "host value": "keep it in a tensor on the GPU and change it there, or change it outside of the step",
+    "python random": "draw it on the GPU with torch, or before the step into a tensor of the batch",
+    "kept tensor": "write into one tensor with copy_, made in build: a graph fills the tensor of its capture alone",
+    "gradient": "let the step begin with zero_grad(), or keep gradients in place: zero_grad(set_to_none=False)",
+    "unpinned copy": "pin the memory once in build, pin_memory(), and copy before the step with non_blocking=True",
+    "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
+    "not handed over": "hand over every object that training changes",
+    "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
+    "capture": "see docs/doctor.md for the message",
+    "not launch-bound": "a graph removes launches only: make the kernels faster, or the batch smaller",
+    "memory": "capture smaller parts, or fewer shapes",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        kind: a key of REMEDIES.
+        level: one of LEVELS.
+        where: file:line of the user's code, or the name of an object.
+        evidence: what was seen.
+        module: path of the innermost module that was running, or "".
+    """
+
+    kind: str
+    level: str
+    where: str
+    evidence: str
+    module: str = ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return REMEDIES[self.kind]
+
+    def text(self) -> str:
+        """Return the finding in two lines."""
+        inside = f" in {self.module}" if self.module else ""
+        return f"{self.where}{inside}: {self.kind}, {self.level}: {self.evidence}\n    {self.remedy}"
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings without repetitions, what stops a capture first."""
+    unique = dict.fromkeys(findings)
+    return sorted(unique, key=lambda finding: LEVELS.index(finding.level))

@@ -1,0 +1,99 @@
+"""Values on the host that a step may change, and tensors that it may bind anew: what a replay leaves as it is.
+
+Looked at are the attributes of the modules and of other objects that were handed over, what the step function holds in
+its closure, its own attributes, and the globals of its file.
+"""
+
+import random
+import sys
+
+import torch
+
+# Longer lists are known by their length.
+MOST_ITEMS = 32
+_PLAIN = (bool, int, float, str, type(None))
+_MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}
+
+
+def look(step, owned: list) -> tuple[dict, dict]:
+    """Return (name -> plain value, name -> tensor) of what the step can reach."""
+    values: dict = {}
+    tensors: dict = {}
+    for name, each in _roots(step, owned):
+        _visit(name, each, values, tensors, depth=2)
+    for index, module in enumerate(each for each in owned if isinstance(each, torch.nn.Module)):
+        for path, part in module.named_modules():
+            own = {key: value for key, value in vars(part).items() if key not in _MODULE_OWN}
+            _visit(path or f"model {index}", own, values, tensors, depth=1)
+    return values, tensors
+
+
+def not_handed_over(step, owned: list) -> list[tuple[str, torch.nn.Module | torch.optim.Optimizer]]:
+    """Return (name, object) of modules and optimizers that the step reaches and that were not handed over."""
+    known = {id(each) for each in owned}
+    inside = {id(part) for each in owned if isinstance(each, torch.nn.Module) for part in each.modules()}
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    return [
+        (name, each) for name, each in _roots(step, owned) if isinstance(each, kinds) and id(each) not in known | inside
+    ]
+
+
+def random_states() -> dict:
+    """Return the states of Python's and NumPy's random numbers."""
+    states = {"random": hash(random.getstate())}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = hash((name, keys.tobytes(), *rest))
+    return states
+
+
+def _roots(step, owned):
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:
+                continue  # not bound yet
+        names = _names_in(code)
+        for name, value in function.__globals__.items():
+            if name in names:
+                yield name, value
+        yield "step", dict(vars(function))
+    holder = getattr(step, "__self__", None) if code is not None else step
+    if holder is not None and not isinstance(holder, torch.nn.Module):
+        yield "self", dict(vars(holder))
+
+
+def _names_in(code):
+    """Names that a function and those inside of it use."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            names |= _names_in(constant)
+    return names
+
+
+def _visit(name, each, values, tensors, depth):
+    if isinstance(each, torch.Tensor):
+        if not isinstance(each, torch.nn.Parameter):
+            tensors[name] = each
+    elif isinstance(each, _PLAIN):
+        values[name] = each
+    elif isinstance(each, (list, tuple, set, dict)) and type(each).__module__ in ("builtins", "collections"):
+        values[f"len({name})"] = len(each)
+        if depth and len(each) <= MOST_ITEMS and not isinstance(each, set):
+            items = each.items() if isinstance(each, dict) else enumerate(each)
+            for key, value in list(items):
+                _visit(f"{name}[{key!r}]", value, values, tensors, depth - 1)
+    elif depth and _is_users(each):
+        for key, value in list(vars(each).items()):
+            _visit(f"{name}.{key}", value, values, tensors, depth - 1)
+
+
+def _is_users(each):
+    """Whether it is an object of the user's own class, or a plain namespace: not torch's, not a module of Python."""
+    kind = type(each)
+    known = isinstance(each, (type, torch.nn.Module, torch.optim.Optimizer, torch.Generator)) or callable(each)
+    return hasattr(each, "__dict__") and not known and not kind.__module__.startswith(("torch.", "builtins"))

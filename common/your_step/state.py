@@ -1,0 +1,148 @@
+"""The state of a step that somebody hands over: its batches, what it changes, and the losses that it gave."""
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from common.measuring import marks
+from common.your_step import step_file, user_file
+from common.your_step.snapshot import Snapshot
+
+# Optimizers make their state in their first step. All variants train from the state after these.
+WARM_STEPS = 3
+MOST_CLASSES = 16
+NUM_LOSSES = 4096
+
+
+class StepState:
+    """See `common.variant.State`.
+
+    Args:
+        text: FILE.py:FUNCTION of the step.
+        device: that it runs on.
+        prog: name of the program, for messages.
+
+    Raises:
+        ValueError: the file cannot be used, its step raises, or gives no loss.
+    """
+
+    def __init__(self, text: str, device: torch.device, prog: str):
+        self.text, self.device = text, device
+        self.path = step_file.split(text)[0]
+        with user_file.Watchdog(prog):
+            handed = user_file.load(text, device)
+            self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
+            self.losses: dict[int, torch.Tensor | float] = {}
+            for index in range(WARM_STEPS):
+                self._first_step(index)
+        self.snapshot = Snapshot(self.owned, device)
+        self.layers = _layers(self.modules)
+        signatures = [signature_of(batch) for batch in self.batches]
+        known = list(dict.fromkeys(signatures))
+        if len(known) > MOST_CLASSES:
+            raise ValueError(
+                f"{self.path.name}: its batches have {len(known)} shapes, and a graph has one: pad them to at most "
+                f"{MOST_CLASSES}"
+            )
+        self.classes = [known.index(each) for each in signatures]
+
+    def _first_step(self, index):
+        try:
+            self.keep_loss(index, self.step(self.batches[index % len(self.batches)]))
+        except (ValueError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The modules that were handed over."""
+        return [each for each in self.owned if isinstance(each, torch.nn.Module)]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that were handed over."""
+        return [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
+
+    def batch(self, index: int):
+        """Return the batch of a step; they come in turn."""
+        return self.batches[index % len(self.batches)]
+
+    def keep_loss(self, index: int, loss) -> None:
+        """Remember the loss of a step without waiting for the device.
+
+        Raises:
+            ValueError: it is neither a tensor of one element nor a number.
+        """
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            # What a graph returned, the next replay overwrites.
+            self.losses[index % NUM_LOSSES] = loss.detach().clone()
+        elif isinstance(loss, (int, float)):
+            self.losses[index % NUM_LOSSES] = float(loss)
+        else:
+            raise ValueError(f"{self.path.name}: the step returned a {_kind(loss)}; it has to return its loss")
+
+    # --- what a run asks of a state
+
+    def reset(self) -> None:
+        """Put everything back to the state after the first steps."""
+        self.snapshot.restore()
+        self.losses.clear()
+
+    def named_state(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all tensors that training carries from step to step."""
+        return self.snapshot.tensors
+
+    def read_losses(self, count: int) -> list[float]:
+        """Return the losses of the first steps."""
+        return [float(self.losses[index]) for index in range(min(count, NUM_LOSSES))]
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        """Return no norms: a step returns its loss alone."""
+        return []
+
+    def batch_class(self, index: int) -> int:
+        """Return the number of the batch's shape."""
+        return self.classes[index % len(self.classes)]
+
+
+def signature_of(batch) -> tuple:
+    """Return what a graph holds of a batch: shapes, dtypes and strides of tensors, and values that are no tensors."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in tree_leaves(batch)
+    )
+
+
+def static_copy(batch, device: torch.device):
+    """Return the batch with copies of its tensors on the device, which a graph reads."""
+    return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def copy_batch(static, batch) -> None:
+    """Copy a batch of the same shapes into the tensors that a graph reads."""
+    for own, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
+        if isinstance(own, torch.Tensor):
+            own.copy_(leaf, non_blocking=True)
+
+
+def marked(layers):
+    """Return hooks that mark the end of each layer, forward and backward: places where the queue may be drained."""
+
+    def hook(module, args, output):
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        marks.mark(tensors[0] if tensors else None)
+
+    return [layer.register_forward_hook(hook) for layer in layers]
+
+
+def _layers(modules):
+    """The children of lists of layers, else of the modules: few enough that hooks on them cost nothing."""
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+    inner = [child for module in modules for each in module.modules() if isinstance(each, lists) for child in each]
+    return inner or [child for module in modules for child in module.children()]
+
+
+def _kind(value):
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,196 @@
+"""A step that somebody hands over, eager and under graphs: `make measure STEP=my_step.py:build`.
+
+The file imports nothing of this repository:
+
+    def build(device):
+        model, optimizer, batches = ...            # batches: a finite list
+        def step(batch): ...; return loss          # a whole eager step
+        return step, batches, [model, optimizer]   # what training changes
+
+python -m common.your_step.train --step my_step.py:build --variant graph_step      trains
+"""
+
+# ruff: noqa: E402 - torch is imported once the command line has been read
+from common.config import parse
+from common.your_step.variants import ABOUT, PRESETS, VARIANTS, Config
+
+MODEL = "common.your_step"
+
+if __name__ == "__main__":
+    args = parse(MODEL, Config, PRESETS, VARIANTS, about=ABOUT)
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.capture.pool import Pool
+from common.measuring import marks
+from common.script.main import main
+from common.variant import Capture, Compiled, Unsupported, Workload, warm_up
+from common.your_step import step_file
+from common.your_step.state import StepState, copy_batch, marked, static_copy
+
+
+def eager_step(state: StepState, index: int) -> None:
+    """Train on batch `index` as the file does."""
+    state.keep_loss(index, state.step(state.batch(index)))
+
+
+class EagerStep:
+    """The step as it is. In steps that measure issue, layers are marked, so that the queue may be drained there."""
+
+    def __init__(self, state: StepState):
+        self.state, self.capture = state, Capture(strategy="none")
+        warm_up(state, self.capture, eager_step)
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        hooks = marked(self.state.layers) if marks.is_watched() else []
+        eager_step(self.state, index)
+        for hook in hooks:
+            hook.remove()
+
+    def replays_of(self, index: int) -> int:
+        """Return 0: no graph is replayed."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class GraphedStep:
+    """The whole step in one graph for each shape of batch. Its batch is copied to where the graph reads it."""
+
+    strategy = "the whole step"
+
+    def __init__(self, state: StepState):
+        self.state, self.pool = state, Pool(state.device)
+        for generator in state.snapshot.generators:
+            self.pool.register_generator(generator)
+        self.capture = Capture(strategy=self.strategy, pools=[self.pool])
+        warm_up(state, self.capture, eager_step)
+        self.graphs: dict[int, tuple] = {}
+        for index, kind in enumerate(state.classes):
+            if kind not in self.graphs:
+                with self.capture.timed("capture_s"):
+                    self.graphs[kind] = self.captured(index)
+        state.reset()
+
+    def captured(self, index: int) -> tuple:
+        """Return (graph, what it reads, its loss, calls that follow a replay) for the shape of batch `index`."""
+        self.state.reset()
+        static = static_copy(self.state.batch(index), self.state.device)
+        tensors = [leaf for leaf in tree_leaves(static) if isinstance(leaf, torch.Tensor)]
+        graph, loss = self.pool.capture(lambda: self.state.step(static), tensors)
+        return graph, static, loss, []
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        graph, static, loss, calls = self.graphs[self.state.batch_class(index)]
+        copy_batch(static, self.state.batch(index))
+        graph.replay()
+        for call in calls:
+            call()
+        self.state.keep_loss(index, loss)
+
+    def replays_of(self, index: int) -> int:
+        """Return 1: a graph holds a whole step."""
+        return 1
+
+    def close(self) -> None:
+        """Release the graphs."""
+        self.graphs.clear()
+        self.pool.release()
+
+
+class GraphedForwardBackward(GraphedStep):
+    """All of the step but the calls of optimizers, schedules and loss scalers, which follow each replay eagerly.
+
+    In the capture these calls are only noted. From the first optimizer's step on zero_grad is noted, too, since the
+    optimizer still needs the gradients.
+    """
+
+    strategy = "all up to the optimizer"
+
+    def __init__(self, state: StepState):
+        if not state.optimizers:
+            raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
+        super().__init__(state)
+
+    def captured(self, index: int) -> tuple:
+        """See GraphedStep."""
+        calls: list = []
+        with _Noted(self.state.owned, calls):
+            graph, static, loss, _ = super().captured(index)
+        parameters = [
+            p for optimizer in self.state.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
+        gradients = [(parameter, parameter.grad) for parameter in parameters]
+
+        def give_gradients():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return graph, static, loss, [give_gradients, *calls]
+
+
+class _Noted:
+    """Within it, calls of optimizers, schedules and scalers are noted and not made."""
+
+    def __init__(self, owned, calls):
+        self._calls, self._originals = calls, []
+        for each in owned:
+            names = ("step", "update", "zero_grad") if _is_stepped(each) else ()
+            self._originals += [(each, name, vars(each).get(name)) for name in names if hasattr(each, name)]
+        self._is_over = False
+
+    def __enter__(self):
+        for each, name, _ in self._originals:
+            setattr(each, name, self._noting(name, getattr(each, name)))
+
+    def __exit__(self, *_):
+        for each, name, original in self._originals:
+            if original is None:
+                delattr(each, name)
+            else:
+                setattr(each, name, original)  # a schedule has put its own there
+
+    def _noting(self, name, original):
+        def note(*args, **kwargs):
+            if name == "zero_grad" and not self._is_over:
+                return original(*args, **kwargs)
+            self._is_over = True
+            self._calls.append(lambda: original(*args, **kwargs))
+            return None
+
+        return note
+
+
+def _is_stepped(each):
+    """Whether it is an optimizer, a schedule or a loss scaler: it steps, and it is no module."""
+    return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
+
+
+def reduce_overhead(state: StepState) -> Compiled:
+    """torch.compile of the forward of each module that was handed over."""
+    if not state.modules:
+        raise Unsupported("no module was handed over, so there is nothing to compile")
+    functions = [(module, "forward") for module in state.modules]
+    return Compiled(state, eager_step, functions, "the modules", mode="reduce-overhead", fullgraph=False)
+
+
+def workload(args, device: torch.device, rank: int, world_size: int):
+    """See `common.script.main.train`."""
+    prog = f"python -m {MODEL}.train"
+    step_file.split(args.config.step)
+    made = Workload(model=MODEL, build=None, variants=VARIANTS, reference=eager_step, items_per_step=1.0, unit="steps")
+
+    def build(config, device):
+        return StepState(config.step, device, prog)
+
+    made.build = build
+    made.card = [f"step {args.config.step}"]
+    return args, made
+
+
+if __name__ == "__main__":
+    main(MODEL, args, workload)

@@ -1,0 +1,122 @@
+"""Calling a file's build(device), and checking what it returns."""
+
+import importlib.util
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.your_step.step_file import split
+
+FIRST_STEP_LIMIT_S = 60.0
+STARTS_NO_STEP = "no step has ended within 60 s: build smaller shapes or fewer layers"
+
+
+@dataclass
+class Handed:
+    """What build(device) returned.
+
+    Attributes:
+        step: step(batch) trains on a batch and returns its loss.
+        batches: at least one; a batch is a tensor or a nest of tensors and plain values.
+        owned: the objects that training changes.
+    """
+
+    step: Any
+    batches: list
+    owned: list
+
+
+def load(text: str, device: torch.device) -> Handed:
+    """Import the file, call its function and check what it returns.
+
+    Args:
+        text: as for `common.your_step.step_file.split`.
+        device: that the step is to run on.
+
+    Raises:
+        ValueError: the file, the function or what it returns cannot be used; the text says why.
+    """
+    path, name = split(text)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+        made = getattr(module, name)(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{where(error, path)}: {name}(device) raised {said(error)}") from error
+    return _checked(made, f"{path.name}: {name}(device)", device)
+
+
+def where(error: BaseException, path: Path) -> str:
+    """Return FILE:LINE of the innermost frame of the user's file in a traceback, or its name."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if os.path.realpath(trace.tb_frame.f_code.co_filename) == os.path.realpath(path):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{path.name}{line}"
+
+
+def said(error: BaseException) -> str:
+    """Return an error's type and first line."""
+    first = (str(error).strip() or "nothing").splitlines()[0][:200]
+    return f"{type(error).__name__}: {first}"
+
+
+def _checked(made, name, device):
+    if not isinstance(made, (tuple, list)) or len(made) != 3:
+        kind = type(made).__name__ + (f" of {len(made)}" if isinstance(made, (tuple, list)) else "")
+        raise ValueError(f"{name} returned a {kind}; it has to return step, batches, [what training changes]")
+    step, batches, owned = made
+    if not callable(step):
+        raise ValueError(f"{name}: the first value is a {type(step).__name__}, it has to be a function step(batch)")
+    if not isinstance(batches, (list, tuple)) or not batches:
+        raise ValueError(f"{name}: the second value has to be a list of batches, at least one, not {_short(batches)}")
+    for index, batch in enumerate(batches):
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)):
+            raise ValueError(f"{name}: batch {index} has no tensor; a batch is a tensor or a nest of tensors")
+    owned = list(owned) if isinstance(owned, (list, tuple)) else [owned]
+    for each in owned:
+        if isinstance(each, torch.nn.Module):
+            for parameter_name, parameter in each.named_parameters():
+                if parameter.device.type != device.type:
+                    text = f"parameter {parameter_name} lies on {parameter.device}, the step is to run on {device}"
+                    raise ValueError(f"{name}: {text}: build the model with .to(device)")
+    return Handed(step, list(batches), owned)
+
+
+def _short(value):
+    return f"{type(value).__name__} of none" if isinstance(value, (list, tuple)) else type(value).__name__
+
+
+class Watchdog:
+    """Ends the process where the block takes longer than a limit: the first step of a build that hangs."""
+
+    def __init__(self, prog: str, limit_s: float = FIRST_STEP_LIMIT_S):
+        self._timer = threading.Timer(limit_s, self._end)
+        self._timer.daemon = True
+        self._prog = prog
+
+    def _end(self):
+        os.write(2, f"{self._prog}: {STARTS_NO_STEP}\n".encode())
+        os._exit(2)
+
+    def __enter__(self):
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_):
+        self._timer.cancel()

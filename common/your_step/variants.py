@@ -1,0 +1,53 @@
+"""The ways to run a step that somebody hands over, and what is measured of it (no torch here)."""
+
+from dataclasses import dataclass
+
+from common.config import Timing, needs, option
+from common.variant_table import Declared, about, table
+
+TRAIN = "common.your_step.train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Timing):
+    """Settings of a step that somebody hands over."""
+
+    step: str = option("", "the step: FILE.py:FUNCTION, of a function build(device)")
+    step_digest: str = option("", "used by make measure: the file's content")
+    min_steps: int = option(10, "steps of a run, unless --steps says otherwise")
+
+
+PRESETS = {"tiny": Config(), "bench": Config()}
+
+VARIANTS = table(
+    Declared("eager", "the step as it is", "eager", f"{TRAIN}:EagerStep", parity="bitwise", headline=True),
+    Declared(
+        "graph_step",
+        "the whole step in one graph, one for each shape of batch",
+        "graph",
+        f"{TRAIN}:GraphedStep",
+        graphs=None,
+        replays=1,
+        headline=True,
+    ),
+    Declared(
+        "graph_fwd_bwd",
+        "all up to the optimizer in one graph, optimizer and schedules eager",
+        "graph",
+        f"{TRAIN}:GraphedForwardBackward",
+        graphs=None,
+        replays=1,
+        headline=True,
+    ),
+    Declared(
+        "reduce_overhead",
+        "torch.compile of the modules, whose mode reduce-overhead captures graphs itself",
+        "compile",
+        f"{TRAIN}:reduce_overhead",
+        graphs=None,
+        replays=None,
+        parity=1e-2,
+        headline=True,
+    ),
+)
+ABOUT = about(VARIANTS) | {"presets_need": lambda preset, config: needs(preset == "bench")}
