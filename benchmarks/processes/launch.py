@@ -117,9 +117,10 @@ def parse(args) -> Launch:
         raise Mistake("--host-load with --nnodes > 1: only this node would be busy, so neither row would be true")
     if args.rendezvous and args.nnodes == 1:
         raise Mistake("--rendezvous is for several nodes, --nnodes is 1")
-    python = shutil.which(args.python or sys.executable)
+    asked = getattr(args, "python", None) or sys.executable
+    python = shutil.which(asked)
     if python is None:
-        raise Mistake(f"--python {args.python}: no such command")
+        raise Mistake(f"--python {asked}: no such command")
     rendezvous = _endpoint(args.rendezvous)
     return Launch(
         nnodes=args.nnodes, ngpu=args.ngpu, prefix=prefix, rendezvous=rendezvous, python=os.path.abspath(python)
