@@ -168,15 +168,16 @@ def doctor(args: argparse.Namespace, asked: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> int:
     """Measure the step that the command line names; return the exit status."""
     asked = request(args)
-    if args.doctor or not args.quick:
-        status = doctor(args, asked)
-        if args.doctor or status in (1, 2):
-            return status
+    found = 0 if args.quick else doctor(args, asked)
+    if args.doctor or found in (1, 2):
+        return found
     (measured,), _ = run.measured(asked)
     if measured is None:
         print("The eager step failed, so nothing was timed.")
         return 1
     status, sentence = verdict(measured)
+    if found == WRONG and status != NO_CAPTURE:
+        status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
     print(sentence)
     return status
 

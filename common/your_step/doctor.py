@@ -216,7 +216,7 @@ class _Eager:
         word = name.removeprefix("len(").rstrip(")").split("[")[0].split(".")[-1]
         lines = self.state.path.read_text(errors="replace").splitlines()
         hits = [number for number, line in enumerate(lines, 1) if word in line and not line.lstrip().startswith("#")]
-        changed = [n for n in hits if any(sign in lines[n - 1] for sign in _CHANGES) and "==" not in lines[n - 1]]
+        changed = [n for n in hits if _changes(lines[n - 1], word)]
         inside = [n for n in changed if lines[n - 1].startswith((" ", "\t"))]
         line = (inside or changed or hits or [0])[-1]
         return f"{self.state.path}:{line}" if line else str(self.state.path)
@@ -263,7 +263,13 @@ class _Eager:
                 yield Finding("not handed over", WRONG, self._line_of(name), f"{name}, a {type(each).__name__}")
 
 
-_CHANGES = ("=", ".append(", ".add(", ".pop(", ".update(", "random.", ".extend(")
+_CHANGES = (".append(", ".add(", ".pop(", ".update(", "random.", ".extend(", "next(")
+
+
+def _changes(line, word):
+    """Whether a line of code assigns to a name or calls what changes it."""
+    left, equals, right = line.partition("=")
+    return (bool(equals) and word in left and not right.startswith("=")) or any(sign in line for sign in _CHANGES)
 
 
 def _short(name):
@@ -296,6 +302,10 @@ def _graphed(state, make) -> tuple[str, list[Finding], bool]:
     finally:
         variant.close()
         state.reset()
+    unlike = _difference(eager, eager, again, state.snapshot.tensors)
+    if unlike:
+        evidence = f"two eager trainings from one start differ: {unlike}"
+        return evidence, [Finding("not repeatable", WRONG, str(state.path), evidence)], False
     difference = _difference(eager, again, graph, state.snapshot.tensors)
     if not difference:
         return "trains as eager does", [], True

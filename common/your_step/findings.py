@@ -28,6 +28,7 @@ REMEDIES = {
     "unpinned copy": "pin the memory once in build, pin_memory(), and copy before the step with non_blocking=True",
     "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
     "not handed over": "hand over every object that training changes",
+    "not repeatable": "hand over all that training changes, and draw random numbers with torch",
     "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
     "capture": "see docs/doctor.md for the message",
     "not launch-bound": "a graph removes launches only: make the kernels faster, or the batch smaller",
