@@ -1,18 +1,17 @@
 """GPT-3 175B: what can be set, the presets, and arithmetic on them (no torch here)."""
 
-from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training import schedule
-from common.training.memory_fit import blame, gib
+from common.training.memory_fit import fit_layers, require_host
 from common.training.parallel.groups import Parallel, Ranks, require_divisible
 from common.variant_table import about
 from gpt3.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "fp32")
 FP8 = ("fp8", "fp8_current")
-SCOPES = ("attn", "mlp", "layer", "chunk", "none")
+UNITS = ("layer", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +29,8 @@ class Config(Parallel, Timing):
     microbatches: int = option(4, "microbatches in a step, accumulated into main_grad")
     chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     pp_rank: int = option(-1, "run this stage of the pipeline alone, its edges fed with fixed tensors (-1: all stages)")
-    graph_unit: str = option("layer", "of graph_layer: what one graph holds, forward or backward", ("layer", "chunk"))
-    graph_scope: str = option(
-        "layer", "of graph_layer: what is captured; attn, mlp: that half of each layer; none: see eager", SCOPES
-    )
+    graph_unit: str = option("layer", "of graph_layer: what one graph holds, forward or backward", UNITS)
+    graph_scope: str = option("layer", "another name of --graph-unit, which published runs have", UNITS)
     zero1: bool = option(False, "with data parallelism, split masters and moments over the data ranks (ZeRO-1)")
     precision: str = option(
         "fp8",
@@ -75,8 +72,6 @@ class Config(Parallel, Timing):
         schedule.require(self.pp, max(self.pp_rank, 0), self.chunks, self.microbatches)
         if self.alone and self.tp > 1:
             raise ValueError(f"--pp-rank {self.pp_rank} needs --tp 1: its widths are one tensor rank's already")
-        if self.graph_unit == "chunk" and self.graph_scope in ("attn", "mlp"):
-            raise ValueError(f"--graph-scope {self.graph_scope} needs --graph-unit layer")
 
     @property
     def alone(self) -> bool:
@@ -90,8 +85,8 @@ class Config(Parallel, Timing):
 
     @property
     def unit(self) -> str:
-        """Return the unit that is captured: layer, chunk, attn, mlp or none."""
-        return "chunk" if self.graph_unit == "chunk" and self.graph_scope == "layer" else self.graph_scope
+        """Return the unit that is captured: layer or chunk."""
+        return "chunk" if "chunk" in (self.graph_unit, self.graph_scope) else "layer"
 
     @property
     def stage_layers(self) -> int:
@@ -203,32 +198,14 @@ def batch_bytes(config: Config) -> int:
 
 
 def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
-    """The config with as many of its layers as fit into available_bytes. ValueError if not even the least number does.
-
-    A pipeline has the same number in each chunk of each stage. dp: data ranks.
-    """
+    """The config with as many layers as fit, equally many in each chunk of each stage. dp: data ranks."""
     unit = config.pp * config.chunks
-    least = replace(config, layers=unit)
-    if predicted_bytes(least, dp) > available_bytes:
-        what = "one layer needs" if unit == 1 else "one layer in each chunk needs"
-        raise ValueError(
-            blame(least, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes)
-            or f"{what} {gib(predicted_bytes(least, dp))} GiB, {gib(available_bytes)} GiB are free: "
-            "lower --sequence or --ffn, or run --preset tiny"
-        )
-    counts = range(1, config.layers // unit + 1)
-    fits = bisect_right(counts, available_bytes, key=lambda n: predicted_bytes(replace(config, layers=n * unit), dp))
-    return replace(config, layers=fits * unit)
+    return fit_layers(config, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes, unit)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    if available_bytes is not None and _host_bytes(config) > available_bytes:
-        raise ValueError(
-            blame(config, PRESETS, _host_bytes, available_bytes)
-            or f"this preset needs {gib(_host_bytes(config))} GiB on a GPU, there is none, and the host has "
-            f"{gib(available_bytes)} GiB free: run --preset tiny"
-        )
+    require_host(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

@@ -69,20 +69,16 @@ class PlainLayer(nn.Module):
         self.fc2 = linear(config.ffn, config.hidden, dtype=dtype, device=device)
 
     def forward(self, x, is_first_microbatch: bool):
-        return self.mlp(self.attention(x, is_first_microbatch), is_first_microbatch)
+        x = self._attention(x, is_first_microbatch)
+        wide = self.fc1(gather_from_sequence(self.norm_2(x), self.tensor), is_first_microbatch)
+        return x + self._sum(self.fc2, F.gelu(wide, approximate="tanh"), is_first_microbatch)
 
-    def attention(self, x, is_first_microbatch: bool):
-        """x and what attention adds to it."""
+    def _attention(self, x, is_first_microbatch):
         qkv = self.qkv(gather_from_sequence(self.norm_1(x), self.tensor), is_first_microbatch)
         s, b, _ = qkv.shape
         q, k, v = qkv.view(s, b, self.heads, 3, self.head_dim).permute(3, 1, 2, 0, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self._sum(self.proj, y.permute(2, 0, 1, 3).reshape(s, b, -1), is_first_microbatch)
-
-    def mlp(self, x, is_first_microbatch: bool):
-        """x and what the feed-forward adds to it."""
-        wide = self.fc1(gather_from_sequence(self.norm_2(x), self.tensor), is_first_microbatch)
-        return x + self._sum(self.fc2, F.gelu(wide, approximate="tanh"), is_first_microbatch)
 
     def _sum(self, linear, x, is_first_microbatch):
         """`linear`, of whose columns the other ranks have the rest: this rank's part of the sequence."""
@@ -92,22 +88,15 @@ class PlainLayer(nn.Module):
         return reduce_scatter_to_sequence(part, self.tensor) + linear.bias
 
 
-def te_options(config: Config, dtype, device, tensor: str) -> dict:
-    """Return the options of all Transformer Engine modules: weight gradients go straight into main_grad."""
-    options = {
-        "zero_centered_gamma": True,
-        "fuse_wgrad_accumulation": True,
-        "params_dtype": dtype,
-        "device": device,
-    }
+def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
+    """te.TransformerLayer with the same shapes: fused q k v, weight gradients straight into main_grad.
+
+    Its widths are those of all tensor ranks together.
+    """
+    parallel = {}
     if config.tp > 1:
         group = collectives.process_group(tensor)
-        options |= {"tp_group": group, "tp_size": config.tp, "set_parallel_mode": True, "sequence_parallel": True}
-    return options
-
-
-def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
-    """te.TransformerLayer with the same shapes: fused q k v. Its widths are those of all tensor ranks together."""
+        parallel = {"tp_group": group, "tp_size": config.tp, "set_parallel_mode": True, "sequence_parallel": True}
     return transformer_engine().TransformerLayer(
         config.hidden,
         config.ffn * config.tp,
@@ -117,47 +106,12 @@ def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         fuse_qkv_params=True,
-        **te_options(config, dtype, device, tensor),
+        zero_centered_gamma=True,
+        fuse_wgrad_accumulation=True,
+        params_dtype=dtype,
+        device=device,
+        **parallel,
     )
-
-
-class TeHalves(nn.Module):
-    """The same layer as two of Transformer Engine's modules, for graphs of one of them (--graph-scope attn, mlp).
-
-    Biases are added within them, where te.TransformerLayer adds them with the residual sum: other roundings.
-    """
-
-    def __init__(self, config: Config, dtype, device, tensor: str = collectives.ALONE):
-        super().__init__()
-        te, options = transformer_engine(), te_options(config, dtype, device, tensor)
-        self.self_attention = te.MultiheadAttention(
-            config.hidden,
-            config.heads * config.tp,
-            kv_channels=config.head_dim,
-            attention_dropout=0.0,
-            layernorm_epsilon=NORM_EPS,
-            input_layernorm=True,
-            fuse_qkv_params=True,
-            **options,
-        )
-        self.layernorm_mlp = te.LayerNormMLP(config.hidden, config.ffn * config.tp, eps=NORM_EPS, **options)
-
-    def forward(self, x, is_first_microbatch: bool | None = None):
-        """is_first_microbatch None: in Transformer Engine's captures, where a flag on the device says whether it is."""
-        return self.mlp(self.attention(x, is_first_microbatch), is_first_microbatch)
-
-    def attention(self, x, is_first_microbatch: bool | None):
-        return x + self.self_attention(x, is_first_microbatch=is_first_microbatch)
-
-    def mlp(self, x, is_first_microbatch: bool | None):
-        return x + self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
-
-
-def layer_class(config: Config):
-    """Return the constructor of a layer: layer_class(config)(config, dtype, device, tensor)."""
-    if config.layer != "te":
-        return PlainLayer
-    return TeHalves if config.unit in ("attn", "mlp") else te_layer
 
 
 class Embedding(nn.Module):

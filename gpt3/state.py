@@ -16,7 +16,7 @@ from common.training.parallel.groups import Ranks, make_groups
 from common.training.precision import fp8
 from common.variant import Unsupported
 from gpt3.config import FP8, Config
-from gpt3.model import Embedding, attach_main_grads, initialise, layer_class, split_dimension
+from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
 from gpt3.pipeline.one_stage import Edges, NoAdam
 
 SEED = 1234
@@ -61,7 +61,7 @@ class State:
 
     def _make_modules(self):
         config, tensor = self.config, self.groups.tensor
-        make_layer = layer_class(config)
+        make_layer = te_layer if config.layer == "te" else PlainLayer
         numbers = Ranks(1, pp=config.pp).layers(config.layers, self.stage, config.chunks)
         self.numbers = [number for chunk in numbers for number in chunk]
         self.layers = torch.nn.ModuleList(make_layer(config, self.dtype, self.device, tensor) for _ in self.numbers)

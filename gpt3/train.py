@@ -161,14 +161,14 @@ def replay(graphs):
         graph.replay()
 
 
-def capture_forward(layers, pool: Pool, x, microbatch: int):
+def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = False):
     """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
 
-    x: [s, b, hidden], the first layer's input. `pool.capture(fn, static)` records fn; each replay first checks that the
-    tensors of `static`, which others fill, have kept address and shape. Returns the graphs in order, (input, output) of
-    each layer, for `capture_backward`, and the last layer's output.
+    x: [s, b, hidden], the first layer's input. is_chained: whether an earlier graph writes it. Else the step does, and
+    `pool.capture(fn, (x,))` lets each replay check that x has kept its address and shape. Returns the graphs in order,
+    (input, output) of each layer for `capture_backward`, and the last layer's output.
     """
-    graphs, saved, hidden, static = [], [], x, (x,)
+    graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
     for layer in layers:
         graph, output = pool.capture(partial(layer, hidden, is_first_microbatch=microbatch == 0), static)
         graphs.append(graph)
@@ -178,14 +178,14 @@ def capture_forward(layers, pool: Pool, x, microbatch: int):
     return graphs, saved, hidden.detach()
 
 
-def capture_backward(pool: Pool, saved, grad_y):
+def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
     """Capture the backward of each layer, the last layer first. Buffers are chained as in `capture_forward`.
 
-    saved: of `capture_forward`. It is emptied: its last references to activations go, so that later captures may use
+    saved: of `capture_forward`. It is emptied: with its last references activations go, and later captures may use
     their memory. grad_y: gradient of the last layer's output. Returns the graphs in order of replay, and the gradient
     of the first layer's input.
     """
-    graphs, grad, static = [], grad_y, (grad_y,)
+    graphs, grad, static = [], grad_y, () if is_chained else (grad_y,)
     while saved:
         graph, grad = pool.capture(partial(input_gradient, *saved.pop(), grad), static)
         graphs.append(graph)

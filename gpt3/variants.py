@@ -12,9 +12,8 @@ STEP = {"step": "gpt3.train:eager_step"}
 
 
 def graphs_of_units(config) -> int:
-    """A graph for each unit's forward and backward in each microbatch. A unit is a layer, unless flags say else."""
-    units = {"chunk": config.chunks, "none": 0}.get(config.unit, config.stage_layers)
-    return 2 * units * config.microbatches
+    """A graph for each unit's forward and backward in each microbatch. A unit is a layer, or with a flag a chunk."""
+    return 2 * (config.chunks if config.unit == "chunk" else config.stage_layers) * config.microbatches
 
 
 def graphs_of_layers(config) -> int:

@@ -63,7 +63,7 @@ def _over_stages(variant: Declared) -> Declared:
 def of_one_stage(state):
     """In the place of a constructor that knows one stage alone: raises Unsupported."""
     names = ", ".join(OF_STAGES)
-    raise Unsupported(f"over stages or chunks, and with --graph-unit or --graph-scope, there are {names} alone")
+    raise Unsupported(f"over stages or chunks, and with --graph-unit chunk, there are {names} alone")
 
 
 def _flops(config):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from bisect import bisect_right
 
 from common.config import flag_of
 
@@ -17,6 +18,39 @@ def require_batch(config, presets, need, available_bytes: int | None) -> None:
             or f"--batch {config.batch} needs {gib(need(config))} GiB ({need(config):,} bytes), "
             f"{gib(available_bytes)} GiB are free: lower --batch, or run --preset tiny"
         )
+
+
+def require_host(config, presets, need, available_bytes: int | None) -> None:
+    """ValueError where a run without a GPU needs more than the host has free (None: the host does not tell).
+
+    Arguments as for `blame`.
+    """
+    if available_bytes is not None and need(config) > available_bytes:
+        raise ValueError(
+            blame(config, presets, need, available_bytes)
+            or f"this preset needs {gib(need(config))} GiB on a GPU, there is none, and the host has "
+            f"{gib(available_bytes)} GiB free: run --preset tiny"
+        )
+
+
+def fit_layers(config, presets, need, available_bytes: int, unit: int = 1):
+    """The config with as many of its layers as fit, in multiples of `unit` (one in each chunk of each stage).
+
+    Arguments as for `blame`. Raises ValueError where not even `unit` layers fit.
+    """
+    if need(config) <= available_bytes:
+        return config
+    counts = range(unit, config.layers, unit)
+    fits = bisect_right(counts, available_bytes, key=lambda count: need(dataclasses.replace(config, layers=count)))
+    if not fits:
+        least = dataclasses.replace(config, layers=unit)
+        what = "one layer needs" if unit == 1 else "one layer in each chunk needs"
+        raise ValueError(
+            blame(least, presets, need, available_bytes)
+            or f"{what} {gib(need(least))} GiB, {gib(available_bytes)} GiB are free: lower --sequence or --ffn, or run "
+            "--preset tiny"
+        )
+    return dataclasses.replace(config, layers=counts[fits - 1])
 
 
 def blame(config, presets, need, available_bytes: int) -> str | None:

@@ -5,11 +5,8 @@ results of the GEMMs and of attention that it has kept in the place of those ope
 Parts of te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
-from bisect import bisect_right
-from dataclasses import replace
-
 from common.training import memory_plan, schedule
-from common.training.memory_fit import blame, gib
+from common.training.memory_fit import fit_layers, require_host
 from common.training.memory_plan import (
     ATTENTION_TFLOPS,
     BF16_TFLOPS,
@@ -36,43 +33,21 @@ def items(config: Config) -> list[Item]:
     Communication of --tp and --cp is not counted in them. te keeps inputs of FP8 GEMMs in FP8.
     """
     c = config
-    tokens = c.local_sequence * c.microbatch
-    q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    quantized = c.precision in ("fp8", "nvfp4") and c.layer != "torch"
-    operand, rate = (1, FP8_TFLOPS) if quantized else (2, BF16_TFLOPS)
-
-    def gemm(outputs, inputs):
-        return gemm_ms(2 * tokens * outputs * inputs, rate)
-
-    def passes(elements):
-        """Elementwise work over bf16 elements of a token, read or written."""
-        return copy_ms(2 * tokens * elements, COPY_GB_PER_S)
-
     # A token's tensor rank has its part of what lies outside of attention and MLP.
-    residual = 2 * tokens * c.hidden // c.tp
-    qkv_bytes, fc1_bytes = 2 * tokens * (q_width + 2 * kv_width), 4 * tokens * c.local_ffn
-    attention_bytes = 2 * tokens * q_width + 4 * tokens * c.local_heads
-    qkv_ms, proj_ms = gemm(q_width + 2 * kv_width, c.hidden), gemm(c.hidden, q_width)
-    fc1_ms = gemm(2 * c.local_ffn, c.hidden)
-    attention_ms = gemm_ms(2 * tokens * (c.sequence // c.share_cp) * q_width, ATTENTION_TFLOPS)
-    if c.layer == "torch":
-        # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
-        rounded = 0 if c.precision == "bf16" else q_width
-        attention_rest = 2 * tokens * (c.hidden + q_width + kv_width + rounded)
-        mlp_rest = 2 * tokens * (c.hidden + c.local_ffn)
-    else:
-        # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's
-        # in FP8 LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence
-        # there is none.
-        copies = 2 if quantized and c.tp == 1 else 1
-        attention_rest = tokens * operand * (c.hidden // c.tp + (q_width if quantized else 0))
-        mlp_rest = tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
-    attention_passes = passes(3 * c.hidden + 2 * q_width + 4 * (q_width + kv_width))
-    mlp_passes = passes(3 * c.hidden + 3 * c.local_ffn)
+    residual = 2 * _tokens(c) * c.hidden // c.tp
+    q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
+    qkv_bytes, fc1_bytes = 2 * _tokens(c) * (q_width + 2 * kv_width), 4 * _tokens(c) * c.local_ffn
+    attention_bytes = 2 * _tokens(c) * q_width + 4 * _tokens(c) * c.local_heads
+    qkv_ms, proj_ms = _gemm_ms(c, q_width + 2 * kv_width, c.hidden), _gemm_ms(c, c.hidden, q_width)
+    fc1_ms = _gemm_ms(c, 2 * c.local_ffn, c.hidden)
+    attention_ms = gemm_ms(2 * _tokens(c) * (c.sequence // c.share_cp) * q_width, ATTENTION_TFLOPS)
+    attention_passes = _passes_ms(c, 3 * c.hidden + 2 * q_width + 4 * (q_width + kv_width))
+    mlp_passes = _passes_ms(c, 3 * c.hidden + 3 * c.local_ffn)
+    attention_rest, mlp_rest = _rest_bytes(c)
     x = Item("x", residual, None, None)
     if c.layer == "te":
         layer = qkv_bytes + residual + attention_rest
-        if quantized and c.weights == "bf16":
+        if _quantized(c) and c.weights == "bf16":
             # The MLP casts its weights once more: bf16 is read, FP8 and its transpose are written.
             mlp_passes += copy_ms(4 * 3 * c.hidden * c.local_ffn, COPY_GB_PER_S)
         return [
@@ -89,6 +64,40 @@ def items(config: Config) -> list[Item]:
         Item("fc1", fc1_bytes, fc1_bytes // 2, fc1_ms, needs=("residual",)),
         Item(REST, attention_rest + mlp_rest, None, attention_passes + mlp_passes),
     ]
+
+
+def _tokens(config):
+    return config.local_sequence * config.microbatch
+
+
+def _quantized(config):
+    """Whether GEMMs read FP8 or FP4."""
+    return config.precision in ("fp8", "nvfp4") and config.layer != "torch"
+
+
+def _gemm_ms(config, outputs, inputs):
+    return gemm_ms(2 * _tokens(config) * outputs * inputs, FP8_TFLOPS if _quantized(config) else BF16_TFLOPS)
+
+
+def _passes_ms(config, elements):
+    """Elementwise work over bf16 elements of a token, read or written."""
+    return copy_ms(2 * _tokens(config) * elements, COPY_GB_PER_S)
+
+
+def _rest_bytes(config):
+    """Bytes of attention and MLP that are not the result of one operator."""
+    c, tokens, q_width = config, _tokens(config), config.local_heads * config.head_dim
+    if c.layer == "torch":
+        # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
+        rounded = 0 if c.precision == "bf16" else q_width
+        turned = q_width + c.local_kv_heads * c.head_dim
+        return 2 * tokens * (c.hidden + turned + rounded), 2 * tokens * (c.hidden + c.local_ffn)
+    # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's in FP8
+    # LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence there is none.
+    quantized = _quantized(c)
+    operand, copies = (1 if quantized else 2), (2 if quantized and c.tp == 1 else 1)
+    attention = tokens * operand * (c.hidden // c.tp + (q_width if quantized else 0))
+    return attention, tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
 
 
 def ways(config: Config) -> list[Configuration]:
@@ -166,37 +175,17 @@ def needed_bytes(config: Config, dp: int = 1) -> int:
 
 
 def fit(config: Config, budget: int, dp: int = 1) -> Config:
-    """The config with as many of its layers as the smallest plan fits. ValueError where not one for each stage does.
+    """The config with as many layers as the smallest plan fits. ValueError where not one for each stage does.
 
     dp: data ranks.
     """
-
-    def need(layers):
-        return needed_bytes(replace(config, layers=layers), dp)
-
-    layers = config.layers
-    if need(layers) > budget:
-        unit = config.pp * config.chunks
-        numbers = range(unit, layers, unit)
-        fitting = bisect_right(numbers, budget, key=need)
-        if not fitting:
-            raise ValueError(
-                blame(config, PRESETS, lambda tried: needed_bytes(tried, dp), budget)
-                or f"one layer in each chunk of a stage needs {gib(need(unit))} GiB, {gib(budget)} GiB are free: lower "
-                "--sequence, raise --share-tp or run --preset tiny"
-            )
-        layers = numbers[fitting - 1]
-    return replace(config, layers=layers)
+    unit = config.pp * config.chunks
+    return fit_layers(config, PRESETS, lambda tried: needed_bytes(tried, dp), budget, unit)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    if available_bytes is not None and _host_bytes(config) > available_bytes:
-        raise ValueError(
-            blame(config, PRESETS, _host_bytes, available_bytes)
-            or f"this preset needs {gib(_host_bytes(config))} GiB on a GPU, there is none, and the host has "
-            f"{gib(available_bytes)} GiB free: run --preset tiny"
-        )
+    require_host(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import variant_table
 from common.config import Arguments, Run
-from common.measuring.state_hash import StateHasher
 from common.training import flops
 from common.variant import Unsupported
 from gpt3 import train
@@ -24,38 +23,22 @@ from gpt3.config import PRESETS
 from gpt3.state import State, held_out_batches, hyperparameters, training_batches
 from gpt3.variants import VARIANTS
 from gpt3.workload import resolve, workload
+from tests.helpers.followed import difference, follow
+from tests.helpers.gpt3_case import CPU, SMALL
 from tests.helpers.made import made
 from tests.helpers.megatron_files import write_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], layer="torch")
-# A history that ten steps go round more than twice.
-SHORT = replace(TINY, amax_history=4, batches=3)
+# A history that six steps go round twice.
+SHORT = replace(SMALL, layers=2, microbatches=2, amax_history=3, batches=3, lr=1e-3)
 RUN = Run(preset="tiny", variant="eager")
 GRAPHED = ("graph_layer", "graph_layer_optimizer", "graph_layer_overlap")
 TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot", "graph_layer_te_default")
 
 
-def follow(state, step, count):
-    """Losses, gradient norms and hashes of all state after each of `count` steps from the seeded start."""
-    state.reset()
-    hasher = StateHasher(state.named_state())
-    for index in range(count):
-        step(index)
-        hasher.update()
-    return state.read_losses(count), state.read_grad_norms(count), hasher.hashes()
-
-
 def follow_eager(state, count):
     return follow(state, lambda index: train.eager_step(state, index), count)
-
-
-def assert_equal(ours, eager, state):
-    names = [name for name, _ in state.named_state()]
-    differ = numpy.argwhere(ours[2] != eager[2])
-    assert not len(differ), f"step {differ[0][0]}: {names[differ[0][1]]}"
-    assert ours[:2] == eager[:2]
 
 
 # --- graphs against eager
@@ -65,62 +48,31 @@ def assert_equal(ours, eager, state):
     "changes",
     [
         {},
-        {"precision": "bf16"},
         {"precision": "fp8_current"},
-        {"layers": 3, "microbatches": 3},
         {"layers": 1, "microbatches": 1},
         {"layers": 3, "microbatches": 3, "microbatch": 2, "precision": "bf16"},
     ],
-    ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",
+    ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "fp8",
 )
 def test_graphs_equal_eager_bit_for_bit(changes):
     state = State(replace(SHORT, **changes), CPU)
-    eager = follow_eager(state, 10)
-    assert_equal(follow_eager(state, 10), eager, state)
+    eager = follow_eager(state, 6)
     for name in GRAPHED:
         variant = made(VARIANTS, name, state)
         before = variant.capture.num_replays
-        assert_equal(follow(state, variant.step, 10), eager, state)
-        promised = sum(variant.replays_of(index) for index in range(10))
+        assert difference(follow(state, variant.step, 6), eager, state) == "", name
+        promised = sum(variant.replays_of(index) for index in range(6))
         assert variant.capture.num_replays - before == promised > 0
         graphs, replays = VARIANTS[name].promised(state.config)
-        assert promised == 10 * replays and len(variant.capture.pools) == (2 if name == "graph_layer_overlap" else 1)
+        assert promised == 6 * replays and len(variant.capture.pools) == (2 if name == "graph_layer_overlap" else 1)
         assert replays == 2 * state.config.layers * state.config.microbatches + (name == "graph_layer_optimizer")
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs == replays
         variant.close()
 
 
-@pytest.mark.parametrize(
-    "name, precision", [*((name, "fp8") for name in GRAPHED), ("graph_layer", "bf16"), ("graph_layer", "fp8_current")]
-)
-def test_evaluation_between_steps_leaves_replays_right(name, precision):
-    state = State(replace(TINY, precision=precision), CPU)
-
-    def with_evaluation(step):
-        seen = []
-
-        def both(index):
-            step(index)
-            if index % 3 == 1:
-                with torch.no_grad():
-                    hidden = state.embedding(state.inputs["tokens"][0])
-                    with state.fp8.forward():
-                        for layer in state.layers:
-                            hidden = layer(hidden, is_first_microbatch=True)
-                    seen.append(float(state.embedding.loss(hidden, state.inputs["targets"][0])))
-
-        return follow(state, both, 6), seen
-
-    eager, eager_losses = with_evaluation(lambda index: train.eager_step(state, index))
-    variant = made(VARIANTS, name, state)
-    graphed, losses = with_evaluation(variant.step)
-    assert_equal(graphed, eager, state)
-    assert losses == eager_losses and len(set(losses)) == 2
-
-
 @pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("graph_layer", "bf16")])
 def test_evaluation_leaves_training_as_it_was(name, precision):
-    state = State(replace(TINY, precision=precision), CPU)
+    state = State(replace(SHORT, precision=precision), CPU)
     variant = made(VARIANTS, name, state)
     expected = follow(state, variant.step, 5)
     losses = []
@@ -133,7 +85,7 @@ def test_evaluation_leaves_training_as_it_was(name, precision):
             assert losses[-1] == state.evaluate()
             assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
 
-    assert_equal(follow(state, step, 5), expected, state)
+    assert difference(follow(state, step, 5), expected, state) == ""
     assert len(set(losses)) == 2 and all(3 < loss < 6 for loss in losses)
 
 
@@ -145,16 +97,13 @@ def test_evaluation_reads_text_that_no_rank_trains_on(tmp_path):
         return {int(place) for batch in batches for rows in batch.values() for place in rows.ravel()}
 
     held_out = places(held_out_batches(config, data_ranks=3))
+    trained = [places(training_batches(config, CPU, rank)) for rank in range(3)]
     assert len(held_out) > 100
-    for rank in range(3):
-        assert not held_out & places(training_batches(config, CPU, rank))
-
-
-def test_evaluation_needs_text_that_training_leaves_out(tmp_path):
-    (tmp_path / "short.txt").write_text("a" * 80)
-    state = State(replace(TINY, sequence=16, data=str(tmp_path)), CPU)
+    assert not any(held_out & own for own in trained) and trained[0] != trained[1]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "short.txt").write_text("a" * 80)
     with pytest.raises(Unsupported, match="hold out"):
-        state.evaluate()
+        State(replace(TINY, sequence=16, data=str(tmp_path / "text")), CPU).evaluate()
 
 
 def test_hyperparameters_are_those_of_the_step():
@@ -175,41 +124,32 @@ def test_hyperparameters_are_those_of_the_step():
 
 
 @pytest.mark.parametrize("name", GRAPHED)
-def test_eager_and_graphed_steps_mix(name):
-    state = State(TINY, CPU)
-    eager = follow_eager(state, 6)
+def test_replays_read_the_batch_that_was_loaded_and_mix_with_eager_steps(name):
+    """Other text, other losses; the eager step agrees."""
+    state = State(SHORT, CPU)
     variant = made(VARIANTS, name, state)
+    losses = follow(state, variant.step, 4)[0]
+    for batch in state.batches:
+        batch["tokens"] = (batch["tokens"] + 1) % SHORT.vocab
 
-    def step(index):
+    def mixed(index):
         if index % 3 == 2:
             train.eager_step(state, index)
         else:
             variant.step(index)
 
-    assert_equal(follow(state, step, 6), eager, state)
-
-
-@pytest.mark.parametrize("name", GRAPHED)
-def test_replays_read_the_batch_that_was_loaded(name):
-    """Other text, other losses; the eager step agrees."""
-    state = State(TINY, CPU)
-    variant = made(VARIANTS, name, state)
-    losses = follow(state, variant.step, 4)[0]
-    for batch in state.batches:
-        batch["tokens"] = (batch["tokens"] + 1) % TINY.vocab
-    assert_equal(follow(state, variant.step, 4), follow_eager(state, 4), state)
+    assert difference(follow(state, mixed, 4), follow_eager(state, 4), state) == ""
     assert all(now != before for now, before in zip(state.read_losses(4), losses, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_the_optimizers_graph_follows_what_changes_from_step_to_step(precision):
+def test_the_optimizers_graph_follows_what_changes_from_step_to_step():
     """The learning rate of a schedule, filled in before each step; Adam's count of steps goes on by itself."""
-    state = State(replace(TINY, precision=precision), CPU)
+    state = State(SHORT, CPU)
     variant = made(VARIANTS, "graph_layer_optimizer", state)
 
     def scheduled(step, factor):
         def both(index):
-            state.adam.lr.fill_(TINY.lr * factor**index)
+            state.adam.lr.fill_(SHORT.lr * factor**index)
             step(index)
 
         return both
@@ -217,13 +157,12 @@ def test_the_optimizers_graph_follows_what_changes_from_step_to_step(precision):
     def eager(index):
         train.eager_step(state, index)
 
-    constant = follow_eager(state, 6)
-    falling = follow(state, scheduled(eager, 0.5), 6)
+    constant = follow_eager(state, 4)
+    falling = follow(state, scheduled(eager, 0.5), 4)
     assert (falling[2][-1] != constant[2][-1]).any()
-    assert_equal(follow(state, scheduled(variant.step, 0.5), 6), falling, state)
+    assert difference(follow(state, scheduled(variant.step, 0.5), 4), falling, state) == ""
     # And none at all: what moves is Adam's count and its moments.
     still = follow(state, scheduled(variant.step, 0.0), 3)
-    assert_equal(still, follow(state, scheduled(eager, 0.0), 3), state)
     names = [name for name, _ in state.named_state()]
     masters = [names.index(name) for name in names if name.endswith(".master")]
     assert (still[2][1, masters] == still[2][2, masters]).all()
@@ -231,7 +170,7 @@ def test_the_optimizers_graph_follows_what_changes_from_step_to_step(precision):
 
 
 def test_the_optimizer_is_in_its_graph_and_the_rest_of_the_step_is_not():
-    state = State(TINY, CPU)
+    state = State(SHORT, CPU)
     variant = made(VARIANTS, "graph_layer_optimizer", state)
     operators = variant.pool.graphs[-1].operators()
     assert sum("_fused_adamw_" in name for name in operators) == 1
@@ -248,8 +187,7 @@ def test_the_optimizer_is_in_its_graph_and_the_rest_of_the_step_is_not():
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_gradients_are_accumulated_over_all_microbatches(precision):
     """The accumulated gradient is neither the last microbatch's nor the first's, but their mean."""
-    config = replace(TINY, precision=precision, microbatches=3, amax_history=1)
-    state = State(config, CPU)
+    state = State(replace(TINY, precision=precision, microbatches=3, amax_history=1), CPU)
     batch = state.batches[0]
 
     def gradients(picked):
@@ -257,12 +195,7 @@ def test_gradients_are_accumulated_over_all_microbatches(precision):
         # A norm that is not above the clip's bound is left alone by the optimizer.
         state.adam.clip.fill_(1e9)
         state.batches[0] = {name: rows[picked] for name, rows in batch.items()}
-        state.begin_step(0)
-        for microbatch in range(3):
-            hidden = state.embedding(state.inputs["tokens"][microbatch])
-            for layer in state.layers:
-                hidden = layer(hidden, is_first_microbatch=microbatch == 0)
-            state.microbatch_loss(hidden, microbatch).backward()
+        train.eager_step(state, 0)
         return [parameter.main_grad.clone() for parameter in state.parameters], float(state.loss)
 
     mean, mean_loss = gradients([0, 1, 2])
@@ -277,11 +210,9 @@ def test_gradients_are_accumulated_over_all_microbatches(precision):
             assert float((mean[index] - part).norm() / wanted.norm()) > 0.2, name
 
 
-@pytest.mark.parametrize(
-    "variant, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("eager", "bf16"), ("graph_layer", "bf16")]
-)
+@pytest.mark.parametrize("variant, precision", [("eager", "bf16"), *((name, "fp8") for name in ("eager", *GRAPHED))])
 def test_a_step_owes_nothing_to_gradients_left_over(variant, precision):
-    state = State(replace(TINY, precision=precision), CPU)
+    state = State(replace(SHORT, precision=precision), CPU)
     run = made(VARIANTS, variant, state)
     clean = follow(state, run.step, 3)
 
@@ -290,22 +221,14 @@ def test_a_step_owes_nothing_to_gradients_left_over(variant, precision):
             parameter.main_grad.fill_(1e6)
         run.step(index)
 
-    assert_equal(follow(state, step, 3), clean, state)
+    assert difference(follow(state, step, 3), clean, state) == ""
 
 
 def test_losses_fall():
-    state = State(TINY, CPU)
-    losses = follow_eager(state, 100)[0]
+    losses = follow_eager(State(replace(TINY, microbatches=1), CPU), 50)[0]
     assert losses[0] == pytest.approx(numpy.log(256), rel=0.05)
-    # Well below the 3.2 nats or so of a byte drawn by its frequency in this text.
-    assert sum(losses[-4:]) / 4 < 2.8
-
-
-def test_ranks_read_different_text():
-    batches = [training_batches(TINY, CPU, rank) for rank in (0, 1)]
-    for own in batches[0]:
-        assert all(not torch.equal(own["tokens"], other["tokens"]) for other in batches[1])
-        assert torch.equal(own["tokens"][:, 1:], own["targets"][:, :-1])
+    # Below the 3.2 nats or so of a byte drawn by its frequency in this text.
+    assert sum(losses[-4:]) / 4 < 3.1
 
 
 def test_flops():
@@ -327,11 +250,13 @@ def test_flops():
 @pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16"])
 def test_reset_restores_every_tensor_in_place(precision):
     state = State(replace(TINY, precision=precision), CPU)
+    other = State(state.config, CPU)
     state.reset()
     start = {name: (tensor.data_ptr(), tensor.detach().clone()) for name, tensor in state.named_state()}
+    assert all(torch.equal(tensor, start[name][1]) for name, tensor in other.named_parameters())
     assert any("exp_avg_sq" in name for name in start) and any("embedding.positions" in name for name in start)
     assert any("amax_history" in name for name in start) == (precision == "fp8")
-    for index in range(5):
+    for index in range(3):
         train.eager_step(state, index)
     unmoved = [name for name, tensor in state.named_state() if torch.equal(tensor, start[name][1])]
     assert not unmoved
@@ -343,67 +268,44 @@ def test_reset_restores_every_tensor_in_place(precision):
     assert not any(parameter.main_grad.any() for parameter in state.parameters)
 
 
-def test_two_states_start_alike():
-    hashes = []
-    for _ in range(2):
-        state = State(TINY, CPU)
-        hasher = StateHasher(state.named_state())
-        hasher.update()
-        hashes.append(hasher.hashes())
-    assert (hashes[0] == hashes[1]).all()
-
-
-@pytest.mark.parametrize("name", ["graph_layer", "graph_layer_overlap"])
-def test_close_releases_the_graphs_memory(name):
-    """Closed variants that are still referred to, with pools of 15 MB or more each."""
-    state = State(replace(TINY, sequence=256, microbatch=2, precision="bf16"), CPU)
+def test_close_releases_the_graphs_memory():
+    """Closed variants that are still referred to, with pools of 9 MB or more each."""
+    state = State(replace(TINY, sequence=256, microbatches=1, microbatch=2, precision="bf16"), CPU)
 
     def make():
-        variant = made(VARIANTS, name, state)
-        held = sum(pool.bytes() for pool in variant.capture.pools)
+        variant = made(VARIANTS, "graph_layer", state)
+        held = variant.pool.bytes()
         variant.close()
-        assert sum(pool.bytes() for pool in variant.capture.pools) == 0
-        assert all(not pool.graphs for pool in variant.capture.pools)
+        assert variant.pool.bytes() == 0 and not variant.pool.graphs
         return variant, held
 
-    kept = [make(), make()]
+    kept = [make()]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    kept += [make() for _ in range(4)]
+    kept += [make() for _ in range(3)]
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    assert kept[0][1] > 15e6
-    assert grown < 0.5 * sum(held for _, held in kept[2:])
+    assert kept[0][1] > 9e6
+    assert grown < 0.5 * sum(held for _, held in kept[1:])
 
 
 # --- variants that cannot run here, and arguments as they run here
 
 
-@pytest.mark.parametrize("name", ["compile", "reduce_overhead", *TE_GRAPHS])
-def test_variants_that_need_a_gpu_say_so(name):
-    with pytest.raises(Unsupported, match="GPU"):
-        made(VARIANTS, name, State(replace(TINY, precision="bf16"), CPU))
-
-
-def test_every_variant_is_made_by_what_the_table_names():
+def test_variants_that_need_a_gpu_say_so():
     assert all(callable(variant_table.resolved(variant.make)) for variant in VARIANTS.values())
-
-
-def resolved(config):
-    args, notes = resolve(Arguments(config=config, run=RUN), CPU)
-    assert args.run == RUN
-    return args.config, notes
+    state = State(replace(SHORT, precision="bf16"), CPU)
+    for name in ("compile", "reduce_overhead", *TE_GRAPHS):
+        with pytest.raises(Unsupported, match="GPU"):
+            made(VARIANTS, name, state)
 
 
 def test_resolve_names_what_stands_in_for_fp8():
-    config, notes = resolved(PRESETS["tiny"])
-    assert config == TINY
-    assert notes == ["FP8 emulated: operands rounded to FP8, GEMMs in bf16"]
+    def resolved(config):
+        args, notes = resolve(Arguments(config=config, run=RUN), CPU)
+        assert args.run == RUN
+        return args.config, notes
 
-
-def test_resolve_has_nothing_to_note_in_bf16():
+    assert resolved(PRESETS["tiny"]) == (TINY, ["FP8 emulated: operands rounded to FP8, GEMMs in bf16"])
     assert resolved(replace(TINY, precision="bf16")) == (replace(TINY, precision="bf16"), [])
-
-
-def test_resolve_refuses_what_cannot_run_here():
     with pytest.raises(ValueError, match="--layer te needs a GPU; take --layer torch"):
         resolved(replace(TINY, layer="te"))
     with pytest.raises(ValueError, match="run --preset tiny"):
@@ -413,68 +315,27 @@ def test_resolve_refuses_what_cannot_run_here():
 # --- processes
 
 
-def python_m(*arguments):
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    return answer.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_sixty_steps_in_processes_of_their_own(precision, tmp_path):
-    flags = ("gpt3.train", "--parity", "--steps", "60", "--precision", precision)
-    hashes = {}
-    for variant in ("eager", *GRAPHED):
-        path = tmp_path / f"{variant}.json"
-        python_m(*flags, "--variant", variant, "--record", str(path))
-        hashes[variant] = json.loads(path.read_text())["state_hashes"]
-    assert len(set(hashes["eager"])) == 60
-    assert all(hashes[variant] == hashes["eager"] for variant in GRAPHED)
-
-
-def two_ranks(path, variant, *flags):
+def two_ranks(path, variant, flags):
+    """The state hashes of --parity, as torchrun's rank 0 writes and prints them."""
     launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gpt3.train")
-    out = python_m(*launch, "--variant", variant, "--record", str(path), *flags)
+    command = [sys.executable, "-m", *launch, "--variant", variant, "--record", str(path), "--parity", *flags]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr[-3000:]
     result = json.loads(path.read_text())
     assert result["status"] == "pass", result["message"]
-    assert result["env"]["world_size"] == 2
+    assert result["env"]["world_size"] == 2 and result["replays"] == result["expected_replays"]
     # Rank 0 alone writes and prints.
-    assert sum(line.startswith(f"gpt3/{result['preset']}  {variant} ") for line in out.splitlines()) == 1
-    return result
+    lines = answer.stdout.splitlines()
+    assert sum(line.startswith(f"gpt3/{result['preset']}  {variant} ") for line in lines) == 1
+    return result["state_hashes"]
 
 
 @pytest.mark.slow
-def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path):
-    results = {
-        variant: two_ranks(tmp_path / f"{variant}.json", variant, "--parity", "--steps", "20")
-        for variant in ("eager", *GRAPHED)
-    }
-    assert len(set(results["eager"]["state_hashes"])) == 20
-    for result in results.values():
-        assert result["replays"] == result["expected_replays"]
-        assert result["state_hashes"] == results["eager"]["state_hashes"]
-    # The other rank's text is in the mean: one rank alone ends elsewhere.
-    python_m("gpt3.train", "--variant", "eager", "--parity", "--steps", "20", "--record", str(tmp_path / "one.json"))
-    one = json.loads((tmp_path / "one.json").read_text())
-    assert one["losses"][0] != results["eager"]["losses"][0] and one["losses"][-1] != results["eager"]["losses"][-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--preset", "tiny_pp"), ("--tp", "2"), ("--zero1", "true")])
-def test_two_ranks_of_each_kind(flags, tmp_path):
-    """Stages, tensor ranks, data ranks with ZeRO-1: both ranks' states bitwise eager's."""
-    eager, graphed = (
-        two_ranks(tmp_path / f"{variant}.json", variant, "--parity", "--parity-steps", "5", *flags)["state_hashes"]
-        for variant in ("eager", "graph_layer")
-    )
-    assert len(set(eager)) == 5 and eager == graphed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["eager", "graph_layer"])
-def test_two_ranks_are_timed_over_the_same_steps(variant, tmp_path):
-    result = two_ranks(tmp_path / "two.json", variant)
-    assert len(result["step_ms"]) == result["steps"] == TINY.min_steps and result["ms"] > 0
+@pytest.mark.parametrize("flags", [(), ("--preset", "tiny_pp"), ("--tp", "2")])
+def test_two_ranks_graphed_equal_two_ranks_eager(flags, tmp_path):
+    flags = ("--steps", "5", *flags)
+    eager = two_ranks(tmp_path / "eager.json", "eager", flags)
+    assert len(set(eager)) == 5
+    for name in ("graph_layer",) if len(flags) > 2 else GRAPHED:
+        assert two_ranks(tmp_path / f"{name}.json", name, flags) == eager

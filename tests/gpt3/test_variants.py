@@ -14,9 +14,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from common.measuring.state_hash import StateHasher
 from common.training.parallel import collectives
 from common.training.precision.fp8 import EmulatedLinear, TransformerEngineScaling
+from common.training.schedule import numbered
 from common.variant import enter, leave
 from common.variant_table import construct
 from gpt3 import other_variants, train
@@ -24,19 +24,21 @@ from gpt3.config import PRESETS
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
 from gpt3.variants import VARIANTS
+from tests.helpers.followed import difference, follow
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CONFIG = replace(PRESETS["tiny"], layer="torch", layers=2, microbatches=3)
 FORMS = ("graph_layer_te", "graph_layer_te_slot", "graph_layer_te_default")
+NOT_CLONED = {"clone_param_grads_on_return": False}
+REUSED = NOT_CLONED | {"_reuse_graph_input_output_buffers": True}
 
 
 class Graphs:
     """make_graphed_callables of version 2.20.2 without graphs: the same checks, order, flag and sums, run eagerly.
 
-    A layer called for a slot runs the real layer, which always adds to main_grad; weights are cast where the first
-    layer called in a microbatch says so. `passes` are those that were run, as (sign, layer's place in the order of
-    sample inputs), `wanted` what `_order` says of a step.
+    A callable for each chunk, microbatch (slot) and layer, in this order. It runs the real layer, which always adds to
+    main_grad; weights are cast where a chunk's first layer says so. `passes` are those that were run, as (step, slot).
     """
 
     def __init__(self, state):
@@ -48,47 +50,41 @@ class Graphs:
         if cache_quantized_params and flag() is None:
             Manager.quantization_state.skip_fp8_weight_update_tensor = torch.zeros(1)
         self.flag = flag()
-        # graph.py, lines 232 to 295: one chunk, since the largest number in the order is 1.
-        assert max(_order) == 1 and len(modules) == _num_layers_per_chunk
-        self.num_slots = len(_order) // 2
-        if len(sample_args) != len(modules) * self.num_slots:
-            raise ValueError(f"Expected {len(modules) * self.num_slots} args tuple, but got {len(sample_args)}.")
+        # graph.py, lines 232 to 295.
+        num_chunks, size = max(_order), _num_layers_per_chunk
+        num_slots = len(_order) // num_chunks // 2
+        assert len(modules) == num_chunks * size and len(sample_args) == len(modules) * num_slots
         assert all(isinstance(args, tuple) and all(arg.requires_grad for arg in args) for args in sample_args)
-        self.wanted, forward, backward = [], 0, 0
-        for chunk in _order:
-            layers = range(len(modules))
-            if chunk > 0:
-                self.wanted += [(1, forward * len(modules) + layer) for layer in layers]
-                forward += 1
-            else:
-                self.wanted += [(-1, backward * len(modules) + layer) for layer in reversed(layers)]
-                backward += 1
-        self.places = [self._graphed(modules[i % len(modules)], i, i % len(modules)) for i in range(len(sample_args))]
+        self.places = [
+            self._graphed(modules[chunk * size + layer], (chunk + 1, slot), layer, layer == size - 1)
+            for chunk in range(num_chunks)
+            for slot in range(num_slots)
+            for layer in range(size)
+        ]
         return tuple(self.places)
 
     def _update_backward_scales(self, grad):
-        """After the first layer's backward, where TE does so."""
         with self.state.fp8.backward():
             pass
 
-    def _graphed(self, module, place, layer):
+    def _graphed(self, module, place, layer, is_last):
         def forward(x, is_first_microbatch):
             assert type(is_first_microbatch) is bool, "graph.py, line 1162"
             assert flag() is self.flag, "it sets another flag than its graphs read"
-            static = self.asked.sample_args[place][0]
-            assert (x.shape, x.dtype) == (static.shape, static.dtype)
             if layer == 0:
                 self.casts = is_first_microbatch
+                self.passes.append(place)
+                if not self.state.config.staged:
+                    # After the first layer's backward, where TE does so.
+                    x.register_hook(self._update_backward_scales)
             if self.casts:
                 for linear in (part for part in module.modules() if isinstance(part, EmulatedLinear)):
                     state, row = linear.forward_state, linear.forward_row + 1
                     cast = state.quantize(linear.weight.detach(), row, torch.float8_e4m3fn)
                     linear.weight_cache.copy_(cast)
-            self.passes.append((1, place))
-            if layer == 0:
-                x.register_hook(self._update_backward_scales)
             y = module(x, is_first_microbatch=False)
-            y.register_hook(lambda grad: self.passes.append((-1, place)))
+            if is_last:
+                y.register_hook(lambda grad: self.passes.append((-place[0], place[1])))
             return y
 
         def reset():
@@ -131,125 +127,111 @@ def fake_modules(monkeypatch, graphs):
     quantization = ModuleType("transformer_engine.pytorch.quantization")
     quantization.FP8GlobalStateManager = Manager
     monkeypatch.setattr(Manager.quantization_state, "skip_fp8_weight_update_tensor", None)
-    names = ("transformer_engine", "transformer_engine.pytorch")
-    for module in (*map(ModuleType, names), graph_module, quantization):
+    install(monkeypatch, graph_module, quantization)
+
+
+def install(monkeypatch, *modules):
+    for module in (*map(ModuleType, ("transformer_engine", "transformer_engine.pytorch")), *modules):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def put_in(monkeypatch, state, graphs):
+    """Make variants of `state` by `graphs` in the place of Transformer Engine."""
+    fake_modules(monkeypatch, graphs)
+    monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)
+    monkeypatch.setattr(other_variants, "Pool", NoPool)
+    state.fp8.recipe = "the recipe"
 
 
 def make(name, monkeypatch, config=CONFIG):
     state = State(config, CPU)
     graphs = Graphs(state)
-    fake_modules(monkeypatch, graphs)
-    monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)
-    monkeypatch.setattr(other_variants, "Pool", NoPool)
-    state.fp8.recipe = "the recipe"
-    variant = construct(VARIANTS[name], state)
-    return state, graphs, variant
-
-
-def follow(state, step, count=3):
-    state.reset()
-    hasher = StateHasher(state.named_state())
-    for index in range(count):
-        step(index)
-        hasher.update()
-    return state.read_losses(count), state.read_grad_norms(count), hasher.hashes()
-
-
-@pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in FORMS), ("graph_layer_te", "fp8_current")])
-def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(name, precision, monkeypatch):
-    state, graphs, variant = make(name, monkeypatch, replace(CONFIG, precision=precision))
-    eager = follow(state, lambda index: train.eager_step(state, index))
-    graphs.passes.clear()
+    put_in(monkeypatch, state, graphs)
+    made = other_variants.StageAsSubmitted(state) if config.staged else construct(VARIANTS[name], state)
     assert flag() is None, "the constructor leaves the flag to nobody"
+    return state, graphs, made
+
+
+def require_eager(state, variant, step):
+    """Three steps are eager's, bit for bit; `step` is the eager one."""
+    eager = follow(state, lambda index: step(state, index), 3)
     variant.enter()
-    assert (flag() is not None) == (precision != "bf16")
-    graphed = follow(state, variant.step)
-    assert eager[:2] == graphed[:2] and (eager[2] == graphed[2]).all()
-    # One slot is run by each microbatch; with a slot for each a step is the order as it was captured.
-    assert graphs.passes == graphs.wanted * (3 * CONFIG.microbatches // graphs.num_slots)
-    assert len(graphs.passes) == sum(variant.replays_of(index) for index in range(3))
-    assert (2 * len(graphs.places), len(graphs.passes) // 3) == VARIANTS[name].promised(CONFIG)
+    assert (flag() is not None) == (state.config.precision != "bf16")
+    assert difference(follow(state, variant.step, 3), eager, state) == ""
     # What is in main_grad before a step must not matter, although every slot adds to it.
     for parameter in state.parameters:
         parameter.main_grad.fill_(1e6)
     variant.step(3)
     assert float(state.adam.grad_norm) < 100
+    variant.leave()
+    assert flag() is None
 
 
 @pytest.mark.parametrize(
-    "name, num_slots, flags",
+    "name, precision, num_slots, flags",
     [
-        ("graph_layer_te", 3, {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}),
-        ("graph_layer_te_slot", 1, {"clone_param_grads_on_return": False}),
-        ("graph_layer_te_default", 3, {}),
+        ("graph_layer_te", "fp8", 3, REUSED),
+        ("graph_layer_te", "fp8_current", 3, REUSED),
+        ("graph_layer_te_slot", "fp8", 1, NOT_CLONED),
+        ("graph_layer_te_default", "bf16", 3, {}),
+        ("graph_layer_te_default", "fp8", 3, {}),
     ],
 )
-def test_what_is_asked_of_transformer_engine(name, num_slots, flags, monkeypatch):
-    _, graphs, variant = make(name, monkeypatch)
-    asked = graphs.asked
-    assert asked.order == [1, -1] * num_slots
-    assert asked.cached is True
-    assert asked.flags == {"enabled": True, "recipe": "the recipe", **flags}
+def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(
+    name, precision, num_slots, flags, monkeypatch
+):
+    state, graphs, variant = make(name, monkeypatch, replace(CONFIG, precision=precision))
+    asked, fp8 = graphs.asked, precision != "bf16"
+    assert asked.order == [1, -1] * num_slots and asked.cached is fp8
+    assert asked.flags == {"enabled": fp8, "recipe": "the recipe" if fp8 else None, **flags}
     assert variant.pool.adopted and variant.capture.pools == [variant.pool]
-    assert variant.capture.strategy.endswith("x 3") == (num_slots == 3)
     # Layers never share an input; microbatches do where buffers are reused.
     addresses = [args[0].data_ptr() for args in asked.sample_args]
-    assert len(addresses) == CONFIG.layers * num_slots
-    shared = flags.get("_reuse_graph_input_output_buffers", False)
-    assert len(set(addresses)) == (CONFIG.layers if shared else len(addresses))
-    for slot in range(num_slots):
-        assert len(set(addresses[slot * CONFIG.layers :][: CONFIG.layers])) == CONFIG.layers
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_bf16_layers_have_no_recipe_and_no_cached_weights(name, monkeypatch):
-    _, graphs, _ = make(name, monkeypatch, replace(CONFIG, precision="bf16"))
-    assert graphs.asked.cached is False
-    assert (graphs.asked.flags["enabled"], graphs.asked.flags["recipe"]) == (False, None)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_closing_resets_every_slot(name, monkeypatch):
-    _, graphs, variant = make(name, monkeypatch)
+    num_inputs = CONFIG.layers * (1 if flags == REUSED else num_slots)
+    assert len(addresses) == CONFIG.layers * num_slots and len(set(addresses)) == num_inputs
+    assert len(set(addresses[: CONFIG.layers])) == CONFIG.layers
+    require_eager(state, variant, train.eager_step)
+    # One slot is run by each microbatch; with a slot for each a step is the order as it was captured.
+    assert graphs.passes == numbered(asked.order) * (4 * CONFIG.microbatches // num_slots)
+    replays = len(graphs.passes) * CONFIG.layers // 4
+    assert variant.replays_of(0) == replays
+    assert (2 * len(graphs.places), replays) == VARIANTS[name].promised(CONFIG)
     variant.close()
     assert graphs.num_reset == len(graphs.places) and variant.pool.released
 
 
 def test_variants_take_turns_on_one_state(monkeypatch):
     """Each with the flag of its own graphs, while eager steps and other captures see none."""
-    first = make("graph_layer_te", monkeypatch)
-    state = first[0]
-    others = []
+    state, graphs, variant = make("graph_layer_te", monkeypatch)
+    made, flags = [variant], {graphs.flag}
     for name in ("graph_layer_te_slot", "graph_layer_te_default"):
         graphs = Graphs(state)
         monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)  # noqa: B023
-        others.append((graphs, construct(VARIANTS[name], state)))
-    own = construct(VARIANTS["graph_layer"], state)
-    expected = follow(state, lambda index: train.eager_step(state, index))
-    made = [first[2], *(variant for _, variant in others), own]
-    for _ in range(2):
-        for variant in made:
-            enter(variant)
-            found = follow(state, variant.step)
-            leave(variant)
-            assert found[:2] == expected[:2] and (found[2] == expected[2]).all()
-            assert flag() is None and not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
-            after = follow(state, lambda index: train.eager_step(state, index))
-            assert after[:2] == expected[:2] and (after[2] == expected[2]).all()
-    flags = {first[1].flag, *(graphs.flag for graphs, _ in others)}
+        made.append(construct(VARIANTS[name], state))
+        flags.add(graphs.flag)
     assert len(flags) == 3 and None not in flags
+    made.append(construct(VARIANTS["graph_layer"], state))
+
+    def eager(index):
+        train.eager_step(state, index)
+
+    expected = follow(state, eager, 2)
+    for variant in made * 2:
+        enter(variant)
+        assert difference(follow(state, variant.step, 2), expected, state) == ""
+        leave(variant)
+        assert flag() is None and not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
+    assert difference(follow(state, eager, 2), expected, state) == ""
     for variant in made:
         # A run that ends leaves what it has left already.
         leave(variant)
         variant.close()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", FORMS[1:])
 def test_a_capture_that_fails_leaves_nothing(name, monkeypatch):
     state = State(CONFIG, CPU)
     graphs = Graphs(state)
-    fake_modules(monkeypatch, graphs)
     layer_class = type(state.layers[0])
     call = layer_class.__call__
 
@@ -259,9 +241,8 @@ def test_a_capture_that_fails_leaves_nothing(name, monkeypatch):
         type(modules[0]).__call__ = lambda self, *arguments: None
         raise torch.OutOfMemoryError("no memory")
 
+    put_in(monkeypatch, state, graphs)
     monkeypatch.setattr(other_variants, "require", lambda state, asked: fails)
-    monkeypatch.setattr(other_variants, "Pool", NoPool)
-    state.fp8.recipe = "the recipe"
     with pytest.raises(torch.OutOfMemoryError):
         construct(VARIANTS[name], state)
     assert layer_class.__call__ is call and not graphs.capturing and flag() is None
@@ -289,89 +270,26 @@ def test_the_default_marks_weights_and_drops_the_placeholders_outside_of_capture
     variant.leave()
     assert not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
     assert returns_a_gradient(), "the hook is gone"
-    for name in ("graph_layer_te", "graph_layer_te_slot"):
-        state, _, _ = make(name, monkeypatch)
-        assert not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
 
 
 # --- over a stage of a pipeline
 
 
-class StageGraphs:
-    """As `Graphs` for several chunks: a callable for each chunk, microbatch and layer, in this order.
-
-    Which layers cast their weights is each call's own flag here; on a GPU it is set for a whole chunk and microbatch.
-    """
-
-    def __init__(self):
-        self.asked, self.passes, self.num_reset = None, [], 0
-
-    def __call__(self, modules, sample_args, _order, _num_layers_per_chunk, **flags):
-        self.asked = SimpleNamespace(sample_args=sample_args, order=_order, flags=flags)
-        # graph.py of version 2.20.2.
-        num_chunks = max(_order)
-        num_microbatches = len(_order) // num_chunks // 2
-        assert num_chunks * num_microbatches * 2 == len(_order)
-        assert len(modules) == num_chunks * _num_layers_per_chunk
-        assert len(sample_args) == len(modules) * num_microbatches
-        size = _num_layers_per_chunk
-        return tuple(
-            self._graphed(modules[chunk * size + layer], (chunk + 1, microbatch, layer), layer == size - 1)
-            for chunk in range(num_chunks)
-            for microbatch in range(num_microbatches)
-            for layer in range(size)
-        )
-
-    def _graphed(self, module, place, is_last):
-        def forward(x, is_first_microbatch):
-            if is_first_microbatch:
-                for linear in (part for part in module.modules() if isinstance(part, EmulatedLinear)):
-                    state, row = linear.forward_state, linear.forward_row + 1
-                    linear.weight_cache.copy_(state.quantize(linear.weight.detach(), row, torch.float8_e4m3fn))
-            y = module(x, is_first_microbatch=False)
-            if place[2] == 0:
-                self.passes.append((place[0], place[1]))
-            if is_last:
-                y.register_hook(lambda grad: self.passes.append((-place[0], place[1])))
-            return y
-
-        def reset():
-            self.num_reset += 1
-
-        forward.reset = reset
-        return forward
-
-
-@pytest.mark.parametrize("changes", [{"chunks": 2}, {"pp": 2, "chunks": 2, "pp_rank": 0, "layers": 8}])
-@pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16"])
-def test_a_stage_equals_eager_in_the_order_of_its_schedule(changes, precision, monkeypatch):
-    state = State(replace(CONFIG, **{"layers": 4, "microbatches": 4, "precision": precision, **changes}), CPU)
-    graphs = StageGraphs()
-    fake_modules(monkeypatch, graphs)
-    monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)
-    monkeypatch.setattr(other_variants, "Pool", NoPool)
-    state.fp8.recipe = "the recipe"
-    variant = other_variants.StageAsSubmitted(state)
-    assert flag() is None
-    assert graphs.asked.order == [step for step, _ in state.steps]
+@pytest.mark.parametrize(
+    "precision, changes",
+    [("fp8", {}), ("bf16", {"pp": 2, "pp_rank": 0, "layers": 8}), ("fp8_current", {"pp": 2, "pp_rank": 1})],
+)
+def test_a_stage_equals_eager_in_the_order_of_its_schedule(precision, changes, monkeypatch):
+    config = replace(CONFIG, **{"layers": 4, "microbatches": 4, "chunks": 2, "precision": precision, **changes})
+    state, graphs, variant = make("graph_layer_te", monkeypatch, config)
     fp8 = precision != "bf16"
-    assert graphs.asked.flags == {
-        "enabled": fp8,
-        "recipe": "the recipe" if fp8 else None,
-        "amax_reduction_group": None,
-        "cache_quantized_params": fp8,
-        "clone_param_grads_on_return": False,
-        "_reuse_graph_input_output_buffers": True,
-    }
+    assert graphs.asked.order == [step for step, _ in state.steps] and graphs.asked.cached is fp8
+    recipe = "the recipe" if fp8 else None
+    assert graphs.asked.flags == {"enabled": fp8, "recipe": recipe, "amax_reduction_group": None, **REUSED}
     # Transformer Engine finds out itself which slots may share memory.
     assert len({args[0].data_ptr() for args in graphs.asked.sample_args}) == 4 * len(state.layers)
-    eager = follow(state, lambda index: pipeline.eager_step(state, index))
-    graphs.passes.clear()
-    variant.enter()
-    graphed = follow(state, variant.step)
-    assert eager[:2] == graphed[:2] and (eager[2] == graphed[2]).all()
-    assert graphs.passes == state.steps * 3
-    variant.leave()
+    require_eager(state, variant, pipeline.eager_step)
+    assert graphs.passes == state.steps * 4
     assert variant.replays_of(0) == 2 * 4 * len(state.layers) == VARIANTS["graph_layer_te"].promised(state.config)[1]
     variant.close()
     assert graphs.num_reset == len(graphs.asked.sample_args) and variant.pool.released
@@ -414,9 +332,7 @@ def test_scales_of_a_stage_are_updated_once_a_step(monkeypatch):
     quantization.FP8GlobalStateManager = FakeManager
     common = ModuleType("transformer_engine.common")
     common.recipe = SimpleNamespace(DelayedScaling=SimpleNamespace, Format=SimpleNamespace(HYBRID="hybrid"))
-    names = ("transformer_engine", "transformer_engine.pytorch")
-    for module in (*map(ModuleType, names), quantization, common):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    install(monkeypatch, quantization, common)
     monkeypatch.setattr(FakeManager, "log", [])
     scaling = TransformerEngineScaling([], group=collectives.ALONE)
     assert scaling.recipe.reduce_amax is False and TransformerEngineScaling([]).recipe.reduce_amax is True

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from common.measuring.state_hash import StateHasher
 from gpt3 import state as gpt3_state
 from gpt3 import train
 from gpt3.config import PRESETS, Config
@@ -14,6 +13,7 @@ from gpt3.model import split_dimension
 from gpt3.pipeline import stage as pipeline
 from gpt3.pipeline.stage_graphs import Graphed
 from gpt3.state import ADAM, State, training_batches
+from tests.helpers.followed import difference, follow
 
 # Adam as in training but for eps: it makes a step of any gradient, and of the last bits of one next to zero, too.
 STEADY_ADAM = ADAM | {"eps": 1e-4}
@@ -67,20 +67,6 @@ def eager_step_of(state: State):
     return lambda index: step(state, index)
 
 
-def follow(state: State, step, count: int = STEPS):
-    """Losses, gradient norms and hashes of all state after each of `count` steps from the seeded start."""
-    state.reset()
-    hasher = StateHasher(state.named_state())
-    for index in range(count):
-        step(index)
-        hasher.update()
-    return state.read_losses(count), state.read_grad_norms(count), hasher.hashes()
-
-
-def make_graphed(state: State):
-    return (Graphed if state.config.staged else train.Graphed)(state)
-
-
 def own_state(**changes) -> State:
     return State(replace(SMALL, **changes), CPU, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
@@ -90,7 +76,7 @@ def trained_on_ranks():
     gpt3_state.ADAM = STEADY_ADAM
     _, changes = SPLITS[os.environ["SPLIT"]]
     state = own_state(precision="fp32", **changes)
-    losses, norms, _ = follow(state, eager_step_of(state))
+    losses, norms, _ = follow(state, eager_step_of(state), STEPS)
     weights = {name: parameter.detach() for name, parameter in state.named_parameters()}
     place = state.place
     torch.save((place.data_rank, place.tensor_rank, weights), Path(os.environ["FOLDER"], f"{place.world_rank}.pt"))
@@ -114,13 +100,11 @@ def graphed_on_ranks():
     """For gloo_ranks: what of three graphed steps differs from eager's, and the replays made and promised."""
     _, changes = SPLITS[os.environ["SPLIT"]]
     state = own_state(precision=os.environ["PRECISION"], **changes)
-    eager = follow(state, eager_step_of(state))
-    variant = make_graphed(state)
+    eager = follow(state, eager_step_of(state), STEPS)
+    variant = (Graphed if state.config.staged else train.Graphed)(state)
     before = variant.capture.num_replays
-    graphed = follow(state, variant.step)
+    differ = difference(follow(state, variant.step, STEPS), eager, state)
     replays = variant.capture.num_replays - before
     promised = sum(variant.replays_of(index) for index in range(STEPS))
-    names = [name for name, _ in state.named_state()]
-    differ = [names[index] for index in (graphed[2] != eager[2]).any(0).nonzero()[0]]
     variant.close()
-    return {"differ": differ, "same": graphed[:2] == eager[:2], "replays": [replays, promised], "losses": eager[0]}
+    return {"differ": differ, "replays": [replays, promised], "losses": eager[0]}

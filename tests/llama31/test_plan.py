@@ -28,7 +28,8 @@ from llama31.memory.plan import (
     ways,
 )
 from llama31.variants import VARIANTS
-from tests.helpers.llama31_case import TINY, difference, follow, follow_eager, make
+from tests.helpers.followed import difference, follow
+from tests.helpers.llama31_case import TINY, follow_eager, make
 from tests.helpers.made import made
 
 FULL, BENCH = (replace(PRESETS[name], layer="te") for name in ("full", "bench"))

@@ -13,7 +13,8 @@ from llama31 import train
 from llama31.memory.plan import make_plan, needed_bytes
 from llama31.variants import VARIANTS
 from tests.helpers import gloo_ranks
-from tests.helpers.llama31_case import TINY, difference, follow, follow_eager, make
+from tests.helpers.followed import difference, follow
+from tests.helpers.llama31_case import TINY, follow_eager, make
 from tests.helpers.made import made
 
 # FP32 throughout: what is left is the order of sums.

@@ -15,8 +15,9 @@ from llama31.config import PRESETS
 from llama31.variants import VARIANTS
 from llama31.workload import KNOWN, card
 from tests.helpers import forked
+from tests.helpers.followed import difference, follow
 from tests.helpers.llama2_lora_case import write_checkpoint
-from tests.helpers.llama31_case import CPU, LLAMA3, TINY, difference, follow, follow_eager, make
+from tests.helpers.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
 from tests.helpers.made import made
 
 GRAPHS = ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step")
