@@ -107,6 +107,8 @@ def _none_passed(graphs, wrong):
     if wrong:
         name, own = next(iter(wrong.items()))
         return WRONG, f"Wrong numbers: {name} does not train as the eager step does ({own.reason})."
+    if all(own.status == "unsupported" for own in graphs.values()):
+        return NOT_MEASURED, f"Not measured: {next(iter(graphs.values())).reason}."
     captured = {name: own for name, own in graphs.items() if own.status == "capture_failed"}
     name, own = next(iter((captured or graphs).items()))
     return NO_CAPTURE, f"Cannot be captured: {name}: {own.reason}"
@@ -168,7 +170,9 @@ def doctor(args: argparse.Namespace, asked: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace) -> int:
     """Measure the step that the command line names; return the exit status."""
     asked = request(args)
-    found = 0 if args.quick else doctor(args, asked)
+    if args.ngpu > 1:
+        print("The doctor looks at one process and is left out with several ranks.")
+    found = 0 if args.quick or args.ngpu > 1 else doctor(args, asked)
     if args.doctor or found in (1, 2):
         return found
     (measured,), _ = run.measured(asked)

@@ -63,6 +63,8 @@ class GraphedStep:
     strategy = "the whole step"
 
     def __init__(self, state: StepState):
+        if state.device.type == "cpu" and torch.distributed.is_initialized():
+            raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
         self.state, self.pool = state, Pool(state.device)
         for generator in state.snapshot.generators:
             self.pool.register_generator(generator)
