@@ -11,7 +11,7 @@ from benchmarks.command import Mistake
 from benchmarks.processes.gpus import Gpus
 
 DESCRIBE_LIMIT_S = 120
-RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--parity-steps", "--record", "--parity", "--describe"}
+RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}
 RESERVED_FLAGS |= {"--mllog", "--profile", "--worker"}
 # Eager once more, beside eager: it shows how far two equal programs differ on this host.
 CONTROL = "control"

@@ -60,20 +60,17 @@ class Run:
     preset: str
     variant: str
     steps: int = option(0, "train this many steps (0: --min-steps)", metavar="N")
-    parity: bool = option(False, "deterministic kernels, every step hashed, nothing timed")
-    parity_steps: int = option(0, "just so many steps with --parity (0: --steps, at least 20)", metavar="N")
+    parity: bool = option(
+        False, "deterministic kernels, every step hashed (20 unless --steps says otherwise), nothing timed"
+    )
     record: str = option("", "write what came of it as JSON", metavar="PATH")
     mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
     profile: str = option("", "time nothing, trace a few steps for a viewer (.json, .json.gz)", metavar="PATH")
     worker: str = option("", "used by make bench: do what the process that listens here says", metavar="SOCKET")
 
     def __post_init__(self):
-        if min(self.steps, self.parity_steps) < 0:
-            raise ValueError("--steps and --parity-steps take a number from 0 up")
+        require_fields(self, ("steps",), lambda steps: steps >= 0, "a number from 0 up")
         require_steps("--steps", self.steps)
-        require_steps("--parity-steps", self.parity_steps)
-        if self.parity_steps and not self.parity:
-            raise ValueError("--parity-steps needs --parity")
         if self.profile and not self.profile.endswith((".json", ".json.gz")):
             raise ValueError(f"--profile {self.profile}: takes a path that ends in .json or .json.gz")
         for flag, path in (("--mllog", self.mllog), ("--profile", self.profile)):

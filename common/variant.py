@@ -13,11 +13,12 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from common.capture.pool import CaptureError, Pool
+from common.machine import memory
 from common.variant_table import Declared, about
 
 __all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
 __all__ += ["Closes", "Enters", "Evaluates", "Finishes", "HasHyperparameters"]
-__all__ += ["enter", "leave", "require_compiler", "synchronize", "warm_up"]
+__all__ += ["enter", "leave", "require_compiler", "status_of", "synchronize", "warm_up"]
 
 # The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (common/measuring/worker.py).
 eager_memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -25,6 +26,24 @@ eager_memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullc
 
 class Unsupported(RuntimeError):
     """This variant cannot run here; the message says what is missing. Status `unsupported`, not a failure."""
+
+
+# A ValueError is a user's mistake that only building could show; its message names the flag.
+STATUSES = {
+    Unsupported: "unsupported",
+    torch.OutOfMemoryError: "oom",
+    CaptureError: "capture_failed",
+    FloatingPointError: "numerics_failed",
+    ValueError: "failed",
+}
+
+
+def status_of(error: Exception, device: torch.device) -> tuple[str | None, str]:
+    """Return (status, message) of what ended a run; the status is None where only a traceback tells enough."""
+    status = next((name for kind, name in STATUSES.items() if isinstance(error, kind)), None)
+    if status is None:
+        return None, f"{type(error).__name__}: {str(error)[:300]}"
+    return status, memory.explain_oom(error, device) if status == "oom" else str(error)
 
 
 def synchronize():

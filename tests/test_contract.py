@@ -65,7 +65,7 @@ def parity_run(tmp_path_factory):
     @functools.cache
     def run(model, variant, repetition):
         path = folder / model / f"{variant}.{repetition}.json"
-        flags = ("--preset", "tiny", "--variant", variant, *CHEAPER.get(model, ()), "--parity", "--parity-steps")
+        flags = ("--preset", "tiny", "--variant", variant, *CHEAPER.get(model, ()), "--parity", "--steps")
         flags += (str(num_parity_steps(model, variant, repetition)),)
         # One run is the plain command; equal to a forked one, it vouches for those.
         is_plain = (model, repetition) == ("gpt3", 1)

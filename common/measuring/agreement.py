@@ -40,7 +40,6 @@ STALL_S = float(os.environ.get("RANK_STALL_S", "45"))
 DEAD_S, DEAD_WHEN_STOPPED_S = 0.45 * STALL_S, 3.0
 # Steps that are slow all along are no stall.
 STALL_STEPS = 4
-STATUSES = ("failed", "oom", "unsupported", "capture_failed", "numerics_failed")
 # A main thread that stands in one of these waits for other ranks, or for a GPU that does.
 WAITING = ("distributed_c10d.py", f"{os.sep}parallel{os.sep}collectives.py")
 WAITING_FUNCTIONS = ("synchronize", "barrier", "agree", "fault_of_another")
@@ -138,7 +137,7 @@ class Agreement:
             return
         self._told = True
         with contextlib.suppress(RuntimeError):
-            _post(self._own_store, RankFaultData(self.rank, status, message))
+            _post(self._own_store, self.rank, status, message)
 
     def fault_of_another(self, wait_s: float = 0.0) -> RankFault | None:
         """Return the first fault, where it is another rank's.
@@ -193,12 +192,8 @@ class Agreement:
         while frame is not None:
             name = frame.f_code.co_filename
             waits = waits or name.endswith(WAITING) or frame.f_code.co_name in WAITING_FUNCTIONS
-            if (
-                not place
-                and name.startswith(str(ROOT))
-                and "site-packages" not in name
-                and not name.endswith((*WAITING, __file__))
-            ):
+            is_ours = name.startswith(str(ROOT)) and "site-packages" not in name
+            if is_ours and not place and not name.endswith((*WAITING, __file__)):
                 place = f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}"
             frame = frame.f_back
         return waits, place
@@ -221,7 +216,7 @@ class Agreement:
         for rank, known in last.items():
             if rank not in ended and now - known["alive_s"] > dead_s:
                 phase = self._store.get(f"phase/{rank}").decode() if self._store.check([f"phase/{rank}"]) else "start"
-                _post(self._store, RankFaultData(rank, "failed", f"died in {phase}: no sign of life"))
+                _post(self._store, rank, "failed", f"died in {phase}: no sign of life")
                 return
         limit = max(STALL_S, STALL_STEPS * self._slowest_s)
         live = {rank: known for rank, known in last.items() if rank not in ended}
@@ -243,7 +238,7 @@ class Agreement:
         place = f", at {known['place']}" if known.get("place") else ""
         others = "" if at_work else "; all ranks wait for each other"
         message = f"stalled in {phase}{step}{place}: no progress for {now - known['moved_s']:.0f} s{others}"
-        _post(self._store, RankFaultData(rank, "failed", message))
+        _post(self._store, rank, "failed", message)
 
     def _stopped(self):
         """SIGTERM: torchrun stops the ranks that are left when one has failed, which the store says, or shows soon."""
@@ -268,14 +263,6 @@ class Agreement:
             os._exit(0 if fault.status in ("oom", "unsupported") else 1)
 
 
-class RankFaultData(RankFault):
-    """A fault before it is told: its message is without the rank."""
-
-    def __init__(self, rank, status, message):
-        super().__init__(rank, status, message)
-        self.message = message
-
-
 def _forget_signals():
     """A forked child, such as a data worker, ends by SIGTERM as any process, and tells this one nothing."""
     signal.set_wakeup_fd(-1)
@@ -292,11 +279,9 @@ def _connect():
     return dist.PrefixStore(f"agreement/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _post(store, fault):
-    if fault.status not in STATUSES:
-        raise ValueError(f"status {fault.status!r} is none of {', '.join(STATUSES)}")
+def _post(store, rank, status, message):
     if store.add("faults", 1) == 1:
-        store.set("fault", json.dumps([fault.rank, fault.status, fault.message]))
+        store.set("fault", json.dumps([rank, status, message]))
 
 
 def _read(store):

@@ -48,6 +48,7 @@ class Watched:
     """
 
     def __init__(self, named_state, device: torch.device):
+        self.device = device
         tensors = [tensor.detach() for _, tensor in named_state if tensor.is_floating_point()]
         tensors = [tensor for tensor in tensors if tensor.numel() >= 8 and tensor.device.type == device.type]
         count = min(NUM_TENSORS, len(tensors))
@@ -88,25 +89,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(  # noqa: PLR0913
-    variant, state, watched: Watched, steps: Steps, device: torch.device, tell, reset: bool = True
-) -> dict:
+def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
     """Run one block and return its facts.
 
     Args:
         variant: a `common.variant.Variant`, entered.
-        state: its state.
+        state: its state, where the block begins.
         watched: of the same state.
         steps: numbers of steps.
-        device: where the steps run.
         tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
-        reset: whether the state goes back to its seeded start first.
 
     Returns:
         JSON-able facts; times in ms, `classes` holds the median of each class of batch.
     """
-    if reset:
-        state.reset()
+    device = watched.device
     gc.collect()
     gc.disable()
     try:
@@ -115,44 +111,47 @@ def run(  # noqa: PLR0913
         index = itertools.count()
         for _ in range(steps.untimed):
             variant.step(next(index))
-        replays = variant.capture.num_replays
-        synchronize(device)
-        barrier()
-        tell("timed_begin")
-        start_s, start_cpu_s = time.monotonic(), time.process_time()
-        step_ms = timed_steps(variant, index, steps.timed, device)
-        end_s, cpu_s = time.monotonic(), time.process_time() - start_cpu_s
-        tell("timed_end")
-        replays = variant.capture.num_replays - replays
-        issue_ms = [_issue_ms(variant, next(index)) for _ in range(steps.drained)] if device.type == "cuda" else []
-        if device.type != "cuda":
-            for _ in range(steps.drained):
-                variant.step(next(index))
+        step_ms, facts = _timed(variant, index, steps.timed, device, tell)
+        issue_ms = [ms for _ in range(steps.drained) if (ms := _issue_ms(variant, next(index), device)) is not None]
         synchronize(device)
         after = watched.values()
     finally:
         gc.enable()
     now_held = held_bytes(device)
-    facts = times(step_ms, [state.batch_class(steps.untimed + each) for each in range(steps.timed)])
-    expected = sum(variant.replays_of(steps.untimed + each) for each in range(steps.timed))
+    timed = range(steps.untimed, steps.untimed + steps.timed)
+    facts |= times(step_ms, [state.batch_class(each) for each in timed])
     facts |= {
         "untimed_steps": steps.untimed,
         "steps": steps.timed,
         "drained_steps": steps.drained,
-        "cpu_ms": round(cpu_s * 1e3 / steps.timed, 5),
         "issue_ms": round(statistics.median(issue_ms), 4) if issue_ms else None,
         "process": os.getpid(),
         "threads": num_threads(),
         "reserved_bytes": reserved_bytes(device),
         "growth_bytes": None if held is None or now_held is None else now_held - held,
-        "replays": replays,
-        "expected_replays": expected,
-        "begin_s": start_s,
-        "end_s": end_s,
-        "reset": reset,
+        "expected_replays": sum(variant.replays_of(each) for each in timed),
         "moved": watched.moved(before, after),
     }
     return facts | _afterwards(state, watched, after, steps.total, device)
+
+
+def _timed(variant, index, count, device, tell):
+    """(ms of each timed step, facts of all of them)."""
+    replays = variant.capture.num_replays
+    synchronize(device)
+    barrier()
+    tell("timed_begin")
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
+    step_ms = timed_steps(variant, index, count, device)
+    end_s, cpu_s = time.monotonic(), time.process_time() - start_cpu_s
+    tell("timed_end")
+    replays = variant.capture.num_replays - replays
+    return step_ms, {
+        "cpu_ms": round(cpu_s * 1e3 / count, 5),
+        "replays": replays,
+        "begin_s": start_s,
+        "end_s": end_s,
+    }
 
 
 def timed_steps(variant, index, count: int, device: torch.device) -> list[float]:
@@ -184,11 +183,14 @@ def timed_steps(variant, index, count: int, device: torch.device) -> list[float]
     return [max(at_once) for at_once in zip(*of_all_ranks(own), strict=True)]
 
 
-def _issue_ms(variant, index):
-    """Host ms to issue a step. The queue is drained at each mark, and the drains are not counted.
+def _issue_ms(variant, index, device):
+    """Host ms to issue a step; None on the CPU. The queue is drained at each mark, and the drains are not counted.
 
     The launch queue holds about 1,024 launches. A host that runs further ahead waits for the GPU.
     """
+    if device.type != "cuda":
+        variant.step(index)
+        return None
     spent, last = 0.0, 0.0
 
     def drain():

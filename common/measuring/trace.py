@@ -7,11 +7,11 @@ host, not the kernels: busy time is trusted, the span of an eager step is not.
 
 import contextlib
 import gzip
-import hashlib
 import json
+import math
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,26 +106,23 @@ def _category(event):
 
 
 def gpu_work(events: list[dict]) -> list[dict]:
-    """The GPU's kernels and copies out of Chrome trace events: dicts, sorted by start.
+    """The GPU's kernels and copies out of Chrome trace events.
 
-    name, category, start_us, duration_us, stream, and by_graph: whether the launch of a graph started it, by the
-    correlation id that Kineto gives a host call and its work; None where the trace has no host calls.
+    Each has start_us, duration_us, is_kernel and by_graph: whether the launch of a graph started it, by the correlation
+    id that Kineto gives a host call and its work; None where the trace has no host calls.
     """
     calls = [event for event in events if event.get("cat") in HOST_CALLS]
     launches = {correlation_of(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
-    work = [
+    return [
         {
-            "name": event["name"],
-            "category": event["cat"],
             "start_us": float(event["ts"]),
             "duration_us": float(event["dur"]),
-            "stream": event.get("tid", 0),
+            "is_kernel": event["cat"] == "kernel",
             "by_graph": correlation_of(event) in launches if calls else None,
         }
         for event in events
         if event.get("cat") in GPU_WORK and event.get("ph") == "X"
     ]
-    return sorted(work, key=lambda event: event["start_us"])
 
 
 def correlation_of(event: dict):
@@ -135,52 +132,30 @@ def correlation_of(event: dict):
 
 def graph_kernel_share(work: list[dict]) -> float | None:
     """The share of kernels that launches of graphs started; None where the trace does not tell, or has no kernel."""
-    started = [event["by_graph"] for event in work if event["category"] == "kernel"]
+    started = [event["by_graph"] for event in work if event["is_kernel"]]
     return None if None in started or not started else sum(started) / len(started)
 
 
-def kernels_hash(work: list[dict], num_steps: int) -> str:
-    """16 hex digits over the names of all kernels and how often each runs in a step: what a step computes with."""
-    counts = Counter(event["name"] for event in work if event["category"] == "kernel")
-    lines = [f"{name} {count / num_steps:.6g}\n" for name, count in sorted(counts.items())]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
-
-
-def busy(work: list[dict]) -> tuple[float, float, list[float]]:
-    """(busy, span, gaps) in microseconds: busy is the union of the intervals, gaps lie between them.
-
-    work: sorted by start, as `gpu_work` returns it; at least one event.
-    """
-    first = work[0]["start_us"]
-    end, covered, gaps = first, 0.0, []
-    for event in work:
+def busy_us(work: list[dict]) -> float:
+    """Microseconds in which the GPU does any of this work: the union of its intervals."""
+    end, covered = -math.inf, 0.0
+    for event in sorted(work, key=lambda event: event["start_us"]):
         start, stop = event["start_us"], event["start_us"] + event["duration_us"]
-        if start > end:
-            gaps.append(start - end)
-            covered += stop - start
-        else:
-            covered += max(0.0, stop - end)
+        covered += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return covered, end - first, gaps
+    return covered
 
 
-def summarise(work: list[dict], num_steps: int) -> dict:
-    """busy_ms and num_kernels per step, idle_fraction of the span, and the largest kinds of kernel."""
-    busy_us, span_us, gaps = busy(work)
-    by_name = defaultdict(list)
-    for event in work:
-        by_name[event["name"]].append(event["duration_us"])
-    top = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:12]
+def facts(events: list[dict], num_steps: int) -> dict:
+    """Return busy_ms and kernels of a step, graph_share and the timeline of the last step, of a `Profile`'s events."""
+    work = gpu_work(events)
+    if not work:
+        return {"busy_ms": None, "kernels": None, "graph_share": None}
     return {
-        "busy_ms": busy_us / num_steps / 1e3,
-        "span_ms": span_us / num_steps / 1e3,
-        "num_kernels": len(work) / num_steps,
-        "idle_fraction": 1.0 - busy_us / span_us,
-        "gap_per_kernel_us": sum(gaps) / len(work),
-        "top_kernels": [
-            {"name": name[:100], "num": len(times) / num_steps, "ms": sum(times) / num_steps / 1e3}
-            for name, times in top
-        ],
+        "busy_ms": round(busy_us(work) / num_steps / 1e3, 4),
+        "kernels": round(len(work) / num_steps, 2),
+        "graph_share": graph_kernel_share(work),
+        **timeline(events),
     }
 
 

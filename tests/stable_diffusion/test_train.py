@@ -376,7 +376,7 @@ def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path)
 def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # The loss scale grows at the fifth step.
-    steps = ("--parity", "--parity-steps", "7", "--growth-interval", "5")
+    steps = ("--parity", "--steps", "7", "--growth-interval", "5")
     hashes = {}
     for variant in ("eager", "graph_networks", "graph_step"):
         path = tmp_path / f"{variant}.json"

@@ -1,4 +1,4 @@
-"""common/console: the card and the table of training by hand."""
+"""common/script/console.py: the card and the table of training by hand."""
 
 from types import SimpleNamespace
 
@@ -55,17 +55,16 @@ def test_on_a_gpu_it_has_the_share_of_the_named_peak(printed):
     assert "compute" not in printed()
 
 
+def test_a_slow_rate_is_not_zero(printed):
+    assert "rate        0.0312 tokens/s\n" in printed(items_per_s=0.03124)
+    assert "rate            99 tokens/s\n" in printed(items_per_s=99.0)
+
+
 def test_what_is_not_there_has_no_row(printed):
     out = printed(graphs=0, strategy="none", capture_s=0.0, reserved_bytes=None)
     assert "graphs  " not in out and "memory" not in out
     out = printed(ms=None)
     assert not {"step", "rate"} & {line.split()[0] for line in out.splitlines()} and ADVICE not in out
-
-
-def test_parity_ends_with_its_hash_and_names_what_never_moved(printed):
-    parity = {"ms": None, "state_hashes": ["aa", "bb"], "num_tensors": 7}
-    assert "state                    bb  hash of 7 tensors after the last step\n" in printed(**parity, unmoved=[])
-    assert "last step, 2 never moved, such as x\n" in printed(**parity, unmoved=["x", "y"])
 
 
 def test_an_evaluation_and_what_the_model_says(printed):
