@@ -65,22 +65,19 @@ class Run:
     )
     record: str = option("", "write what came of it as JSON", metavar="PATH")
     mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
-    profile: str = option("", "time nothing, trace a few steps for a viewer (.json, .json.gz)", metavar="PATH")
+    profile: str = option("", "time nothing, trace a few steps for a viewer (.json)", metavar="PATH")
     worker: str = option("", "used by make bench: do what the process that listens here says", metavar="SOCKET")
 
     def __post_init__(self):
         require_fields(self, ("steps",), lambda steps: steps >= 0, "a number from 0 up")
         require_steps("--steps", self.steps)
-        if self.profile and not self.profile.endswith((".json", ".json.gz")):
-            raise ValueError(f"--profile {self.profile}: takes a path that ends in .json or .json.gz")
-        for flag, path in (("--mllog", self.mllog), ("--profile", self.profile)):
-            if path and self.parity:
-                raise ValueError(f"{flag} needs a run without --parity")
+        if self.profile and not self.profile.endswith(".json"):
+            raise ValueError(f"--profile {self.profile}: takes a path that ends in .json")
+        if bool(self.mllog) + bool(self.profile) + self.parity > 1:
+            raise ValueError("--parity, --mllog and --profile are runs of their own: take one of them")
         for flag, path in (("--record", self.record), ("--mllog", self.mllog), ("--profile", self.profile)):
             if path and not (path == "-" and flag == "--mllog"):
                 require_writable(flag, Path(path))
-        if self.mllog and self.profile:
-            raise ValueError("--mllog logs timed steps and --profile times none: take one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

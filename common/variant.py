@@ -17,7 +17,7 @@ from common.machine import memory
 from common.variant_table import Declared, about
 
 __all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
-__all__ += ["Closes", "Enters", "Evaluates", "Finishes", "HasHyperparameters"]
+__all__ += ["Closes", "Enters", "Evaluates", "Finishes"]
 __all__ += ["enter", "leave", "require_compiler", "status_of", "synchronize", "warm_up"]
 
 # The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (common/measuring/worker.py).
@@ -115,7 +115,7 @@ class State(Protocol):
     """The tensors that a step reads and writes.
 
     A run resets them before its steps, may hash them, and reads them afterwards. A state that does more is also one of
-    `Evaluates`, `Finishes`, `Closes`, `HasHyperparameters`.
+    `Evaluates`, `Finishes`, `Closes`; its `hyperparameters`, a dict, are what only the data tell to --mllog.
     """
 
     def reset(self) -> None:
@@ -166,13 +166,6 @@ class Closes(Protocol):
 
     def close(self) -> dict | None:
         """Let go of data workers, files or graphs. What it returns goes into the file of --record."""
-
-
-@runtime_checkable
-class HasHyperparameters(Protocol):
-    """For --mllog: what only the data tell."""
-
-    hyperparameters: dict
 
 
 @runtime_checkable

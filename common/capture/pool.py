@@ -19,7 +19,6 @@ Rules that hold on both devices, because they hold on the GPU:
 import contextlib
 import gc
 import os
-from collections import Counter
 
 import torch
 
@@ -118,13 +117,6 @@ class Pool:
         """Replays of all graphs of the pool since their capture."""
         return sum(graph.num_replays for graph in self.graphs)
 
-    def nodes(self) -> dict[str, int]:
-        """Nodes by type, summed over the graphs; empty where cuda-bindings is not installed."""
-        total: Counter[str] = Counter()
-        for graph in self.graphs:
-            total.update(graph.nodes())
-        return dict(total)
-
     def bytes(self) -> int:
         """Device memory that the pool holds, counted by its allocator segments (host: by storages)."""
         if self._host is not None:
@@ -199,24 +191,6 @@ class CudaGraph:
         check_static_inputs(self._static)
         self.num_replays += 1
         self.graph.replay()
-
-    def nodes(self) -> dict[str, int]:
-        """Nodes by type; empty where cuda-bindings is not installed."""
-        assert self.graph is not None, "nodes of a graph that was released"
-        try:
-            from cuda.bindings import driver
-        except ImportError:
-            return {}
-        graph = driver.CUgraph(self.graph.raw_cuda_graph())
-        error, _, count = driver.cuGraphGetNodes(graph)
-        error, nodes, count = driver.cuGraphGetNodes(graph, count)
-        assert error == driver.CUresult.CUDA_SUCCESS, error
-        kinds: Counter[str] = Counter()
-        for node in nodes[:count]:
-            error, kind = driver.cuGraphNodeGetType(node)
-            name = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
-            kinds[name] += 1
-        return dict(kinds)
 
     def release(self) -> None:
         """Drop the graph; it cannot be replayed any more."""

@@ -1,12 +1,10 @@
 """Profiles of steps: numbers for a run's file, and the trace of --profile, which people look at.
 
-The numbers: which kernels a step runs, how long the GPU is busy with them, and the gaps. Kineto sees every
-kernel inside a graph replay, so eager and graphed steps are read the same way. The profiler slows the
-host, not the kernels: busy time is trusted, the span of an eager step is not.
+The numbers: the kernels of a step, how long the GPU is busy with them, and when. Kineto sees every kernel inside a
+graph replay, so eager and graphed steps are read the same way. The profiler slows the host, not the kernels.
 """
 
 import contextlib
-import gzip
 import json
 import math
 import tempfile
@@ -255,7 +253,5 @@ def report(path: str, trace: dict) -> None:
 
 
 def write(path: str, trace: dict) -> None:
-    """Write a Chrome trace whole or not at all, compressed where the name ends in .gz."""
-    target = Path(path)
-    data = json.dumps({**trace, "traceName": target.name}, separators=(",", ":")).encode()
-    write_text(target, gzip.compress(data, 6, mtime=0) if target.suffix == ".gz" else data)
+    """Write a Chrome trace whole or not at all, without the path that torch gave it."""
+    write_text(path, json.dumps({**trace, "traceName": Path(path).name}, separators=(",", ":")))

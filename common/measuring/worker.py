@@ -199,9 +199,7 @@ class Worker:
 
     def do_capture(self, command):
         """Make a variant and keep it for blocks."""
-        name = command["variant"]
-        variant, facts = self._make(name)
-        self.kept[name] = variant
+        self.kept[command["variant"]], facts = self._make(command["variant"])
         return facts
 
     def do_pilot(self, command):
@@ -358,7 +356,6 @@ class Worker:
         variants.eager_memory = lambda: torch.cuda.use_mem_pool(pool)
 
     def _settle_memory(self):
-        # What was there after the build is frozen: to look through it takes half a second.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

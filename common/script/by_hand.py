@@ -186,7 +186,7 @@ class Training:
         self._tell(f"building {workload.model}/{options.preset}")
         with self._phase("build"):
             self.state = workload.build(self.config, self.device)
-        self.log.say(self.state.hyperparameters if isinstance(self.state, variants.HasHyperparameters) else {})
+        self.log.say(getattr(self.state, "hyperparameters", {}))
         self._tell(f"making {options.variant}")
         with self._phase("capture"):
             self.variant = variant_table.construct(workload.variants[options.variant], self.state)

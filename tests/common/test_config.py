@@ -51,7 +51,7 @@ def test_without_flags_the_first_preset_and_variant():
 
 def test_run_options():
     assert parse("--mllog", "-").run == config.Run(preset="tiny", variant="eager", mllog="-")
-    assert parse("--profile", "new/x.json.gz").run.profile == "new/x.json.gz"
+    assert parse("--profile", "new/x.json").run.profile == "new/x.json"
     argv = "--preset bench --variant graph --steps 20 --parity --record out/x.json"
     assert parse(*argv.split()).run == config.Run(
         preset="bench", variant="graph", steps=20, parity=True, record="out/x.json"
@@ -94,7 +94,7 @@ def test_a_field_may_be_set_to_what_python_calls_false():
         ("--record /dev/null", ["--record /dev/null", "takes the path of a file"]),
         ("--min-steps 1000001", ["--min-steps 1000001", "at most 1,000,000 steps"]),
         ("--mllog x --parity", ["--mllog", "--parity"]),
-        ("--profile x.pt", ["--profile x.pt", ".json.gz"]),
+        ("--profile x.pt", ["--profile x.pt", ".json"]),
         ("--profile x.json --parity", ["--profile", "--parity"]),
         ("--profile x.json --mllog -", ["--profile", "--mllog"]),
     ],
