@@ -39,12 +39,7 @@ def assert_one_line(answer, status, *told):
     "command, told",
     [
         (["gpt3.train", "--layers=--"], ["argument --layers: expected a value, '--' is none"]),
-        (["gpt3.train", "--describe", "--data=--"], ["argument --data: expected a value"]),
-        (["rnnt.train", "--record=--"], ["argument --record: expected a value"]),
-        (["stable_diffusion.train", "--steps=--"], ["argument --steps: expected a value"]),
-        (["gpt3.train", "--data", "/"], ["--data /: this is the whole file system"]),
         (["rnnt.train", "--data", "/usr/.."], ["--data /usr/..: this is the whole file system"]),
-        (["stable_diffusion.train", "--data=//"], ["--data //: this is the whole file system"]),
         (["gpt3.train", "--min-steps", "1000001"], ["--min-steps 1000001: takes at most 1,000,000 steps"]),
         (["rnnt.train", "--steps", str(10**30)], [f"--steps {10**30}: takes at most 1,000,000 steps"]),
         (["rnnt.train", "--min-steps", "0"], ["--min-steps 0: takes a number from 1 up"]),
@@ -67,12 +62,6 @@ def test_values_that_look_like_it_are_taken():
     )
     assert parser.parse_args(["--name=---"]).name == "---"
     assert parser.parse_args(["--name=-"]).name == "-"
-
-
-def test_numbers_of_steps_at_their_bounds():
-    config.Run(preset="tiny", variant="eager", steps=config.MAX_STEPS)
-    with pytest.raises(ValueError, match="--steps 1000001"):
-        config.Run(preset="tiny", variant="eager", steps=10**6 + 1)
 
 
 # --- shapes too large
@@ -101,10 +90,8 @@ BOUNDED = ("workers", "frames", "tokens")
 DIVIDING = ("tp", "pp", "cp", "chunks", "pp_rank")
 
 
-@pytest.mark.parametrize("value", [10**9, 2**53 - 2**53 % 96])
 @pytest.mark.parametrize("model, name", [(key, name) for key in MODELS for name in fields(MODELS[key])])
-def test_a_shape_too_large_blames_its_flag(model, name, value):
-    value = value - value % 96 if name == "channels" else value
+def test_a_shape_too_large_blames_its_flag(model, name, value=2**53 - 2**53 % 96):
     module = MODELS[model]
     flag = config.flag_of(name)
 
@@ -156,8 +143,6 @@ def need(shape):
     [
         # One flag, though another was given too.
         (Shape(width=40, other=3), 10, "--width 40 is too large: * --width 2, as in preset small, fits"),
-        # The one that saves most is enough.
-        (Shape(width=40, depth=6), 20, "--width 40 is too large: * --width 2, as in preset small, fits"),
         # Both are needed, the one that saves most first.
         (
             Shape(width=40, depth=60),
@@ -168,11 +153,9 @@ def need(shape):
         (Shape(width=40, depth=40, other=7), 4, "--width 40 and --depth 40 are too large*"),
         # Nearest to another preset.
         (Shape(width=100, depth=20), 1000, "--depth 20 is too large: * --depth 10, as in preset large, fits"),
-        # The preset alone is too large, as it stands, with a flag that changes nothing, and with one that helps little.
+        # The preset alone is too large, as it stands and with flags that help little.
         (SHAPES["large"], 10, None),
-        (Shape(width=100, depth=10, other=3), 10, None),
-        (Shape(width=100, depth=9), 10, None),
-        (Shape(width=200, depth=10), 10, None),
+        (Shape(width=100, depth=9, other=3), 10, None),
         # What fits has no fault.
         (Shape(width=4), 8, None),
     ],

@@ -155,8 +155,6 @@ class ByHand:
             reference=reference,
             card=["a card"],
             notes=["a note"],
-            flops_per_step=1e9,
-            flops_convention="none",
             items_per_step=10,
             unit="samples",
             kinds={"it": promise[0]} if promise else {},

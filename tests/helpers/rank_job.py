@@ -128,10 +128,6 @@ def run_rank(job, folder):
         build=lambda config, device: State(fails),
         variants={"graph": Graphed},
         reference=State.step,
-        card=[],
-        notes=[],
-        flops_per_step=1.0,
-        flops_convention="none",
         items_per_step=1.0,
         unit="samples",
     )
