@@ -83,6 +83,7 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
         words += ["--variants=eager", "--cycles=1", "--no-control"]
     elif args.variants:
         words += [f"--variants={args.variants}"]
+    words += [] if args.quick else ["--report"]
     return run.parse([*words, "--", "--step", step, "--step-digest", digest])
 
 
@@ -156,15 +157,17 @@ def _measured(build: Build, passed: dict, wrong: dict) -> tuple[int, str]:
     return STATUS_OF[word], text
 
 
-def doctor(args: argparse.Namespace, asked: argparse.Namespace) -> int:
-    """Print what stands against a graph of the step; return the doctor's exit status."""
+def doctor(asked: argparse.Namespace) -> tuple[int, str]:
+    """Print what stands against a graph of the step; return the doctor's exit status and what it said."""
     python = launch.parse(asked).python
     command = [python, "-m", "common.your_step.doctor", asked.flags[asked.flags.index("--step") + 1]]
     try:
-        return subprocess.run(command, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S).returncode
+        done = subprocess.run(command, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, stdout=subprocess.PIPE, text=True)
     except subprocess.TimeoutExpired:
         print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s")
-        return 1
+        return 1, ""
+    print(done.stdout, flush=True)
+    return done.returncode, done.stdout
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -172,9 +175,10 @@ def measure(args: argparse.Namespace) -> int:
     asked = request(args)
     if args.ngpu > 1:
         print("The doctor looks at one process and is left out with several ranks.")
-    found = 0 if args.quick or args.ngpu > 1 else doctor(args, asked)
+    found, said = (0, "") if args.quick or args.ngpu > 1 else doctor(asked)
     if args.doctor or found in (1, 2):
         return found
+    asked.findings = said
     (measured,), _ = run.measured(asked)
     if measured is None:
         print("The eager step failed, so nothing was timed.")

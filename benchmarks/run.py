@@ -35,6 +35,7 @@ from benchmarks.measuring.request import Settings
 from benchmarks.pages import run_table
 from benchmarks.processes import launch, locks
 from benchmarks.processes.worker import WorkerEnded
+from benchmarks.report import write as write_page
 from benchmarks.script import CONTROL, models
 from common.config import checked
 from common.files import write_text
@@ -79,13 +80,14 @@ def parse(argv=None) -> argparse.Namespace:
     add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
     add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
     add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
+    add("--report", action="store_true", help="a page about the run beside its file, for a browser")
     add("--limit-s", metavar="S", type=amount, default=600.0, help="a worker that is silent for so long hangs (600)")
     launch.add_arguments(parser)
     args, unknown = parser.parse_known_args(own)
     if unknown:
         hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
         parser.error(f"unknown argument {unknown[0]!r}{hint if unknown[0].startswith('--') else ''}")
-    args.flags = flags
+    args.flags, args.findings = flags, ""
     return args
 
 
@@ -230,7 +232,11 @@ def _measure_one(asked, args, suite) -> run_file.Run | None:
     path = partial.seal(facts)
     run = run_file.read(path)
     suite.add(asked, path)
-    _say(f"\n{run_table.report(run)}\n{shown(path)}  ({time.monotonic() - start:.0f} s)\n")
+    took = f"({time.monotonic() - start:.0f} s)"
+    _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
+    if args.report:
+        _say(str(shown(write_page(path, findings=args.findings))))
+    _say("")
     return run
 
 
