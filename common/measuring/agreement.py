@@ -30,11 +30,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BEAT_S = 0.5
-GRACE_S = 6.0
-# What others get for ending after the fault was written, so that torchrun does not stop rank 0 before it has.
-LAST_S = 3.0
 # Below a minute with what the grace adds. The variable is for tests, which do not wait so long.
 STALL_S = float(os.environ.get("RANK_STALL_S", "45"))
+GRACE_S = STALL_S * 2 / 15
+# What others get for ending after the fault was written, so that torchrun does not stop rank 0 before it has.
+LAST_S = STALL_S / 15
 # Nothing that a run does keeps a thread of it from running for so long. torchrun notices a dead rank at once and stops
 # the others: then those that live beat on, and less will do.
 DEAD_S, DEAD_WHEN_STOPPED_S = 0.45 * STALL_S, 3.0

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.rank_job import KINDS, PHASES
 
 ROOT = Path(__file__).resolve().parents[3]
-STALL_S = 20
+STALL_S = 15
 SAID = {
     "killed": ("failed", "died in"),
     "oom": ("oom", "out of memory: CUDA out of memory"),
