@@ -269,12 +269,5 @@ def hyperparameters(config: Config, data_ranks: int) -> dict:
         "max_sequence_length": config.sequence,
         "train_samples": samples * config.batches,
         "eval_samples": HELD_OUT_BATCHES * config.microbatches * config.microbatch,
-        "opt_name": "adamw",
-        "opt_base_learning_rate": config.lr,
-        "opt_learning_rate_decay_schedule": "constant",
-        "opt_adamw_beta_1": ADAM["betas"][0],
-        "opt_adamw_beta_2": ADAM["betas"][1],
-        "opt_adamw_epsilon": ADAM["eps"],
-        "opt_adamw_weight_decay": ADAM["weight_decay"],
-        "opt_gradient_clip_norm": ADAM["clip"],
+        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
     }

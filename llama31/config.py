@@ -43,11 +43,6 @@ class Config(Parallel, Timing):
     chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     share_tp: int = option(8, "a tensor-parallel share without ranks: widths and vocabulary are divided by this too")
     share_cp: int = option(2, "a context-parallel share without ranks: the sequence is divided by this too")
-    cp_order: str = option(
-        "balanced",
-        "which tokens a context rank has. causal: one run of them; balanced: two, so that all ranks see as many keys",
-        ("balanced", "causal"),
-    )
     zero: bool = option(False, "split masters and moments over the ranks with equal parameters (ZeRO-1)")
     rope_theta: float = option(500000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
@@ -97,8 +92,9 @@ class Config(Parallel, Timing):
         split = self.share_tp * self.tp
         for flag, size in (("--kv-heads", self.kv_heads), ("--ffn", self.ffn), ("--vocab", self.vocab)):
             require_divisible(flag, size, f"--share-tp {self.share_tp} x --tp {self.tp} =", split)
-        runs = self.share_cp * self.cp * (2 if self.cp > 1 and self.cp_order == "balanced" else 1)
-        require_divisible("--sequence", self.sequence, "runs of tokens, by --share-cp, --cp and --cp-order,", runs)
+        # Of two runs that each context rank has, one is from the front and one from the back.
+        runs = self.share_cp * self.cp * (2 if self.cp > 1 else 1)
+        require_divisible("--sequence", self.sequence, "runs of tokens, by --share-cp and --cp,", runs)
         require_divisible("a context rank's tokens", self.local_sequence, "--tp (sequence parallelism)", self.tp)
         if self.weights == "fp8" and self.precision != "fp8":
             raise ValueError(f"--weights fp8 needs --precision fp8, not {self.precision}")
@@ -214,11 +210,6 @@ PRESETS = {
 }
 
 
-def num_validations(config: Config, index: int) -> int:
-    """Validations in step `index`: 1 or 0."""
-    return int(config.validate_every > 0 and (index + 1) % config.validate_every == 0)
-
-
 ABOUT = {
     **about(VARIANTS, BUILDS),
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
@@ -234,24 +225,23 @@ ABOUT = {
 # What cannot be captured
 
 
-def setting(config: Config, variant: str, environment) -> Setting:
-    """Return the capture of `variant` as a Setting of llama31/capturable.py. environment: such as os.environ."""
-    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return Setting(
-        variant=variant,
-        nan_checks=config.nan_checks,
-        clip=config.clip,
-        ramp=config.ramp,
-        expandable_segments="expandable_segments:True" in allocator,
-        nccl_graph_register=(
-            environment.get("WORLD_SIZE", "1") != "1" and environment.get("NCCL_GRAPH_REGISTER", "") != "0"
-        ),
-    )
-
-
 def require_capturable(config: Config, variant: str, environment) -> None:
-    """ValueError in one line where `variant` cannot capture a step of this config; asked before any work on the GPU."""
-    refuse(setting(config, variant, environment))
+    """ValueError in one line where `variant` cannot capture a step of this config; asked before any work on the GPU.
+
+    environment: such as os.environ.
+    """
+    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    several_ranks = environment.get("WORLD_SIZE", "1") != "1"
+    refuse(
+        Setting(
+            variant=variant,
+            nan_checks=config.nan_checks,
+            clip=config.clip,
+            ramp=config.ramp,
+            expandable_segments="expandable_segments:True" in allocator,
+            nccl_graph_register=several_ranks and environment.get("NCCL_GRAPH_REGISTER", "") != "0",
+        )
+    )
 
 
 def require_runnable(args) -> None:

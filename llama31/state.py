@@ -16,7 +16,7 @@ from common.training.parallel.groups import make_groups
 from common.training.precision.fp8 import transformer_engine
 from common.variant import Unsupported
 from llama31 import validation
-from llama31.config import Config, layers_of_stages, num_validations
+from llama31.config import Config, layers_of_stages
 from llama31.memory.plan import make_plan
 from llama31.model import (
     Embedding,
@@ -292,7 +292,8 @@ class State:
 
     def validates(self, index: int) -> bool:
         """Return whether a validation belongs to step `index`."""
-        return num_validations(self.config, index) > 0
+        every = self.config.validate_every
+        return every > 0 and (index + 1) % every == 0
 
     # ------------------------------------------------------------------------------------------------
     # What a run asks of any state
@@ -389,12 +390,5 @@ def hyperparameters(config: Config, data_ranks: int) -> dict:
         "max_sequence_length": config.sequence,
         "train_samples": samples * config.batches,
         "eval_samples": config.microbatches * config.microbatch,
-        "opt_name": "adamw",
-        "opt_base_learning_rate": config.lr,
-        "opt_learning_rate_decay_schedule": "constant",
-        "opt_adamw_beta_1": ADAM["betas"][0],
-        "opt_adamw_beta_2": ADAM["betas"][1],
-        "opt_adamw_epsilon": ADAM["eps"],
-        "opt_adamw_weight_decay": ADAM["weight_decay"],
-        "opt_gradient_clip_norm": ADAM["clip"],
+        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
     }

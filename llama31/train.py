@@ -12,15 +12,26 @@ What is trained, without graphs:
         average(main_grad)                                    # over the ranks that hold equal parameters
         clip(main_grad), adam(main_grad)
 
-Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1, FullCudaGraphWrapper): the loop over microbatches and
-the average after it, with all communication in them, in ONE graph. FP8 scales are computed inside the layers.
-What layers keep for their backward, and what runs again in it, is a plan that all variants share (memory/plan.py).
+Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average behind it,
+with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. In plain
+PyTorch the capture and a step come to:
+
+    with torch.cuda.graph(graph, pool=pool):
+        forward_and_backward(state, num_microbatches)         # recorded, not run
+    inputs.copy_(batch), zero(main_grad)                      # in a step: eager
+    graph.replay()                                            # all microbatches: fills main_grad and the losses
+    clip(main_grad), adam(main_grad)                          # eager
 
 Not captured, and why:
-    the batch           it comes from the host; all microbatches are pulled ahead into static buffers, on a side stream
-    zero(main_grad)     gradients are added up in memory that lives through the whole run, so it is cleared in place
-    clip, Adam          schedules and logging change them; `graph_step` captures them all the same
-    reading losses      they lie in static memory, which the next replay overwrites
+    the batch           it comes from the host, each time from another address
+    zero(main_grad)     one kernel a buffer, so there is little to gain
+    clip, Adam          plain Python may change them while they are eager; `graph_step` captures them
+    reading losses      the host reads them when a person or a log asks, not in each step
+
+Copied in before a replay: tokens and targets of all microbatches to state.inputs, on a side stream.
+Read before the next replay overwrites it: state.microbatch_losses, which end_step adds up, and main_grad.
+Freed: activations, for the next microbatch in the same capture, once its backward is recorded; the pool in `close`.
+Layers may keep less and run again in the backward: a plan that all variants share decides (memory/plan.py).
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
     python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B
@@ -40,19 +51,20 @@ from functools import partial
 
 import torch
 
+# The harness: Pool makes graphs that share memory (without a GPU it records operators), Capture reports them,
+# warm_up_all runs eager steps. mark and section compute nothing: the host is timed at marks, a profile shows sections.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.training.parallel import collectives
 from common.variant import Capture
 from llama31.pipeline import stage as pipeline
-from llama31.pipeline.stage_graphs import StageGraphs
 from llama31.state import State
 from llama31.validation import GraphedValidation, validate, warm_up_all
 from llama31.workload import workload
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step
+# 1. The eager step. The baseline `eager` runs it as it is.
 
 
 def eager_step(state: State, index: int):
@@ -65,7 +77,7 @@ def eager_step(state: State, index: int):
 
 
 def forward_and_backward(state: State, count: int):
-    """All microbatches of a step, and the gradients' average over ranks. This is what `graph_fwd_bwd` captures."""
+    """All microbatches of a step, and the gradients' average over ranks: `graph_fwd_bwd` captures this function."""
     if state.config.pp > 1:
         pipeline.forward_and_backward(state, count)  # the same, in the order of a pipeline's schedule
     else:
@@ -88,8 +100,6 @@ def train_microbatch(state: State, microbatch: int):
     mark()
 
 
-# The baseline, `eager`, is common.variant.Eager of this step: kernels launched one by one.
-
 # ------------------------------------------------------------------------------------------------
 # 2. One graph over all microbatches
 
@@ -103,7 +113,8 @@ class Graphed:
         self.state, self.count = state, state.num_microbatches(0)
         self.pool = Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
-        # Eager steps first: libraries choose kernels, communicators connect, autograd makes its nodes on this stream.
+        # Libraries allocate and communicators connect at first use, which must not be in a graph. Warm-up trains;
+        # `state.reset` undoes that. Everything runs on one stream that is not the default stream, which cannot capture.
         warm_up_all(state, self.capture, eager_step)
         barrier()  # no rank captures while another one waits for what it sends
         with self.capture.timed("capture_s"):
@@ -112,7 +123,8 @@ class Graphed:
         barrier()
 
     def capture_training(self) -> list:
-        # main_grad, losses and state.inputs are there before: a replay finds them at the same addresses.
+        # Weights, main_grad, losses and state.inputs lie outside of the pool and keep their addresses. Each replay
+        # checks that the inputs, state.static, have kept address and shape.
         graph, _ = self.pool.capture(lambda: forward_and_backward(self.state, self.count), self.state.static)
         return [graph]
 
@@ -212,13 +224,13 @@ class GraphedMicrobatches(Graphed):
         return self.state.num_microbatches(index) + self.state.validates(index)
 
 
-def graphed_microbatches(state: State):
-    """In a pipeline a microbatch goes forward and backward at different times, so it has a graph for each."""
-    return StageGraphs(state, eager_step, whole=True) if state.config.pp > 1 else GraphedMicrobatches(state)
-
-
-# variants.py is the table of all variants. Graphs of single layers are in pipeline/stage_graphs.py, torch.compile
-# and eager with NaN checks in other_variants.py.
+# 4. All variants, declared in variants.py
+#
+#     eager                           eager_step above, run by common.variant.Eager
+#     graph_fwd_bwd, graph_step       Graphed, GraphedStep
+#     graph_microbatch                GraphedMicrobatches; in a pipeline pipeline/stage_graphs.py
+#     graph_layer                     pipeline/stage_graphs.py: each layer in each microbatch
+#     compile, reduce_overhead        other_variants.py: torch.compile; eager_nan_checks as well
 
 if __name__ == "__main__":
     main("llama31", args, partial(workload, variants=VARIANTS, eager_step=eager_step), require_runnable)

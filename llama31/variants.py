@@ -1,7 +1,7 @@
 """Llama 3.1's variants: what each is, what it promises, and where it is made (no torch here).
 
-The eager step and the captures are in train.py, graphs of single layers in pipeline/stage_graphs.py, the
-others in other_variants.py.
+The eager step and the captures are in train.py, graphs of single layers in pipeline/stage_graphs.py, the others in
+other_variants.py.
 """
 
 from common.variant_table import Declared, table
@@ -56,7 +56,6 @@ VARIANTS = table(
         "a forward and a backward graph per layer and microbatch, one pool, buffers chained",
         kind="graph",
         make="llama31.pipeline.stage_graphs:StageGraphs",
-        options=STEP,
         graphs=layer_graphs,
         replays=layer_replays,
         parity="bitwise",
@@ -66,7 +65,7 @@ VARIANTS = table(
         "graph_microbatch",
         "a graph per microbatch, forward and backward",
         kind="graph",
-        make="llama31.train:graphed_microbatches",
+        make="llama31.pipeline.stage_graphs:graphed_microbatches",
         graphs=lambda config: passes(config) + 1,
         replays=lambda config: replays_of(config, passes(config)),
         parity="bitwise",

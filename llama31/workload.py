@@ -62,8 +62,6 @@ def resolve(args, device: torch.device, world_size: int = 1):
             config = replace(config, precision="bf16", weights="bf16")
         if fault:
             notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
-    if config.layer == "te" and config.cp > 1 and config.cp_order != "balanced":
-        raise ValueError("--layer te takes --cp-order balanced; causal runs of tokens need --layer torch")
     if config.layer == "torch" and config.precision == "fp8":
         notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
     if device.type == "cpu":

@@ -10,10 +10,9 @@ from functools import partial
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.training.schedule import buffer_slots
-from common.variant import Capture
 from llama31.pipeline import stage as pipeline
 from llama31.state import State
-from llama31.validation import GraphedValidation, warm_up_all
+from llama31.train import Graphed, GraphedMicrobatches
 
 
 class GraphedPasses:
@@ -114,35 +113,35 @@ class GraphedPasses:
         return sum(len(found) for (_, microbatch), found in graphs if microbatch < count)
 
 
-class StageGraphs:
+class StageGraphs(Graphed):
     """The variant of these graphs. The average over ranks stays eager, and so does what stages exchange."""
 
-    def __init__(self, state: State, step, whole: bool = False):
-        self.state, self.pool = state, Pool(state.device)
-        what = "a microbatch" if whole else "layer x microbatch"
-        self.capture = Capture(strategy=f"{what}, forward and backward; validation", pools=[self.pool])
-        warm_up_all(state, self.capture, step)
-        with self.capture.timed("capture_s"):
-            self.passes = GraphedPasses(state, self.pool, whole)
-            self.validation = GraphedValidation(state, self.pool)
+    whole = False
+    strategy = "layer x microbatch, forward and backward; validation"
 
-    def step(self, index: int):
-        state = self.state
-        pipeline.forward_and_backward(state, state.begin_step(index), self.passes)
+    def capture_training(self) -> list:
+        self.passes = GraphedPasses(self.state, self.pool, self.whole)
+        return []
+
+    def replay(self, count: int):
+        pipeline.forward_and_backward(self.state, count, self.passes)
         with section("reduction"):
-            state.reduce_gradients()
-        state.end_step(index)
-        if state.validates(index):
-            self.validation.run()
-
-    def evaluate(self) -> float:
-        return self.validation.evaluate()
+            self.state.reduce_gradients()
 
     def replays_of(self, index: int) -> int:
         return self.passes.replays(self.state.num_microbatches(index)) + self.state.validates(index)
 
-    def close(self):
-        self.pool.release()
+
+class WholePasses(StageGraphs):
+    """A graph for each pass of a chunk."""
+
+    whole = True
+    strategy = "a microbatch, forward and backward; validation"
+
+
+def graphed_microbatches(state: State):
+    """In a pipeline a microbatch goes forward and backward at different times, so it has a graph for each."""
+    return WholePasses(state) if state.config.pp > 1 else GraphedMicrobatches(state)
 
 
 def _run_chunk(state, chunk, microbatch, hidden):

@@ -15,91 +15,51 @@ from llama31.variants import VARIANTS
 from tests.helpers import forked
 
 ROOT = Path(__file__).resolve().parents[2]
+TE, LOCAL = {"variant": "transformer_engine"}, {"variant": "local"}
+FULL_ITERATION = LOCAL | {"scope": "full_iteration"}
 # What a rule refuses -> (settings that it refuses, settings as near to them as can be that may be captured).
 CASES = {
-    "an unknown variant": ([{"variant": "nope"}], [{"variant": "eager"}, {"variant": "graph_layer"}]),
-    "an unknown scope": (
-        [{"variant": "transformer_engine", "scope": "attention"}],
-        [{"variant": "transformer_engine", "scope": "attn"}],
-    ),
     "a NaN check with a graph over whole microbatches": (
-        [
-            {"nan_checks": True, **more}
-            for more in ({}, {"variant": "graph_microbatch"}, {"variant": "local", "scope": "full_iteration"})
-        ],
+        [{"nan_checks": True, **more} for more in ({}, {"variant": "graph_microbatch"}, FULL_ITERATION)],
         [{"variant": "eager", "nan_checks": True}, {"variant": "graph_layer", "nan_checks": True}],
     ),
     "CPU offload with graphs of layers or microbatches": (
-        [
-            {"variant": variant, "cpu_offload": True}
-            for variant in ("graph_layer", "graph_microbatch", "local", "transformer_engine")
-        ],
+        [{"variant": "graph_layer", "cpu_offload": True}, TE | {"cpu_offload": True}],
         [{"cpu_offload": True}, {"variant": "eager", "cpu_offload": True}],
     ),
     "sequences of changing length": (
-        [
-            {"variant": variant, "changing_lengths": True}
-            for variant in ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "local")
-        ],
+        [{"changing_lengths": True}, LOCAL | {"changing_lengths": True}],
         [{"variant": "eager", "changing_lengths": True}],
     ),
     "a number of microbatches that changes, with a graph over all of them": (
         [{"ramp": "4,6,8"}, {"variant": "graph_step", "ramp": "1, 2"}],
-        [
-            {"variant": "graph_microbatch", "ramp": "4,6,8"},
-            {"variant": "graph_layer", "ramp": "1,2"},
-            {"ramp": "4, 4"},
-            {"ramp": "4"},
-        ],
+        [{"variant": "graph_microbatch", "ramp": "4,6,8"}, {"ramp": "4, 4"}, {"ramp": "4"}],
     ),
     "clipping with a host read in a captured optimizer": (
         [{"variant": "graph_step", "clip": "host"}],
         [{"clip": "host"}, {"variant": "graph_step"}],
     ),
     "expandable segments while NCCL registers buffers in captures": (
-        [{"expandable_segments": True}, {"variant": "transformer_engine", "expandable_segments": True}],
-        [
-            {"expandable_segments": True, "nccl_graph_register": False},
-            {"variant": "eager", "expandable_segments": True},
-        ],
+        [{"expandable_segments": True}, TE | {"expandable_segments": True}],
+        [{"expandable_segments": True, "nccl_graph_register": False}],
     ),
     "dropout whose generator is not registered": (
         [{"dropout": 0.1, "registered_generator": False}],
         [{"dropout": 0.1}, {"registered_generator": False}],
     ),
-    "scope full beside other scopes": (
-        [{"variant": "transformer_engine", "scope": "full,attn"}],
-        [{"variant": "transformer_engine", "scope": "full"}, {"variant": "transformer_engine"}],
-    ),
-    "scopes of modules with the whole iteration": (
-        [{"scope": "attn"}, {"variant": "local", "scope": "full_iteration,mlp"}],
-        [{}, {"variant": "local", "scope": "full_iteration"}],
-    ),
+    "scope full beside other scopes": ([TE | {"scope": "full,attn"}], [TE | {"scope": "full"}, TE]),
+    "scopes of modules with the whole iteration": ([{"scope": "attn"}, LOCAL | {"scope": "full_iteration,mlp"}], [{}]),
     "scopes of experts or Mamba in a dense model": (
-        [{"variant": "transformer_engine", "scope": scope} for scope in ("moe", "moe_router,moe_preprocess", "mamba")],
-        [{"variant": "transformer_engine", "scope": "attn,mlp"}],
+        [TE | {"scope": scope} for scope in ("moe_router,moe_preprocess", "mamba")],
+        [TE | {"scope": "attn,mlp"}],
     ),
-    "scopes of modules with variant local": (
-        [
-            {"variant": "local", "scope": "attn"},
-            {"variant": "local", "scope": "mlp"},
-            {"variant": "local", "scope": "full"},
-        ],
-        [{"variant": "local"}],
-    ),
-    "scope full_iteration with variant transformer_engine": (
-        [{"variant": "transformer_engine", "scope": "full_iteration"}],
-        [{"variant": "local", "scope": "full_iteration"}],
-    ),
+    "scopes of modules with variant local": ([LOCAL | {"scope": scope} for scope in ("attn", "full")], [LOCAL]),
+    "scope full_iteration with variant transformer_engine": ([TE | {"scope": "full_iteration"}], [FULL_ITERATION]),
     "recompute of full granularity with Megatron's graphs of layers": (
-        [{"variant": "transformer_engine", "full_recompute": True}, {"variant": "local", "full_recompute": True}],
-        [{"full_recompute": True}, {"variant": "local", "scope": "full_iteration", "full_recompute": True}],
+        [TE | {"full_recompute": True}, LOCAL | {"full_recompute": True}],
+        [{"full_recompute": True}, FULL_ITERATION | {"full_recompute": True}],
     ),
 }
-
-
-def test_every_row_has_its_cases():
-    assert [rule.what for rule in RULES] == list(CASES)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
@@ -118,6 +78,7 @@ def test_row(rule):
 
 
 def test_the_page_is_the_table():
+    assert [rule.what for rule in RULES] == list(CASES)
     page = (ROOT / "docs" / "what_cannot_be_captured.md").read_text()
     assert page.endswith(f"\n\n{capturable.table()}\n")
 
@@ -138,9 +99,8 @@ def test_the_command_answers(capsys):
     "arguments, fault",
     [
         (["--ramp", "abc"], "--ramp abc: takes numbers from 1 up"),
-        (["--ramp", "4,,6"], "--ramp 4,,6: takes numbers from 1 up"),
-        (["--variant", "graph_microbatch", "--ramp", "0"], "--ramp 0: takes numbers from 1 up"),
-        (["--dropout", "-1"], "--dropout -1.0: takes a number from 0 up, below 1"),
+        (["--scope", "attention"], "--scope attention: takes some of full, "),
+        (["--variant", "nope"], "argument --variant: 'nope' is not one of eager, "),
         (["--dropout", "nan"], "--dropout nan: takes a number from 0 up, below 1"),
     ],
 )
@@ -156,11 +116,7 @@ def test_all_faults_are_told(capsys):
     arguments = ["--variant", "graph_step", "--nan-checks", "true", "--ramp", "4,6", "--clip", "host"]
     with pytest.raises(SystemExit) as caught:
         capturable.main(arguments)
-    lines = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2 and len(lines) == 3
-    assert all(
-        line.startswith("python -m llama31.capturable: cannot capture a") or "clipping" in line for line in lines
-    )
+    assert caught.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 3
     with pytest.raises(ValueError) as refused:
         refuse(Setting(variant="graph_step", nan_checks=True, ramp="4,6", clip="host"))
     assert "\n" not in str(refused.value) and str(refused.value).count(". Nor ") == 2
@@ -186,7 +142,6 @@ WHOLE = ("graph_microbatch", "graph_fwd_bwd", "graph_step")
         ({}, {}, ()),
         ({"nan_checks": True}, {}, WHOLE),
         ({"ramp": "1,2,3"}, {}, ("graph_fwd_bwd", "graph_step")),
-        ({"ramp": "2,2"}, {}, ()),
         ({"clip": "host"}, {}, ("graph_step",)),
         ({"ramp": "02,2"}, {}, ()),
         ({}, RANKS | EXPANDABLE, ("graph_layer", *WHOLE)),
@@ -198,8 +153,6 @@ WHOLE = ("graph_microbatch", "graph_fwd_bwd", "graph_step")
         ),
         # Alone, a process has no NCCL.
         ({}, {"WORLD_SIZE": "1"} | EXPANDABLE, ()),
-        ({}, EXPANDABLE, ()),
-        ({"pp": 2}, {}, ()),
     ],
 )
 def test_flags_meet_the_table(changes, environment, refused):

@@ -13,7 +13,7 @@ from common.training.parallel.groups import Place
 from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX
 from common.variant import Unsupported
-from llama31 import model, train
+from llama31 import linears, model, train
 from llama31.config import PRESETS, ROPE_SCALING
 from llama31.precision import require_precision
 from tests.helpers.llama2_lora_case import weights, write_checkpoint
@@ -89,13 +89,10 @@ def test_positions_far_out_are_stretched():
     assert bool((ratio.diff() <= 1e-6).all())
 
 
-def test_balanced_ranks_see_equal_numbers_of_keys():
-    for order in ("balanced", "causal"):
-        config = replace(TINY, cp=2, cp_order=order)
-        positions = [model.positions_of(config, rank) for rank in range(2)]
-        assert sorted(torch.cat(positions).tolist()) == list(range(64))
-        seen = [int((each + 1).sum()) for each in positions]
-        assert (seen[0] == seen[1]) == (order == "balanced")
+def test_context_ranks_see_equal_numbers_of_keys():
+    positions = [model.positions_of(replace(TINY, cp=2), rank) for rank in range(2)]
+    assert sorted(torch.cat(positions).tolist()) == list(range(64))
+    assert len({int((each + 1).sum()) for each in positions}) == 1
 
 
 def test_shards_are_parts_of_one_tensor():
@@ -183,14 +180,14 @@ def test_stored_fp8_weights_are_their_masters_to_fp8():
     before = linear.weight.float().clone()
     train.eager_step(state, 0)
     assert not torch.equal(linear.weight.float(), before)
-    values, inverse = model.quantize_fp8(master, torch.float8_e4m3fn, E4M3_MAX)
+    values, inverse = linears.quantize_fp8(master, torch.float8_e4m3fn, E4M3_MAX)
     assert torch.equal(linear.weight.float(), values.float()) and torch.equal(linear.inverse, inverse)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4_emulated"])
 def test_operands_of_all_three_gemms_are_rounded(precision):
     config = replace(TINY, precision=precision)
-    linear = model.make_linear(config, 64, 48, torch.float32, CPU)
+    linear = linears.make_linear(config, 64, 48, torch.float32, CPU)
     torch.manual_seed(0)
     torch.nn.init.normal_(linear.weight)
     linear.weight.main_grad = torch.zeros_like(linear.weight)
@@ -198,9 +195,9 @@ def test_operands_of_all_three_gemms_are_rounded(precision):
     linear(x, True).backward(grad)
     rows, columns, weight = grad[:, 0], x.detach()[:, 0], linear.weight.detach()
     if precision == "fp8":
-        dy = model.rounded_fp8(rows, torch.float8_e5m2, 57344.0)
-        grad_x, grad_w = dy @ model.rounded_fp8(weight), dy.t() @ model.rounded_fp8(columns)
-        y = model.rounded_fp8(columns) @ model.rounded_fp8(weight).t()
+        dy = linears.rounded_fp8(rows, torch.float8_e5m2, 57344.0)
+        grad_x, grad_w = dy @ linears.rounded_fp8(weight), dy.t() @ linears.rounded_fp8(columns)
+        y = linears.rounded_fp8(columns) @ linears.rounded_fp8(weight).t()
     else:
         y = nvfp4.emulate(columns) @ nvfp4.emulate(weight).t()
         grad_x = nvfp4.emulate(rows) @ nvfp4.emulate(weight.t().contiguous()).t()
@@ -223,10 +220,9 @@ def test_precisions_differ_and_all_learn():
         "fp8": {},
         "fp8 stored": {"weights": "fp8"},
         "bf16 moments": {"moments": "bf16"},
-        "fp32 main_grad": {"main_grad": "fp32"},
         "nvfp4": {"precision": "nvfp4_emulated"},
     }.items():
-        losses[name] = tuple(follow_eager(make(**changes, batches=1), 6)[0])
+        losses[name] = tuple(follow_eager(make(**changes, batches=1), 5)[0])
     assert len(set(losses.values())) == len(losses)
     for name, each in losses.items():
         assert each[-1] < each[0] - 0.5, name

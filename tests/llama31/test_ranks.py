@@ -20,11 +20,10 @@ from tests.helpers.made import made
 # FP32 throughout: what is left is the order of sums.
 EXACT = {"precision": "bf16", "main_grad": "fp32", "microbatches": 4}
 FP8 = ({"microbatches": 2}, {"microbatches": 2, "fc1_store": "fp8", "weights": "fp8"})
-STEPS = 4
+STEPS = 3
 SPLITS = {
     "tp2": {"tp": 2},
     "cp2": {"cp": 2},
-    "cp2_causal": {"cp": 2, "cp_order": "causal"},
     "pp2": {"pp": 2},
     # Chunks of 1, 2, 2 and 1 layers.
     "pp2_chunks2": {"pp": 2, "chunks": 2, "layers": 6, "microbatches": 4},
@@ -32,78 +31,58 @@ SPLITS = {
     "tp2_pp2": {"tp": 2, "pp": 2},
     "tp2_cp2": {"tp": 2, "cp": 2},
 }
+# Splits of two ranks and variants that are compared with eager in one pair of processes.
+GRAPHED = {
+    "fast": {
+        "dp2": ("graph_fwd_bwd", "graph_step"),
+        "tp2": ("graph_fwd_bwd",),
+        "pp2": ("graph_layer", "graph_microbatch"),
+        "pp2_chunks2": ("graph_microbatch",),
+    },
+    "slow": {
+        "dp2": ("graph_layer", "graph_microbatch"),
+        "tp2": ("graph_step",),
+        "cp2": ("graph_fwd_bwd",),
+        "pp2": ("graph_fwd_bwd", "graph_step"),
+        "pp2_chunks2": ("graph_fwd_bwd", "graph_step", "graph_layer"),
+        "dp2_zero": ("graph_fwd_bwd", "graph_step"),
+    },
+}
 
 
 def own_rank():
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def fp32_losses(split):
-    state = make(*own_rank(), torch.float32, **EXACT | SPLITS[split])
+def trained():
+    """Losses and norms in FP32 of the split in $SPLIT."""
+    state = make(*own_rank(), torch.float32, **EXACT | SPLITS[os.environ["SPLIT"]])
     # What Transformer Engine's layers communicate over.
     group = collectives.process_group(state.groups.tensor)
     assert (1 if group is None else group.size()) == state.config.tp
-    losses, norms, _ = follow_eager(state, STEPS)
-    return losses, norms
+    return follow_eager(state, STEPS)[:2]
 
 
-def tp2():
-    return fp32_losses("tp2")
-
-
-def fp8_tp2():
-    """FP8 emulated around FP32 GEMMs, FP8 kept of fc1's output, and layers that run again."""
-    losses = []
-    for changes in FP8:
-        state = make(*own_rank(), torch.float32, tp=2, **changes)
-        losses.append(follow_eager(state, STEPS)[:2])
-    return losses
-
-
-def cp2():
-    return fp32_losses("cp2")
-
-
-def cp2_causal():
-    return fp32_losses("cp2_causal")
-
-
-def pp2():
-    return fp32_losses("pp2")
-
-
-def pp2_chunks2():
-    return fp32_losses("pp2_chunks2")
-
-
-def tp2_pp2():
-    return fp32_losses("tp2_pp2")
-
-
-def tp2_cp2():
-    return fp32_losses("tp2_cp2")
-
-
-@pytest.fixture(scope="module")
-def alone():
+@pytest.mark.parametrize(
+    ("split", "num_ranks"),
+    [
+        *((split, 2) for split in ("tp2", "cp2", "pp2", "pp2_chunks2")),
+        *(pytest.param(split, 4, marks=pytest.mark.slow) for split in ("tp2_pp2", "tp2_cp2")),
+    ],
+)
+def test_ranks_of_one_replica_train_as_one_process_does(split, num_ranks, monkeypatch):
     torch.use_deterministic_algorithms(False)
-    losses, norms, _ = follow_eager(make(dtype=torch.float32, **EXACT), STEPS)
-    return losses, norms
-
-
-@pytest.mark.parametrize("split", ["tp2", "cp2", "cp2_causal", "pp2"])
-def test_two_ranks_of_one_replica_train_as_one_process_does(alone, split):
-    for losses, norms in gloo_ranks.run(__name__, split, 2):
+    layers = SPLITS[split].get("layers", TINY.layers)
+    alone = follow_eager(make(dtype=torch.float32, **EXACT, layers=layers), STEPS)
+    monkeypatch.setenv("SPLIT", split)
+    for losses, norms in gloo_ranks.run(__name__, "trained", num_ranks):
         assert losses == pytest.approx(alone[0], rel=1e-5)
         assert norms == pytest.approx(alone[1], rel=1e-4)
 
 
-def test_two_interleaved_stages_train_as_one_process_does():
-    torch.use_deterministic_algorithms(False)
-    alone_losses, alone_norms, _ = follow_eager(make(dtype=torch.float32, **EXACT | {"layers": 6}), STEPS)
-    for losses, norms in gloo_ranks.run(__name__, "pp2_chunks2", 2):
-        assert losses == pytest.approx(alone_losses, rel=1e-5)
-        assert norms == pytest.approx(alone_norms, rel=1e-4)
+def fp8_tp2():
+    """FP8 emulated around FP32 GEMMs, FP8 kept of fc1's output, and layers that run again."""
+    return [follow_eager(make(*own_rank(), torch.float32, tp=2, **changes), STEPS)[:2] for changes in FP8]
 
 
 def test_two_tensor_ranks_round_to_fp8_as_one_process_does():
@@ -115,21 +94,13 @@ def test_two_tensor_ranks_round_to_fp8_as_one_process_does():
             assert norms == pytest.approx(alone_norms, rel=2e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["tp2_pp2", "tp2_cp2"])
-def test_four_ranks_of_one_replica_train_as_one_process_does(alone, split):
-    for losses, norms in gloo_ranks.run(__name__, split, 4):
-        assert losses == pytest.approx(alone[0], rel=1e-5)
-        assert norms == pytest.approx(alone[1], rel=1e-4)
-
-
-def differences(variants):
-    """Return the differences of each split's variants from eager, on this rank."""
+def differences_from_eager():
+    """By split and variant of $GROUP, on this rank."""
     found = {}
-    for split, names in variants.items():
-        changes = SPLITS.get(split, {})
+    for split, names in GRAPHED[os.environ["GROUP"]].items():
         formats = {"main_grad": "fp32"} if split == "dp2_zero" else {"weights": "fp8", "moments": "bf16"}
-        state = make(*own_rank(), **{"microbatches": 2, "validate_every": 2} | formats | changes)
+        changes = {"microbatches": 2, "validate_every": 2} | formats | SPLITS.get(split, {})
+        state = make(*own_rank(), **changes)
         eager = follow_eager(state, STEPS)
         assert len(set(eager[0])) == STEPS and min(eager[0]) > 0
         for name in names:
@@ -141,14 +112,11 @@ def differences(variants):
     return found
 
 
-def graphed():
-    return differences(
-        {
-            "dp2": ("graph_fwd_bwd", "graph_step"),
-            "tp2": ("graph_fwd_bwd",),
-            "pp2": ("graph_fwd_bwd", "graph_layer", "graph_microbatch"),
-        }
-    )
+@pytest.mark.parametrize("group", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
+def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit(group, monkeypatch):
+    monkeypatch.setenv("GROUP", group)
+    for found in gloo_ranks.run(__name__, "differences_from_eager", 2, timeout_s=300):
+        assert len(found) == sum(map(len, GRAPHED[group].values())) and not any(found.values()), found
 
 
 def pipeline_ramp():
@@ -170,38 +138,6 @@ def pipeline_ramp():
 def test_a_ramp_in_a_pipeline_replays_as_many_graphs_as_asked():
     for found in gloo_ranks.run(__name__, "pipeline_ramp", 2, timeout_s=200):
         assert list(found) == ["graph_layer", "graph_microbatch"] and not any(found.values()), found
-
-
-def interleaved():
-    return differences({"pp2_chunks2": ("graph_microbatch",)})
-
-
-def interleaved_otherwise():
-    return differences({"pp2_chunks2": ("graph_fwd_bwd", "graph_step", "graph_layer")})
-
-
-@pytest.mark.parametrize(
-    ("function", "count"), [("interleaved", 1), pytest.param("interleaved_otherwise", 3, marks=pytest.mark.slow)]
-)
-def test_interleaved_stages_graphed_equal_eager_bit_for_bit(function, count):
-    for found in gloo_ranks.run(__name__, function, 2, timeout_s=300):
-        assert len(found) == count and not any(found.values()), found
-
-
-def graphed_otherwise():
-    splits = {
-        "dp2": ("graph_layer", "graph_microbatch"),
-        "tp2": ("graph_step",),
-        "cp2": ("graph_fwd_bwd",),
-        "pp2": ("graph_step",),
-    }
-    return differences({**splits, "dp2_zero": ("graph_fwd_bwd", "graph_step")})
-
-
-@pytest.mark.parametrize("function", ["graphed", pytest.param("graphed_otherwise", marks=pytest.mark.slow)])
-def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit(function):
-    for found in gloo_ranks.run(__name__, function, 2, timeout_s=300):
-        assert len(found) > 3 and not any(found.values()), found
 
 
 class Operators(TorchDispatchMode):

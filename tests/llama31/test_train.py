@@ -10,28 +10,24 @@ import torch
 from common.capture.pool import Pool
 from common.variant import CaptureError, Unsupported, enter, leave
 from common.variant_table import construct, resolved
-from llama31 import other_variants, train
+from llama31 import train
 from llama31.config import PRESETS
 from llama31.variants import VARIANTS
-from llama31.workload import KNOWN, card
+from llama31.workload import card
 from tests.helpers import forked
 from tests.helpers.followed import difference, follow
 from tests.helpers.llama2_lora_case import write_checkpoint
 from tests.helpers.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
 from tests.helpers.made import made
 
+SMALL = {"hidden": 64, "head_dim": 16, "ffn": 128, "sequence": 32}
 GRAPHS = ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step")
-
-
-def test_every_variant_is_made_by_what_the_table_names():
-    assert all(callable(resolved(variant.make)) for variant in VARIANTS.values())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        pytest.param({"precision": "bf16", "main_grad": "fp32"}, marks=pytest.mark.slow),
         {"weights": "fp8", "moments": "bf16", "validate_every": 2},
         pytest.param(
             {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
@@ -41,25 +37,24 @@ def test_every_variant_is_made_by_what_the_table_names():
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",
 )
 def test_graphs_equal_eager_bit_for_bit(changes):
-    state = make(**changes)
-    eager = follow_eager(state, 5)
-    assert difference(follow_eager(state, 5), eager, state) == ""
+    state = make(**SMALL | changes)
+    eager = follow_eager(state, 3)
     for name in (*GRAPHS, "eager_nan_checks"):
         variant = made(VARIANTS, name, state)
         before = variant.capture.num_replays
-        assert difference(follow(state, variant.step, 5), eager, state) == "", name
+        assert difference(follow(state, variant.step, 3), eager, state) == "", name
         replays = variant.capture.num_replays - before
-        assert replays == sum(variant.replays_of(index) for index in range(5))
+        assert replays == sum(variant.replays_of(index) for index in range(3))
         graphs, each = VARIANTS[name].promised(state.config)
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs
-        assert each is None or replays == 5 * each
+        assert each is None or replays == 3 * each
         leave(variant)
         assert not state.nan_checks
         variant.close()
 
 
 def test_variants_take_turns_on_one_state():
-    state = make(weights="fp8", moments="bf16")
+    state = make(**SMALL, weights="fp8", moments="bf16", layers=1, microbatches=2)
     expected = follow_eager(state, 2)
     names = ("eager", "eager_nan_checks", *GRAPHS)
     made_once = {name: construct(VARIANTS[name], state) for name in names}
@@ -77,16 +72,16 @@ def test_variants_take_turns_on_one_state():
 
 def test_train_validate_train_gives_eagers_losses():
     """The validation shares the training's pool, whose memory the host graph fills with NaN where it is free."""
-    state = make()
+    state = make(**SMALL, layers=1, microbatches=2)
 
     def run(step, evaluate):
         state.reset()
         losses = []
-        for index in range(6):
+        for index in range(4):
             step(index)
             if index % 2:
                 losses.append(evaluate())
-        return state.read_losses(6), losses, [t.clone() for _, t in state.named_state()]
+        return state.read_losses(4), losses, [t.clone() for _, t in state.named_state()]
 
     eager = run(lambda index: train.eager_step(state, index), state.evaluate)
     assert eager[1][0] > eager[1][-1]
@@ -96,10 +91,10 @@ def test_train_validate_train_gives_eagers_losses():
         ours = run(variant.step, variant.evaluate)
         assert ours[:2] == eager[:2], name
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours[2], eager[2], strict=True)), name
-        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(6))) + 3
+        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(4))) + 2
         variant.close()
     # A validation leaves no trace in what is trained.
-    assert state.read_losses(6) == follow_eager(state, 6)[0]
+    assert state.read_losses(4) == follow_eager(state, 4)[0]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -128,10 +123,12 @@ def test_eager_passes_come_before_the_first_capture(name, monkeypatch):
 
 
 def test_a_held_out_batch_is_no_training_batch():
-    state = make()
-    held = {tuple(row) for row in state.held_out["tokens"].transpose(1, 2).flatten(0, 1).tolist()}
-    for batch in state.batches:
-        assert not held & {tuple(row) for row in batch["tokens"].transpose(1, 2).flatten(0, 1).tolist()}
+    state = make(layers=1)
+
+    def rows(batch):
+        return {tuple(row) for row in batch["tokens"].transpose(1, 2).flatten(0, 1).tolist()}
+
+    assert not any(rows(state.held_out) & rows(batch) for batch in state.batches)
 
 
 def test_text_too_short_to_hold_out_says_so(tmp_path):
@@ -153,21 +150,20 @@ def test_text_too_short_to_hold_out_says_so(tmp_path):
 
 @pytest.mark.parametrize("name", ["graph_layer", "graph_microbatch"])
 def test_a_ramp_replays_as_many_graphs_as_asked(name):
-    state = make(microbatches=8, ramp="4,6,8", precision="bf16", layers=1)
-    eager = follow_eager(state, 6)
+    state = make(**SMALL, microbatches=4, ramp="2,3,4", precision="bf16", layers=1)
+    eager = follow_eager(state, 4)
     variant = made(VARIANTS, name, state)
     num_graphs = len(variant.pool.graphs)
-    assert difference(follow(state, variant.step, 6), eager, state) == ""
+    assert difference(follow(state, variant.step, 4), eager, state) == ""
     assert len(variant.pool.graphs) == num_graphs
     per_microbatch = 2 if name == "graph_layer" else 1
-    assert [variant.replays_of(index) for index in range(4)] == [n * per_microbatch for n in (4, 6, 8, 4)]
-    assert [state.batch_class(index) for index in range(4)] == [8, 12, 16, 8]
+    assert [variant.replays_of(index) for index in range(4)] == [n * per_microbatch for n in (2, 3, 4, 2)]
+    assert [state.batch_class(index) for index in range(4)] == [4, 6, 8, 4]
     variant.close()
 
 
 def test_a_ramp_of_fewer_microbatches_trains_on_those_alone():
-    state = make(microbatches=4, ramp="2", precision="bf16")
-    assert follow_eager(state, 3)[0] == follow_eager(make(microbatches=4, ramp="2", precision="bf16"), 3)[0]
+    state = make(microbatches=4, ramp="2", precision="bf16", layers=1)
     state.inputs["tokens"][2:].fill_(1)
     train.eager_step(state, 0)
     assert state.microbatch_losses[2:].tolist() == [0, 0] and state.microbatch_losses[:2].min() > 0
@@ -224,6 +220,7 @@ def test_clipping_on_the_host_is_close_to_clipping_on_the_device():
 
 
 def test_compiled_variants_say_what_they_need():
+    assert all(callable(resolved(variant.make)) for variant in VARIANTS.values())
     state = make(precision="bf16", layers=1)
     for name in ("compile", "reduce_overhead"):
         with pytest.raises(Unsupported):
@@ -250,7 +247,6 @@ def said(*arguments):
         (["--memory-gib", "0.001"], "bytes (0.0 GiB) of memory are given, the smallest plan needs"),
         (["--layer", "te"], "--layer te needs a GPU"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
-        (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
         (["--checkpoint", "/nowhere/llama", "--share-tp", "2"], "--share-tp 1"),
     ],
 )
@@ -273,4 +269,3 @@ def test_cards_name_models_shares_and_both_counts():
     text = "\n".join(card(replace(PRESETS["full"], layer="te", memory_gib=120.0), CPU))
     assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
     assert re.search(r"\nmlp +5 +0 +27 ", text) and "sum, of 120.00 GiB" in text
-    assert len(KNOWN) == 2 and other_variants.__doc__

@@ -22,3 +22,16 @@ class Hyperparameters:
     eps: float
     weight_decay: float
     clip: float = math.inf
+
+    def mllog(self) -> dict:
+        """Return the numbers at a constant learning rate by the names of an MLPerf log."""
+        return {
+            "opt_name": "adamw",
+            "opt_base_learning_rate": self.lr,
+            "opt_learning_rate_decay_schedule": "constant",
+            "opt_adamw_beta_1": self.betas[0],
+            "opt_adamw_beta_2": self.betas[1],
+            "opt_adamw_epsilon": self.eps,
+            "opt_adamw_weight_decay": self.weight_decay,
+            "opt_gradient_clip_norm": self.clip,
+        }

@@ -3,14 +3,14 @@
 import torch
 
 
-def places(sequence: int, ranks: int, rank: int, balanced: bool = True) -> torch.Tensor:
+def places(sequence: int, ranks: int, rank: int) -> torch.Tensor:
     """int64 [sequence / ranks]: the places in the sequence of the tokens that a context rank has.
 
-    balanced: of 2 x ranks runs the ranks have one from the front and one from the back, as Transformer Engine wants it,
-    so that under a causal mask all see equally many keys. Else each has one run.
+    Of 2 x ranks runs each has one from the front and one from the back, as Transformer Engine wants it, so that under a
+    causal mask all see equally many keys.
     """
     every = torch.arange(sequence)
-    if ranks == 1 or not balanced:
-        return every.chunk(ranks)[rank]
+    if ranks == 1:
+        return every
     runs = every.chunk(2 * ranks)
     return torch.cat((runs[rank], runs[2 * ranks - 1 - rank]))
