@@ -1,9 +1,9 @@
 """Jobs of a few gloo ranks in which one rank fails in some phase: `python -m tests.helpers.rank_job FOLDER JOB ...`.
 
-JOB is kind:phase:rank:world_size, as in killed:steps:1:2. Stalled jobs begin first, and of those that compute few run
-at a time. Each is forked from a process that has imported torch, and each leader does what torchrun does: it holds the
-store, waits for its ranks, and stops the others when one has failed ("alone" as a fifth part: it does not).
-FOLDER/JOB.json holds exit statuses and seconds; FOLDER/JOB has the file of --record.
+JOB is kind:phase:rank:world_size, as in killed:steps:1:2. A few run at a time. Each is forked from a process that has
+imported torch, and each leader does what torchrun does: it holds the store, waits for its ranks, and stops the others
+when one has failed ("alone" as a fifth part: it does not). FOLDER/JOB.json holds exit statuses and seconds; FOLDER/JOB
+has the file of --record.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from common.variant import Capture, Unsupported, Workload, warm_up
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
 PHASES = ("build", "capture", "steps", "profile")
-NUM_AT_ONCE = 6  # of jobs that compute
+NUM_AT_ONCE = 8
 PORT_DIGITS = 5
 
 
@@ -115,8 +115,6 @@ def run_rank(job, folder):
     def fails(place):
         # Among the steps that are timed, in which no garbage is collected, and not in a step before them.
         if rank == int(failing) and place == phase and not (place == "steps" and gc.isenabled()):
-            if kind == "stalled":
-                (folder / "stalls").touch()
             fail(kind)
 
     sys.argv = ["rank_job"] + (["--profile"] if phase == "profile" else [])
@@ -185,29 +183,15 @@ def main(folder, *jobs):
     # Once, before all forks: it imports torch's compiler, which takes seconds.
     torch.use_deterministic_algorithms(False)
     importlib.import_module("torch.distributed.nn.functional")
-    folder, computing = Path(folder), {}
-    for job in sorted(jobs, key=lambda job: not job.startswith("stalled:")):
-        while len(computing) == NUM_AT_ONCE:
-            time.sleep(0.05)
-            computing = {pid: name for pid, name in computing.items() if computes(pid, folder / name)}
-        computing[begin(job, folder)] = job
+    for index, job in enumerate(jobs):
+        if index >= NUM_AT_ONCE:
+            os.wait()
+        if os.fork() == 0:
+            lead(job.split(":"), Path(folder))
+            os._exit(0)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
-
-
-def begin(job, folder):
-    """Process id of a job's leader."""
-    pid = os.fork()
-    if pid == 0:
-        lead(job.split(":"), folder)
-        os._exit(0)
-    return pid
-
-
-def computes(pid, home):
-    """Return whether the leader runs and its ranks do not wait for a stalled rank."""
-    return os.waitpid(pid, os.WNOHANG)[0] == 0 and not (home / "stalls").exists()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from common.capture import host_graph_memory
 from common.capture.host_graph import CaptureError, HostPool
-from tests.helpers.host_graph_cases import X, batches, number_through_a_mask, same
+from tests.helpers.host_graph_cases import X, batches, same
 
 F = nn.functional
 
@@ -171,16 +171,6 @@ def test_memory_dead_at_a_capture_is_spoilt_and_living_memory_is_not():
     assert hidden.isnan().all() and torch.equal(y, x.exp().sin())
 
 
-def test_a_number_stored_at_capture_survives_other_graphs():
-    pool = HostPool()
-    first, _ = pool.capture(lambda: X + 1)
-    second, y = pool.capture(lambda: number_through_a_mask(X, None))
-    for _ in range(2):
-        first.replay()
-        second.replay()
-        assert y.tolist() == [7] * 4
-
-
 def test_every_kind_of_number_is_spoilt():
     pool = HostPool()
     kinds = (torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64)
@@ -200,25 +190,11 @@ def test_without_use_counts_only_later_graphs_are_spoilt(monkeypatch):
 # --- memory and release
 
 
-def test_bytes_counts_each_storage_once():
-    pool = HostPool()
-    x = torch.zeros(256)
-
-    def two_storages():
-        y = x + 1
-        y.add_(1)
-        return y.view(16, 16), y[:3], x * 2
-
-    pool.capture(two_storages)
-    assert pool.bytes() == 2 * 1024
-    pool.capture(lambda: x - 1)
-    assert pool.bytes() == 3 * 1024
-
-
 def test_release_frees_memory_and_ends_replays():
     pool = HostPool()
     first, y = pool.capture(lambda: (X + 1) * 2)
     second, z = pool.capture(functools.partial(torch.add, y, 1))
+    assert pool.bytes() == 3 * X.nbytes
     references = [StorageWeakRef(storage.bytes.untyped_storage()) for storage in pool.owned.values()]
     expected = z.clone()
     first.release()

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -76,16 +74,9 @@ def gpt3_log(tmp_path_factory):
     return path, json.loads(result.read_text())
 
 
-def test_official_checker_passes_the_log_of_a_run(gpt3_log, tmp_path):
-    path, _ = gpt3_log
-    assert passes(path)
-    command = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "5.1.0"]
-    answer = subprocess.run([*command, "--config", RULES, path], cwd=tmp_path, capture_output=True, text=True)
-    assert answer.returncode == 0 and "SUCCESS" in answer.stderr
-
-
 def test_log_of_a_run_says_what_its_result_says(gpt3_log):
     path, result = gpt3_log
+    assert passes(path)
     lines = parse(path.read_text())
     assert len(lines) == len(path.read_text().splitlines())
     times_ms = [line["time_ms"] for line in lines]
@@ -100,17 +91,11 @@ def test_log_of_a_run_says_what_its_result_says(gpt3_log):
     warm_up = lines[keys(lines).index("init_stop") - 1]["value"]
     assert warm_up["capture_time"] == pytest.approx(result["capture_s"], abs=1e-3)
     assert warm_up["warmup_time"] == pytest.approx(result["warmup_s"] + result["capture_s"], abs=1e-3)
+    assert "submission_division" not in keys(lines) and "not a submission" in of(lines, "submission_org")["value"]
+    assert str(ROOT) not in path.read_text()
     # A model that knows nothing says log(256) of a byte; eight steps teach it something of text it has not seen.
     accuracy = of(lines, "eval_accuracy")["value"]
     assert accuracy == result["eval_loss"] and 2 < accuracy < math.log(256)
-
-
-def test_log_claims_no_submission_and_names_no_path_of_the_machine(gpt3_log):
-    path, _ = gpt3_log
-    lines = parse(path.read_text())
-    assert "submission_division" not in keys(lines) and "not a submission" in of(lines, "submission_org")["value"]
-    assert {line["metadata"]["file"] for line in lines} == {"common/script/mllog.py"}
-    assert str(ROOT) not in path.read_text()
 
 
 def without(*names):
@@ -129,29 +114,15 @@ def replaced(name, which=0, **changes):
     return change
 
 
-def added(after, **line):
-    def change(lines):
-        place = keys(lines).index(after)
-        return [*lines[: place + 1], lines[place] | line, *lines[place + 1 :]]
-
-    return change
-
-
 BROKEN = {
     "no run_start": without("run_start"),
     "no evaluation": without("eval_start", "eval_accuracy", "eval_stop"),
     "no seed": without("seed"),
-    "no tracked_stats": without("tracked_stats"),
     "no steps": lambda lines: [line for line in lines if line not in step_lines(lines)],
-    "no last step": lambda lines: [line for line in lines if line is not step_lines(lines)[-1]],
     "no capture_time": replaced("tracked_stats", value={"warmup_time": 1.0}),
-    "capture on the clock": added("block_start", key="tracked_stats", value={"warmup_time": 1.0, "capture_time": 1.0}),
     "time runs backwards": replaced("tracked_stats", which=3, later_ms=-100_000),
-    "two runs": added("run_start"),
     "aborted": replaced("run_stop", status="aborted"),
-    "accuracy is null": replaced("eval_accuracy", value=None),
     "samples miscounted": replaced("block_stop", samples_count=1),
-    "a division": added("submission_org", key="submission_division", value="open"),
     "it ends early": lambda lines: lines[: len(lines) // 2],
 }
 
@@ -287,15 +258,6 @@ def test_a_run_that_ends_early_says_so_and_fails_the_check(tmp_path):
     assert keys(lines)[0] == "init_start" and keys(lines)[-1] == "run_stop" and "run_start" not in keys(lines)
     assert lines[-1]["metadata"] | {"status": "aborted", "reason": "unsupported: needs a GPU"} == lines[-1]["metadata"]
     assert not passes(tmp_path / "x")
-
-
-def test_losses_that_are_not_finite_abort_after_the_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(State, "read_losses", lambda self, count: [math.nan] * count)
-    result = run(path=tmp_path / "x")
-    lines = parse((tmp_path / "x").read_text())
-    assert result["status"] == "numerics_failed"
-    assert keys(lines)[-2:] == ["block_stop", "run_stop"] and lines[-1]["metadata"]["status"] == "aborted"
-    assert lines[-1]["time_ms"] == lines[-2]["time_ms"]
 
 
 def test_an_evaluation_that_cannot_be_is_a_note(tmp_path, monkeypatch):
