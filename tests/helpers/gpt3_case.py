@@ -36,16 +36,12 @@ SMALL = replace(
 # Name: (ranks, what differs from SMALL).
 SPLITS = {
     "tp2": (2, {"tp": 2}),
-    "pp2": (2, {"pp": 2}),
     "pp2x2": (2, {"pp": 2, "chunks": 2}),
-    "dp2": (2, {}),
     "dp2_zero": (2, {"zero1": True}),
-    "tp4": (4, {"tp": 4}),
     "tp2_pp2x2": (4, {"tp": 2, "pp": 2, "chunks": 2}),
     "tp2_dp2_zero": (4, {"tp": 2, "zero1": True}),
     "pp4": (4, {"pp": 4}),
     "pp2_dp2_zero": (4, {"pp": 2, "zero1": True}),
-    "tp2_pp2_dp2": (8, {"tp": 2, "pp": 2}),
     "tp2_pp2x2_dp2_zero": (8, {"tp": 2, "pp": 2, "chunks": 2, "zero1": True}),
 }
 
