@@ -188,22 +188,15 @@ def mistakes_in_one_line(model, command="train"):
 def describe(model, config_class, presets, variants, about=None, asked=None) -> dict:
     """Describe a script for the harness, as plain data: presets, variants, flags, and the entries of `about`.
 
-    variants: as in `parse`. about, all optional: "bitwise" (list of variants that promise eager's bits), "tolerance"
-    (variant -> relative difference of losses that parity allows), "reference" (variant -> the one that its numbers are
-    compared with, where that is not eager; one that names itself is run twice, as eager is), "parity_steps" (steps of
-    parity), "sweeps" (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep
-    their ratio to it; a field that is text takes the value as it is), "kinds" (variant -> "eager", "graph", or
-    "compile" for what torch.compile makes), "traits" (variant -> {name in TRAITS: what it is here}), "headline"
-    (variants of a benchmark that names none), "formerly" (old name -> variant), "builds" (name -> {field: value}),
-    "variant_builds" (variant -> names of its builds), "presets_need", a function of a preset's name and its config that
-    gives `needs`, and "promises", a function of a config and a variant's name: (graphs, replays a step), None for a
-    number from 1 up that is known only later, 0 and 0 without graphs. It answers as "promised": preset -> variant ->
-    {"graphs", "replays_per_step"}. asked: preset -> the config that flags made of it, for its needs and promises.
+    variants: as in `parse`. asked: preset -> the config that flags made of it, for its needs and promises.
+    about, all optional: what `common.variant_table.about` gives, and "parity_steps" (steps of parity), "sweeps"
+    (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
+    field that is text takes the value as it is), "presets_need", a function of a preset's name and its config that
+    gives `needs`, and "promises", a function of a config and a variant's name: (graphs, replays a step), which becomes
+    "promised": preset -> variant -> {"graphs", "replays_per_step"}; None: from 1 up, known only later.
     """
     types = typing.get_type_hints(config_class)
     about = dict(about or {})
-    for variant, traits in about.get("traits", {}).items():
-        assert variant in variants and set(traits) <= set(TRAITS), (variant, traits)
     configs = {**presets, **(asked or {})}
     if "presets_need" in about:
         of_preset = about["presets_need"]

@@ -33,7 +33,7 @@ class Log:
     """Lines of one run. path: a file, "-" for stdout, "" for a log that keeps nothing.
 
     hyperparameters: MLPerf's key -> value; global_batch_size, the samples of a step on all ranks, is also
-    what samples are counted with. Raises ValueError that names --mllog where the file cannot be written.
+    what samples are counted with.
     """
 
     def __init__(self, path: str, hyperparameters: dict):
@@ -42,7 +42,10 @@ class Log:
         # One clock for all lines, so that a wall clock that is set meanwhile cannot disorder them.
         self.origin_s = time.time() - time.monotonic()
         self._end_s: float | None = None
-        self.file = _open(path)
+        self.file = sys.stdout if path == "-" else None
+        if path not in ("", "-"):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(path, "w")  # noqa: SIM115
 
     def begin(self, result: dict) -> None:
         """Say what runs and how it trains, before anything is built.
@@ -136,13 +139,3 @@ class Log:
             "metadata": {"file": file, "lineno": caller.f_lineno, **metadata},
         }
         print(TOKEN, json_line(line), file=self.file, flush=True)
-
-
-def _open(path):
-    if path in ("", "-"):
-        return sys.stdout if path else None
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w")
-    except OSError as error:
-        raise ValueError(f"--mllog {path}: {error.strerror}") from None

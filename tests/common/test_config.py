@@ -169,14 +169,6 @@ def test_describe_answers_promises_of_each_preset_and_of_the_flags(capsys):
     assert "promised" not in config.describe("toy", Config, PRESETS, VARIANTS)
 
 
-def test_describe_answers_what_sets_variants_apart_in_known_words():
-    traits = {"graph": {"layer": "lean"}}
-    assert config.describe("toy", Config, PRESETS, VARIANTS, {"traits": traits})["traits"] == traits
-    for wrong in ({"graph": {"colour": "red"}}, {"no_such_variant": {"layer": "lean"}}):
-        with pytest.raises(AssertionError):
-            config.describe("toy", Config, PRESETS, VARIANTS, {"traits": wrong})
-
-
 def test_describe_checks_the_flags_beside_it(capsys):
     """The harness describes with the flags of a session, so that a mistake costs no record."""
     assert "--layers must be even" in mistake(capsys, "--describe", "--precision", "fp8", "--layers", "3")
