@@ -23,16 +23,15 @@ class View:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
-# Private, and the only way to see saved tensors of autograd. Without it every storage counts as held, and only
-# graphs that were captured later are filled.
-use_count = getattr(torch._C, "_storage_Use_Count", None)
+# Private, and the only way to see saved tensors of autograd.
+_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
 def _wrapper_references() -> int:
     """References that the Python object of a storage itself holds once it was made; differs between versions."""
     tensor = torch.empty(1)
     address = tensor.untyped_storage()._cdata
-    return use_count(address) - 1 if use_count else 0
+    return _use_count(address) - 1
 
 
 _WRAPPER_REFERENCES = _wrapper_references()
@@ -60,9 +59,7 @@ class OwnedStorage:
 
     def held_outside(self) -> bool:
         """Return whether a tensor outside the pool keeps the storage: a user's, or one that autograd saved."""
-        if use_count is None:
-            return True
-        return use_count(self.address) > 1 + len(self._tensors) + _WRAPPER_REFERENCES
+        return _use_count(self.address) > 1 + len(self._tensors) + _WRAPPER_REFERENCES
 
     def poison(self) -> None:
         """Fill the storage with NaN, or with 0x5A bytes or true by its dtype; not twice, and not what is constant."""

@@ -37,8 +37,6 @@ from torch.utils._pytree import tree_map_only
 from common.capture.host_graph import HostGraph
 from common.capture.pool import CaptureError, CudaGraph, Pool, StaticInputs
 
-FIX_LR = "pass lr=torch.tensor(..., device=...)"
-
 
 class CUDAGraphCallback(Callback):
     """Captures the full iteration of `Trainer.fit` after `warmup_steps` eager steps.
@@ -225,20 +223,19 @@ def _require_optimizer(optimizer, device):
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         lr = group.get("lr")
-        if not isinstance(lr, torch.Tensor):
-            raise ValueError(f"the learning rate of {name} is {lr}, which a graph would freeze: {FIX_LR}")
-        if lr.device != device:
-            raise ValueError(f"the learning rate of {name} is on {lr.device}, the step runs on {device}: {FIX_LR}")
+        if not isinstance(lr, torch.Tensor) or lr.device != device:
+            raise ValueError(
+                f"the learning rate of {name} is {lr!r}, no tensor on {device}, and a graph would freeze it: pass "
+                "lr=torch.tensor(..., device=...)"
+            )
         if group.get("capturable") is False:
             raise ValueError(f"{name} is not capturable: pass capturable=True (and fused=True)")
 
 
 def _require_batch(batch, device):
-    if not isinstance(batch, dict) or not all(isinstance(each, torch.Tensor) for each in batch.values()):
-        raise ValueError("a graph reads tensors: let each batch be a dictionary of them")
-    for name, tensor in batch.items():
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, a graph reads its inputs on {device}: move it there")
+    leaves = batch.values() if isinstance(batch, dict) else [None]
+    if not all(isinstance(each, torch.Tensor) and each.device == device for each in leaves):
+        raise ValueError(f"a graph reads tensors: let each batch be a dictionary of them, on {device}")
 
 
 def _refuse_log(name, *args, **kwargs):

@@ -1,6 +1,7 @@
 """common/host_graph: replays against eager bit for bit, what is refused at capture and at replay, shared fate."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -209,6 +210,7 @@ REFUSED = [
     ("aten.index_put_.default", lambda: X.__setitem__(X > 1, X[:3])),
     ("aten.masked_select.default", lambda: torch.masked_select(X, X > 1)),
     ("aten.repeat_interleave.Tensor", lambda: torch.repeat_interleave(X, INTEGERS)),
+    ("aten.bincount.default", lambda: torch.bincount(INTEGERS)),
     ("torch.tensor_split", lambda: torch.tensor_split(X, INTEGERS)),
     ("aten._pack_padded_sequence.default", lambda: nn.utils.rnn.pack_padded_sequence(SEQUENCES, LENGTHS)),
     ("aten.lift_fresh.default", lambda: torch.tensor(1.0)),
@@ -265,8 +267,16 @@ def test_a_swallowed_refusal_still_fails_the_capture():
         except RuntimeError:
             return 0
 
+    def rename():
+        try:
+            X.tolist()
+        except RuntimeError:
+            raise ValueError("hidden") from None
+
     with pytest.raises(CaptureError, match=r"Tensor\.item"):
         HostPool().capture(swallow)
+    with pytest.raises(CaptureError, match=r"Tensor\.tolist"):
+        HostPool().capture(rename)
 
 
 def test_an_error_of_the_function_leaves_no_half_graph():
@@ -284,6 +294,14 @@ def test_an_error_of_the_function_leaves_no_half_graph():
     graph.replay()
     assert torch.equal(kept, X * 2)
     assert torch.equal(pool.capture(lambda: kept + 1)[1], X * 2 + 1)
+
+
+def test_other_threads_are_left_alone():
+    def with_thread():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: (torch.get_rng_state().numel() > 0, X.tolist())).result()
+
+    assert HostPool().capture(with_thread)[1] == (True, [1, 2, 3, 4])
 
 
 def test_a_replay_inside_a_capture_is_refused():
