@@ -5,11 +5,12 @@ graph replay, so eager and graphed steps are read the same way. The profiler slo
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,13 +107,14 @@ def _category(event):
 def gpu_work(events: list[dict]) -> list[dict]:
     """The GPU's kernels and copies out of Chrome trace events.
 
-    Each has start_us, duration_us, is_kernel and by_graph: whether the launch of a graph started it, by the correlation
+    Each has name, start_us, duration_us, is_kernel and by_graph: whether the launch of a graph started it, by the correlation
     id that Kineto gives a host call and its work; None where the trace has no host calls.
     """
     calls = [event for event in events if event.get("cat") in HOST_CALLS]
     launches = {correlation_of(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
     return [
         {
+            "name": event["name"],
             "start_us": float(event["ts"]),
             "duration_us": float(event["dur"]),
             "is_kernel": event["cat"] == "kernel",
@@ -145,14 +147,35 @@ def busy_us(work: list[dict]) -> float:
 
 
 def facts(events: list[dict], num_steps: int) -> dict:
-    """Return busy_ms and kernels of a step, graph_share and the timeline of the last step, of a `Profile`'s events."""
+    """The GPU's work in a step, of a `Profile`'s events.
+
+    Returns:
+        busy_ms; gap_ms, in which the GPU does nothing, from the first kernel to the last; overlap_ms, by which kernels
+        together take longer than the GPU is busy; kernels; graph_share; kernels_hash, 16 hex digits over the names of
+        all kernels and how often each runs; top_kernels, the five that take most; and `timeline`.
+    """
     work = gpu_work(events)
     if not work:
         return {"busy_ms": None, "kernels": None, "graph_share": None}
+    busy_ms = busy_us(work) / num_steps / 1e3
+    num: Counter[str] = Counter()
+    ms: dict[str, float] = defaultdict(float)
+    for event in work:
+        num[event["name"]] += 1
+        ms[event["name"]] += event["duration_us"] / num_steps / 1e3
+    start_us = min(event["start_us"] for event in work)
+    span_ms = (max(event["start_us"] + event["duration_us"] for event in work) - start_us) / num_steps / 1e3
+    names = "".join(f"{name} {count / num_steps:.6g}\n" for name, count in sorted(num.items()))
+    largest = sorted(ms.items(), key=lambda item: -item[1])[:5]
+    top = [{"name": name[:100], "num": num[name] / num_steps, "ms": round(own, 4)} for name, own in largest]
     return {
-        "busy_ms": round(busy_us(work) / num_steps / 1e3, 4),
+        "busy_ms": round(busy_ms, 4),
+        "gap_ms": round(span_ms - busy_ms, 4),
+        "overlap_ms": round(sum(ms.values()) - busy_ms, 4),
         "kernels": round(len(work) / num_steps, 2),
         "graph_share": graph_kernel_share(work),
+        "kernels_hash": hashlib.sha256(names.encode()).hexdigest()[:16],
+        "top_kernels": top,
         **timeline(events),
     }
 

@@ -32,6 +32,7 @@ from common import variant as variants
 from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
+from common.machine.host_pace import pace_of_host
 from common.measuring import block, operators, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
@@ -170,7 +171,7 @@ class Worker:
         own = self.workload
         return {
             "build_s": round(time.monotonic() - start, 3),
-            "host": host,
+            "host": host | pace_of_host(),
             "gpus": [gpu for own in of_all_ranks(host["gpus"]) for gpu in own],
             "config": {key: value for key, value in vars(self.config).items() if _is_plain(value)},
             "card": list(own.card),
