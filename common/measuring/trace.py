@@ -107,8 +107,8 @@ def _category(event):
 def gpu_work(events: list[dict]) -> list[dict]:
     """The GPU's kernels and copies out of Chrome trace events.
 
-    Each has name, start_us, duration_us, is_kernel and by_graph: whether the launch of a graph started it, by the correlation
-    id that Kineto gives a host call and its work; None where the trace has no host calls.
+    Each has name, start_us, duration_us, is_kernel and by_graph: whether the launch of a graph started it, by the
+    correlation id that Kineto gives a host call and its work; None where the trace has no host calls.
     """
     calls = [event for event in events if event.get("cat") in HOST_CALLS]
     launches = {correlation_of(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
@@ -158,14 +158,14 @@ def facts(events: list[dict], num_steps: int) -> dict:
     if not work:
         return {"busy_ms": None, "kernels": None, "graph_share": None}
     busy_ms = busy_us(work) / num_steps / 1e3
-    num: Counter[str] = Counter()
+    num = Counter(event["name"] for event in work)
+    kernels = Counter(event["name"] for event in work if event["is_kernel"])
     ms: dict[str, float] = defaultdict(float)
     for event in work:
-        num[event["name"]] += 1
         ms[event["name"]] += event["duration_us"] / num_steps / 1e3
     start_us = min(event["start_us"] for event in work)
     span_ms = (max(event["start_us"] + event["duration_us"] for event in work) - start_us) / num_steps / 1e3
-    names = "".join(f"{name} {count / num_steps:.6g}\n" for name, count in sorted(num.items()))
+    names = "".join(f"{name} {count / num_steps:.6g}\n" for name, count in sorted(kernels.items()))
     largest = sorted(ms.items(), key=lambda item: -item[1])[:5]
     top = [{"name": name[:100], "num": num[name] / num_steps, "ms": round(own, 4)} for name, own in largest]
     return {

@@ -1,7 +1,5 @@
 """common/triton_launch: the same launches as Triton's own, with a driver that notes them and on a GPU."""
 
-import statistics
-import time
 import warnings
 
 import pytest
@@ -11,6 +9,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 
 import triton.language as tl  # noqa: E402
 
+from common.machine.host_pace import measure_us  # noqa: E402
 from common.training import triton_launch  # noqa: E402
 from common.training.triton_launch import Launch  # noqa: E402
 from tests.helpers import triton_driver  # noqa: E402
@@ -297,25 +296,13 @@ def losses_gradient():
     return lambda: gradient((1, 1, 1), pointers, (4, 2, 2))
 
 
-def host_us(issue, count=200):
-    """Host microseconds of one call of `issue`: the median of bursts far below the 1,024 launches of the queue."""
-    bursts = []
-    for _ in range(200):
-        start = time.perf_counter_ns()
-        for _ in range(count):
-            issue()
-        bursts.append((time.perf_counter_ns() - start) / count / 1e3)
-        torch.cuda.synchronize()
-    return statistics.median(bursts)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [norms_input_gradient, losses_gradient])
 def test_a_launch_costs_the_host_no_more_than_an_eager_operator(make):
     launch, operand = make(), torch.zeros(1, device="cuda")
     issues = {"operator": lambda: operand.add_(1.0), "launch": launch}
     # Interleaved, the fastest of each: other work on the host only adds.
-    times = [{name: host_us(issue) for name, issue in issues.items()} for _ in range(5)]
+    times = [{name: measure_us(issue, torch.cuda.synchronize, 0.5) for name, issue in issues.items()} for _ in range(5)]
     us = {name: min(each[name] for each in times) for name in issues}
     assert us["launch"] <= us["operator"], us
 
