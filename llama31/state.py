@@ -164,12 +164,6 @@ class State:
 
     def pull(self, batch) -> None:
         """Copy a host batch into the static buffers, on a side stream, as NVIDIA's StaticBufferLoader does."""
-        for name, buffer in self.inputs.buffers.items():
-            if batch[name].shape != buffer.shape:
-                raise ValueError(
-                    f"{name} of {tuple(batch[name].shape)} microbatches, tokens and sequences, captured as "
-                    f"{tuple(buffer.shape)}: change --microbatches, --sequence or --microbatch and capture again"
-                )
         if self.side is None:
             self.inputs.load(batch)
             return

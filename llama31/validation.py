@@ -3,12 +3,10 @@
 state: a llama31.state.State.
 """
 
-import torch
-
 from common.capture.pool import Pool
 from common.measuring.marks import section
 from common.variant import warm_up
-from llama31.pipeline import stage as pipeline
+from llama31.pipeline.stage import forward_only
 
 
 def validate(state) -> None:
@@ -16,18 +14,6 @@ def validate(state) -> None:
     state.begin_validation()
     forward_only(state)
     state.mean_loss(state.validation_losses, state.validation_loss)
-
-
-@torch.no_grad()
-def forward_only(state) -> None:
-    """All microbatches of the batch in state.inputs: a loss of each into state.validation_losses."""
-    with section("validation"):
-        if state.config.pp > 1:
-            pipeline.forward_only(state)
-            return
-        for microbatch in range(state.config.microbatches):
-            hidden = state.embedding(state.inputs["tokens"][microbatch])
-            state.keep_validation_loss(state.run_layers(hidden, first=microbatch == 0), microbatch)
 
 
 def warm_up_all(state, capture, step) -> None:

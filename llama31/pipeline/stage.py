@@ -26,15 +26,9 @@ class Called:
 
     def forward(self, chunk: int, microbatch: int, hidden):
         """Return the activation for the next stage, or the loss. hidden: received, None for a chunk with embedding."""
-        state = self.state
-        with section("forward"):
-            embeds = hidden is None
-            hidden = state.embedding(state.inputs["tokens"][microbatch]) if embeds else hidden.requires_grad_()
-            output = state.run_layers(hidden, microbatch == 0, chunk)
-        if state.is_last(chunk):
-            with section("loss"):
-                output = state.microbatch_loss(output, microbatch)
-        self._saved[chunk, microbatch] = None if embeds else hidden, output
+        x = None if hidden is None else hidden.requires_grad_()
+        output = run_chunk(self.state, chunk, microbatch, x)
+        self._saved[chunk, microbatch] = x, output
         return output.detach()
 
     def backward(self, chunk: int, microbatch: int, gradient):
@@ -43,6 +37,18 @@ class Called:
         with section("backward"):
             output.backward(gradient)
         return None if hidden is None else hidden.grad
+
+
+def run_chunk(state, chunk: int, microbatch: int, hidden):
+    """A chunk's output, or the loss. hidden: its input, None for a chunk with the embedding."""
+    with section("forward"):
+        if hidden is None:
+            hidden = state.embedding(state.inputs["tokens"][microbatch])
+        hidden = state.run_layers(hidden, microbatch == 0, chunk)
+    if not state.is_last(chunk):
+        return hidden
+    with section("loss"):
+        return state.microbatch_loss(hidden, microbatch)
 
 
 @functools.cache
@@ -84,17 +90,21 @@ def _exchange(state, transfers, passes, made, received):
 
 @torch.no_grad()
 def forward_only(state) -> None:
-    """The validation: each microbatch through all chunks of all stages, its loss kept behind the last one."""
+    """The validation: each microbatch through all chunks of all stages, or of this process alone.
+
+    Losses go into state.validation_losses behind the last chunk.
+    """
     pp, stage, group = state.config.pp, state.place.stage, state.groups.pipeline
-    for microbatch in range(state.config.microbatches):
-        for chunk in range(1, state.config.chunks + 1):
-            if state.is_first(chunk):
-                hidden = state.embedding(state.inputs["tokens"][microbatch])
-            else:
-                hidden = state.empty_hidden()
-                collectives.exchange_(received=[hidden], sources=[(stage - 1) % pp], group=group)
-            hidden = state.run_layers(hidden, microbatch == 0, chunk)
-            if state.is_last(chunk):
-                state.keep_validation_loss(hidden, microbatch)
-            else:
-                collectives.exchange_([hidden], [(stage + 1) % pp], group=group)
+    with section("validation"):
+        for microbatch in range(state.config.microbatches):
+            for chunk in range(1, state.config.chunks + 1):
+                if state.is_first(chunk):
+                    hidden = state.embedding(state.inputs["tokens"][microbatch])
+                else:
+                    hidden = state.empty_hidden()
+                    collectives.exchange_(received=[hidden], sources=[(stage - 1) % pp], group=group)
+                hidden = state.run_layers(hidden, microbatch == 0, chunk)
+                if state.is_last(chunk):
+                    state.keep_validation_loss(hidden, microbatch)
+                else:
+                    collectives.exchange_([hidden], [(stage + 1) % pp], group=group)

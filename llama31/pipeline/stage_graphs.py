@@ -45,7 +45,7 @@ class GraphedPasses:
             # Cut from autograd's graph, here and below: each backward is captured by itself.
             hidden = self.buffer(chunk, microbatch).detach().requires_grad_()
             static = (*static, hidden)
-        units = [partial(_run_chunk, state, chunk, microbatch)]
+        units = [partial(pipeline.run_chunk, state, chunk, microbatch)]
         if not self.whole:
             units = [partial(_run_layer, state, layer, microbatch) for layer in state.chunks[chunk - 1]]
         for unit in units:
@@ -142,13 +142,6 @@ class WholePasses(StageGraphs):
 def graphed_microbatches(state: State):
     """In a pipeline a microbatch goes forward and backward at different times, so it has a graph for each."""
     return WholePasses(state) if state.config.pp > 1 else GraphedMicrobatches(state)
-
-
-def _run_chunk(state, chunk, microbatch, hidden):
-    if state.is_first(chunk):
-        hidden = state.embedding(state.inputs["tokens"][microbatch])
-    hidden = state.run_layers(hidden, microbatch == 0, chunk)
-    return state.microbatch_loss(hidden, microbatch) if state.is_last(chunk) else hidden
 
 
 def _run_layer(state, layer, microbatch, hidden):
