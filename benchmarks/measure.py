@@ -35,6 +35,7 @@ STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWE
 WHAT = {
     "graph_step": "capture the whole step",
     "graph_fwd_bwd": "capture forward and backward, and leave the optimizer eager",
+    "graph_modules": "capture the modules that its row names, forward and backward",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
 }
 DOCTOR_LIMIT_S = 300
@@ -50,7 +51,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch (this one)")
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
-    add("--variants", metavar="A,B", help="some of graph_step, graph_fwd_bwd, reduce_overhead (all)")
+    add("--variants", metavar="A,B", help="some of graph_step, graph_fwd_bwd, graph_modules, reduce_overhead (all)")
     add("--cycles", metavar="N", help="cycles (8; on a CPU 3), or auto: until +-0.5 %%")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")

@@ -40,6 +40,15 @@ VARIANTS = table(
         headline=True,
     ),
     Declared(
+        "graph_modules",
+        "the largest modules that can be captured, a forward and a backward graph each",
+        "graph",
+        "common.your_step.modules:GraphedModules",
+        graphs=None,
+        replays=None,
+        headline=True,
+    ),
+    Declared(
         "reduce_overhead",
         "torch.compile of the modules, whose mode reduce-overhead captures graphs itself",
         "compile",

@@ -1,0 +1,203 @@
+"""graph_modules: the largest modules that a graph can hold, each with a graph for its forward and one for its backward.
+
+For a step that reads a value on the host between two networks, or that matches on the host, this is what remains. The
+rest of the step runs as it does eagerly.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from common.capture.pool import Pool
+from common.variant import Capture, Unsupported, warm_up
+from common.your_step.state import StepState
+from common.your_step.watch import watch
+
+# A module of fewer operators costs more in copies than its graph gains.
+LEAST_OPERATORS = 8
+
+
+@dataclass
+class Call:
+    """The call of a module in one step.
+
+    Attributes:
+        arguments: its tensors, or None where it has others, or gives others.
+        casts_to: dtype of the autocast that it runs under, or None.
+        number: calls in the step.
+    """
+
+    arguments: tuple[torch.Tensor, ...] | None
+    casts_to: torch.dtype | None = None
+    number: int = 1
+
+
+class GraphedModules:
+    """Modules whose forward and backward are graphs; see `common.variant.Variant`.
+
+    Raises:
+        Unsupported: batches have several shapes, or no module can be captured.
+    """
+
+    def __init__(self, state: StepState):
+        if len(set(state.classes)) > 1:
+            raise Unsupported("batches of several shapes: graphs of modules have one")
+        if not state.modules:
+            raise Unsupported("no module was handed over")
+        self.state, self.pool = state, Pool(state.device)
+        self.capture = Capture(strategy="", pools=[self.pool])
+        warm_up(state, self.capture, lambda own, index: own.keep_loss(index, own.step(own.batch(index))))
+        chosen = _chosen(state)
+        if not chosen:
+            raise Unsupported("no module of the step can be captured by itself")
+        self.capture.strategy = f"forward and backward of {', '.join(name for name, _, _ in chosen)}"
+        state.reset()
+        with self.capture.timed("capture_s"):
+            self._graphs = [(module, _Graphs(self.pool, module, call)) for _, module, call in chosen]
+            # The last forward is the first backward: memory that one frees, the next may use.
+            for _, graphs in reversed(self._graphs):
+                graphs.capture_backward(self.pool)
+        state.reset()
+
+    def enter(self) -> None:
+        """Replace the modules' forward."""
+        for module, graphs in self._graphs:
+            module.forward = graphs
+
+    def leave(self) -> None:
+        """Put the modules' own forward back."""
+        for module, _ in self._graphs:
+            vars(module).pop("forward", None)
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        self.state.keep_loss(index, self.state.step(self.state.batch(index)))
+
+    def replays_of(self, index: int) -> int:
+        """Return the graphs of all modules: each is replayed once in a step."""
+        return len(self.pool.graphs)
+
+    def close(self) -> None:
+        """Release the graphs."""
+        self.leave()
+        self._graphs = []
+        self.pool.release()
+
+
+class _Graphs:
+    """The graphs of one module; called in the place of its forward."""
+
+    def __init__(self, pool: Pool, module: torch.nn.Module, call: Call):
+        assert call.arguments is not None, "only calls with tensors are captured"
+        self.forward = module.forward
+        self.static = [each.detach().clone().requires_grad_(each.requires_grad) for each in call.arguments]
+        self.parameters = [each for each in module.parameters() if each.requires_grad]
+        # Casts of an eager step that are cached would be missing in a graph.
+        cast = torch.autocast(pool.device.type, call.casts_to, call.casts_to is not None, cache_enabled=False)
+        with torch.enable_grad(), cast:
+            self.forward_graph, result = pool.capture(lambda: self.forward(*self.static), self.static)
+        self.is_single = isinstance(result, torch.Tensor)
+        self.outputs = [result] if self.is_single else list(result)
+        self.backward_graph = None
+
+    def capture_backward(self, pool: Pool):
+        needed = [output for output in self.outputs if output.requires_grad]
+        self.wanted = [each for each in [*self.static, *self.parameters] if each.requires_grad]
+        if not needed or not self.wanted:
+            return
+        self.incoming = [torch.zeros_like(output) for output in needed]
+
+        def gradients():
+            return torch.autograd.grad(needed, self.wanted, self.incoming, allow_unused=True)
+
+        self.backward_graph, self.gradients = pool.capture(gradients, self.incoming)
+
+    def __call__(self, *arguments):
+        found = _Replay.apply(self, len(arguments), *arguments, *self.parameters)
+        return found[0] if self.is_single else found
+
+
+class _Replay(torch.autograd.Function):
+    """Replays in the place of a module. What a graph wrote is copied: the next replay overwrites it."""
+
+    @staticmethod
+    def forward(ctx, graphs, count, *tensors):
+        ctx.graphs, ctx.count = graphs, count
+        with torch.no_grad():
+            for own, tensor in zip(graphs.static, tensors[:count], strict=True):
+                own.copy_(tensor)
+        graphs.forward_graph.replay()
+        return tuple(output.detach().clone() for output in graphs.outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *incoming):
+        graphs = ctx.graphs
+        needed = [given for given, output in zip(incoming, graphs.outputs, strict=True) if output.requires_grad]
+        for own, given in zip(graphs.incoming, needed, strict=True):
+            own.copy_(given) if given is not None else own.zero_()
+        graphs.backward_graph.replay()
+        # An optimizer may keep them as .grad, so they are not the graph's own.
+        made = iter(None if each is None else each.clone() for each in graphs.gradients)
+        inputs = [*graphs.static, *graphs.parameters]
+        return None, None, *(next(made) if each.requires_grad else None for each in inputs)
+
+
+def _chosen(state: StepState) -> list[tuple[str, torch.nn.Module, Call]]:
+    """The largest modules that a graph can hold, in the order of their calls."""
+    calls, order = _calls(state)
+    state.reset()
+    watched = watch(state.step, state.batch(0), state.modules)
+    bad = {refused.place.module for refused in watched.refused if refused.place.module}
+    sizes: Counter[str] = Counter(each.place.module for each in watched.operators if each.place.module)
+    chosen: list[tuple[str, torch.nn.Module, Call]] = []
+
+    def visit(path, module):
+        inside = sum(count for name, count in sizes.items() if _is_in(name, path))
+        call = calls.get(module)
+        is_whole = call is not None and call.arguments is not None and call.number == 1
+        is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
+        if path and inside < LEAST_OPERATORS:
+            return
+        if path and is_whole and not is_frozen and not any(_is_in(name, path) for name in bad):
+            chosen.append((path, module, call))
+            return
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child)
+
+    for module in state.modules:
+        visit("", module)
+    return sorted(chosen, key=lambda each: order.index(each[1]))
+
+
+def _calls(state: StepState) -> tuple[dict, list]:
+    """(module -> its call, modules in the order of their calls) of one step."""
+    calls: dict[torch.nn.Module, Call] = {}
+    order: list[torch.nn.Module] = []
+
+    def noted(module, arguments, keywords, output):
+        order.append(module)
+        if module in calls:
+            calls[module].number += 1
+            return
+        results = [output] if isinstance(output, torch.Tensor) else output
+        held = [*arguments, *(results if isinstance(results, (list, tuple)) else [None])]
+        is_plain = not keywords and bool(arguments) and all(isinstance(each, torch.Tensor) for each in held)
+        kind = state.device.type
+        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        calls[module] = Call(tuple(arguments) if is_plain else None, casts_to)
+
+    parts = dict.fromkeys(part for module in state.modules for part in module.modules())
+    hooks = [part.register_forward_hook(noted, with_kwargs=True) for part in parts]
+    try:
+        state.reset()
+        state.step(state.batch(0))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, order
+
+
+def _is_in(name, path) -> bool:
+    return not path or name == path or name.startswith(f"{path}.")
