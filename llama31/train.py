@@ -25,7 +25,7 @@ PyTorch the capture and a step come to:
 Not captured, and why:
     the batch           it comes from the host, each time from another address
     zero(main_grad)     one kernel a buffer, so there is little to gain
-    clip, Adam          plain Python may change them while they are eager; `graph_step` captures them
+    clip, Adam          a schedule stays plain Python while they are eager; `graph_step` captures them
     reading losses      the host reads them when a person or a log asks, not in each step
 
 Copied in before a replay: tokens and targets of all microbatches to state.inputs, on a side stream.
@@ -105,7 +105,10 @@ def train_microbatch(state: State, microbatch: int):
 
 
 class Graphed:
-    """One graph for forward and backward of all microbatches, and one for the validation, in one pool."""
+    """One graph for forward and backward of all microbatches, and one for the validation.
+
+    They share a pool because they never run at the same time, and nothing in it is read after a replay of the other.
+    """
 
     strategy = "forward and backward of all microbatches; validation"
 

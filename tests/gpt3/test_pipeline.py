@@ -76,14 +76,14 @@ def test_the_rank_of_the_11616_gpu_run_at_toy_width():
     # As many microbatches as stages: all forward passes come first, with 48 chunks' activations in flight.
     assert [step > 0 for step, _ in state.steps] == [True] * 48 + [False] * 48
     assert peak_in_flight(6, 0, 8, 6) == 48
-    eager = follow(state, eager_step_of(state), STEPS)
+    eager = follow(state, eager_step_of(state), 2)
     variant = Graphed(state)
     assert len(variant.pool.graphs) == 192 == VARIANTS["graph_layer"].promised(PRESETS["rank"])[0]
     before = variant.capture.num_replays
-    graphed = follow(state, variant.step, STEPS)
-    assert variant.capture.num_replays - before == 192 * STEPS
+    graphed = follow(state, variant.step, 2)
+    assert variant.capture.num_replays - before == 192 * 2
     assert difference(graphed, eager, state) == ""
-    assert len(set(eager[0])) == STEPS, "the weights move"
+    assert len(set(eager[0])) == 2, "the weights move"
 
 
 @pytest.mark.parametrize("stage", [0, 3, 5])

@@ -34,13 +34,13 @@ SPLITS = {
 # Splits of two ranks and variants that are compared with eager in one pair of processes.
 GRAPHED = {
     "fast": {
-        "dp2": ("graph_fwd_bwd", "graph_step"),
+        "dp2": ("graph_step",),
         "tp2": ("graph_fwd_bwd",),
         "pp2": ("graph_layer", "graph_microbatch"),
         "pp2_chunks2": ("graph_microbatch",),
     },
     "slow": {
-        "dp2": ("graph_layer", "graph_microbatch"),
+        "dp2": ("graph_layer", "graph_microbatch", "graph_fwd_bwd"),
         "tp2": ("graph_step",),
         "cp2": ("graph_fwd_bwd",),
         "pp2": ("graph_fwd_bwd", "graph_step"),
