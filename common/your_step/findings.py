@@ -25,6 +25,15 @@ REMEDIES = {
     "python random": "draw it on the GPU with torch, or before the step into a tensor of the batch",
     "kept tensor": "write into one tensor with copy_, made in build: a graph fills the tensor of its capture alone",
     "gradient": "let the step begin with zero_grad(), or keep gradients in place: zero_grad(set_to_none=False)",
+    "gradient stream": "make everything, DDP too, under the stream of the capture, and keep no loss of another one",
+    "uninitialised memory": "torch.zeros in the place of torch.empty, or write all of it before it is read",
+    "capture-aware code": "do the same whether a stream captures or not; what belongs outside goes outside of the step",
+    "autocast cache": "begin autocast inside of the step, or with cache_enabled=False",
+    "synchronisation": "let nothing in the step wait for the GPU or ask it: wait and measure after the step",
+    "pinned memory": "allocate pinned memory once in build",
+    "unused parameter": "harmless in a graph of the step; make_graphed_callables needs allow_unused_input=True",
+    "data parallel": "build DDP under the stream of the capture, and make eleven eager steps before it",
+    "wrong copy": "let the step depend on its batch's values alone: not on which object it is, or what is beside it",
     "unpinned copy": "pin the memory once in build, pin_memory(), and copy before the step with non_blocking=True",
     "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
     "not handed over": "hand over every object that training changes",
@@ -66,6 +75,8 @@ class Finding:
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings without repetitions, what stops a capture first."""
-    unique = dict.fromkeys(findings)
-    return sorted(unique, key=lambda finding: LEVELS.index(finding.level))
+    """Return findings, what stops a capture first; of one kind and place only the first."""
+    unique: dict[tuple[str, str], Finding] = {}
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        unique.setdefault((finding.kind, finding.where), finding)
+    return list(unique.values())

@@ -19,23 +19,20 @@ def look(step, owned: list) -> tuple[dict, dict]:
     """Return (name -> plain value, name -> tensor) of what the step can reach."""
     values: dict = {}
     tensors: dict = {}
-    for name, each in _roots(step, owned):
+    for name, each in _roots(step):
         _visit(name, each, values, tensors, depth=2)
     for index, module in enumerate(each for each in owned if isinstance(each, torch.nn.Module)):
         for path, part in module.named_modules():
-            own = {key: value for key, value in vars(part).items() if key not in _MODULE_OWN}
-            _visit(path or f"model {index}", own, values, tensors, depth=1)
+            for key, value in vars(part).items():
+                if key not in _MODULE_OWN:
+                    _visit(f"{path or f'model {index}'}.{key}", value, values, tensors, depth=1)
     return values, tensors
 
 
-def not_handed_over(step, owned: list) -> list[tuple[str, torch.nn.Module | torch.optim.Optimizer]]:
-    """Return (name, object) of modules and optimizers that the step reaches and that were not handed over."""
-    known = {id(each) for each in owned}
-    inside = {id(part) for each in owned if isinstance(each, torch.nn.Module) for part in each.modules()}
-    kinds = (torch.nn.Module, torch.optim.Optimizer)
-    return [
-        (name, each) for name, each in _roots(step, owned) if isinstance(each, kinds) and id(each) not in known | inside
-    ]
+def modules_not_handed_over(step, owned: list) -> list[tuple[str, torch.nn.Module]]:
+    """Return (name, module) of modules that the step reaches and that were not handed over."""
+    known = {id(part) for each in owned if isinstance(each, torch.nn.Module) for part in each.modules()}
+    return [(name, each) for name, each in _roots(step) if isinstance(each, torch.nn.Module) and id(each) not in known]
 
 
 def random_states() -> dict:
@@ -47,7 +44,7 @@ def random_states() -> dict:
     return states
 
 
-def _roots(step, owned):
+def _roots(step):
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -60,10 +57,10 @@ def _roots(step, owned):
         for name, value in function.__globals__.items():
             if name in names:
                 yield name, value
-        yield "step", dict(vars(function))
+        yield from ((f"step.{name}", value) for name, value in vars(function).items())
     holder = getattr(step, "__self__", None) if code is not None else step
     if holder is not None and not isinstance(holder, torch.nn.Module):
-        yield "self", dict(vars(holder))
+        yield from ((f"self.{name}", value) for name, value in vars(holder).items())
 
 
 def _names_in(code):

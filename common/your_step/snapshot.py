@@ -31,8 +31,8 @@ class Snapshot:
         self._numbers: list = []
         self._generators: list[torch.Generator] = []
         self._parameters: list[torch.nn.Parameter] = []
-        for index, each in enumerate(owned):
-            self._add(str(index), each)
+        for name, each in zip(_names(owned), owned, strict=True):
+            self._add(name, each)
         self.tensors = _without_doubles(self.tensors)
         self._values = [tensor.detach().clone() for _, tensor in self.tensors]
         self._gradients = [
@@ -78,8 +78,7 @@ class Snapshot:
             self._add_stateful(name, each)
         else:
             raise ValueError(
-                f"object {name} of what training changes is a {type(each).__name__}: it needs state_dict and "
-                "load_state_dict, or hand over its tensors"
+                f"what training changes has a {name}: it needs state_dict and load_state_dict, or hand over its tensors"
             )
 
     def _add_optimizer(self, name, optimizer):
@@ -102,7 +101,10 @@ class Snapshot:
             a is b or a.data_ptr() == b.data_ptr() for (_, a), (_, b) in zip(own, _tensors_of(name, again), strict=True)
         )
         if is_live:
+            # A schedule shows tensors that it fills; its counts are attributes of the same names.
             self.tensors += own
+            kept_numbers = {key: state[key] for key in state.keys() & vars(each).keys() if isinstance(state[key], int)}
+            self._numbers.append(lambda: vars(each).update(copy.deepcopy(kept_numbers)))
             return
         kept = copy.deepcopy(state)
         self._numbers.append(lambda: each.load_state_dict(copy.deepcopy(kept)))
@@ -120,6 +122,12 @@ class Snapshot:
     def generators(self) -> list[torch.Generator]:
         """Generators besides torch's own, which a graph has to know."""
         return self._generators
+
+
+def _names(owned) -> list[str]:
+    """A name for each object: its class, with a number where there are several."""
+    kinds = [type(each).__name__ for each in owned]
+    return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
 
 
 def _numbers_of(table):

@@ -9,6 +9,8 @@ from common.your_step.snapshot import Snapshot
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3
+# DistributedDataParallel orders its buckets and its logging in its first ten steps.
+DDP_WARM_STEPS = 11
 MOST_CLASSES = 16
 NUM_LOSSES = 4096
 
@@ -32,7 +34,8 @@ class StepState:
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
             self.losses: dict[int, torch.Tensor | float] = {}
-            for index in range(WARM_STEPS):
+            has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.owned)
+            for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
                 self._first_step(index)
         self.snapshot = Snapshot(self.owned, device)
         self.layers = _layers(self.modules)

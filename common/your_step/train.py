@@ -20,6 +20,7 @@ if __name__ == "__main__":
     args = parse(MODEL, Config, PRESETS, VARIANTS, about=ABOUT)
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture.pool import Pool
@@ -82,8 +83,12 @@ class GraphedStep:
         self.state.reset()
         static = static_copy(self.state.batch(index), self.state.device)
         tensors = [leaf for leaf in tree_leaves(static) if isinstance(leaf, torch.Tensor)]
-        graph, loss = self.pool.capture(lambda: self.state.step(static), tensors)
+        graph, loss = self.pool.capture(lambda: self.trace(static), tensors)
         return graph, static, loss, []
+
+    def trace(self, static):
+        """Make the step that is captured, and return its loss."""
+        return self.state.step(static)
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
@@ -116,16 +121,24 @@ class GraphedForwardBackward(GraphedStep):
     def __init__(self, state: StepState):
         if not state.optimizers:
             raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
+        self._noted: _Noted | None = None
         super().__init__(state)
+
+    def trace(self, static):
+        """See GraphedStep."""
+        with _Seen(self._noted):
+            return super().trace(static)
 
     def captured(self, index: int) -> tuple:
         """See GraphedStep."""
         calls: list = []
-        with _Noted(self.state.owned, calls):
-            graph, static, loss, _ = super().captured(index)
         parameters = [
             p for optimizer in self.state.optimizers for group in optimizer.param_groups for p in group["params"]
         ]
+        with _Noted(self.state.owned, parameters, calls) as self._noted:
+            graph, static, loss, _ = super().captured(index)
+            if self._noted.uses:
+                raise Unsupported(f"the step reads its parameters after its optimizer's step, in {self._noted.uses}")
         gradients = [(parameter, parameter.grad) for parameter in parameters]
 
         def give_gradients():
@@ -136,9 +149,15 @@ class GraphedForwardBackward(GraphedStep):
 
 
 class _Noted:
-    """Within it, calls of optimizers, schedules and scalers are noted and not made."""
+    """Within it, calls of optimizers, schedules and scalers are noted and not made.
 
-    def __init__(self, owned, calls):
+    Attributes:
+        uses: the first operator that reads a parameter after the first of these calls, or "".
+    """
+
+    def __init__(self, owned, parameters, calls):
+        self.uses = ""
+        self._addresses = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._calls, self._originals = calls, []
         for each in owned:
             names = ("step", "update", "zero_grad") if _is_stepped(each) else ()
@@ -148,6 +167,7 @@ class _Noted:
     def __enter__(self):
         for each, name, _ in self._originals:
             setattr(each, name, self._noting(name, getattr(each, name)))
+        return self
 
     def __exit__(self, *_):
         for each, name, original in self._originals:
@@ -155,6 +175,13 @@ class _Noted:
                 delattr(each, name)
             else:
                 setattr(each, name, original)  # a schedule has put its own there
+
+    def see(self, func, leaves):
+        """Look at an operator of the step."""
+        if self._is_over and not self.uses:
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+            if any(tensor.untyped_storage()._cdata in self._addresses for tensor in tensors):
+                self.uses = str(func)
 
     def _noting(self, name, original):
         def note(*args, **kwargs):
@@ -165,6 +192,18 @@ class _Noted:
             return None
 
         return note
+
+
+class _Seen(TorchDispatchMode):
+    """Shows each operator to a _Noted."""
+
+    def __init__(self, noted):
+        super().__init__()
+        self._noted = noted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._noted.see(func, tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
 
 
 def _is_stepped(each):

@@ -6,6 +6,7 @@ refuses; here every one is noted and the step goes on.
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -15,12 +16,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
+from common.your_step.streams import StreamWatch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _AMP = os.path.join(_TORCH, "amp") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
+
+WAITS = "waits for the GPU"
+PINS = "allocates pinned memory"
+_COPIES_TO_HOST = "copies to the host, which waits for the GPU"
+# Beside the rules of host graphs: calls that only a GPU knows.
+_ON_GPU = [
+    *((torch.cuda, name, WAITS) for name in ("synchronize",)),
+    *((torch.cuda.Stream, name, WAITS) for name in ("synchronize", "query")),
+    *((torch.cuda.Event, name, WAITS) for name in ("synchronize", "query", "elapsed_time")),
+    (torch.Tensor, "pin_memory", PINS),
+]
 
 
 @dataclass(frozen=True)
@@ -49,72 +62,140 @@ class Refused:
     place: Place
 
 
+@dataclass(frozen=True)
+class Operator:
+    """One operator of a step.
+
+    Attributes:
+        name: such as aten.addmm.default.
+        shapes: of the tensors that it gave.
+        numbers: Python's numbers among its arguments, which a graph keeps as they are.
+        outside: for each tensor among its arguments the storage, where no operator of this step has made it, else None.
+        place: where it was called.
+    """
+
+    name: str
+    shapes: tuple
+    numbers: tuple
+    outside: tuple
+    place: Place
+
+
 @dataclass
 class Watched:
     """What a step did.
 
     Attributes:
-        operators: (name, shapes of the tensors that it gave, place) of each, in order.
+        operators: in order.
         refused: calls that no graph can hold.
-        generators: those that operators drew from, besides torch's own, with the place of the first call.
-        copies: places of copies from unpinned memory of the host to the GPU.
+        generators: those that operators drew from, with the place of the first call.
+        copies: (place, storage) of copies from unpinned memory of the host to the GPU.
+        made: storage -> place of the operator that made it.
+        written: storage from outside of the step -> place of the first operator that writes it.
+        from_host: storages of tensors that the step has made from data of the host.
+        kept: storages from outside of the step, held so that no other one gets their address.
+        warned: (message, place) of each warning.
+        asked_capturing: place where the step asked first whether a stream captures.
+        unjoined: (text, place) of work on side streams that the step does not wait for.
         loss: what the step returned.
     """
 
-    operators: list[tuple[str, tuple, Place]] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     generators: dict[int, tuple[torch.Generator, Place]] = field(default_factory=dict)
-    copies: list[Place] = field(default_factory=list)
+    copies: list[tuple[Place, int]] = field(default_factory=list)
+    made: dict[int, Place] = field(default_factory=dict)
+    written: dict[int, Place] = field(default_factory=dict)
+    from_host: set[int] = field(default_factory=set)
+    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    warned: list[tuple[str, Place]] = field(default_factory=list)
+    asked_capturing: Place | None = None
+    unjoined: list[tuple[str, Place]] = field(default_factory=list)
     loss: object = None
 
 
-def watch(step, batch, modules) -> Watched:
+def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
     """Make one step eagerly and note what it does.
 
     Args:
         step: step(batch).
         batch: of the step.
         modules: those whose running parts are to be named.
+        is_capturing: the answer to a step that asks whether the current stream captures.
     """
     watcher = _Watcher(modules)
-    originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in rules.PATCHED]
-    try:
-        for owner, name, reason in rules.PATCHED:
-            setattr(owner, name, watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason))
-        with watcher.hooks(), _Functions(watcher), _Operators(watcher):
-            watcher.found.loss = step(batch)
-    finally:
-        for owner, name, original in originals:
+    has_gpu = torch.cuda.is_available()
+    patches = [
+        (owner, name, watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason))
+        for owner, name, reason in rules.PATCHED + (_ON_GPU if has_gpu else [])
+    ]
+    patches.append((torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
+    with _patched(patches), watcher.streams, warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = watcher.warned
+        if has_gpu:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with watcher.hooks(), _Functions(watcher), _Operators(watcher):
+                watcher.found.loss = step(batch)
+        finally:
+            if has_gpu:
+                torch.cuda.set_sync_debug_mode("default")
+    watcher.found.unjoined = watcher.streams.unjoined()
+    return watcher.found
+
+
+def place_of_call(module: str = "") -> Place:
+    """Return where the user's code is now.
+
+    Args:
+        module: path of the innermost module that is running.
+    """
+    line = own = through = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_OPTIM):
+            through = through or "optimizer"
+        elif path.startswith(_AMP):
+            through = "loss scaler" if "grad_scaler" in path else through
+        elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
+            line = line or f"{path}:{frame.f_lineno}"
+            if not any(part in path for part in _PACKAGES):
+                own = f"{path}:{frame.f_lineno}"
+                break
+        frame = frame.f_back
+    return Place(line or "unknown line", own or line or "unknown line", through, module)
+
+
+class _patched:
+    """Within it, attributes of modules and classes are others."""
+
+    def __init__(self, patches):
+        self._patches = [(owner, name, new, vars(owner).get(name)) for owner, name, new in patches]
+
+    def __enter__(self):
+        for owner, name, new, _ in self._patches:
+            setattr(owner, name, new)
+
+    def __exit__(self, *_):
+        for owner, name, _, original in reversed(self._patches):
             if original is None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-    return watcher.found
 
 
 class _Watcher:
     def __init__(self, modules):
         self.found, self.stack, self.modules, self.is_inside = Watched(), [], modules, False
+        self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
     def hooks(self):
         return _ModuleStack(self.modules, self.stack)
 
     def place(self) -> Place:
-        line = own = through = ""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            path = frame.f_code.co_filename
-            if path.startswith(_OPTIM):
-                through = through or "optimizer"
-            elif path.startswith(_AMP):
-                through = "loss scaler" if "grad_scaler" in path else through
-            elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
-                line = line or f"{path}:{frame.f_lineno}"
-                if not any(part in path for part in _PACKAGES):
-                    own = f"{path}:{frame.f_lineno}"
-                    break
-            frame = frame.f_back
-        return Place(line or "unknown line", own or line or "unknown line", through, ".".join(self.stack[-1:]))
+        return place_of_call(".".join(self.stack[-1:]))
 
     def refuse(self, name, reason):
         self.found.refused.append(Refused(str(name), reason, self.place()))
@@ -131,6 +212,22 @@ class _Watcher:
                 self.is_inside = False
 
         return note
+
+    def asking(self, answer):
+        def is_current_stream_capturing():
+            self.found.asked_capturing = self.found.asked_capturing or self.place()
+            return answer
+
+        return is_current_stream_capturing
+
+    def warned(self, message, category, filename, lineno, file=None, line=None):
+        text = str(message)
+        if "synchronizing CUDA operation" in text:
+            place = self.place()
+            if all(refused.place.line != place.line for refused in self.found.refused):
+                self.found.refused.append(Refused("a CUDA operation", WAITS, place))
+        else:
+            self.found.warned.append((text, self.place()))
 
 
 class _Functions(TorchFunctionMode):
@@ -156,25 +253,82 @@ class _Operators(TorchDispatchMode):
         self.watcher = watcher
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, watcher = kwargs or {}, self.watcher
+        kwargs = kwargs or {}
+        watcher = self.watcher
         if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         place, found = watcher.place(), watcher.found
+        watcher.streams.launched(place)
         reason = rules.reason_against(func, args, kwargs)
-        if reason and not watcher.is_inside and not _fills_with_number(func, args, place):
+        if reason and not watcher.is_inside and not _fills_with_number(func, args):
             watcher.refuse(func, reason)
-        for leaf in tree_leaves((args, kwargs)):
+        leaves = tree_leaves((args, kwargs))
+        for leaf in leaves:
             if isinstance(leaf, torch.Generator):
                 found.generators.setdefault(id(leaf), (leaf, place))
+        outside = tuple(_outside(leaf, found) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if func._schema.name == "aten::lift_fresh":
+            found.from_host.add(args[0].untyped_storage()._cdata)
+        for tensor in _written(func, args, kwargs):
+            address = _storage(tensor)
+            if address is not None and address not in found.made:
+                found.written.setdefault(address, place)
         result = func(*args, **kwargs)
-        if _is_unpinned_copy(func, args, result):
-            found.copies.append(place)
-        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        found.operators.append((str(func), shapes, place))
+        self._note_copy(func, args, result, place)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        given = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        for tensor in tensors:
+            address = _storage(tensor)
+            # Not a view: this operator has made the storage, if perhaps where an earlier one was.
+            if address is not None and address not in found.kept and address not in given:
+                found.made[address] = place
+        numbers = tuple(leaf for leaf in leaves if isinstance(leaf, (int, float, complex)))
+        found.operators.append(Operator(str(func), tuple(map(_shape, tensors)), numbers, outside, place))
         return result
 
+    def _note_copy(self, func, args, result, place):
+        name = func._schema.name
+        if name not in ("aten::_to_copy", "aten::copy_") or self.watcher.is_inside:
+            return
+        source, target = (args[0], result) if name == "aten::_to_copy" else (args[1], args[0])
+        if target.is_cuda and source.device.type == "cpu" and source.dim() and not source.is_pinned():
+            self.watcher.found.copies.append((place, _storage(source)))
+        elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
+            self.watcher.found.refused.append(Refused(str(func), _COPIES_TO_HOST, place))
 
-def _fills_with_number(func, args, place):
+
+def _shape(tensor):
+    return tuple(tensor.shape)
+
+
+def _storage(tensor) -> int | None:
+    """The address of a tensor's storage, None where it has none of its own."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _written(func, args, kwargs) -> list[torch.Tensor]:
+    """The tensors that an operator writes, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return [
+        leaf
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(values.get(argument.name))
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def _outside(tensor, found) -> int | None:
+    address = _storage(tensor)
+    if address is None or address in found.made:
+        return None
+    found.kept.setdefault(address, tensor.untyped_storage())
+    return address
+
+
+def _fills_with_number(func, args):
     """Whether a number goes into a tensor by x[...] = 1.0: a fill, for which the GPU waits for nothing."""
     if func._schema.name != "aten::lift_fresh" or args[0].dim():
         return False
@@ -184,17 +338,6 @@ def _fills_with_number(func, args, place):
             return True
         frame = frame.f_back
     return False
-
-
-def _is_unpinned_copy(func, args, result):
-    name = func._schema.name
-    if name == "aten::_to_copy":
-        source, target = args[0], result
-    elif name == "aten::copy_":
-        target, source = args[0], args[1]
-    else:
-        return False
-    return target.is_cuda and source.device.type == "cpu" and source.dim() > 0 and not source.is_pinned()
 
 
 class _ModuleStack:

@@ -1,0 +1,371 @@
+"""What some eager steps tell, before any graph: calls that no graph can hold, and what changes from step to step.
+
+A graph repeats its operators with the numbers and addresses of the capture. So steps of one shape are compared with one
+another, operator by operator: another operator, another number, or another address from outside of the step is what a
+replay gets wrong.
+"""
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.your_step import host_values
+from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
+from common.your_step.source import Source
+from common.your_step.state import StepState
+from common.your_step.uninitialised import read_before_written
+from common.your_step.watch import Operator, Place, Watched, watch
+
+NUM_STEPS = 5
+FEW_SHAPES = 4
+# The words of the rules of host graphs -> kind of finding.
+_KINDS = (
+    ("reads a value", "host read"),
+    ("reads the lengths", "host read"),
+    ("copies to the host", "host read"),
+    ("waits for the GPU", "synchronisation"),
+    ("pinned memory", "pinned memory"),
+    ("shape that depends", "shape from values"),
+    ("makes a tensor from host data", "host data"),
+    ("random state", "random state"),
+    ("moves a tensor's memory", "moved memory"),
+    ("collective", "collective"),
+)
+# Words of torch's warnings -> kind of finding.
+_WARNINGS = (("AccumulateGrad node's stream does not match", "gradient stream"),)
+
+
+class EagerSteps:
+    """Eager steps under watch, and what the host held before and after each.
+
+    Args:
+        state: of the step. It is at its start afterwards, but for what was not handed over.
+    """
+
+    # Kinds that are harmless where a graph's numbers are eager's.
+    suspects = ("host value", "kept tensor", "python random", "control flow", "gradient", "not handed over")
+
+    def __init__(self, state: StepState):
+        self.state, self.source = state, Source(state.path)
+        classes = state.classes
+        # Batches of one shape, so that operators can be compared: the first, and the next one of its shape, in turn.
+        same = [index for index in range(2 * len(classes)) if state.batch_class(index) == classes[0]]
+        self.batches = [same[0], same[1 % len(same)]]
+        state.reset()
+        self.watched: list[Watched] = []
+        self.values: list[dict] = []
+        self.tensors: list[dict] = []
+        self.random: list[dict] = []
+        self.gradients: list[dict[str, int | None]] = []
+        self.homes: list[set] = []
+        self.rates: list[list] = []
+        self._look()
+        for index in range(NUM_STEPS):
+            self.watched.append(watch(state.step, state.batch(self.batches[index % 2]), state.modules))
+            self._look()
+        self.capturing = None
+        if self.first.asked_capturing is not None:
+            self.capturing = watch(state.step, state.batch(self.batches[0]), state.modules, is_capturing=True)
+        self.unwritten = read_before_written(state, self.batches[0])
+        state.reset()
+
+    @property
+    def first(self) -> Watched:
+        """The first step."""
+        return self.watched[0]
+
+    def _look(self):
+        values, tensors = host_values.look(self.state.step, self.state.owned)
+        self.values.append(values)
+        self.tensors.append(tensors)
+        self.random.append(host_values.random_states())
+        self.gradients.append({name: _address(parameter.grad) for name, parameter in self._parameters()})
+        self.homes.append({_storage(parameter) for _, parameter in self._parameters()})
+        self.rates.append([_number(group["lr"]) for each in self.state.optimizers for group in each.param_groups])
+
+    def _parameters(self):
+        return [(name, p) for module in self.state.modules for name, p in module.named_parameters()]
+
+    def findings(self):
+        """Yield the findings; those of the kinds in `suspects` count where a graph's numbers are not eager's."""
+        yield from self._refused()
+        yield from self._streams()
+        yield from self._copies()
+        yield from self._random()
+        yield from self._differences()
+        yield from self._optimizers()
+        yield from self._batches()
+        yield from self._not_handed_over()
+        yield from self._surroundings()
+        if self.unwritten:
+            place, evidence = self.unwritten
+            yield Finding("uninitialised memory", WRONG, place.own, evidence, place.module)
+
+    # --- one step
+
+    def _refused(self):
+        for refused in self.first.refused:
+            place, evidence = refused.place, f"{_short(refused.name)} {refused.reason}"
+            if place.through:
+                evidence = f"{_short(refused.name)} in torch's {place.through} reads a number on the host"
+                yield Finding(place.through, STOPS, self._made_at(place), evidence)
+                continue
+            kind = next((kind for words, kind in _KINDS if words in refused.reason), "host read")
+            if place.line != place.own:
+                evidence += f" (at {place.line})"
+            yield Finding(kind, STOPS, place.own, evidence, place.module)
+        for text, place in self.first.warned:
+            kinds = [kind for words, kind in _WARNINGS if words in text]
+            if kinds:
+                yield Finding(kinds[0], STOPS, place.own, text.split(". ")[0])
+
+    def _made_at(self, place):
+        """Where the optimizer or scaler is made, which is what has to change; else where it is called."""
+        scalers = ("GradScaler",) if place.through == "loss scaler" else ()
+        line = self.source.made(*(scalers or {type(each).__name__ for each in self.state.optimizers}))
+        return self.source.at(line) if line else place.own
+
+    def _streams(self):
+        for text, place in self.first.unjoined:
+            yield Finding("side stream", STOPS, place.own, text, place.module)
+
+    def _copies(self):
+        batch = {_storage(leaf) for leaf in tree_leaves(self.state.batch(self.batches[0])) if _is_tensor(leaf)}
+        for place, storage in self.first.copies:
+            if storage in batch:
+                evidence = "the batch is copied from unpinned memory inside of the step, while the host waits"
+                yield Finding("unpinned copy", SLOW, place.own, evidence, place.module)
+            else:
+                evidence = "copies from unpinned memory: refused in a capture, and read again by each replay before"
+                yield Finding("unpinned copy", STOPS, place.own, evidence, place.module)
+        own = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())]
+        # Each look at a generator may give another Python object of it.
+        known = {_identity(generator) for generator in [*self.state.snapshot.generators, *own]}
+        for generator, place in self.first.generators.values():
+            if _identity(generator) not in known:
+                yield Finding("unknown generator", STOPS, place.own, "draws from a generator of its own", place.module)
+
+    # --- one step beside another
+
+    def _random(self):
+        for name, state in self.random[0].items():
+            if state != self.random[-1].get(name):
+                evidence = f"the step draws from {name}: every replay would have the numbers of the capture"
+                yield Finding("python random", WRONG, self.source.at(self.source.draws(name)), evidence)
+
+    def _differences(self):
+        found: dict[tuple[str, str], Finding] = {}
+        for index, other in enumerate(self.watched[1:], 1):
+            for finding in self._compared(index, other):
+                found.setdefault((finding.kind, finding.where), finding)
+        if self.capturing is not None:
+            different = _first_difference(self.first.operators, self.capturing.operators)
+            if different:
+                evidence = "while a stream captures, " + _told(*different)
+                place = _place(*different)
+                found["", ""] = Finding("capture-aware code", WRONG, place.own, evidence, place.module)
+        yield from found.values()
+
+    def _compared(self, index, other):
+        """What differs between the first step and a later one."""
+        different = _first_difference(self.first.operators, other.operators)
+        gone = [name for name, a in self.gradients[0].items() if (a is None) != (self.gradients[index][name] is None)]
+        if different and gone:
+            place = _place(*different)
+            evidence = f"the gradient of {gone[0]} is None before one step and not before another: taken over or added"
+            yield Finding("gradient", WRONG, place.own, evidence, place.module)
+        elif different and not self._is_refused(*different):
+            place = _place(*different)
+            evidence = "of two steps of one shape, " + _told(*different) + self._changing()
+            yield Finding("control flow", WRONG, place.own, evidence, place.module)
+        numbers: set[tuple] = set()
+        for mine, theirs in zip(self.first.operators, other.operators, strict=False):
+            if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
+                return
+            pairs = zip(mine.numbers, theirs.numbers, strict=False)
+            pair = next((pair for pair in pairs if not _equal(*pair)), None)
+            # A number comes again in the backward pass; its first operator is the one to name.
+            if pair and pair not in numbers:
+                numbers.add(pair)
+                yield from self._number_differs(mine, *pair)
+            if index % 2 == 0:
+                ours = zip(mine.outside, theirs.outside, strict=False)
+                moved = {b for a, b in ours if a and b and a != b} - other.from_host
+                yield from (self._address_differs(storage, index, theirs) for storage in moved)
+
+    def _is_refused(self, mine, theirs):
+        """Whether steps part in a call that no graph can hold anyway."""
+        lines = {each.place.own for each in (mine, theirs) if each}
+        return any(refused.place.own in lines for refused in self.first.refused)
+
+    def _number_differs(self, mine, a, b):
+        evidence = f"{_short(mine.name)} gets {a!r} in one step and {b!r} in another"
+        if mine.place.through != "optimizer":
+            yield Finding("host value", WRONG, mine.place.own, evidence + self._changing(), mine.place.module)
+        elif self.rates[0] == self.rates[-1]:
+            yield Finding("optimizer", WRONG, self._made_at(mine.place), f"in torch's optimizer {evidence}")
+
+    def _address_differs(self, storage, index, operator):
+        """A tensor from before the step that lies elsewhere in the next one."""
+        made = self.watched[index - 1].made.get(storage)
+        place = made or operator.place
+        if storage in self.homes[index]:
+            evidence = f"a parameter that {_short(operator.name)} reads lies elsewhere after each step"
+            return Finding("moved memory", WRONG, place.own, evidence, place.module)
+        if storage in self.gradients[index].values():
+            evidence = "gradients are bound anew: a replay goes on with those of the capture"
+            return Finding("gradient", WRONG, place.own, evidence, place.module)
+        name = next((name for name, each in self.tensors[index].items() if _storage(each) == storage), None)
+        line = self.source.changed(name) if name else None
+        evidence = f"{name or 'a tensor'} is another tensor after each step, and {_short(operator.name)} at "
+        evidence += f"{operator.place.own} reads it: a replay reads that of the capture"
+        return Finding("kept tensor", WRONG, self.source.at(line) if line else place.own, evidence, place.module)
+
+    def _changing(self):
+        """The plain values on the host that the steps changed, and where, as words after a finding's evidence."""
+        before, after = self.values[0], self.values[-1]
+        names = [name for name in before if name in after and before[name] != after[name]]
+        words = []
+        for name in names[:3]:
+            line = self.source.changed(name)
+            at = f" at {self.source.at(line)}" if line else ""
+            words.append(f"{name} goes from {before[name]!r} to {after[name]!r}{at}"[:200])
+        return f" (on the host {', '.join(words)})" if words else ""
+
+    def host_values(self) -> list[Finding]:
+        """Return what changes on the host, for wrong numbers that nothing else explains."""
+        before, after = self.values[0], self.values[-1]
+        found = []
+        for name in sorted(before.keys() & after.keys()):
+            if before[name] != after[name]:
+                evidence = f"{name} went from {before[name]!r} to {after[name]!r}; a replay leaves it"
+                found.append(Finding("host value", WRONG, self.source.at(self.source.changed(name)), evidence))
+        for name, tensor in self.tensors[-1].items():
+            old = self.tensors[-2].get(name)
+            if old is not None and old is not tensor:
+                evidence = f"{name} is another tensor after each step: a replay fills that of the capture"
+                found.append(Finding("kept tensor", WRONG, self.source.at(self.source.changed(name)), evidence))
+        return found
+
+    # --- what was handed over
+
+    def _optimizers(self):
+        for optimizer in self.state.optimizers:
+            on_host = any(group.get("capturable") is False for group in optimizer.param_groups)
+            if self.state.device.type == "cuda" and on_host:
+                name = type(optimizer).__name__
+                evidence = f"{name} counts its steps on the host: capturable is False"
+                yield Finding("optimizer", STOPS, self.source.at(self.source.made(name)), evidence)
+        scheduled = [each for each in self.state.owned if hasattr(each, "get_last_lr")]
+        if self.rates[-1] and None not in self.rates[-1] and (scheduled or self.rates[0] != self.rates[-1]):
+            names = {type(each).__name__ for each in self.state.optimizers}
+            what = type(scheduled[0]).__name__ if scheduled else "the step"
+            evidence = f"{what} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
+            yield Finding("learning rate", WRONG, self.source.at(self.source.made(*names)), evidence)
+
+    def _batches(self):
+        number = len(set(self.state.classes))
+        if number > FEW_SHAPES:
+            evidence = f"{number} shapes in {len(self.state.batches)} batches, and each needs a graph and its memory"
+            yield Finding("shapes of batches", SLOW, self.source.at(self.source.changed("batches")), evidence)
+
+    def _not_handed_over(self):
+        """What steps write from one to the next, and a reset does not put back."""
+        known = {_storage(tensor) for _, tensor in self.state.snapshot.tensors}
+        known |= {address for gradients in self.gradients for address in gradients.values()}
+        known |= {address for homes in self.homes for address in homes}
+        batches = {_storage(leaf) for leaf in tree_leaves(self.state.batches) if _is_tensor(leaf)}
+        names = {_storage(tensor): name for name, tensor in self.tensors[-1].items()}
+        names |= {
+            _storage(tensor): f"{name}.{path}"
+            for name, module in host_values.modules_not_handed_over(self.state.step, self.state.owned)
+            for path, tensor in [*module.named_parameters(), *module.named_buffers()]
+        }
+        places: dict[str, str] = {}
+        for watched in self.watched:
+            for storage, place in watched.written.items():
+                if storage not in known:
+                    name = "its batch" if storage in batches else names.get(storage, "a tensor from before it")
+                    places.setdefault(place.own, name)
+        for where, name in places.items():
+            yield Finding("not handed over", WRONG, where, f"the step writes {name}, and nothing puts it back")
+
+    def _surroundings(self):
+        kind = self.state.device.type
+        if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
+            evidence = "autocast was on before the step, with its cache: a graph reads casts of weights from before it"
+            yield Finding("autocast cache", WRONG, self.source.at(self.source.made("autocast")), evidence)
+        before, last = self.gradients[-2], self.gradients[-1]
+        names = [name for name in last if last[name] is None and before[name] is None]
+        if names and len(names) < len(last):
+            evidence = f"{len(names)} parameters never have a gradient, {names[0]} among them"
+            yield Finding("unused parameter", NOTE, self.source.at(None), evidence)
+        for each in self.state.modules:
+            if isinstance(each, torch.nn.parallel.DistributedDataParallel):
+                line = self.source.at(self.source.made("DistributedDataParallel", "DDP"))
+                yield Finding("data parallel", NOTE, line, "DDP prepares itself in its first ten steps")
+
+
+def _first_difference(a: list[Operator], b: list[Operator]):
+    """(operator, operator or None) where two steps part, or None."""
+    for mine, theirs in zip(a, b, strict=False):
+        if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
+            return mine, theirs
+    if len(a) != len(b):
+        longer = a if len(a) > len(b) else b
+        return longer[min(len(a), len(b))], None
+    return None
+
+
+def _told(mine, theirs) -> str:
+    if theirs is None:
+        return f"one goes on with {_short(mine.name)} and the other ends"
+    if mine.name != theirs.name:
+        return f"one runs {_short(mine.name)} at {mine.place.own} and the other {_short(theirs.name)} there"
+    return f"{_short(mine.name)} gives shape {_sizes(mine)} in one and {_sizes(theirs)} in the other"
+
+
+def _place(mine, theirs) -> Place:
+    """Of two lines where steps part, the one inside of the branch: it is the one that comes first."""
+    if theirs is None:
+        return mine.place
+    lines = sorted((each.place for each in (mine, theirs)), key=lambda place: _line_number(place.own))
+    return lines[0] if lines[0].own.rpartition(":")[0] == lines[1].own.rpartition(":")[0] else mine.place
+
+
+def _line_number(where: str) -> int:
+    number = where.rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _sizes(operator):
+    return ", ".join(str(list(shape)) for shape in operator.shapes)
+
+
+def _equal(a, b) -> bool:
+    """Whether numbers are equal; a NaN is equal to a NaN."""
+    return a == b or repr(a) == repr(b)
+
+
+def _number(rate) -> float | None:
+    """A learning rate that is a number on the host; None for a tensor."""
+    return None if isinstance(rate, torch.Tensor) else rate
+
+
+def _short(name) -> str:
+    return str(name).removesuffix(".default").replace("aten::", "aten.")
+
+
+def _identity(generator) -> int:
+    return generator._cdata
+
+
+def _is_tensor(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _storage(tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _address(tensor) -> int | None:
+    return None if tensor is None else _storage(tensor)

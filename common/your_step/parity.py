@@ -1,0 +1,157 @@
+"""Whether a graph of a step trains as the step does, and where it first does not: step, tensor, module.
+
+Two more trainings tell causes apart. Where the step itself, run eagerly through the copies that a graph reads, goes
+another way than eager, the copies are at fault and not the capture. And the module whose outputs differ first is the
+one to look at.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.your_step.state import StepState, copy_batch, static_copy
+
+PARITY_STEPS = 8
+# Losses are floats of float32 tensors: two that differ by less are equal.
+_LOSS_SCATTER = 1e-6
+
+
+@dataclass
+class Course:
+    """A training from the start: losses, and copies of the state after each step."""
+
+    losses: list[float]
+    states: list[list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a training leaves eager's: the step, and the first tensor or the loss in words."""
+
+    step: int
+    text: str
+
+
+def course(state: StepState, make_step: Callable[[int], None]) -> Course:
+    """Train from the start.
+
+    Args:
+        state: of the step.
+        make_step: trains on the batch of an index.
+    """
+    state.reset()
+    states = []
+    for index in range(PARITY_STEPS):
+        make_step(index)
+        states.append([tensor.detach().clone() for _, tensor in state.snapshot.tensors])
+    return Course(state.read_losses(PARITY_STEPS), states)
+
+
+def difference(eager: Course, again: Course, other: Course, names: list[str]) -> Difference | None:
+    """Return where another training leaves two eager ones by more than these scatter.
+
+    Args:
+        eager: the reference.
+        again: a second one.
+        other: the training to judge.
+        names: of the tensors of the state.
+    """
+    scatter = max(
+        (_relative(a, b) for x, y in zip(eager.states, again.states, strict=True) for a, b in zip(x, y, strict=True)),
+        default=0.0,
+    )
+    for index, (wanted, found) in enumerate(zip(eager.states, other.states, strict=True)):
+        for name, a, b in zip(names, wanted, found, strict=True):
+            if not torch.equal(a, b) and _relative(a, b) > 2 * scatter:
+                text = f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
+                return Difference(index, text)
+        loss, own = eager.losses[index], other.losses[index]
+        if loss != own and not abs(loss - own) <= max(2 * scatter, _LOSS_SCATTER) * max(abs(loss), 1e-30):
+            return Difference(index, f"the loss of step {index} is {own:.7g}, eager's {loss:.7g}")
+    return None
+
+
+def through_copies(state: StepState) -> Callable[[int], None]:
+    """Return a step that runs eagerly on the copies of batches that a graph would read."""
+    copies: dict[int, object] = {}
+
+    def make_step(index):
+        kind = state.batch_class(index)
+        if kind not in copies:
+            copies[kind] = static_copy(state.batch(index), state.device)
+        copy_batch(copies[kind], state.batch(index))
+        state.keep_loss(index, state.step(copies[kind]))
+
+    return make_step
+
+
+class Outputs:
+    """The outputs of modules, kept as they are: in a capture, these are what each replay fills.
+
+    Args:
+        modules: that are looked into.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module]):
+        several = len(modules) > 1
+        self._named = {
+            f"{type(each).__name__}.{path}" if several else path: part
+            for each in modules
+            for path, part in each.named_modules()
+            if path
+        }
+        self.calls: list[tuple[str, list[torch.Tensor]]] = []
+
+    def __enter__(self):
+        self._handles = [part.register_forward_hook(self._keeping(name)) for name, part in self._named.items()]
+        return self
+
+    def __exit__(self, *_):
+        for handle in self._handles:
+            handle.remove()
+
+    def _keeping(self, name):
+        def hook(module, args, output):
+            self.calls.append((name, [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]))
+
+        return hook
+
+    def kept_of(self, step: Callable) -> Callable:
+        """Return the step, of whose last call alone the outputs are kept."""
+
+        def cleared(batch):
+            self.calls.clear()
+            return step(batch)
+
+        return cleared
+
+    def copies(self) -> list[tuple[str, list[torch.Tensor]]]:
+        """Return (module, copies of its outputs) in the order of the calls."""
+        return [(name, [tensor.detach().clone() for tensor in tensors]) for name, tensors in self.calls]
+
+
+def first_module(eager: list, graph: list) -> str:
+    """Return the module whose outputs differ first, inner modules before those around them; "" where none does.
+
+    Args:
+        eager: of Outputs.copies.
+        graph: the same of a replay of that step.
+    """
+    for (name, wanted), (other, found) in zip(eager, graph, strict=False):
+        if name != other or len(wanted) != len(found):
+            return name
+        for a, b in zip(wanted, found, strict=True):
+            if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+                return name
+    return ""
+
+
+def _relative(a, b) -> float:
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    if not (a.isfinite().all() and b.isfinite().all()):
+        return 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else float("inf")
+    return float((a - b).abs().max() / a.abs().max().clamp_min(1e-30))

@@ -1,0 +1,104 @@
+"""Lines of the user's file: where a name is changed, where an object is made, where random numbers are drawn."""
+
+import ast
+from pathlib import Path
+
+_CHANGING = ("append", "add", "pop", "update", "extend", "insert", "clear", "remove", "copy_", "lerp_", "add_", "mul_")
+
+
+class Source:
+    """A file of the user's code.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._tree = ast.parse(path.read_text(errors="replace"))
+        self._in_init: set[int] = set()
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                self._in_init |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+    def at(self, line: int | None) -> str:
+        """Return FILE:LINE, or the file where there is no line."""
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def changed(self, name: str) -> int | None:
+        """Return the last line that assigns to the last part of a name such as `self.count`, or calls what changes it.
+
+        Lines in functions inside of others count before those in the file's own code and in __init__.
+        """
+        word = name.removeprefix("len(").rstrip(")").split("[")[0].split(".")[-1]
+        lines = [
+            (_depth(node.lineno, self._tree), node.lineno)
+            for node in ast.walk(self._tree)
+            if isinstance(node, (ast.stmt, ast.expr)) and _changes(node, word)
+        ]
+        lines = [(depth, line) for depth, line in lines if line not in self._in_init] or lines
+        return max(lines)[1] if lines else None
+
+    def made(self, *names: str) -> int | None:
+        """Return the last line that calls one of these names, such as a class."""
+        lines = [n.lineno for n in ast.walk(self._tree) if isinstance(n, ast.Call) and _word(n.func) in names]
+        return max(lines, default=None)
+
+    def draws(self, module: str) -> int | None:
+        """Return the last line that calls a function of a module such as `random` or `numpy.random`."""
+        last = module.split(".")[-1]
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.ImportFrom) and node.module == module
+            for alias in node.names
+        }
+        lines = [
+            node.lineno
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Call) and (_is_of(node.func, last) or _word(node.func) in imported)
+        ]
+        return max(lines, default=None)
+
+
+def _changes(node, word):
+    if isinstance(node, ast.Assign):
+        return any(_names(target, word) for target in node.targets)
+    if isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For)):
+        return _names(node.target, word)
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id == "next":
+            return any(_names(argument, word) for argument in node.args)
+        return isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING and _names(node.func.value, word)
+    return False
+
+
+def _names(target, word):
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return any(_names(each, word) for each in target.elts)
+    if isinstance(target, (ast.Subscript, ast.Starred)):
+        return _names(target.value, word)
+    return _word(target) == word
+
+
+def _word(node):
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def _is_of(function, module):
+    """Whether a called function is an attribute of a module: random.random, np.random.rand; not torch.random."""
+    if not isinstance(function, ast.Attribute) or _word(function.value) != module:
+        return False
+    owner = function.value.value if isinstance(function.value, ast.Attribute) else None
+    return owner is None or _word(owner) != "torch"
+
+
+def _depth(line, tree):
+    """How many functions and classes lie around a line: code in the step lies deeper than build's own."""
+    inner = [
+        each
+        for each in ast.walk(tree)
+        if isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Lambda))
+        and each.lineno <= line <= (each.end_lineno or each.lineno)
+    ]
+    return len(inner)

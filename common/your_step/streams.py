@@ -1,0 +1,90 @@
+"""Work on side streams: whether a step's own stream waits for all of it, and whether it begins after that stream.
+
+Each stream knows how many operators of each other stream are done when its next one runs. An event carries what its
+stream knew when it was recorded, and a stream that waits for the event knows that, too.
+"""
+
+from typing import Any
+
+import torch
+
+
+class StreamWatch:
+    """Within it, operators and waits of streams are noted.
+
+    Args:
+        backend: that has current_stream, Stream and Event, or None where there are no streams.
+    """
+
+    def __init__(self, backend: Any = torch.cuda):
+        self._backend = backend
+        self._known: dict[Any, dict] = {}
+        self._events: dict[int, dict] = {}
+        self._kept: list = []
+        self._places: dict[Any, Any] = {}
+        self._late: dict[Any, Any] = {}
+        self._originals: list = []
+        self._main: Any = None
+
+    def __enter__(self):
+        if self._backend is None:
+            return self
+        self._main = self._backend.current_stream()
+        stream, event = self._backend.Stream, self._backend.Event
+        self._wrap(stream, "record_event", self._recorded)
+        self._wrap(stream, "wait_event", lambda result, own, waited: self._waited(own, waited))
+        self._wrap(event, "record", lambda result, own, on=None: self._note(own, on or self._backend.current_stream()))
+        self._wrap(event, "wait", lambda result, own, on=None: self._waited(on or self._backend.current_stream(), own))
+        return self
+
+    def __exit__(self, *_):
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+
+    def launched(self, place) -> None:
+        """Note an operator on the current stream."""
+        if self._backend is None:
+            return
+        stream = self._backend.current_stream()
+        known = self._known.setdefault(stream, {})
+        if stream != self._main:
+            if self._main not in known:
+                self._late.setdefault(stream, place)
+            self._places[stream] = place
+        known[stream] = known.get(stream, 0) + 1
+
+    def unjoined(self) -> list:
+        """Return (text, place) for each side stream that begins or ends apart from the step's own stream."""
+        main = self._known.get(self._main, {})
+        found = []
+        for stream, place in self._places.items():
+            if main.get(stream, 0) < self._known[stream][stream]:
+                found.append(("the step does not wait for this work on a side stream", place))
+            elif stream in self._late:
+                found.append(("this work on a side stream does not wait for the step's stream", self._late[stream]))
+        return found
+
+    def _wrap(self, owner, name, after):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **kwargs):
+            result = original(*args, **kwargs)
+            after(result, *args, **kwargs)
+            return result
+
+        self._originals.append((owner, name, original))
+        setattr(owner, name, wrapped)
+
+    def _recorded(self, result, stream, event=None):
+        self._note(result if event is None else event, stream)
+
+    def _note(self, event, stream):
+        self._kept.append(event)
+        known = dict(self._known.get(stream, {}))
+        known.setdefault(stream, 0)
+        self._events[id(event)] = known
+
+    def _waited(self, stream, event):
+        known = self._known.setdefault(stream, {})
+        for other, count in self._events.get(id(event), {}).items():
+            known[other] = max(known.get(other, 0), count)

@@ -1,0 +1,73 @@
+"""Memory that a step reads before it has written it: torch.empty filled with NaN, and looked for in what comes out.
+
+Fresh memory often holds zeros. In a graph it holds what the graph's other kernels have left there.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.capture.host_graph_rules import ALLOCATIONS
+from common.your_step.watch import Place, place_of_call
+
+
+def read_before_written(state, index: int) -> tuple[Place, str] | None:
+    """Return (place of the allocation, evidence), or None where the step's result does not depend on such memory.
+
+    Args:
+        state: a StepState. It is changed by two steps.
+        index: of the batch.
+    """
+    state.reset()
+    if _has_nan(state, state.step(state.batch(index))):
+        return None
+    state.reset()
+    filled = _Filled()
+    with filled:
+        loss = state.step(state.batch(index))
+    return filled.found if _has_nan(state, loss) else None
+
+
+def _has_nan(state, loss) -> bool:
+    tensors = [tensor for _, tensor in state.snapshot.tensors]
+    return any(_nan(leaf) for leaf in tree_leaves((loss, tensors)) if isinstance(leaf, torch.Tensor))
+
+
+def _nan(tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
+
+
+class _Filled(TorchDispatchMode):
+    """Fills what is allocated with NaN, and notes the first operator that takes it into a tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: tuple[Place, str] | None = None
+        self._allocated: dict[int, tuple[Place, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func._schema.name in ALLOCATIONS:
+            if isinstance(result, torch.Tensor) and result.is_floating_point() and result.layout == torch.strided:
+                result.fill_(float("nan"))
+                storage = result.untyped_storage()
+                self._allocated[storage._cdata] = (place_of_call(), storage)
+        elif self.found is None and self._allocated:
+            self._look(func, args, kwargs, result)
+        return result
+
+    def _look(self, func, args, kwargs, result):
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_allocated(leaf)]
+        if not read:
+            return
+        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if any(not self._is_allocated(leaf) and _nan(leaf) for leaf in given):
+            place, _ = self._allocated[read[0].untyped_storage()._cdata]
+            name = str(func).removesuffix(".default")
+            evidence = f"{name} at {place_of_call().own} reads memory that was allocated here and not written"
+            self.found = place, evidence
+
+    def _is_allocated(self, leaf):
+        strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+        return strided and leaf.untyped_storage()._cdata in self._allocated

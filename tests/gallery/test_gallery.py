@@ -1,0 +1,77 @@
+"""The gallery: broken steps that the doctor names with kind, file and line, and sound ones on which it is silent.
+
+A broken step marks its line by `# <- KIND` and names the public thread that it comes from.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.measuring import torch_settings
+from common.your_step.doctor import EQUAL, diagnose
+from common.your_step.findings import NOTE, REMEDIES
+
+FOLDER = Path(__file__).parent
+BROKEN = sorted((FOLDER / "broken").glob("*.py"))
+SOUND = sorted((FOLDER / "sound").glob("*.py"))
+# On a CPU there is no stream, no pinned memory, and no capture to ask about.
+NEED_GPU = {"capture_aware", "side_stream", "unpinned_copy"}
+# They work on their parameters after a step of an optimizer, so there is no graph up to the optimizer.
+GO_ON = {"ema_in_place", "two_optimizers"}
+_MARK = re.compile(r"# <- ([a-z -]+)$")
+_THREAD = re.compile(r"[\w.-]+/[\w.-]+ \d+")
+
+
+@pytest.fixture(scope="module")
+def device():
+    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kept = torch.backends.cudnn.benchmark
+    torch_settings.prepare(chosen)
+    yield chosen
+    torch.backends.cudnn.benchmark = kept
+
+
+def _parameters(paths):
+    marks = [pytest.mark.gpu]
+    return [pytest.param(path, id=path.stem, marks=marks if path.stem in NEED_GPU else []) for path in paths]
+
+
+def _mark(path):
+    """(line, kind) of the one marked line."""
+    marks = [(number, _MARK.search(line)) for number, line in enumerate(path.read_text().splitlines(), 1)]
+    ((line, mark),) = [(number, mark) for number, mark in marks if mark]
+    return line, mark.group(1)
+
+
+@pytest.mark.parametrize("path", _parameters(BROKEN))
+def test_broken_step_is_named_with_kind_file_and_line(path, device):
+    line, kind = _mark(path)
+
+    found = diagnose(f"{path}:build", device)
+
+    assert (kind, f"{path}:{line}") in {(finding.kind, finding.where) for finding in found.findings}, found.text()
+    assert all(finding.level != NOTE for finding in found.findings if finding.kind == kind)
+
+
+@pytest.mark.parametrize("path", _parameters(SOUND))
+def test_doctor_is_silent_on_a_sound_step(path, device):
+    found = diagnose(f"{path}:build", device)
+
+    assert not [finding for finding in found.findings if finding.level != NOTE], found.text()
+    assert found.whole == EQUAL
+    if path.stem in GO_ON:
+        assert "after its optimizer's step" in found.without_optimizer
+    else:
+        assert found.without_optimizer == EQUAL
+
+
+def test_gallery_is_as_large_as_it_says_and_each_broken_step_names_its_thread():
+    assert len(BROKEN) == 30
+    assert len(SOUND) >= 15
+    assert len(BROKEN) - len(NEED_GPU) >= 20
+    for path in BROKEN:
+        docstring = path.read_text().split('"""')[1]
+        assert _THREAD.search(docstring), path.name
+        assert _mark(path)[1] in REMEDIES, path.name
