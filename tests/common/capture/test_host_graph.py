@@ -142,11 +142,6 @@ def random_numbers(x, state):
     return torch.rand(3), torch.randn_like(x), F.dropout(x, 0.5), torch.empty(4).uniform_()
 
 
-def autocast(x, state):
-    with torch.autocast("cpu", torch.bfloat16):
-        return x @ x.t() + 1
-
-
 def attention(x, state):
     query = x.reshape(1, 1, 3, 4).clone().requires_grad_()
     y = F.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -162,7 +157,6 @@ def attention(x, state):
         none_outputs_and_lists,
         number_through_a_mask,
         random_numbers,
-        autocast,
         attention,
         torch.inference_mode()(lambda x, state: (F.linear(x, state).relu_(), x.flatten() * 2)),
     ],
@@ -199,22 +193,17 @@ OWN_GENERATOR = torch.Generator()
 REFUSED = [
     ("Tensor.item", lambda: X[0].item()),
     ("Tensor.__bool__", lambda: 1 if X.sum() > 0 else 2),
-    ("Tensor.__index__", lambda: range(INTEGERS[0])),
     ("Tensor.tolist", lambda: X.tolist()),
     ("Tensor.__array__", lambda: numpy.asarray(X)),
     ("Tensor.__repr__", lambda: print(X)),
     ("torch.equal", lambda: torch.equal(X, X)),
-    ("aten._local_scalar_dense.default", lambda: 2.0 in X),
-    ("aten.nonzero.default", lambda: torch.where(X > 1)),
     ("aten.index.Tensor", lambda: X[X > 1]),
     ("aten.index_put_.default", lambda: X.__setitem__(X > 1, X[:3])),
-    ("aten.masked_select.default", lambda: torch.masked_select(X, X > 1)),
     ("aten.repeat_interleave.Tensor", lambda: torch.repeat_interleave(X, INTEGERS)),
     ("aten.bincount.default", lambda: torch.bincount(INTEGERS)),
     ("torch.tensor_split", lambda: torch.tensor_split(X, INTEGERS)),
     ("aten._pack_padded_sequence.default", lambda: nn.utils.rnn.pack_padded_sequence(SEQUENCES, LENGTHS)),
     ("aten.lift_fresh.default", lambda: torch.tensor(1.0)),
-    ("aten.lift_fresh.default", lambda: X.__setitem__([0, 1], 0.0)),
     ("torch.frombuffer", lambda: torch.frombuffer(bytearray(8), dtype=torch.float32)),
     ("torch.manual_seed", lambda: torch.manual_seed(1)),
     ("torch.get_rng_state", lambda: torch.random.fork_rng().__enter__()),
