@@ -159,7 +159,9 @@ def test_three_a_that_differ_cannot_be_held(folder):
 
 def test_other_layers_and_shapes(folder):
     assert f"holds no {Q_PROJ.format(2)}, --layers 3 takes it" in refused(folder, replace(CONFIG, layers=3))
-    assert f"holds {Q_PROJ.format(1)}, which has no place in --layers 1" in refused(folder, replace(CONFIG, layers=1))
+    assert f"holds {Q_PROJ.format(1).replace('q_proj', 'k_proj')}, which has no place in --layers 1" in refused(
+        folder, replace(CONFIG, layers=1)
+    )
     assert "of the shape (4, 64), the flags say (4, 128)" in refused(folder, replace(CONFIG, hidden=128))
     rewrite(folder, lambda tensors: tensors.update({Q_PROJ.format(0): torch.ones(4, 64, dtype=torch.int64)}))
     assert "is I64" in refused(folder)
@@ -179,7 +181,7 @@ def test_folders_that_are_no_adapter(tmp_path, folder):
     model = folder / "adapter_model.safetensors"
     content = model.read_bytes()
     model.write_bytes(content[:-100])
-    assert "is truncated, it ends 100 bytes before" in refused(folder)
+    assert "is damaged or truncated" in refused(folder)
     model.unlink()
     assert "cannot read" in refused(folder)
     path = folder / "adapter_config.json"

@@ -54,7 +54,7 @@ def test_a_truncated_checkpoint(tmp_path):
     file = folder / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1000)
     line = said("--checkpoint", str(folder))
-    assert f"--checkpoint: {file} is truncated, it ends 744 bytes before lm_head.weight does" in line
+    assert f"--checkpoint: {file} is damaged or truncated: " in line
 
 
 @pytest.fixture
