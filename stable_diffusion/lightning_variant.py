@@ -1,10 +1,8 @@
 """The variant `graph_step_lightning`: the full iteration replayed inside the loop of Lightning's Trainer.
 
-A timed step is one turn of the real loop of Trainer.fit: fetch the batch, hooks, replay, progress, hooks. The loop runs
-in a greenlet, which hands control back whenever it asks for a batch. So there is no second thread: the current stream
-and the host's time are those of the other variants, and a switch costs less than a microsecond.
-
-UNet, draws, loss, scaling and update are those of stable_diffusion.train's eager step, cut where Lightning cuts it.
+A timed step is one turn of Trainer.fit's own loop: fetch the batch, hooks, replay, progress, hooks. The loop runs in a
+greenlet, which hands control back whenever it asks for a batch. There is no second thread, so stream and host time are
+those of the other variants, and a switch costs less than a microsecond. The parts of the step are eager's.
 """
 
 import logging
@@ -26,10 +24,7 @@ WARMUP_STEPS = 3
 
 
 class UpdateOptimizer(torch.optim.Optimizer):
-    """`State.update` as an optimizer for Lightning: overflow check, AdamW on the masters, loss scale.
-
-    Its state lives in the State, not in `state_dict()`: a checkpoint of Lightning's would hold the weights only.
-    """
+    """`State.update` as an optimizer for Lightning. Its state lives in the State, so no checkpoint would hold it."""
 
     def __init__(self, module):
         self.module = module
@@ -125,10 +120,10 @@ class SharedCUDA(CUDAAccelerator):
     """
 
     def setup(self, trainer):
-        """Leave the workspaces and the allocator's cache as they are."""
+        pass
 
     def teardown(self):
-        """Leave them here, too."""
+        pass
 
 
 def _trainer(device, callback):

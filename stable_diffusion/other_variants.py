@@ -1,6 +1,6 @@
 """Other ways to run Stable Diffusion's step: torch's kernels, host reads, torch.compile, Lightning.
 
-variants.py names them all and hands them `eager_step`, which is stable_diffusion.train's.
+eager_step: of stable_diffusion/train.py.
 """
 
 import torch
@@ -35,10 +35,7 @@ class EagerTorch(Eager):
 
 
 def reading_step(state: State, index: int) -> dict:
-    """The usual loop, whose host reads the loss and looks at the overflow before it updates, each by .item().
-
-    Returns the numbers that such a loop logs.
-    """
+    """The usual step: the host reads loss, overflow and loss scale by .item(). Returns what it would log."""
     state.begin_step(index)
     with section("noise"):
         x, t, target = state.noisy_latents(state.inputs["moments"])

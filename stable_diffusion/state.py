@@ -23,6 +23,8 @@ from stable_diffusion.unet import UNet, initialise
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# Kernels of attention, the fastest first; each is taken where it can run.
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 288 * 10**6  # the submission's bucket_cap
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_diffusion"
@@ -36,7 +38,7 @@ class State:
         memory.require_batch(config.batch, predicted_bytes(config), device)
         # For as long as the state is open: compiles and captures come later.
         self.opened = contextlib.ExitStack()
-        self.opened.enter_context(attention_kernels(config.attention))
+        self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
             # `model` is the function that the step calls; a compiled variant puts its own there.
@@ -157,16 +159,6 @@ def schedule(device):
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, TIMESTEPS, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1.0 - betas, dim=0)
     return alphas.sqrt().float().to(device), (1.0 - alphas).sqrt().float().to(device)
-
-
-def attention_kernels(name):
-    """A context in which SDPA takes these kernels where they can run, in this order; else plain products."""
-    order = {
-        "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
-        "flash": [SDPBackend.FLASH_ATTENTION],
-        "auto": None,
-    }[name]
-    return sdpa_kernel([*order, SDPBackend.MATH], set_priority=True) if order else contextlib.nullcontext()
 
 
 def _samples(config):

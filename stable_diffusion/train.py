@@ -1,6 +1,7 @@
 """Stable Diffusion v2: the whole training iteration in one CUDA graph.
 
-The training loop without graphs:
+The training loop without graphs. `main`, called at the end of this file, runs it; its body is `eager_step`, or the
+`step` of a variant below:
 
     for step in range(num_steps):
         moments, text = next(batches)                            # VAE moments, text-encoder output, precomputed
@@ -22,11 +23,13 @@ capture below comes to this:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # other threads may call CUDA meanwhile
         training_step(state)                                            # recorded, not run
     graph.replay()                                                      # once a step
+    del graph                                                           # frees it and the memory of its pool
 
 Not captured, and why:
     the batch's copy     each batch lies at another address of the host's memory; it is copied into static inputs
     the learning rate    a schedule on the host computes it; it is written into the device number that AdamW reads
-    the report           loss, gradient norm and overflows are copied to the host and read in a later step
+    the report           loss, gradient norm and overflows: the next replay overwrites them, so they are copied to the
+                         host before, and read in a later step
 
 Between the batch's copy and the report the host needs no value, so the whole step fits one graph.
 
@@ -101,10 +104,9 @@ def eager(state: State) -> Eager:
 class GraphedStep:
     """`graph_step`: `training_step` as one graph. It needs no buffers beyond eager's static inputs.
 
-    A replay reads the static inputs, the learning rate, the weights, the optimizer's state (FP32 masters and moments,
-    the count of steps), the loss scale with its counters, and the random seed and offset that torch writes before it.
-    It writes weights, optimizer state, loss scale and report, all outside the pool, which holds activations and
-    gradients. The next replay overwrites the report, so `end_step` copies it to the host before.
+    A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
+    and offset that torch writes before it. It writes weights, optimizer state, loss scale and report. All of these lie
+    outside the graph's pool, which holds activations and gradients.
 
     The whole process runs on one stream that is not the default one: on that capture is forbidden, and autograd runs a
     backward on the stream of its forward.
@@ -187,9 +189,8 @@ class GraphedNetworks:
         self.pool.release()
 
 
-# The table of all variants is stable_diffusion/variants.py. Those that are not here are in other_variants.py:
-# eager_torch takes torch's kernels for group norm and GEGLU, eager_sync reads loss and overflow by .item(),
-# graph_step_lightning captures the whole step inside Lightning's Trainer, and three are of torch.compile.
+# variants.py lists all variants. other_variants.py has those that are not here: eager with torch's kernels, eager with
+# .item() calls, the whole step captured inside Lightning's Trainer, and three with torch.compile.
 
 # ------------------------------------------------------------------------------------------------
 # 4. Main
@@ -203,7 +204,6 @@ def workload(args, device: torch.device, rank: int, world_size: int):
     if not on_gpu:
         sd_config.require(config, host_state.available_host_bytes())
     num_flops = config.batch * sd_config.flops_per_sample(config)
-    name = "UNet of Stable Diffusion v2" if config.channels == 320 else "toy widths"
     memory = f" | memory predicted {sd_config.predicted_bytes(config) / 2**30:.1f} GiB" if on_gpu else ""
     return args, Workload(
         model="stable_diffusion",
@@ -211,7 +211,7 @@ def workload(args, device: torch.device, rank: int, world_size: int):
         variants=VARIANTS,
         reference=eager_step,
         card=[
-            f"{sd_config.num_parameters(config) / 1e6:,.1f} M parameters: {name}",
+            f"UNet of {sd_config.num_parameters(config) / 1e6:,.1f} M parameters",
             f"batch {config.batch} of 4 x {config.latent_size} x {config.latent_size} latents, text "
             f"{config.context_tokens} x {config.context_dim} | {config.precision} with FP32 masters | "
             f"{num_flops / 1e12:.3g} TFLOP/step{memory}",

@@ -165,7 +165,7 @@ def _packed_tensors(folder):
 
 def _shard(folder):
     sample = {"moments": np.ones((8, 4, 4), np.float32), "context": np.ones((3, 2), np.float32)}
-    shards.write_shard(folder / "a.safetensors", [("key", sample)] * 3)
+    shards.write_shard(folder / "a.safetensors", [sample] * 3)
     return (folder / "a.safetensors").read_bytes()
 
 

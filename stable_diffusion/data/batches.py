@@ -19,16 +19,7 @@ class Batches:
 
     Every epoch is shuffled anew from (seed, epoch). Step k of all ranks together takes the next batch * world_size
     samples of the epoch, each rank its own. Samples that do not fill a step are left out. `dtypes` has the torch.dtype
-    of each tensor by name.
-
-    Args:
-        samples: To take them from.
-        batch: Samples of a rank in each step.
-        rank: Of this process.
-        world_size: Number of ranks.
-        num_workers: Processes that read, 0 for none.
-        pin_memory: Tensors in page-locked memory, which needs a GPU.
-        seed: Of the shuffles.
+    of each tensor by name. num_workers: processes that read, 0 for none. pin_memory needs a GPU.
 
     Raises:
         ValueError: The samples do not fill one step.
@@ -36,10 +27,9 @@ class Batches:
 
     def __init__(self, samples: Samples, batch, rank=0, world_size=1, num_workers=0, pin_memory=False, seed=0):
         if len(samples) < batch * world_size:
-            ranks = f" on {world_size} ranks" if world_size > 1 else ""
             raise ValueError(
-                f"--data {samples.folder}: {len(samples)} samples, --batch {batch}{ranks} takes {batch * world_size}: "
-                "give more shards or a smaller --batch"
+                f"--data {samples.folder}: {len(samples)} samples, --batch {batch} on {world_size} ranks takes "
+                f"{batch * world_size}: give more shards or a smaller --batch"
             )
         self.dtypes = {name: getattr(torch, dtype) for name, dtype in samples.dtypes.items()}
         self._loader = DataLoader(

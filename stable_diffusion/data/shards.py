@@ -3,17 +3,13 @@
 A shard is a safetensors file of n samples. It holds numbers and no code:
     moments   [n, 8, 64, 64]   from the VAE: 4 channels of means, 4 of log-variances
     context   [n, 77, 1024]    text encodings: OpenCLIP ViT-H-14, penultimate layer
-Both are float32 or float16. The metadata has a name for each sample under "keys", one a line. A sample is read by two
-reads at known places; nothing else of a shard is in memory.
-
-The benchmark's encoded training set comes as tar files of pickles, which are not read here:
-`python -m stable_diffusion.data.convert_latents` makes shards of them, once.
+Both are float32 or float16. A sample is read by two reads at known places; nothing else of a shard is in memory.
+MLPerf's encoded training set, tar files of pickles, is not read here: data/convert_latents.py makes shards of it.
 """
 
 import copy
 import math
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -28,7 +24,6 @@ from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, PICKLES, sho
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
 DTYPES = {"F32": "float32", "F16": "float16"}
-MAX_KEY_LENGTH = 200
 
 
 class BadSample(ValueError):
@@ -47,35 +42,31 @@ def require_finite(arrays: dict[str, np.ndarray]) -> None:
             raise BadSample(f"NaN or infinity in the {name}")
 
 
-def write_shard(path, samples: Iterable[tuple[str, dict[str, np.ndarray]]]) -> int:
-    """Write a shard of (key, arrays by name), whole or not at all; returns the number of samples.
+def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> int:
+    """Write a shard of samples, arrays by name, whole or not at all; returns the number of samples.
 
     All moments have one shape and dtype, and so have all encodings. One sample at a time is in memory.
     """
-    path, keys, described = Path(path), [], {}
+    path, count, described = Path(path), 0, {}
     with tempfile.TemporaryFile(dir=path.parent) as moments, tempfile.TemporaryFile(dir=path.parent) as context:
         parts = dict(zip(NAMES, (moments, context), strict=True))
-        for key, arrays in samples:
-            keys.append("".join(letter if letter.isprintable() else "?" for letter in key[:MAX_KEY_LENGTH]))
+        for arrays in samples:
+            count += 1
             for name, part in parts.items():
                 array = arrays[name]
                 assert described.setdefault(name, (array.dtype, array.shape)) == (array.dtype, array.shape)
                 part.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
         dtypes = {dtype: name for name, dtype in DTYPES.items()}
-        tensors = {name: (dtypes[dtype.name], (len(keys), *shape)) for name, (dtype, shape) in described.items()}
+        tensors = {name: (dtypes[dtype.name], (count, *shape)) for name, (dtype, shape) in described.items()}
 
         def write(file):
-            file.write(safetensors_header.make(tensors, {"keys": "\n".join(keys)}))
+            file.write(safetensors_header.make(tensors, {}))
             for part in parts.values():
                 part.seek(0)
                 shutil.copyfileobj(part, file, 1 << 20)
 
         write_whole(path, write)
-    return len(keys)
-
-
-# ------------------------------------------------------------------------------------------------
-# A folder of shards
+    return count
 
 
 def find(folder) -> list[str]:
@@ -85,26 +76,21 @@ def find(folder) -> list[str]:
         ValueError: There is none; one line that names --data, and the converter where there are tar files.
     """
     folder = Path(folder)
+    pickled = (
+        f"--data {shown(folder)}: samples in tar files are pickled, which can run code, and are not read: convert them "
+        "once, python -m stable_diffusion.data.convert_latents --in DIR --out NEW --trust-input"
+    )
     if folder.suffix in (".tar", *PICKLES) and folder.is_file():
-        raise ValueError(_says_how_to_convert(folder, folder.parent))
+        raise ValueError(pickled)
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except OSError as error:
         raise ValueError(f"--data {shown(folder)}: cannot be read ({error.strerror})") from None
     shards = [name for name in names if name.endswith(".safetensors")]
-    if not shards and any(name.endswith(".tar") for name in names):
-        raise ValueError(_says_how_to_convert(folder, folder))
     if not shards:
-        raise ValueError(f"--data {shown(folder)}: no shards (*.safetensors) in it")
+        has_tars = any(name.endswith(".tar") for name in names)
+        raise ValueError(pickled if has_tars else f"--data {shown(folder)}: no shards (*.safetensors) in it")
     return shards
-
-
-def _says_how_to_convert(data, folder):
-    return (
-        f"--data {shown(data)}: samples in tar files are pickled, which can run code, and are not read: convert them "
-        f"once, python -m stable_diffusion.data.convert_latents --in {shlex.quote(shown(folder))} --out NEW "
-        "--trust-input"
-    )
 
 
 class Samples:
@@ -129,7 +115,7 @@ class Samples:
         self.dtypes = {}
         self.shards = find(folder)
         entries = [self._entries(shard) for shard in self.shards]
-        self._offsets = [[each[name].offset for name in NAMES] for each in entries]
+        self._offsets = [{name: each[name].offset for name in NAMES} for each in entries]
         self._ends = np.cumsum([each["moments"].shape[0] for each in entries], dtype=np.int64)
         self._start, self._stop = 0, int(self._ends[-1])
         if self._stop > MAX_ROWS:
@@ -137,27 +123,23 @@ class Samples:
 
     def _entries(self, shard):
         """The entries of a shard's header, checked."""
-        entries, _ = safetensors_header.read(self.folder / shard, "--data", MAX_HEADER_BYTES)
+        path = self.folder / shard
+        entries, _ = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
         for name in NAMES:
-            fault = self._fault(name, entries.get(name))
-            if fault:
-                raise ValueError(f"--data: {shown(self.folder / shard)} has {fault}")
+            if name not in entries:
+                raise ValueError(f"--data: {shown(path)} has no tensor {name}")
+            dtype, shape = entries[name].dtype, entries[name].shape[1:]
+            known = [self.dtypes[name]] if name in self.dtypes else list(DTYPES.values())
+            if DTYPES.get(dtype) not in known or shape != self.shapes[name]:
+                raise ValueError(
+                    f"--data: {shown(path)} has {name} of dtype {dtype} and shape {shape}, "
+                    f"not {' or '.join(known)} and {self.shapes[name]}"
+                )
+            self.dtypes[name] = DTYPES[dtype]
         counts = [entries[name].shape[0] for name in NAMES]
         if counts[0] != counts[1]:
-            raise ValueError(f"--data: {shown(self.folder / shard)} has {counts[0]:,} moments, {counts[1]:,} encodings")
+            raise ValueError(f"--data: {shown(path)} has {counts[0]:,} moments, {counts[1]:,} encodings")
         return entries
-
-    def _fault(self, name, entry):
-        if entry is None:
-            return f"no tensor {name}"
-        if entry.dtype not in DTYPES:
-            return f"{name} of dtype {shown(entry.dtype[:20])}, not {' or '.join(DTYPES.values())}"
-        if entry.shape[1:] != self.shapes[name]:
-            return f"{name} of shape {entry.shape[1:]}, not {self.shapes[name]}"
-        dtype = DTYPES[entry.dtype]
-        if self.dtypes.setdefault(name, dtype) != dtype:
-            return f"{name} of dtype {dtype} where earlier shards have {self.dtypes[name]}"
-        return None
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -177,23 +159,20 @@ class Samples:
         index += self._start
         number = int(np.searchsorted(self._ends, index, side="right"))
         place = index - (int(self._ends[number - 1]) if number else 0)
+        path = self.folder / self.shards[number]
         try:
-            arrays = self._arrays(number, place)
+            with open(path, "rb", buffering=0) as file:
+                arrays = {name: self._array(file, name, self._offsets[number][name], place) for name in NAMES}
             require_finite(arrays)
         except (OSError, BadSample) as error:
             reason = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            shard = shown(self.folder / self.shards[number])
-            raise BadSample(f"--data: sample {place} of {shard}: {reason}") from None
+            raise BadSample(f"--data: sample {place} of {shown(path)}: {reason}") from None
         return arrays
 
-    def _arrays(self, number, place):
-        arrays = {}
-        with open(self.folder / self.shards[number], "rb", buffering=0) as file:
-            for name, offset in zip(NAMES, self._offsets[number], strict=True):
-                dtype = np.dtype(self.dtypes[name]).newbyteorder("<")
-                size = dtype.itemsize * math.prod(self.shapes[name])
-                content = os.pread(file.fileno(), size, offset + place * size)
-                if len(content) < size:
-                    raise BadSample("the shard has become shorter")
-                arrays[name] = np.frombuffer(content, dtype).reshape(self.shapes[name])
-        return arrays
+    def _array(self, file, name, offset, place):
+        dtype = np.dtype(self.dtypes[name]).newbyteorder("<")
+        size = dtype.itemsize * math.prod(self.shapes[name])
+        content = os.pread(file.fileno(), size, offset + place * size)
+        if len(content) < size:
+            raise BadSample("the shard has become shorter")
+        return np.frombuffer(content, dtype).reshape(self.shapes[name])

@@ -1,4 +1,4 @@
-"""Generated shards: moments with the spectra of images and encodings with the structure of captions. No torch here."""
+"""Generated shards: moments with the spectra of images, and encodings that look like captions. No torch here."""
 
 import fcntl
 import functools
@@ -10,11 +10,9 @@ import numpy as np
 from stable_diffusion.config import LATENT_SCALE
 from stable_diffusion.data.shards import write_shard
 
-GENERATOR_VERSION = 2
-
-# The log-variances of generated moments are a choice. That the posteriors of Stable Diffusion's VAE are nearly
-# deterministic is known (madebyollin/taesd issue 37); LDM clamps them to [-30, 20].
-LOG_VARIANCE, LOG_VARIANCE_RANGE = -17.0, (-25.0, -9.0)
+GENERATOR_VERSION = 3
+# A choice. Stable Diffusion's VAE is known to be nearly deterministic (madebyollin/taesd issue 37).
+LOG_VARIANCE, LOG_VARIANCE_STD = -17.0, 2.5
 
 
 def ensure_generated(cache_folder, latent_size: int, context_tokens: int, context_dim: int) -> Path:
@@ -42,73 +40,43 @@ def write(folder, shards, samples, seed, latent_size, context_tokens, context_di
 
     A sample's content depends on (seed, its place among all, the sizes), not on how they are cut into shards.
     """
-    captions = _Captions(seed, context_tokens, context_dim)
-
-    def generated(shard):
-        for place in range(samples):
-            generator = np.random.default_rng([seed, 1, shard * samples + place])
-            moments = _moments(generator, latent_size)
-            yield f"{shard:05d}{place:04d}", {"moments": moments, "context": captions.encoding(generator)}
-
+    generator = np.random.default_rng([seed, 0])
+    vocabulary = generator.standard_normal((512, context_dim))
+    positions = 0.3 * generator.standard_normal((context_tokens, context_dim))
     for shard in range(shards):
-        write_shard(Path(folder) / f"{shard:05d}.safetensors", generated(shard))
+        generators = (np.random.default_rng([seed, 1, shard * samples + place]) for place in range(samples))
+        made = (
+            {"moments": _moments(each, latent_size), "context": _context(each, vocabulary, positions)}
+            for each in generators
+        )
+        write_shard(Path(folder) / f"{shard:05d}.safetensors", made)
 
 
 @functools.cache
 def _inverse_frequency(size):
-    """1/f over the half plane of rfft2, f in cycles an image, scaled so that filtered white noise keeps variance 1."""
+    """1/f over the half plane of rfft2, scaled so that filtered white noise keeps variance 1."""
     rows = np.fft.fftfreq(size, 1 / size)[:, None]
     frequency = np.hypot(rows, rows.T)
-    # The mean of a plane varies between samples as its slowest waves do.
-    frequency[0, 0] = 1.0
+    frequency[0, 0] = 1.0  # the mean varies between samples as the slowest waves do
     weights = 1 / frequency
     return (weights / np.sqrt(np.mean(weights**2)))[:, : size // 2 + 1]
 
 
 def _moments(generator, size):
-    """float32 [8, size, size]: means as images have them, and log-variances of a nearly deterministic encoder.
-
-    Means: amplitude spectra of 1/f, 15 % of the variance common to all channels, contrast differing by a quarter
-    between samples, standard deviation 1 / 0.18215. Log-variances: smooth fields, lower where the means change fast.
-    """
-    white = generator.standard_normal((9, size, size))
+    """float32 [8, size, size]: means with amplitude spectra of 1/f, as images have, and smooth log-variances."""
+    white = generator.standard_normal((8, size, size))
     fields = np.fft.irfft2(np.fft.rfft2(white) * _inverse_frequency(size), s=(size, size))
-    common, own, sharpness = np.split(fields, [1, 5])
-    contrast = np.exp(0.25 * generator.standard_normal() - 0.25**2)
-    mean = contrast * (np.sqrt(0.15) * common + np.sqrt(0.85) * own) / LATENT_SCALE
-    change = sum(np.abs(np.roll(mean, 1, axis) - mean) for axis in (1, 2)).mean(axis=0)
-    log_variance = LOG_VARIANCE - 1.5 * (change / change.mean() - 1) + 2.5 * sharpness
-    return np.concatenate([mean, np.clip(log_variance, *LOG_VARIANCE_RANGE)]).astype(np.float32)
+    log_variance = np.clip(LOG_VARIANCE + LOG_VARIANCE_STD * fields[4:], -25, -9)
+    return np.concatenate([fields[:4] / LATENT_SCALE, log_variance]).astype(np.float32)
 
 
-class _Captions:
-    """Encodings as a causal text encoder with a last layer norm gives them, without one.
-
-    Row 0 is the same in all samples, since nothing precedes it; then 1 to tokens - 2 words, an end, and padding whose
-    rows are alike within a sample and nearly so between samples. A few dimensions are large in every row.
-    """
-
-    def __init__(self, seed, tokens, dim):
-        generator = np.random.default_rng([seed, 0])
-        self.tokens = tokens
-        self.words = generator.standard_normal((512, dim))
-        self.start, self.end, self.padding = generator.standard_normal((3, dim))
-        self.positions = 0.3 * generator.standard_normal((tokens, dim))
-        self.gain, self.bias = 1 + 0.1 * generator.standard_normal(dim), 0.05 * generator.standard_normal(dim)
-        large = generator.choice(dim, max(1, dim // 200), replace=False)
-        self.bias[large] = generator.choice([-1, 1], len(large)) * generator.uniform(5, 12, len(large))
-
-    def encoding(self, generator):
-        """float32 [tokens, dim]. Captions of the web have a dozen words, some many more."""
-        drawn = round(generator.lognormal(np.log(12), 0.6))
-        num_words = min(max(1, drawn), max(0, self.tokens - 2))
-        rows = np.empty((self.tokens, len(self.start)))
-        rows[:1] = 4 * self.start
-        rows[1 : num_words + 1] = self.words[generator.integers(len(self.words), size=num_words)]
-        rows[num_words + 1 :] = self.padding
-        rows[num_words + 1 : num_words + 2] = self.end
-        mean_so_far = np.cumsum(rows[1:], axis=0) / np.arange(1, self.tokens)[:, None]
-        rows[1:] += 0.5 * mean_so_far + self.positions[1:]
-        rows -= rows.mean(axis=1, keepdims=True)
-        rows /= rows.std(axis=1, keepdims=True)
-        return (rows * self.gain + self.bias).astype(np.float32)
+def _context(generator, vocabulary, positions):
+    """float32 [tokens, dim], layer-normed rows: a start, some words (the web's captions have a dozen), padding."""
+    tokens = len(positions)
+    num_words = min(max(1, round(generator.lognormal(np.log(12), 0.6))), max(0, tokens - 2))
+    words = np.ones(tokens, dtype=int)
+    words[0] = 0
+    words[1 : num_words + 1] = generator.integers(2, len(vocabulary), size=num_words)
+    rows = vocabulary[words] + positions
+    rows -= rows.mean(axis=1, keepdims=True)
+    return (rows / rows.std(axis=1, keepdims=True)).astype(np.float32)

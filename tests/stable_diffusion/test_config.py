@@ -31,10 +31,6 @@ def test_parameters_are_those_of_the_model(config):
     assert sd.num_parameters(config) == sum(parameter.numel() for parameter in unet.parameters())
 
 
-def test_the_benchmark_s_number_of_parameters():
-    assert sd.num_parameters(BENCH) == 865_910_724
-
-
 @pytest.mark.parametrize("config", [BENCH, TINY, replace(TINY, latent_size=32, context_tokens=5)])
 def test_flops_are_three_times_the_counted_forward(config):
     with torch.device("meta"), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -53,18 +49,10 @@ def test_the_benchmark_s_flops():
     [
         ({"batch": 0}, "--batch 0: takes a number from 1 up"),
         ({"lr": float("nan")}, "--lr nan: takes a number from 0 to 1"),
-        ({"lr": float("inf")}, "--lr inf: takes a number"),
-        ({"lr": 1e39}, "--lr 1e\\+39: takes a number"),
         ({"loss_scale": float("inf")}, "--loss-scale inf: takes a number from 1 to 4294967296"),
-        ({"loss_scale": 0.5}, "--loss-scale 0.5: takes a number from 1"),
-        ({"loss_scale": 3e38}, "--loss-scale 3e\\+38: takes"),
-        ({"loss_scale": float("nan")}, "--loss-scale nan"),
-        ({"hysteresis": 0}, "--hysteresis 0"),
         ({"latent_size": 20}, "--latent-size 20: takes a multiple of 8"),
         ({"channels": 48}, "--channels 48: takes a multiple of 32 and of --head-dim 16"),
-        ({"head_dim": 48}, "of --head-dim 48"),
-        ({"workers": 100000}, "--workers 100000: takes a number up to 64"),
-        ({"workers": -1}, "--workers -1: takes a number from 0 up"),
+        ({"workers": -1}, "--workers -1: takes a number from 0 to 64"),
     ],
 )
 def test_settings_are_checked(changes, message):

@@ -90,28 +90,27 @@ class TracedError(Exception):
     """A traced program cannot run here."""
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
-    import triton
+def both_kernels(x, weight, bias, z, both):
+    from stable_diffusion.kernels import _Geglu, _GroupNorm
+
+    return _GroupNorm.apply(x, 8, weight, bias, 1e-5, True), _Geglu.apply(z, both)
+
+
+def run_with_gradients(function):
+    x = torch.randn(2, 32, 12, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    weight, bias, both = (torch.ones(size, requires_grad=True) for size in (32, 32, 64))
+    z = torch.randn(3, 10, 64, requires_grad=True)
+    for y in function(x, weight, bias, z, both):
+        y.sum().backward()
+
+
+def traced_launches(function):
+    """(name, grid, constants) of each kernel that torch.compile sees, forward and backward."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    from common.training import triton_launch
-    from stable_diffusion.kernels import _Geglu, _GroupNorm
-    from tests.helpers import triton_driver
-
-    driver = triton_driver.Driver()
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(triton_launch, "_current_device", driver.get_current_device)
-    monkeypatch.setattr(triton_launch, "_current_stream", driver.get_current_stream)
-    monkeypatch.setattr(torch.utils._triton, "has_triton", lambda: True)
-    eager, traced = [], []
-
-    def noted(self, grid, tensors):
-        names = self.kernel.arg_names[len(tensors) :]
-        eager.append((self.kernel.fn.__name__, grid, dict(zip(names, self.fixed, strict=True))))
+    traced = []
 
     def partition(graph, inputs, **options):
         for node in graph.graph.nodes:
@@ -121,27 +120,35 @@ def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
                 traced.append((kernel.fn.__name__, node.kwargs["grid"][0], constants))
         return min_cut_rematerialization_partition(graph, inputs, **options)
 
-    def compile_nothing(graph, inputs):
-        return not_run
-
     def not_run(*inputs):
         raise TracedError
 
-    def run(function):
-        x = torch.randn(2, 32, 12, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
-        weight, bias, both = (torch.ones(size, requires_grad=True) for size in (32, 32, 64))
-        z = torch.randn(3, 10, 64, requires_grad=True)
-        for y in function(x, weight, bias, z, both):
-            y.sum().backward()
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: not_run, partition_fn=partition)
+    with pytest.raises(TracedError):
+        run_with_gradients(torch.compile(function, backend=backend))
+    return traced
 
-    def function(x, weight, bias, z, both):
-        return _GroupNorm.apply(x, 8, weight, bias, 1e-5, True), _Geglu.apply(z, both)
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
+    triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
+    from common.training import triton_launch
+    from tests.helpers import triton_driver
+
+    driver, eager = triton_driver.Driver(), []
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(triton_launch, "_current_device", driver.get_current_device)
+    monkeypatch.setattr(triton_launch, "_current_stream", driver.get_current_stream)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+
+    def noted(self, grid, tensors):
+        names = self.kernel.arg_names[len(tensors) :]
+        eager.append((self.kernel.fn.__name__, grid, dict(zip(names, self.fixed, strict=True))))
 
     with monkeypatch.context() as patched:
         patched.setattr(triton_launch.Launch, "__call__", noted)
-        run(function)
-    with pytest.raises(TracedError):
-        run(torch.compile(function, backend=aot_autograd(fw_compiler=compile_nothing, partition_fn=partition)))
+        run_with_gradients(both_kernels)
+    traced = traced_launches(both_kernels)
     assert len(eager) == 9 and not driver.launches
     assert sorted(map(str, traced)) == sorted(map(str, eager))
 
