@@ -73,18 +73,6 @@ def order(pp: int, stage: int, chunks: int, microbatches: int) -> list[int]:
     return forward[:warmup] + pairs + backward[num_pairs:]
 
 
-def split(steps, parts: int) -> list[int]:
-    """The order with every chunk cut into `parts` that follow one another: of layers, where chunks are `parts` layers.
-
-    Chunk c becomes parts * (c - 1) + 1 to parts * c, backward in reverse.
-    """
-    return [
-        unit if step > 0 else -unit
-        for step in steps
-        for unit in range(parts * (abs(step) - 1) + 1, parts * abs(step) + 1)[:: 1 if step > 0 else -1]
-    ]
-
-
 def numbered(steps) -> list[tuple[int, int]]:
     """(step, microbatch) of each step of an order."""
     counts: Counter[int] = Counter()
@@ -136,72 +124,8 @@ def buffer_slots(steps, transfers) -> dict[tuple[int, int], int]:
     return slots
 
 
-def num_slots(steps) -> dict[int, int]:
-    """{chunk: most of its microbatches that are in flight at a time}: the graphs that it needs at least, each way."""
-    live: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for step in steps:
-        chunk = abs(step)
-        live[chunk] += 1 if step > 0 else -1
-        most[chunk] = max(most[chunk], live[chunk])
-    return dict(most)
-
-
-def unsafe_replay(steps, slots: dict[int, int], shared_pool: bool) -> str:
-    """Return the reason why graphs captured in the order of `steps` cannot be replayed in it, "" where they can.
-
-    slots: {chunk: number of its slots}; microbatch m takes slot m modulo that number, whose graphs are captured when it
-    is first used. A replay overwrites what its slot holds. Graphs of a shared pool, moreover, use memory that was free
-    when they were captured: a replay overwrites what is live now and was not live then.
-    """
-    captured: dict[tuple[int, tuple[int, int]], frozenset[tuple[int, int]]] = {}
-    live: set[tuple[int, int]] = set()
-    for index, (step, microbatch) in enumerate(numbered(steps)):
-        chunk = abs(step)
-        slot = (chunk, microbatch % slots[chunk])
-        where = f"step {index} ({step:+d}, microbatch {microbatch})"
-        if step > 0 and slot in live:
-            return f"{where} replays a slot that holds the activations of an earlier microbatch"
-        if step < 0 and slot not in live:
-            return f"{where} has no activations"
-        then = captured.setdefault((step, slot), frozenset(live))
-        if shared_pool and live - then:
-            return f"{where} overwrites {sorted(live - then)}, which were free when its graph was captured"
-        live ^= {slot}
-    return ""
-
-
 # ------------------------------------------------------------------------------------------------
 # Time and communication
-
-
-def timeline(pp: int, chunks: int, microbatches: int, seconds=lambda stage, step, microbatch: 1) -> list[list[tuple]]:
-    """For each stage (start, end) of each of its steps, when every step starts as soon as it can.
-
-    A step waits for the one before it on its stage and for its input, which takes no time from stage to stage.
-    seconds(stage, step, microbatch): how long a step takes.
-    """
-    orders = [numbered(order(pp, stage, chunks, microbatches)) for stage in range(pp)]
-    times: list[list[tuple]] = [[] for _ in range(pp)]
-    ended: dict[tuple[int, int, int], float] = {}
-    ready = list(range(pp))
-    while ready:
-        stage = ready.pop()
-        while len(times[stage]) < len(orders[stage]):
-            step, microbatch = orders[stage][len(times[stage])]
-            source = origin(pp, chunks, stage, step)
-            if source and (*source, microbatch) not in ended:
-                break
-            before = times[stage][-1][1] if times[stage] else 0
-            start = max(before, ended[(*source, microbatch)]) if source else before
-            end = start + seconds(stage, step, microbatch)
-            times[stage].append((start, end))
-            ended[(stage, step, microbatch)] = end
-            target = _target(pp, chunks, stage, step)
-            if target and target[0] != stage:
-                ready.append(target[0])
-    assert list(map(len, times)) == list(map(len, orders)), "a step waits for ever"
-    return times
 
 
 def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[list[Transfer]]:
@@ -219,31 +143,44 @@ def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[
 def all_communications(pp: int, chunks: int, microbatches: int) -> list[list[list[Transfer]]]:
     """`communications` of each stage."""
     orders = [numbered(order(pp, stage, chunks, microbatches)) for stage in range(pp)]
-    times = timeline(pp, chunks, microbatches)
+    starts = _starts(pp, chunks, orders)
+    places = [{key: index for index, key in enumerate(steps)} for steps in orders]
     messages = []
     for stage, steps in enumerate(orders):
-        for index, (step, microbatch) in enumerate(steps):
-            target = _target(pp, chunks, stage, step)
-            if target and target[0] != stage:
-                messages.append((times[stage][index][1], stage, index + 1, step, *target, microbatch))
+        for step, microbatch in steps:
+            source, made_by = origin(pp, chunks, stage, step) or (stage, step)
+            if source != stage:
+                index = places[source][made_by, microbatch]
+                messages.append((starts[source][index] + 1, source, index + 1, made_by, stage, step, microbatch))
     entries: list[list[list[Transfer]]] = [[[] for _ in range(len(steps) + 1)] for steps in orders]
     # Of each stage the entry that the next message finds: messages come by time, and so do entries.
     entry = [0] * pp
     for time, stage, index, step, peer, peer_step, microbatch in sorted(messages):
-        while entry[peer] < len(times[peer]) and times[peer][entry[peer]][0] < time:
+        while entry[peer] < len(starts[peer]) and starts[peer][entry[peer]] < time:
             entry[peer] += 1
         entries[stage][index].append(Transfer(True, peer, step, microbatch))
         entries[peer][entry[peer]].append(Transfer(False, stage, peer_step, microbatch))
     return entries
 
 
-def _target(pp, chunks, stage, step):
-    """(stage, step) that takes the result of a step; None for what leaves the model."""
-    position = (abs(step) - 1) * pp + stage
-    if step > 0:
-        # The last chunk's output is the loss, which its own backward pass starts from.
-        return (stage, -step) if position == pp * chunks - 1 else ((position + 1) % pp, (position + 1) // pp + 1)
-    return ((position - 1) % pp, -((position - 1) // pp + 1)) if position else None
+def _starts(pp, chunks, orders):
+    """For each stage the times of its steps, when every step takes 1 and starts as soon as its input is there."""
+    starts: list[list[int]] = [[] for _ in orders]
+    ended: set[tuple[int, int, int]] = set()
+    time = 0
+    while len(ended) < sum(map(len, orders)):
+        ran = []
+        for stage, steps in enumerate(orders):
+            if len(starts[stage]) < len(steps):
+                step, microbatch = steps[len(starts[stage])]
+                source = origin(pp, chunks, stage, step)
+                if source is None or (*source, microbatch) in ended:
+                    starts[stage].append(time)
+                    ran.append((stage, step, microbatch))
+        assert ran, "a step waits for ever"
+        ended.update(ran)
+        time += 1
+    return starts
 
 
 def origin(pp, chunks, stage, step):

@@ -56,10 +56,10 @@ class ZeroAdam:
         self.params, self.group = list(params), group
         num_parts, part = collectives.group_size(group), collectives.group_rank(group)
         self.grads = collectives.GradientBuckets(grads, bucket_bytes, group, num_parts)
-        self.flat_params = [
-            _flatten_(self.params, places, flat.numel())
-            for flat, places in zip(self.grads.flats, self.grads.places, strict=True)
-        ]
+        self.flat_params = []
+        for flat, places in zip(self.grads.flats, self.grads.places, strict=True):
+            self.flat_params.append(torch.zeros_like(flat, dtype=self.params[0].dtype))
+            collectives.move_into(self.flat_params[-1], places, self.params)
         own_params, own_grads = (
             [flat.chunk(num_parts)[part] for flat in flats] for flats in (self.flat_params, self.grads.flats)
         )
@@ -98,19 +98,6 @@ class ZeroAdam:
     def named_state(self):
         """Yield (name, tensor) of this rank's masters and moments and of the count of steps, for hashing."""
         return self.adam.named_state()
-
-
-@torch.no_grad()
-def _flatten_(params, places, num_elements):
-    """Move the memory of the parameters at these places into one buffer; their values stay."""
-    first = params[places[0][0]]
-    flat = torch.zeros(num_elements, dtype=first.dtype, device=first.device)
-    for index, start in places:
-        view = collectives.place_in(flat, start, params[index])
-        view.copy_(params[index])
-        # The tensor object stays, so modules that hold it read the buffer from now on.
-        params[index].data = view
-    return flat
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ group. In a group of one rank, and without a process group in a run of one proce
 their tensors as they are and the others copy, but remain operators.
 
     rank, local_rank, world_size = init("cuda")
-    buckets = GradientBuckets(model.parameters(), bucket_bytes=64 << 20)
+    buckets = GradientBuckets(main_grads, bucket_bytes=64 << 20)
     loss.backward(); buckets.all_reduce_mean(); optimizer.step(); buckets.zero_()
     shutdown()
 
@@ -136,30 +136,12 @@ def all_gather_into_(whole, own, group="") -> None:
     _fill(whole, own, group, dist.all_gather_into_tensor)
 
 
-@_operator("all_to_all_(Tensor(a!) received, Tensor sent, str group='') -> ()")
-def all_to_all_(received, sent, group="") -> None:
-    """Fill part r of `received` with this rank's part of rank r's `sent`.
-
-    Both are contiguous [n, ...], n a multiple of the number of ranks, and have a part of n / ranks rows for each rank.
-    """
-    _fill(received, sent, group, dist.all_to_all_single)
-
-
 def _fill(target, source, group, collective):
     process_group = _resolve(group)
     if process_group is None:
         target.copy_(source)
     else:
         collective(target, source, group=process_group)
-
-
-@_operator("broadcast_(Tensor(a!)[] tensors, int source=0, str group='') -> ()")
-def broadcast_(tensors, source=0, group="") -> None:
-    """Replace each tensor by the one of rank `source` of `group`. tensors: a list, or one."""
-    process_group = _resolve(group)
-    if process_group is not None:
-        for tensor in tensors:
-            dist.broadcast(tensor, group=process_group, group_src=source)
 
 
 @_operator("exchange_(Tensor[] sent, int[] destinations, Tensor(a!)[] received, int[] sources, str group) -> ()")
@@ -209,12 +191,7 @@ def _resolve(group):
         if group or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("no process group: call collectives.init(device) first, under torchrun --nproc-per-node N")
         return None
-    try:
-        found = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
-    except RuntimeError:
-        raise ValueError(
-            f"no process group named {group!r}: pass the group_name of a group made by new_group"
-        ) from None
+    found = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
     assert found is not None, "torch.distributed is initialised"
     return found if found.size() > 1 else None
 
@@ -246,27 +223,23 @@ _ALIGNMENT_BYTES = 512
 class GradientBuckets:
     """Gradients laid out in a few contiguous buffers, reduced without a copy.
 
-    tensors: parameters (leaves that require a gradient), whose `.grad` becomes a view of a bucket; or gradient tensors
-    themselves, such as an fp32 main_grad, whose storage is moved into a bucket. Values are kept, a missing `.grad`
-    becomes zero. A bucket holds tensors of one dtype and device in the given order, at most `bucket_bytes` or one
-    tensor; `flats` lists them in the order of reduction, padding between gradients stays zero. places: for each flat
-    (index of a tensor, its first element) of what lies in it. group: as for the operators. parts: every flat has so
-    many equal parts, which begin and end as aligned as a gradient does.
+    Args:
+        tensors: Gradients, such as FP32 main_grads. Their memory moves into the buckets and keeps its values.
+        bucket_bytes: Most of a bucket that holds several tensors.
+        group: As for the operators.
+        parts: Each bucket has so many equal parts, which begin and end as aligned as a gradient does.
+
+    Attributes:
+        flats: The buckets in the order of reduction, of one dtype and device each. Padding between gradients is zero.
+        places: For each of flats (index of a tensor, its first element) of all that lies in it.
     """
 
     def __init__(self, tensors, bucket_bytes, group="", parts=1):
-        self.tensors = list(tensors)
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes is {bucket_bytes}, it must be at least 1")
-        if not self.tensors:
-            raise ValueError("no tensors to put into buckets: no parameter requires a gradient")
-        self.group = group
+        self.tensors, self.group = list(tensors), group
         self.flats, self.places = [], []
-        self._views = {}
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(self.tensors):
-            gradient = tensor if tensor.grad is None or not tensor.requires_grad else tensor.grad
-            kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
         for (dtype, device), indices in kinds.items():
             self._fill(indices, bucket_bytes, dtype, device, parts)
 
@@ -283,37 +256,13 @@ class GradientBuckets:
                 num_elements += padded
             # Whole units for each part.
             num_elements = -(-num_elements // (unit * parts)) * unit * parts
-            flat = torch.zeros(num_elements, dtype=dtype, device=device)
-            self.flats.append(flat)
+            self.flats.append(torch.zeros(num_elements, dtype=dtype, device=device))
             self.places.append(places)
-            for index, start in places:
-                self._move(index, place_in(flat, start, self.tensors[index]))
+            move_into(self.flats[-1], places, self.tensors)
             indices = indices[len(places) :]
 
-    def _move(self, index, view):
-        tensor = self.tensors[index]
-        if tensor.requires_grad:
-            if tensor.grad is not None:
-                view.copy_(tensor.grad)
-            tensor.grad = view
-        else:
-            view.copy_(tensor)
-            # The tensor object stays, so whoever holds it (param.main_grad) writes into the bucket from now on.
-            tensor.data = view
-        self._views[index] = view
-
     def all_reduce_mean(self) -> None:
-        """Average all buckets over the group, in the order of `flats`.
-
-        Raises ValueError when a parameter's gradient was replaced and would be left out.
-        """
-        # By identity, which costs the host less than comparing addresses: this runs in every eager step.
-        for index, tensor in enumerate(self.tensors):
-            if tensor.requires_grad and tensor.grad is not self._views[index]:
-                raise ValueError(
-                    f"gradient {index} was replaced and is not in its bucket any more: clear gradients with "
-                    "GradientBuckets.zero_(), not with optimizer.zero_grad(set_to_none=True)"
-                )
+        """Average all buckets over the group, in the order of `flats`."""
         all_reduce_mean_(self.flats, self.group)
 
     def zero_(self) -> None:
@@ -322,7 +271,17 @@ class GradientBuckets:
             flat.zero_()
 
 
-def place_in(flat, start, tensor):
+@torch.no_grad()
+def move_into(flat, places, tensors) -> None:
+    """Move the memory of tensors[index], for each (index, first element) of places, into `flat`; their values stay."""
+    for index, start in places:
+        view = _place_in(flat, start, tensors[index])
+        view.copy_(tensors[index])
+        # The tensor object stays, so whoever holds it (a module, param.main_grad) uses the flat buffer from now on.
+        tensors[index].data = view
+
+
+def _place_in(flat, start, tensor):
     """The elements of `flat` from `start` on in the shape of `tensor`, and in its strides where it has no gaps."""
     view = flat[start : start + tensor.numel()]
     # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.

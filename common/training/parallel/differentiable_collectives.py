@@ -1,14 +1,13 @@
-"""Collectives that a model differentiates through: tensor parallelism, sequence parallelism, all-to-all.
+"""Collectives that a model differentiates through: tensor parallelism with sequence parallelism.
 
 Each is an autograd function of one collective forward and its transpose, another collective, for the gradient. group: a
 group's name as in collectives.py; with one rank they return x itself. Sequences lie along the first dimension.
 `look_up` and `cross_entropy`, of a vocabulary that is split over the ranks, are made of them.
 
-    y = reduce_from_region(F.linear(gelu(F.linear(copy_to_region(x, tensor), column)), row), tensor)
+    y = reduce_scatter_to_sequence(F.linear(gelu(F.linear(gather_from_sequence(x, tensor), column)), row), tensor)
 
-computes with the columns of one matrix and the rows of the next split over the ranks of `tensor`. With sequence
-parallelism, where each rank has x of its own tokens only, gather_from_sequence stands for the former of the two and
-reduce_scatter_to_sequence for the latter.
+computes with the columns of one matrix and the rows of the next split over the ranks of `tensor`, each of which has the
+x and the y of its own tokens only.
 """
 
 import torch
@@ -52,33 +51,12 @@ def _gathered(x, group):
 
 
 def _reduce_scattered(x, group):
-    own = x.new_empty(_rows(x, group), *x.shape[1:])
-    collectives.reduce_scatter_sum_(own, x.contiguous(), group)
-    return own
-
-
-def _own_rows(x, group):
-    return x.narrow(0, collectives.group_rank(group) * _rows(x, group), _rows(x, group)).clone()
-
-
-def _swapped(x, group):
-    _rows(x, group)
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    collectives.all_to_all_(received, x.contiguous(), group)
-    return received
-
-
-def _rows(x, group):
-    """The first dimension's share of a rank."""
     size = collectives.group_size(group)
     if x.shape[0] % size:
         raise ValueError(f"a tensor of shape {tuple(x.shape)} has no equal parts for {size} ranks: pad it")
-    return x.shape[0] // size
-
-
-def copy_to_region(x, group=""):
-    """x, whose gradient is summed over the ranks: before a column-parallel matrix (Megatron's f)."""
-    return _region(x, group, _unchanged, _summed)
+    own = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    collectives.reduce_scatter_sum_(own, x.contiguous(), group)
+    return own
 
 
 def reduce_from_region(x, group=""):
@@ -86,27 +64,14 @@ def reduce_from_region(x, group=""):
     return _region(x, group, _summed, _unchanged)
 
 
-def gather_from_sequence(x, group="", partial_gradients=True):
-    """[n, ...] of the [n / ranks, ...] that each rank has: where tensor follows sequence parallelism.
-
-    partial_gradients: each rank's gradient is a summand, as behind a column-parallel matrix; else it is alike on all.
-    """
-    return _region(x, group, _gathered, _reduce_scattered if partial_gradients else _own_rows)
+def gather_from_sequence(x, group=""):
+    """[n, ...] of the [n / ranks, ...] that each rank has, before a column-parallel matrix; gradients are summed."""
+    return _region(x, group, _gathered, _reduce_scattered)
 
 
 def reduce_scatter_to_sequence(x, group=""):
     """This rank's [n / ranks, ...] of the sum of x [n, ...]: from tensor into sequence parallelism."""
     return _region(x, group, _reduce_scattered, _gathered)
-
-
-def scatter_to_sequence(x, group=""):
-    """This rank's [n / ranks, ...] of an x [n, ...] that is alike on all ranks: into sequence parallelism."""
-    return _region(x, group, _own_rows, _gathered)
-
-
-def all_to_all(x, group=""):
-    """Part r of the result [n, ...] is this rank's part of rank r's x [n, ...]; a part has n / ranks rows."""
-    return _region(x, group, _swapped, _swapped)
 
 
 def look_up(tokens, table, group="", find=F.embedding):

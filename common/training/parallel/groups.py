@@ -90,10 +90,6 @@ class Ranks:
         stage, data_rank = divmod(rest, self.dp)
         return Place(world_rank, data_rank, stage, context_rank, tensor_rank)
 
-    def world_rank(self, data_rank=0, stage=0, context_rank=0, tensor_rank=0) -> int:
-        """Return the world rank of the process at this place."""
-        return ((stage * self.dp + data_rank) * self.cp + context_rank) * self.tp + tensor_rank
-
     def members(self, *dimensions: str) -> list[list[int]]:
         """World ranks of every group that varies in `dimensions` ("dp", "tp", "pp", "cp") alone, each in rising order.
 

@@ -1,5 +1,6 @@
 """common/parallel: places of ranks, groups of four gloo processes, and initial values of every decomposition."""
 
+import itertools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from common.training.parallel import collectives, groups
-from common.training.parallel.groups import Parallel, Place, Ranks, fill_, make_groups, require_divisible
+from common.training.parallel.groups import Parallel, Place, Ranks, fill_, make_groups
 from tests.helpers import gloo_ranks
 
 DECOMPOSITIONS = [Ranks(1, tp=2, pp=2), Ranks(2, tp=2), Ranks(1, pp=4), Ranks(2, pp=2), Ranks(2, cp=2), Ranks(4)]
@@ -27,18 +28,14 @@ def test_ranks_from_flags():
     assert Config().ranks(3) == Ranks(dp=3)
     ranks = Config(tp=4, pp=2, cp=2).ranks(48)
     assert ranks == Ranks(dp=3, tp=4, pp=2, cp=2) and ranks.world_size == 48
-    with pytest.raises(AttributeError):
-        ranks.dp = 1
+    assert Config(tp=4, pp=2, cp=2).world_sizes() == {"multiple_of": 16}
 
 
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [
         ({"tp": 2, "pp": 3}, 8, "--tp 2 --pp 3 --cp 1 need a multiple of 6 ranks, this run has 8: .*--nproc-per-node"),
-        ({"tp": 2}, 1, "--tp 2 .* a multiple of 2 ranks, this run has 1"),
-        ({"tp": 0}, 1, "--tp 0: takes a number from 1 up"),
-        ({"pp": -1}, 1, "--pp -1: takes"),
-        ({"cp": 0}, 1, "--cp 0: takes"),
+        ({"pp": -1}, 1, "--pp -1: takes a number from 1 up"),
     ],
 )
 def test_a_world_that_does_not_fit(flags, world_size, message):
@@ -46,20 +43,9 @@ def test_a_world_that_does_not_fit(flags, world_size, message):
         Config(**flags).ranks(world_size)
 
 
-def test_what_describe_says():
-    assert Config().world_sizes() == {"multiple_of": 1}
-    assert Config(tp=4, pp=2, cp=2).world_sizes() == {"multiple_of": 16}
-
-
 def test_describe_needs_no_torch():
     code = "import sys, common.training.parallel.groups; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[4])
-
-
-def test_shares():
-    assert require_divisible("--heads", 96, "--tp", 4) == 24
-    with pytest.raises(ValueError, match="--heads 96 is not divisible by --tp 5"):
-        require_divisible("--heads", 96, "--tp", 5)
 
 
 def test_tensor_ranks_count_fastest_and_stages_slowest():
@@ -69,11 +55,7 @@ def test_tensor_ranks_count_fastest_and_stages_slowest():
     assert places[2] == Place(2, data_rank=0, stage=0, context_rank=1, tensor_rank=0)
     assert places[4] == Place(4, data_rank=1, stage=0, context_rank=0, tensor_rank=0)
     assert places[8] == Place(8, data_rank=0, stage=1, context_rank=0, tensor_rank=0)
-    for place in places:
-        at = {"data_rank": place.data_rank, "stage": place.stage}
-        assert (
-            ranks.world_rank(**at, context_rank=place.context_rank, tensor_rank=place.tensor_rank) == place.world_rank
-        )
+    assert len(set(places)) == 16
 
 
 def test_members_of_groups():
@@ -121,11 +103,6 @@ def worker():
     return results
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    return gloo_ranks.run("tests.common.training.parallel.test_groups", "worker", 4)
-
-
 VARIED = {
     "tensor": ("tp",),
     "context": ("cp",),
@@ -138,21 +115,17 @@ VARIED = {
 }
 
 
-@pytest.mark.parametrize("index", range(len(DECOMPOSITIONS)), ids=map(str, DECOMPOSITIONS))
-def test_groups(four_ranks, index):
-    ranks = DECOMPOSITIONS[index]
-    for world_rank, result in enumerate(four_ranks):
+def test_groups():
+    four_ranks = gloo_ranks.run("tests.common.training.parallel.test_groups", "worker", 4)
+    for (world_rank, result), (index, ranks) in itertools.product(enumerate(four_ranks), enumerate(DECOMPOSITIONS)):
         members = result[index]["members"]
         for name, dimensions in VARIED.items():
             (expected,) = [group for group in ranks.members(*dimensions) if world_rank in group]
-            assert members[name] == expected, name
+            assert members[name] == expected, (ranks, name)
         (pipeline,) = [group for group in ranks.members("pp") if world_rank in group]
         at_an_end = world_rank in (pipeline[0], pipeline[-1])
-        assert members["ends"] == (sorted({pipeline[0], pipeline[-1]}) if at_an_end else [world_rank])
-
-
-def test_a_group_is_made_once(four_ranks):
-    """Data parallelism alone, as all models have it: everyone, and oneself."""
+        assert members["ends"] == (sorted({pipeline[0], pipeline[-1]}) if at_an_end else [world_rank]), ranks
+    # A group is made once. Data parallelism alone, as all models have it: everyone, and oneself.
     assert [result[-1]["names"] for result in four_ranks] == [["", collectives.ALONE]] * 4
 
 
@@ -170,23 +143,19 @@ def shard(size, count, rank):
     return slice(rank * size // count, (rank + 1) * size // count)
 
 
-@pytest.mark.parametrize("block", [1, 40, 100, 1 << 22])
-@pytest.mark.parametrize("shape", [(24, 12), (24, 4, 6), (24,)])
+@pytest.mark.parametrize("block", [1, 100, 1 << 22])
+@pytest.mark.parametrize("shape", [(24, 4, 6), (24,)])
 def test_shards_are_those_of_the_whole(monkeypatch, shape, block):
     """Rows, columns, both; blocks of one row, of some that end within a shard, of all."""
     monkeypatch.setattr(groups, "_BLOCK_ELEMENTS", block)
     everything = (slice(None),) * len(shape)
     whole = filled(shape, everything)
-    assert 0.3 < float(whole.std()) < 0.7
-    for rows, columns in ((2, 1), (3, 1), (4, 1), (8, 2), (1, 2), (1, 4)):
-        for row in range(rows):
-            for column in range(columns if len(shape) > 1 else 1):
-                slices = (
-                    shard(shape[0], rows, row),
-                    *(shard(size, columns, column) for size in shape[1:2]),
-                    *everything[2:],
-                )
-                assert torch.equal(filled(shape, slices), whole[slices])
+    assert 0.3 < float(whole.std()) < 0.7 and whole.unique().numel() == whole.numel()
+    for rows, columns in ((3, 1), (8, 2), (1, 4)):
+        for row, column in itertools.product(range(rows), range(columns if len(shape) > 1 else 1)):
+            parts = (shard(shape[0], rows, row), *(shard(size, columns, column) for size in shape[1:2]))
+            slices = (*parts, *everything[2:])
+            assert torch.equal(filled(shape, slices), whole[slices])
 
 
 def test_numbers_depend_on_name_seed_and_nothing_else():
@@ -199,25 +168,10 @@ def test_numbers_depend_on_name_seed_and_nothing_else():
     assert torch.equal(filled((8, 4), everything, dtype=torch.bfloat16), whole.bfloat16())
 
 
-def test_blocks_differ(monkeypatch):
-    monkeypatch.setattr(groups, "_BLOCK_ELEMENTS", 8)
-    whole = filled((64, 4), (slice(None), slice(None)))
-    assert whole.unique().numel() == whole.numel()
-
-
-def test_a_fused_matrix_is_filled_through_a_view():
+def test_a_fused_matrix_is_filled_through_a_view_and_in_place():
     whole = filled((3, 8, 5), (slice(None),) * 3).view(24, 5)
-    own = torch.zeros(12, 5)
+    own = torch.nn.Parameter(torch.zeros(12, 5))
     fill_(own.view(3, 4, 5), "layers.3.weight", 7, (3, 8, 5), (slice(None), slice(4, 8), slice(None)), 0.5)
-    assert torch.equal(own, whole.view(3, 8, 5)[:, 4:].reshape(12, 5))
-
-
-def test_a_shard_of_another_shape_is_refused():
-    with pytest.raises(ValueError, match="layers.0.weight: a shard .* is no \\(3, 4\\)"):
+    assert torch.equal(own, whole.view(3, 8, 5)[:, 4:].reshape(12, 5)) and own.grad_fn is None
+    with pytest.raises(ValueError, match=r"layers.0.weight: a shard .* is no \(3, 4\)"):
         fill_(torch.zeros(3, 4), "layers.0.weight", 0, (8, 4), (slice(0, 4), slice(None)), 1.0)
-
-
-def test_parameters_are_filled_in_place():
-    parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    fill_(parameter, "weight", 0, (2, 3), (slice(None), slice(None)), 1.0)
-    assert parameter.detach().all() and parameter.grad_fn is None
