@@ -127,8 +127,9 @@ def chosen_variants(asked: str | None, description: dict) -> list[str]:
         names = list(known)
     else:
         names = words_of(asked)
-        for name in filter(formerly.get, names):
-            raise Mistake(f"variant {name!r} is now {formerly[name]!r}")
+        renamed = [f"{name!r} is now {formerly[name]!r}" for name in names if name in formerly]
+        if renamed:
+            raise Mistake(f"variant {', '.join(renamed)}")
         unknown = ", ".join(name for name in names if name not in known)
         if unknown or not names:
             raise Mistake(f"unknown variant {unknown!r}, --variants takes all, or some of {', '.join(known)}")

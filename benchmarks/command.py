@@ -51,9 +51,10 @@ def words_of(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def model_name(text: str) -> str:
-    """Return a model as Python names it: examples/minimal/ is examples.minimal."""
-    return text.strip().rstrip("/").replace("/", ".")
+def require_printable(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """End the program with one line where a word would garble a terminal or a file's name."""
+    for word in filter(lambda word: not word.isprintable(), words):
+        parser.error(f"{word!a}: has a character that cannot be printed")
 
 
 def shown(path: Path) -> Path:

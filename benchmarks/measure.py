@@ -180,8 +180,8 @@ def measure(args: argparse.Namespace) -> int:
     if args.doctor or found in (1, 2):
         return found
     asked.findings = said
-    (measured,), _ = run.measured(asked)
-    if measured is None:
+    ((measured, path),), _ = run.measured(asked)
+    if path is None:
         print("The eager step failed, so nothing was timed.")
         return 1
     status, sentence = verdict(measured)

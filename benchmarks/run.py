@@ -15,8 +15,6 @@ otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
 
 import argparse
 import contextlib
-import hashlib
-import json
 import os
 import re
 import secrets
@@ -36,9 +34,8 @@ from benchmarks.pages import run_table
 from benchmarks.processes import launch, locks
 from benchmarks.processes.worker import WorkerEnded
 from benchmarks.report import write as write_page
-from benchmarks.script import CONTROL, models
+from benchmarks.script import CONTROL, find_model, models
 from common.config import checked
-from common.files import write_text
 
 ALL = "all"
 FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy)
@@ -68,7 +65,7 @@ def parse(argv=None) -> argparse.Namespace:
     )
     add = parser.add_argument
     known = f"one of {', '.join(models())}, some with commas, or all"
-    add("--model", metavar="NAME", type=command.model_name, required=True, help=known)
+    add("--model", metavar="NAME", required=True, help=known)
     add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
     add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
     add("--no-control", action="store_true", help="without the base once more as if it were a variant")
@@ -129,15 +126,20 @@ def _header(asked, args) -> dict:
     }
 
 
-def measure_run(asked: ask.Ask, args: argparse.Namespace, facts: Partial, log: Path) -> None:
-    """Measure all builds of a model. A variant that cannot run is a fact, not an exception."""
-    size = "tiny" if asked.preset.startswith("tiny") else "other"
-    settings = Settings(
+def settings_of(args: argparse.Namespace, preset: str) -> Settings:
+    """Return how long to measure a preset."""
+    size = "tiny" if preset.startswith("tiny") else "other"
+    return Settings(
         cycles=args.cycles or CYCLES[size],
         block_s=BLOCK_S[size],
-        control=facts.facts[0]["control"],
+        control="" if args.no_control else CONTROL,
         **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "parity_steps", "share_memory")},
     )
+
+
+def measure_run(asked: ask.Ask, args: argparse.Namespace, facts: Partial, log: Path) -> None:
+    """Measure all builds of a model. A variant that cannot run is a fact, not an exception."""
+    settings = settings_of(args, asked.preset)
     for build in asked.builds:
         if len(asked.builds) > 1:
             names = ", ".join(name for name in build.variants if name != CONTROL)
@@ -165,19 +167,19 @@ def chosen_models(text: str) -> list[str]:
     """Return names of models between commas, or all.
 
     Raises:
-        Mistake: there is no name.
+        Mistake: there is no name, or an unknown one.
     """
-    names = models() if text == ALL else list(dict.fromkeys(command.words_of(text)))
+    names = models() if text == ALL else list(dict.fromkeys(map(find_model, command.words_of(text))))
     if not names:
         raise Mistake(f"--model takes one of {', '.join(models())}, or all")
     return names
 
 
-def measured(args: argparse.Namespace) -> tuple[list[run_file.Run | None], bool]:
+def measured(args: argparse.Namespace) -> tuple[list[tuple[run_file.Run, Path | None]], bool]:
     """Measure every model that the command line names.
 
     Returns:
-        The run of each, None where nothing could be timed; and whether a model was refused.
+        The run of each, and its file, None where nothing could be timed; and whether a model was refused.
 
     Raises:
         Mistake: a model cannot be measured here, and it is the only one.
@@ -195,19 +197,16 @@ def measured(args: argparse.Namespace) -> tuple[list[run_file.Run | None], bool]
     if not asks:
         raise Mistake("no model is left to measure")
     uuids = [] if args.nnodes > 1 else list(asks[0].gpus.uuids[: args.ngpu])
-    suite = Suite(asks, args)
     with locks.gpu_locks(uuids, ",".join(each.name for each in asks)) as others:
         for text in others:
             print(f"beside   {text}")
-        done = [suite.measured(asked) or _measure_one(asked, args, suite) for asked in asks]
-    suite.end()
-    return done, bool(refused)
+        return [_measure_one(asked, args) for asked in asks], bool(refused)
 
 
 def measure(args: argparse.Namespace) -> int:
     """Measure every model that the command line names; return the exit status."""
     done, is_refused = measured(args)
-    runs = [run for run in done if run is not None]
+    runs = [run for run, path in done if path is not None]
     if len(done) > 1 and runs:
         print(run_table.suite(runs))
     # Of all models some may be refused: not every machine has a GPU for each.
@@ -215,8 +214,8 @@ def measure(args: argparse.Namespace) -> int:
     return 1 if bad or not all(map(run_table.is_sound, runs)) else 0
 
 
-def _measure_one(asked, args, suite) -> run_file.Run | None:
-    """Measure and seal one model's run; None where nothing could be timed."""
+def _measure_one(asked, args) -> tuple[run_file.Run, Path | None]:
+    """Measure and seal one model's run; where nothing could be timed there is no file."""
     start, gpus = time.monotonic(), asked.gpus
     where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
     _say("  ".join(filter(None, [asked.name, where, f"torch {asked.host['env']['torch']}", " ".join(asked.flags)])))
@@ -224,52 +223,19 @@ def _measure_one(asked, args, suite) -> run_file.Run | None:
     log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
     measure_run(asked, args, facts, log)
     if not facts.of("cycle"):
-        report = run_table.report(partial.folded(facts.facts))
+        run = partial.folded(facts.facts)
         facts.close()
         facts.path.unlink()
-        _say(f"\n{report}\nnothing was timed; what the script printed is in {shown(log)}\n")
-        return None
+        _say(f"\n{run_table.report(run)}\nnothing was timed; what the script printed is in {shown(log)}\n")
+        return run, None
     path = partial.seal(facts)
     run = run_file.read(path)
-    suite.add(asked, path)
     took = f"({time.monotonic() - start:.0f} s)"
     _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
     if args.report:
         _say(str(shown(write_page(path, findings=args.findings))))
     _say("")
-    return run
-
-
-class Suite:
-    """The sealed runs of one command, noted on disk: after a stop the same command goes on with the next model."""
-
-    def __init__(self, asks: list[ask.Ask], args: argparse.Namespace):
-        env = asks[0].host["env"]
-        request = {key: str(value) for key, value in sorted(vars(args).items())}
-        request |= {"boot": env["boot_id"], "source": env["source_hash"]}
-        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
-        self._path = asks[0].root / f".suite-{digest}.json"
-        self._files: dict[str, str] = {}
-        with contextlib.suppress(ValueError, OSError):
-            self._files = dict(json.loads(self._path.read_text()))
-
-    def measured(self, asked: ask.Ask) -> run_file.Run | None:
-        """Return the run of a model that was sealed before the command was stopped."""
-        path = Path(self._files.get(asked.name, ""))
-        if not path.is_file():
-            return None
-        run = run_file.read(path)
-        _say(f"{asked.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
-        return run
-
-    def add(self, asked: ask.Ask, path: Path) -> None:
-        """Note that a model is done."""
-        self._files[asked.name] = str(path)
-        write_text(self._path, json.dumps(self._files))
-
-    def end(self) -> None:
-        """Forget all: the next call measures anew."""
-        self._path.unlink(missing_ok=True)
+    return run, path
 
 
 def main(argv=None) -> int:

@@ -22,17 +22,27 @@ def models() -> list[str]:
     return sorted(path.parent.name for path in ROOT.glob("[!.]*/train.py"))
 
 
+def find_model(text: str) -> str:
+    """Return a model as Python names it: examples/minimal is examples.minimal.
+
+    Raises:
+        Mistake: there is no such model.
+    """
+    name = text.strip().rstrip("/").replace("/", ".")
+    if all(part.isidentifier() for part in name.split(".")) and ROOT.joinpath(*name.split("."), "train.py").exists():
+        return name
+    examples = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/train.py"))
+    raise Mistake(f"unknown model {text!r}, --model takes one of {', '.join([*models(), *examples])}")
+
+
 def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
     """Return the script's description of itself. The script checks its flags on the way.
 
     A flag that one preset allows, another may refuse, so `preset` says which one they change.
 
     Raises:
-        Mistake: the model is unknown, or the script refuses the flags; the text is the script's own.
+        Mistake: the script refuses the flags; the text is its own.
     """
-    folder = ROOT.joinpath(*model.split("."))
-    if not (all(part.isidentifier() for part in model.split(".")) and (folder / "train.py").exists()):
-        raise Mistake(f"unknown model {model!r}, --model takes one of {', '.join(models())}")
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
     if reserved:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")

@@ -22,7 +22,7 @@ SCHEMA = 3
 MAX_BYTES = 8 * 2**20
 PASSED_OVER = ("archive", "figures")
 # Beside run files in the folder of a sweep.
-NOT_RUNS = ("sweep.json",)
+NOT_RUNS = ("sweep.json", "point.json")
 STATUSES = ("pass", "unsupported", "oom", "capture_failed", "numerics_failed", "failed", "timeout")
 
 

@@ -172,17 +172,11 @@ class BuildMeasurement:
     def _is_enough(self) -> bool:
         """Return whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
         is_auto, minutes = self.settings.cycles == "auto", self.settings.minutes
-        if len(self._of("cycle")) < self._least_cycles:
+        if len(self._of("cycle")) < self.settings.least_cycles:
             return False
         limit_s = 60 * (minutes or (AUTO_MINUTES if is_auto else 0.0))
         is_over = time.monotonic() - self.began_s >= limit_s
         return is_over or (is_auto and statistics.enough(list(self._ratios(LATER_CYCLES).values())))
-
-    @property
-    def _least_cycles(self) -> int:
-        cycles = self.settings.cycles
-        least = cycles if isinstance(cycles, int) else statistics.LEAST_CYCLES
-        return least * (2 if self.settings.host_load else 1)
 
     def _progress(self, number, took_s):
         ratios, known = self._ratios(), self.request.variants
@@ -193,8 +187,8 @@ class BuildMeasurement:
             width = max((own.half_width for own in ratios.values()), default=math.inf)
             text += f", half-width {100 * width:.2f} %" if width < math.inf else ""
         else:
-            left_s = math.ceil((self._least_cycles - number) * took_s)
-            text += f" of {self._least_cycles}, about {left_s} s left"
+            left_s = math.ceil((self.settings.least_cycles - number) * took_s)
+            text += f" of {self.settings.least_cycles}, about {left_s} s left"
         return f"{text}: {'  '.join(f'{name} {ratios[name].ratio:.3f}x' for name in names[:3])}"
 
     def _ratios(self, without_last: int = 0) -> dict[str, statistics.Ratio]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from benchmarks.statistics import LEAST_CYCLES
+
 # A run with shorter blocks shows that variants train alike. It does not show how fast they are.
 SHORT_BLOCK_S = 0.5
 
@@ -35,6 +37,12 @@ class Settings:
     def is_short(self) -> bool:
         """Return whether blocks are too short to measure speed."""
         return self.block_s < SHORT_BLOCK_S
+
+    @property
+    def least_cycles(self) -> int:
+        """Return the cycles that a run has at least; with a host load every second one is beside it."""
+        least = self.cycles if isinstance(self.cycles, int) else LEAST_CYCLES
+        return least * (2 if self.host_load else 1)
 
 
 @dataclass

@@ -9,29 +9,6 @@ from benchmarks import ROOT
 from benchmarks.processes import supervisor
 
 
-def run_shown(command: list[str]) -> tuple[int, str]:
-    """Run a command of the harness and show its output as it comes. It ends when this process does.
-
-    Args:
-        command: words, run in the repository's root.
-
-    Returns:
-        The exit status, 128 + n where signal n ended it, and all that it printed.
-    """
-    process = start(command, asks=True, stdout=subprocess.PIPE, text=True, errors="replace")
-    said: list[str] = []
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            said.append(line)
-        return process.wait(), "".join(said)
-    finally:
-        # The command asks its own children in turn.
-        end(process, supervisor.TERMINATE_S + 2 * supervisor.ASK_S)
-        process.stdout.close()
-
-
 def run_logged(command: list[str], log: Path, limit_s: float, environment: dict) -> int | None:
     """Run a command that may start others on other machines, and that ends them on SIGTERM.
 

@@ -5,6 +5,7 @@ ratio is None where nothing was timed, low and high where one cycle was. Nothing
 """
 
 import math
+from collections.abc import Callable
 
 CPU_FINDING = "CPU: no speed-up is measured here"
 # Furthest from the value where the search begins, as a factor.
@@ -29,17 +30,15 @@ def half_width(point: dict) -> float | None:
     return None if point["low"] is None else math.log(point["high"] / point["low"]) / 2
 
 
-def search(measure, first: int, largest: int, num_refining: int) -> None:
-    """Measure values until the crossover is bracketed and narrowed.
+def search(measure: Callable[[int], dict], first: int) -> None:
+    """Measure values until the crossover is bracketed and narrowed by one point.
 
     The value doubles while graphs pay. Where they do not pay at `first`, or nothing fits, it is halved instead. One
     point that is too wide to say is passed over; two in a row end the search.
 
     Args:
         measure: takes a value and returns its point.
-        first: value where the search begins.
-        largest: no value is above it.
-        num_refining: points between the last two.
+        first: value where the search begins; no other is further from it than REACH times.
     """
     points = {}
 
@@ -47,21 +46,19 @@ def search(measure, first: int, largest: int, num_refining: int) -> None:
         points[value] = measure(value)
         return kind(points[value])
 
-    value, seen = first, look(first)
+    value, seen, last = first, look(first), None
     if seen in ("touches", "oom"):
         while seen in ("touches", "oom") and value > max(1, first // REACH):
             value //= 2
             seen = look(value)
     else:
-        last = None
-        while value < largest and (seen == "pays" or (seen == "wide" and last != "wide")):
-            value = min(2 * value, largest)
+        while value < REACH * first and (seen == "pays" or (seen == "wide" and last != "wide")):
+            value *= 2
             last, seen = seen, look(value)
-    for _ in range(num_refining):
-        found = bracket(list(points.values()))
-        middle = between(found["low"], found["high"]) if found else None
-        if middle is None or middle in points or look(middle) not in ("pays", "touches"):
-            break
+    found = bracket(list(points.values()))
+    middle = between(found["low"], found["high"]) if found else None
+    if middle is not None:
+        look(middle)
 
 
 def between(low: int, high: int) -> int | None:
@@ -106,30 +103,29 @@ def conclusion(points: list[dict], over: str, where: str | None, who: str = "gra
     """
     if where is None:
         return {"crossover": None, "finding": CPU_FINDING}
+    points = sorted(points, key=lambda point: point["value"])
     return {"crossover": bracket(points), "finding": _finding(points, over, where, who)}
 
 
 def _finding(points, over, where, who):
-    points = sorted(points, key=lambda point: point["value"])
     pays = [point["value"] for point in points if kind(point) == "pays"]
-    flat = [point for point in points if kind(point) == "touches"]
     found, odd, s = bracket(points), _contradictions(points), "" if who == "graphs" else "s"
+    measured = [point["value"] for point in points if point["ratio"] is not None]
     if found:
         text = f"{who} stop{s} paying between {over} {found['low']} and {found['high']} on {where}"
-        high = next(point for point in flat if point["value"] == found["high"])
-        return f"{text} ({high['value']} is unclear, {_gain(high)})" if found["unclear"] else text
+        return f"{text} ({found['high']} is unclear)" if found["unclear"] else text
     if odd:
-        return f"not monotone: {who} pay{s} at {over} {_join(pays)}, not at {_join(odd)}, on {where}"
+        paying, others = (", ".join(map(str, values)) for values in (pays, odd))
+        return f"not monotone: {who} pay{s} at {over} {paying}, not at {others}, on {where}"
     if pays:
         return f"{who} still pay{s} at {over} {pays[-1]} on {where}, {_what_ends(points, pays[-1], over)}"
-    if any(point["word"] in ("same", "slower") for point in flat):
-        return f"{who} never paid at {_range(flat, over)} on {where}"
-    measured = [point for point in points if point["ratio"] is not None]
-    if measured:
-        return f"unclear whether {who} pay{s} at {_range(measured, over)} on {where}: every interval holds 1"
-    if not points:
-        return "no point was measured"
-    return "no point has a ratio: " + ", ".join(f"{over} {point['value']} {point['status']}" for point in points)
+    if not measured:
+        return "no point has a ratio: " + ", ".join(f"{over} {point['value']} {point['status']}" for point in points)
+    low, high = measured[0], measured[-1]
+    values = f"{over} {low}" if low == high else f"{over} {low} to {high}"
+    if any(point["word"] in ("same", "slower") for point in points):
+        return f"{who} never paid at {values} on {where}"
+    return f"unclear whether {who} pay{s} at {values} on {where}: every interval holds 1"
 
 
 def _what_ends(points, last, over):
@@ -138,19 +134,5 @@ def _what_ends(points, last, over):
         return "the largest measured"
     if kind(above[0]) == "oom":
         return "the largest that fits"
-    what = f"too noisy to say ({_gain(above[0])})" if kind(above[0]) == "wide" else above[0]["status"]
+    what = "too noisy to say" if kind(above[0]) == "wide" else above[0]["status"]
     return f"and {over} {above[0]['value']} is {what}"
-
-
-def _range(points, over):
-    low, high = points[0]["value"], points[-1]["value"]
-    return f"{over} {low}" if low == high else f"{over} {low} to {high}"
-
-
-def _gain(point):
-    width = half_width(point)
-    return f"{point['ratio']:.3f}x" + (" of one cycle" if width is None else f" +-{100 * width:.1f} %")
-
-
-def _join(values):
-    return ", ".join(map(str, values))

@@ -8,7 +8,7 @@ SHIM = r"""#!/bin/bash
 name=${0##*/}
 python3 - "$name" "$@" >>"$LOG/calls" <<'PROGRAM'
 import json, os, sys
-names = ("RUNS", "PYTHON", "NGPU", "IMAGE", "MOUNTS", "SBATCH_WAIT", "SBATCH_QOS")
+names = ("RUNS", "PYTHON", "NGPU", "IMAGE", "MOUNTS", "SBATCH_WAIT")
 settings = {key: os.environ[key] for key in names if key in os.environ}
 print(json.dumps([sys.argv[1:], settings]))
 PROGRAM
@@ -21,7 +21,6 @@ if [ -e "$LOG/$name.fails" ] && [[ " $* " == *"$(cat "$LOG/$name.fails")"* ]]; t
     exit 1
 fi
 case "$name $*" in
-squeue*) cat "$LOG/limit" 2>/dev/null ;;
 *--test-only*) ;;
 *collate.sbatch*) echo 43 ;;
 sbatch*) echo "42;cluster" ;;
