@@ -1,4 +1,4 @@
-"""What stands against a graph of a step: `make doctor STEP=my_step.py:build`.
+"""Find the obstacles to a CUDA graph of a training step: `make doctor STEP=my_step.py:build`.
 
 The step runs a few times eagerly, under watch, and then in a graph. Each finding has the line of the user's code, the
 evidence, and what to do. On a CPU the graph is a host graph, which refuses what a CUDA capture refuses.
@@ -9,6 +9,7 @@ Exit status: 0 where nothing stands against a graph, 5 where it would train wron
 2 for a file that cannot be used.
 """
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 
@@ -17,10 +18,10 @@ import torch
 from common.capture.pool import CaptureError
 from common.config import mistakes_in_one_line
 from common.measuring import torch_settings
-from common.your_step import parity, step_file
+from common.your_step import on_host, parity, step_file
 from common.your_step.eager import EagerSteps
 from common.your_step.errors import explained
-from common.your_step.findings import STOPS, WRONG, Finding, ordered
+from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
 from common.your_step.train import GraphedForwardBackward, GraphedStep, eager_step
 from common.your_step.watch import Watched
@@ -30,12 +31,13 @@ EQUAL = "trains as eager does"
 
 @dataclass
 class Diagnosis:
-    """What the doctor found.
+    """The findings, and how the graphs went.
 
     Attributes:
-        findings: what stops a capture first.
-        whole, without_optimizer: how the capture of the step went, in one line each.
-        parts: the largest modules without a finding inside of them, with their share of the operators.
+        findings: those that stop a capture come first.
+        whole: the result of a graph of the whole step, in one line.
+        without_optimizer: the same of a graph up to the optimizer.
+        parts: the largest modules without a finding inside, with their share of the operators.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -64,6 +66,11 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
         ValueError: the file cannot be used, or its step fails eagerly.
     """
     state = StepState(text, device, "doctor")
+    with on_host.one_hot_as_on_gpu() if device.type == "cpu" else contextlib.nullcontext():
+        return _diagnosed(state)
+
+
+def _diagnosed(state: StepState) -> Diagnosis:
     eager = EagerSteps(state)
     found = Diagnosis(findings=list(eager.findings()), parts=_parts(state.modules, eager.first))
     with torch_settings.deterministic_kernels():
@@ -73,7 +80,7 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
         found.whole = whole.text
         if whole.is_equal:
             # Its numbers are eager's: what changes on the host does not matter.
-            found.findings = [finding for finding in found.findings if finding.kind not in eager.suspects]
+            found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
         elif whole.finding and not _is_explained(found.findings, whole.finding):
             named = eager.host_values() if whole.finding.level == WRONG else []
             found.findings += [whole.finding, *named]
@@ -84,7 +91,7 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
 
 
 def _is_explained(findings, of_graph):
-    """Whether a failed capture, or wrong numbers, have their cause among the findings."""
+    """Say whether a failed capture, or wrong numbers, have their cause among the findings."""
     levels = {finding.level for finding in findings}
     return of_graph.kind != "wrong copy" and (of_graph.level in levels or STOPS in levels)
 
@@ -95,7 +102,13 @@ def _is_explained(findings, of_graph):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a graph went: in one line, whether it trained as eager does, and the finding where it did not."""
+    """The result of one graph.
+
+    Attributes:
+        text: the result in one line.
+        is_equal: the graph trained as eager does.
+        finding: the failure, else None.
+    """
 
     text: str
     is_equal: bool = False

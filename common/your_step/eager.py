@@ -1,4 +1,4 @@
-"""What some eager steps tell, before any graph: calls that no graph can hold, and what changes from step to step.
+"""Findings from eager steps, before any graph: calls that no graph can hold, and changes from step to step.
 
 A graph repeats its operators with the numbers and addresses of the capture. So steps of one shape are compared with one
 another, operator by operator: another operator, another number, or another address from outside of the step is what a
@@ -8,12 +8,12 @@ replay gets wrong.
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.your_step import host_values
+from common.your_step import compare, host_values, user_file
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.source import Source
 from common.your_step.state import StepState
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import Operator, Place, Watched, watch
+from common.your_step.watch import Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
@@ -60,11 +60,12 @@ class EagerSteps:
         self.rates: list[list] = []
         self._look()
         for index in range(NUM_STEPS):
-            self.watched.append(watch(state.step, state.batch(self.batches[index % 2]), state.modules))
+            self.watched.append(self._step(index % 2))
             self._look()
+        self.of_batches = {_storage(leaf) for leaf in tree_leaves(state.batches) if _is_tensor(leaf)}
         self.capturing = None
         if self.first.asked_capturing is not None:
-            self.capturing = watch(state.step, state.batch(self.batches[0]), state.modules, is_capturing=True)
+            self.capturing = self._step(0, is_capturing=True)
         self.unwritten = read_before_written(state, self.batches[0])
         state.reset()
 
@@ -72,6 +73,16 @@ class EagerSteps:
     def first(self) -> Watched:
         """The first step."""
         return self.watched[0]
+
+    def _step(self, which, is_capturing=False) -> Watched:
+        state = self.state
+        try:
+            return watch(state.step, state.batch(self.batches[which]), state.modules, is_capturing)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            where = user_file.where(error, state.path)
+            raise ValueError(f"{where}: the step raised {user_file.said(error)}") from error
 
     def _look(self):
         values, tensors = host_values.look(self.state.step, self.state.owned)
@@ -92,6 +103,7 @@ class EagerSteps:
         yield from self._copies()
         yield from self._random()
         yield from self._differences()
+        yield from self._branches()
         yield from self._optimizers()
         yield from self._batches()
         yield from self._not_handed_over()
@@ -104,10 +116,11 @@ class EagerSteps:
 
     def _refused(self):
         for refused in self.first.refused:
-            place, evidence = refused.place, f"{_short(refused.name)} {refused.reason}"
+            place, evidence = refused.place, f"{compare.short(refused.name)} {refused.reason}"
             if place.through:
-                evidence = f"{_short(refused.name)} in torch's {place.through} reads a number on the host"
-                yield Finding(place.through, STOPS, self._made_at(place), evidence)
+                evidence = f"{compare.short(refused.name)} in torch's {place.through} reads a number on the host"
+                kind = "learning rate" if place.through == "schedule" else place.through
+                yield Finding(kind, STOPS, self._made_at(place), evidence)
                 continue
             kind = next((kind for words, kind in _KINDS if words in refused.reason), "host read")
             if place.line != place.own:
@@ -119,7 +132,7 @@ class EagerSteps:
                 yield Finding(kinds[0], STOPS, place.own, text.split(". ")[0])
 
     def _made_at(self, place):
-        """Where the optimizer or scaler is made, which is what has to change; else where it is called."""
+        """The line that makes the optimizer or scaler, since it has to change; else the line that calls it."""
         scalers = ("GradScaler",) if place.through == "loss scaler" else ()
         line = self.source.made(*(scalers or {type(each).__name__ for each in self.state.optimizers}))
         return self.source.at(line) if line else place.own
@@ -158,65 +171,69 @@ class EagerSteps:
             for finding in self._compared(index, other):
                 found.setdefault((finding.kind, finding.where), finding)
         if self.capturing is not None:
-            different = _first_difference(self.first.operators, self.capturing.operators)
+            different = compare.first_difference(self.first.operators, self.capturing.operators)
             if different:
-                evidence = "while a stream captures, " + _told(*different)
-                place = _place(*different)
+                evidence = "while a stream captures, " + compare.told(*different)
+                place = compare.place(*different)
                 found["", ""] = Finding("capture-aware code", WRONG, place.own, evidence, place.module)
         yield from found.values()
 
     def _compared(self, index, other):
-        """What differs between the first step and a later one."""
-        different = _first_difference(self.first.operators, other.operators)
+        """Compare the first step and a later one."""
+        different = compare.first_difference(self.first.operators, other.operators)
         gone = [name for name, a in self.gradients[0].items() if (a is None) != (self.gradients[index][name] is None)]
         if different and gone:
-            place = _place(*different)
+            place = compare.place(*different)
             evidence = f"the gradient of {gone[0]} is None before one step and not before another: taken over or added"
             yield Finding("gradient", WRONG, place.own, evidence, place.module)
         elif different and not self._is_refused(*different):
-            place = _place(*different)
-            evidence = "of two steps of one shape, " + _told(*different) + self._changing()
+            place = compare.place(*different)
+            evidence = "of two steps of one shape, " + compare.told(*different) + self._changing()
             yield Finding("control flow", WRONG, place.own, evidence, place.module)
         numbers: set[tuple] = set()
         for mine, theirs in zip(self.first.operators, other.operators, strict=False):
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return
             pairs = zip(mine.numbers, theirs.numbers, strict=False)
-            pair = next((pair for pair in pairs if not _equal(*pair)), None)
+            pair = next((pair for pair in pairs if not compare.equal(*pair)), None)
             # A number comes again in the backward pass; its first operator is the one to name.
             if pair and pair not in numbers:
                 numbers.add(pair)
                 yield from self._number_differs(mine, *pair)
-            if index % 2 == 0:
-                ours = zip(mine.outside, theirs.outside, strict=False)
-                moved = {b for a, b in ours if a and b and a != b} - other.from_host
-                yield from (self._address_differs(storage, index, theirs) for storage in moved)
+            pairs = zip(mine.outside, theirs.outside, strict=False)
+            changed = {b for a, b in pairs if a and b and a != b} - self.of_batches - other.from_host
+            yield from (self._address_differs(storage, index, theirs) for storage in changed)
 
     def _is_refused(self, mine, theirs):
-        """Whether steps part in a call that no graph can hold anyway."""
+        """Say whether steps part in a call that no graph can hold anyway."""
         lines = {each.place.own for each in (mine, theirs) if each}
         return any(refused.place.own in lines for refused in self.first.refused)
 
     def _number_differs(self, mine, a, b):
-        evidence = f"{_short(mine.name)} gets {a!r} in one step and {b!r} in another"
-        if mine.place.through != "optimizer":
-            yield Finding("host value", WRONG, mine.place.own, evidence + self._changing(), mine.place.module)
-        elif self.rates[0] == self.rates[-1]:
-            yield Finding("optimizer", WRONG, self._made_at(mine.place), f"in torch's optimizer {evidence}")
+        evidence, place = f"{compare.short(mine.name)} gets {a!r} in one step and {b!r} in another", mine.place
+        if place.through == "schedule":
+            yield Finding("learning rate", WRONG, self._made_at(place), f"a schedule works on the host: {evidence}")
+        elif place.through != "optimizer":
+            yield Finding("host value", WRONG, place.own, evidence + self._changing(), place.module)
+        elif self.rates[0] == self.rates[-1] and not any(each.place.through for each in self.first.refused):
+            yield Finding("host value", WRONG, place.own, f"in torch's optimizer {evidence}" + self._changing())
 
     def _address_differs(self, storage, index, operator):
         """A tensor from before the step that lies elsewhere in the next one."""
         made = self.watched[index - 1].made.get(storage)
         place = made or operator.place
+        if storage in self.homes[index] & self.homes[0]:
+            evidence = f"{compare.short(operator.name)} reads one parameter in one step and another one in another"
+            return Finding("control flow", WRONG, operator.place.own, evidence + self._changing(), place.module)
         if storage in self.homes[index]:
-            evidence = f"a parameter that {_short(operator.name)} reads lies elsewhere after each step"
+            evidence = f"a parameter that {compare.short(operator.name)} reads lies elsewhere after each step"
             return Finding("moved memory", WRONG, place.own, evidence, place.module)
         if storage in self.gradients[index].values():
             evidence = "gradients are bound anew: a replay goes on with those of the capture"
             return Finding("gradient", WRONG, place.own, evidence, place.module)
         name = next((name for name, each in self.tensors[index].items() if _storage(each) == storage), None)
         line = self.source.changed(name) if name else None
-        evidence = f"{name or 'a tensor'} is another tensor after each step, and {_short(operator.name)} at "
+        evidence = f"{name or 'a tensor'} is another tensor after each step, and {compare.short(operator.name)} at "
         evidence += f"{operator.place.own} reads it: a replay reads that of the capture"
         return Finding("kept tensor", WRONG, self.source.at(line) if line else place.own, evidence, place.module)
 
@@ -230,6 +247,14 @@ class EagerSteps:
             at = f" at {self.source.at(line)}" if line else ""
             words.append(f"{name} goes from {before[name]!r} to {after[name]!r}{at}"[:200])
         return f" (on the host {', '.join(words)})" if words else ""
+
+    def _branches(self):
+        """Branches on what changes on the host, be they taken in these steps or not."""
+        before, after = self.values[0], self.values[-1]
+        for name in sorted(before.keys() & after.keys()):
+            for line in self.source.branches(name) if before[name] != after[name] else ():
+                evidence = f"a branch on {name}, which changes on the host: a replay does what the capture did"
+                yield Finding("control flow", NOTE, self.source.at(line), evidence)
 
     def host_values(self) -> list[Finding]:
         """Return what changes on the host, for wrong numbers that nothing else explains."""
@@ -269,11 +294,13 @@ class EagerSteps:
             yield Finding("shapes of batches", SLOW, self.source.at(self.source.changed("batches")), evidence)
 
     def _not_handed_over(self):
-        """What steps write from one to the next, and a reset does not put back."""
+        """Find tensors that steps write and that a reset does not put back."""
         known = {_storage(tensor) for _, tensor in self.state.snapshot.tensors}
         known |= {address for gradients in self.gradients for address in gradients.values()}
         known |= {address for homes in self.homes for address in homes}
-        batches = {_storage(leaf) for leaf in tree_leaves(self.state.batches) if _is_tensor(leaf)}
+        # Put back through load_state_dict, as a loss scaler's.
+        own = [each for holder in self.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
+        known |= {_storage(each) for each in own if _is_tensor(each)}
         names = {_storage(tensor): name for name, tensor in self.tensors[-1].items()}
         names |= {
             _storage(tensor): f"{name}.{path}"
@@ -284,7 +311,7 @@ class EagerSteps:
         for watched in self.watched:
             for storage, place in watched.written.items():
                 if storage not in known:
-                    name = "its batch" if storage in batches else names.get(storage, "a tensor from before it")
+                    name = "its batch" if storage in self.of_batches else names.get(storage, "a tensor from before it")
                     places.setdefault(place.own, name)
         for where, name in places.items():
             yield Finding("not handed over", WRONG, where, f"the step writes {name}, and nothing puts it back")
@@ -305,54 +332,9 @@ class EagerSteps:
                 yield Finding("data parallel", NOTE, line, "DDP prepares itself in its first ten steps")
 
 
-def _first_difference(a: list[Operator], b: list[Operator]):
-    """(operator, operator or None) where two steps part, or None."""
-    for mine, theirs in zip(a, b, strict=False):
-        if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
-            return mine, theirs
-    if len(a) != len(b):
-        longer = a if len(a) > len(b) else b
-        return longer[min(len(a), len(b))], None
-    return None
-
-
-def _told(mine, theirs) -> str:
-    if theirs is None:
-        return f"one goes on with {_short(mine.name)} and the other ends"
-    if mine.name != theirs.name:
-        return f"one runs {_short(mine.name)} at {mine.place.own} and the other {_short(theirs.name)} there"
-    return f"{_short(mine.name)} gives shape {_sizes(mine)} in one and {_sizes(theirs)} in the other"
-
-
-def _place(mine, theirs) -> Place:
-    """Of two lines where steps part, the one inside of the branch: it is the one that comes first."""
-    if theirs is None:
-        return mine.place
-    lines = sorted((each.place for each in (mine, theirs)), key=lambda place: _line_number(place.own))
-    return lines[0] if lines[0].own.rpartition(":")[0] == lines[1].own.rpartition(":")[0] else mine.place
-
-
-def _line_number(where: str) -> int:
-    number = where.rpartition(":")[2]
-    return int(number) if number.isdigit() else 0
-
-
-def _sizes(operator):
-    return ", ".join(str(list(shape)) for shape in operator.shapes)
-
-
-def _equal(a, b) -> bool:
-    """Whether numbers are equal; a NaN is equal to a NaN."""
-    return a == b or repr(a) == repr(b)
-
-
 def _number(rate) -> float | None:
     """A learning rate that is a number on the host; None for a tensor."""
     return None if isinstance(rate, torch.Tensor) else rate
-
-
-def _short(name) -> str:
-    return str(name).removesuffix(".default").replace("aten::", "aten.")
 
 
 def _identity(generator) -> int:

@@ -1,28 +1,116 @@
-"""What the messages of a failed capture mean, in plain words: CUDA's errors 900 to 908, and PyTorch's own."""
+"""The messages of failed captures in plain words: CUDA's errors 900 to 908, PyTorch's own, and those of host graphs.
+
+CUDA's texts are those of the runtime of CUDA 13.0. PyTorch's are those of its CUDAGraph.cpp, CUDAGeneratorImpl.cpp,
+autograd engine, optimizers and make_graphed_callables, some as NVIDIA's "CUDA Graph Best Practice for PyTorch" and
+issues quote them.
+"""
 
 import re
 
 # (pattern, cause, what to do), the first that matches counts
 _KNOWN = (
+    # --- PyTorch's own, which say more than CUDA's
+    (
+        r"capturable is False",
+        "the optimizer keeps its number of steps on the host",
+        "AdamW(..., fused=True, capturable=True), or leave the optimizer out of the graph",
+    ),
+    (
+        r"not supported for capturable=False",
+        "a learning rate or a beta in a tensor needs an optimizer that runs on the GPU alone",
+        "fused=True, or capturable=True",
+    ),
+    (
+        r"capturable=True, params.* must be on supported devices",
+        "the optimizer's state lies on the CPU, as after load_state_dict of a file",
+        "move the state to the GPU before the capture",
+    ),
+    (
+        r"increase offset for a CUDA generator not in capture mode|generator that is unknown to the pool",
+        "a random generator was used that the graph does not know",
+        "hand it over with what training changes; in code of your own: graph.register_generator_state(generator)",
+    ),
+    (
+        r"Offset increment outside graph capture",
+        "random numbers were drawn outside of a capture that has not ended: on another stream, or after it had failed",
+        "the first error counts; draw on the stream of the capture",
+    ),
+    (
+        r"CUDAGeneratorImpl::\w+ during CUDA graph capture|set_state_index method during capturing"
+        r"|reads or sets the random state",
+        "the random state was read or set in the capture, as activation checkpointing does",
+        "seed before; checkpoint(..., preserve_rng_state=False), or graphsafe_get_state and graphsafe_set_state",
+    ),
+    (
+        r"not compatible with \.grad\(\)|Checkpointing is not compatible",
+        "reentrant checkpointing inside of a part that is captured by itself",
+        "checkpoint(..., use_reentrant=False)",
+    ),
+    (
+        r"Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+        "the step copies between the GPU and memory of the host that is not pinned",
+        "make such tensors on the GPU in build; copy batches before the step",
+    ),
+    (
+        r"makes a tensor from host data",
+        "the step makes a tensor from data of the host: a copy from memory that is not pinned",
+        "make it once in build and copy into it before the step",
+    ),
+    (
+        r"stale reference to the default stream|AccumulateGrad node's stream does not match",
+        "gradients are added on the stream of an earlier forward pass, which is still referred to",
+        "warm up on the stream of the capture, build DDP under it, and keep no loss from before",
+    ),
+    (
+        r"must be captured on a non-default stream",
+        "the capture began on the default stream",
+        "torch.cuda.graph(graph), or a stream of your own",
+    ),
+    (
+        r"already owns a captured graph",
+        "one CUDAGraph was captured twice",
+        "a new torch.cuda.CUDAGraph for each capture, or reset() before",
+    ),
+    (
+        r"without a preceding successful capture",
+        "a graph was replayed whose capture had failed or never ended",
+        "let the error of the capture through",
+    ),
+    (
+        r"captures_underway|only one capture may be underway",
+        "another capture of this process was still running, or has failed before",
+        "capture one after the other, and begin a new process after a failed one",
+    ),
+    (
+        r"output of CUDAGraphs that has been overwritten",
+        "an output was read after the next replay",
+        "clone() it before, or torch.compiler.cudagraph_mark_step_begin() at the start of each step",
+    ),
+    (
+        r"does not support the autocast caching",
+        "autocast keeps casts of weights from before the capture",
+        "torch.autocast(..., cache_enabled=False)",
+    ),
+    # --- CUDA's
     (
         r"operation not permitted when stream is capturing|StreamCaptureUnsupported|\berror 900\b",
-        "a call waited for the GPU or used the default stream during the capture (CUDA error 900)",
-        "make doctor lists host reads; look for synchronize(), .item() and copies from unpinned memory",
+        "a call waited for the GPU or asked it, or a side stream did not begin with the capture (CUDA error 900)",
+        "look for synchronize(), .item(), query(), pinned allocations, and side streams without wait_stream",
     ),
     (
         r"previous error during capture|StreamCaptureInvalidated|\berror 901\b",
-        "an earlier call had already ended the capture (CUDA error 901)",
-        "the first error counts: it is above this one",
+        "an earlier call, perhaps of another thread, had already ended the capture (CUDA error 901)",
+        "the first error counts; a DataLoader's pin_memory thread needs capture_error_mode='thread_local'",
     ),
     (
-        r"StreamCaptureMerge|\berror 902\b",
-        "two captures were joined by an event (CUDA error 902)",
+        r"merge of separate capture sequences|StreamCaptureMerge|\berror 902\b",
+        "an event joined two captures (CUDA error 902)",
         "capture one after the other",
     ),
     (
-        r"StreamCaptureUnmatched|\berror 903\b",
+        r"not ended in the same stream|must end on the same stream|StreamCaptureUnmatched|\berror 903\b",
         "the capture was ended on another stream than it began on (CUDA error 903)",
-        "end a capture on its own stream",
+        "leave each torch.cuda.stream that the step enters",
     ),
     (
         r"unjoined work|StreamCaptureUnjoined|\berror 904\b",
@@ -32,40 +120,26 @@ _KNOWN = (
     (
         r"dependency created on uncaptured work|StreamCaptureIsolation|\berror 905\b",
         "the capture waits for work from before it, on another stream (CUDA error 905)",
-        "warm up on the stream of the capture; with DDP make the model under that stream, too",
+        "wait for that work before the step, or do it inside",
     ),
     (
         r"would make the legacy stream depend|StreamCaptureImplicit|\berror 906\b",
-        "something ran on the default stream, which waits for all others (CUDA error 906)",
-        "do everything under torch.cuda.stream(side), from the warm-up on",
+        "something ran on the default stream: gradients of a forward pass there, DDP made there (CUDA error 906)",
+        "do everything under torch.cuda.stream(side), from build and the warm-up on",
     ),
     (
-        r"not permitted on an event last recorded in a capturing stream|CapturedEvent|\berror 907\b",
+        r"event last recorded in a capturing stream|CapturedEvent|\berror 907\b",
         "an event of the capture was waited for or timed on the host (CUDA error 907)",
         "record and read events outside of the step",
     ),
     (
-        r"WrongThread|\berror 908\b",
-        "another thread took part in the capture (CUDA error 908)",
-        'capture_error_mode="thread_local", and no CUDA call of another thread in the step',
+        r"thread-local capture sequence from another thread|StreamCaptureWrongThread|\berror 908\b",
+        "another thread ended the capture than began it (CUDA error 908)",
+        "begin and end a capture in one thread",
     ),
+    # --- values, shapes, memory, ranks
     (
-        r"capturable is False|capturable=False",
-        "the optimizer keeps its number of steps on the host",
-        "AdamW(..., capturable=True), or leave the optimizer out of the graph",
-    ),
-    (
-        r"Offset increment outside graph capture|generator.*(not registered|capture)|get the state of CUDA RNG",
-        "a random generator was used that the graph does not know",
-        "graph.register_generator_state(generator) before the capture",
-    ),
-    (
-        r"Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned",
-        "the step copies from memory of the host that is not pinned",
-        "pin it, or copy before the step into a tensor on the GPU",
-    ),
-    (
-        r"reads a value on the host|_local_scalar_dense|\.item\(\)",
+        r"reads a value on the host|reads the lengths on the host|_local_scalar_dense|\.item\(\)",
         "the step reads a value of the GPU on the host",
         "keep it on the GPU and read it after the step",
     ),
@@ -80,14 +154,15 @@ _KNOWN = (
         "capture smaller parts or fewer shapes; graphs keep the memory of their activations",
     ),
     (
-        r"illegal memory access|misaligned address",
-        "a replay read memory that has been given back since the capture",
+        r"illegal memory access|misaligned address|tensor that is gone|tensor whose memory moved"
+        r"|moves a tensor's memory",
+        "memory that the graph reads has been given back or has moved since the capture",
         "keep every tensor that the step reads alive and where it was, workspaces of libraries too",
     ),
     (
-        r"NCCL|ProcessGroup|c10d",
+        r"\bNCCL\b|ProcessGroup|c10d|collective of torch\.distributed",
         "a collective was not ready for the capture",
-        "run it once before, on the stream of the capture; TORCH_NCCL_ASYNC_ERROR_HANDLING=0 with old versions",
+        "run it once before, on the stream of the capture; before PyTorch 2.2 with NCCL_ASYNC_ERROR_HANDLING=0",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What the doctor says: findings with the place in the user's code, the evidence, and the remedy."""
+"""The doctor's findings, each with its place in the user's code, the evidence, and the remedy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ REMEDIES = {
     "collective": "call torch.distributed on NCCL and warm it up before the capture",
     "unknown generator": "hand the generator over with what training changes: return step, batches, [model, generator]",
     "optimizer": "AdamW(..., fused=True, capturable=True), or leave the optimizer eager: graph_fwd_bwd",
-    "learning rate": "make it a tensor, lr=torch.tensor(1e-3, device=device), and let the schedule fill it",
+    "learning rate": "make it a tensor, lr=torch.tensor(1e-3, device=device), and call the schedule after the replay",
     "loss scaler": "use bfloat16, which needs no scaler, or a fused optimizer, which takes found_inf on the GPU",
     "control flow": "compute both branches and choose with torch.where, or capture a graph for each branch",
     "shapes of batches": "pad to a few lengths; each shape needs a graph and its memory",
@@ -65,7 +65,7 @@ class Finding:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """The remedy for this kind of finding."""
         return REMEDIES[self.kind]
 
     def text(self) -> str:

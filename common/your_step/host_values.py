@@ -1,4 +1,4 @@
-"""Values on the host that a step may change, and tensors that it may bind anew: what a replay leaves as it is.
+"""Values on the host that a step may change, and tensors that it may bind anew. A replay leaves both as they are.
 
 Looked at are the attributes of the modules and of other objects that were handed over, what the step function holds in
 its closure, its own attributes, and the globals of its file.
@@ -6,6 +6,7 @@ its closure, its own attributes, and the globals of its file.
 
 import random
 import sys
+from collections import deque
 
 import torch
 
@@ -26,6 +27,8 @@ def look(step, owned: list) -> tuple[dict, dict]:
             for key, value in vars(part).items():
                 if key not in _MODULE_OWN:
                     _visit(f"{path or f'model {index}'}.{key}", value, values, tensors, depth=1)
+            # Buffers are handed over; which tensor is one may change.
+            tensors |= {f"{path}.{key}".lstrip("."): value for key, value in part.named_buffers(recurse=False)}
     return values, tensors
 
 
@@ -78,7 +81,7 @@ def _visit(name, each, values, tensors, depth):
             tensors[name] = each
     elif isinstance(each, _PLAIN):
         values[name] = each
-    elif isinstance(each, (list, tuple, set, dict)) and type(each).__module__ in ("builtins", "collections"):
+    elif isinstance(each, (list, tuple, set, dict, deque)) and type(each).__module__ in ("builtins", "collections"):
         values[f"len({name})"] = len(each)
         if depth and len(each) <= MOST_ITEMS and not isinstance(each, set):
             items = each.items() if isinstance(each, dict) else enumerate(each)
@@ -90,7 +93,7 @@ def _visit(name, each, values, tensors, depth):
 
 
 def _is_users(each):
-    """Whether it is an object of the user's own class, or a plain namespace: not torch's, not a module of Python."""
+    """Say whether it is an object of the user's own class, or a plain namespace."""
     kind = type(each)
     known = isinstance(each, (type, torch.nn.Module, torch.optim.Optimizer, torch.Generator)) or callable(each)
     return hasattr(each, "__dict__") and not known and not kind.__module__.startswith(("torch.", "builtins"))

@@ -1,8 +1,7 @@
-"""Whether a graph of a step trains as the step does, and where it first does not: step, tensor, module.
+"""Compare training under a graph with eager training: the first step, tensor and module that differ.
 
-Two more trainings tell causes apart. Where the step itself, run eagerly through the copies that a graph reads, goes
-another way than eager, the copies are at fault and not the capture. And the module whose outputs differ first is the
-one to look at.
+One more training tells causes apart: the step runs eagerly on the copies of batches that a graph reads. If that
+training differs from eager as well, the copies are wrong, and not the capture.
 """
 
 from collections.abc import Callable
@@ -28,7 +27,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a training leaves eager's: the step, and the first tensor or the loss in words."""
+    """The first step in which a training differs from eager, and the first tensor, or the loss, in words."""
 
     step: int
     text: str

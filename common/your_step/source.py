@@ -1,4 +1,4 @@
-"""Lines of the user's file: where a name is changed, where an object is made, where random numbers are drawn."""
+"""Find lines in the user's file: a name is changed, an object is made, random numbers are drawn."""
 
 import ast
 from pathlib import Path
@@ -30,7 +30,7 @@ class Source:
 
         Lines in functions inside of others count before those in the file's own code and in __init__.
         """
-        word = name.removeprefix("len(").rstrip(")").split("[")[0].split(".")[-1]
+        word = _last(name)
         lines = [
             (_depth(node.lineno, self._tree), node.lineno)
             for node in ast.walk(self._tree)
@@ -38,6 +38,12 @@ class Source:
         ]
         lines = [(depth, line) for depth, line in lines if line not in self._in_init] or lines
         return max(lines)[1] if lines else None
+
+    def branches(self, name: str) -> list[int]:
+        """Return the lines of branches and loops whose condition reads the last part of a name."""
+        kinds = (ast.If, ast.IfExp, ast.While)
+        tests = [node.test for node in ast.walk(self._tree) if isinstance(node, kinds)]
+        return [test.lineno for test in tests if any(_word(each) == _last(name) for each in ast.walk(test))]
 
     def made(self, *names: str) -> int | None:
         """Return the last line that calls one of these names, such as a class."""
@@ -59,6 +65,11 @@ class Source:
             if isinstance(node, ast.Call) and (_is_of(node.func, last) or _word(node.func) in imported)
         ]
         return max(lines, default=None)
+
+
+def _last(name):
+    """The last part of a name such as `len(self.queue[0])`."""
+    return name.removeprefix("len(").rstrip(")").split("[")[0].split(".")[-1]
 
 
 def _changes(node, word):
@@ -86,7 +97,7 @@ def _word(node):
 
 
 def _is_of(function, module):
-    """Whether a called function is an attribute of a module: random.random, np.random.rand; not torch.random."""
+    """Say whether a function is an attribute of a module: random.random, np.random.rand; not torch.random."""
     if not isinstance(function, ast.Attribute) or _word(function.value) != module:
         return False
     owner = function.value.value if isinstance(function.value, ast.Attribute) else None
@@ -94,7 +105,7 @@ def _is_of(function, module):
 
 
 def _depth(line, tree):
-    """How many functions and classes lie around a line: code in the step lies deeper than build's own."""
+    """Count the functions and classes around a line: code in the step lies deeper than build's own."""
     inner = [
         each
         for each in ast.walk(tree)

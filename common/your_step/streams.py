@@ -1,4 +1,4 @@
-"""Work on side streams: whether a step's own stream waits for all of it, and whether it begins after that stream.
+"""Check side streams: each has to begin after the step's own stream, which has to wait for all of their work.
 
 Each stream knows how many operators of each other stream are done when its next one runs. An event carries what its
 stream knew when it was recorded, and a stream that waits for the event knows that, too.

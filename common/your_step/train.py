@@ -207,7 +207,7 @@ class _Seen(TorchDispatchMode):
 
 
 def _is_stepped(each):
-    """Whether it is an optimizer, a schedule or a loss scaler: it steps, and it is no module."""
+    """Say whether it is an optimizer, a schedule or a loss scaler: it steps, and it is no module."""
     return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
 
 

@@ -19,7 +19,7 @@ STARTS_NO_STEP = "no step has ended within 60 s: build smaller shapes or fewer l
 
 @dataclass
 class Handed:
-    """What build(device) returned.
+    """The values that build(device) returned.
 
     Attributes:
         step: step(batch) trains on a batch and returns its loss.

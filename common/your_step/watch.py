@@ -38,12 +38,12 @@ _ON_GPU = [
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call comes from.
+    """The origin of a call.
 
     Attributes:
         line: file:line of the innermost frame outside of torch.
         own: file:line of the innermost frame outside of all installed packages, or the same.
-        through: "optimizer" or "loss scaler" where the call comes from one of torch's.
+        through: "optimizer", "schedule" or "loss scaler" where the call comes from one of torch's.
         module: path of the innermost module that is running.
     """
 
@@ -83,7 +83,7 @@ class Operator:
 
 @dataclass
 class Watched:
-    """What a step did.
+    """A record of one step.
 
     Attributes:
         operators: in order.
@@ -146,7 +146,7 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
 
 
 def place_of_call(module: str = "") -> Place:
-    """Return where the user's code is now.
+    """Return the place in the user's code that is running.
 
     Args:
         module: path of the innermost module that is running.
@@ -156,7 +156,7 @@ def place_of_call(module: str = "") -> Place:
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_OPTIM):
-            through = through or "optimizer"
+            through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
         elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
@@ -188,7 +188,8 @@ class _patched:
 
 class _Watcher:
     def __init__(self, modules):
-        self.found, self.stack, self.modules, self.is_inside = Watched(), [], modules, False
+        self.found, self.stack, self.modules = Watched(), [], modules
+        self.is_inside = self.stores_number = False
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
     def hooks(self):
@@ -244,6 +245,12 @@ class _Functions(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 watcher.is_inside = False
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex)):
+            watcher.stores_number = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                watcher.stores_number = False
         return func(*args, **(kwargs or {}))
 
 
@@ -260,7 +267,9 @@ class _Operators(TorchDispatchMode):
         place, found = watcher.place(), watcher.found
         watcher.streams.launched(place)
         reason = rules.reason_against(func, args, kwargs)
-        if reason and not watcher.is_inside and not _fills_with_number(func, args):
+        # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
+        is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
+        if reason and not watcher.is_inside and not is_fill:
             watcher.refuse(func, reason)
         leaves = tree_leaves((args, kwargs))
         for leaf in leaves:
@@ -326,18 +335,6 @@ def _outside(tensor, found) -> int | None:
         return None
     found.kept.setdefault(address, tensor.untyped_storage())
     return address
-
-
-def _fills_with_number(func, args):
-    """Whether a number goes into a tensor by x[...] = 1.0: a fill, for which the GPU waits for nothing."""
-    if func._schema.name != "aten::lift_fresh" or args[0].dim():
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "__setitem__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 class _ModuleStack:

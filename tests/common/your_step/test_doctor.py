@@ -1,0 +1,239 @@
+"""Rules of the doctor that the gallery does not show, on variations of one step."""
+
+import pytest
+import torch
+
+from common.your_step import doctor
+from common.your_step.doctor import EQUAL, diagnose
+from common.your_step.findings import NOTE, STOPS, WRONG
+
+STEP = """
+import torch, random
+import numpy as np
+from torch import nn
+from collections import deque
+
+def build(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    batches = [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(4)]
+    # more
+    def step(batch):
+        x, y = batch
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+    return step, batches, [model, optimizer]
+"""
+LOSS = "loss = nn.functional.cross_entropy(model(x), y)"
+HOOK = "def hook(module, args, output):\n        calls.append(1)\n        return output * len(calls)"
+# name: (kind, level, text on the line that is named, {what is replaced: by what})
+FOUND = {
+    "a hook counts": (
+        "host value",
+        WRONG,
+        "output * len",
+        {"# more": f"calls = []\n    {HOOK}\n    model[0].register_forward_hook(hook)"},
+    ),
+    "weight decay changes": (
+        "host value",
+        WRONG,
+        "optimizer.step",
+        {"loss.backward()": "loss.backward()\n        optimizer.param_groups[0]['weight_decay'] += 0.1"},
+    ),
+    "a queue of outputs": (
+        "kept tensor",
+        WRONG,
+        "bank.append",
+        {
+            "# more": "bank = deque([torch.zeros(8, 4)] * 2, maxlen=2)",
+            LOSS: "out = model(x)\n        loss = (out - torch.stack(list(bank)).mean(0)).square().mean()\n"
+            "        bank.append(out.detach())",
+        },
+    ),
+    "a buffer bound anew": (
+        "kept tensor",
+        WRONG,
+        "model.bank = ",
+        {
+            "# more": "model.register_buffer('bank', torch.zeros(4, 16))",
+            LOSS: "model.bank = torch.cat([model.bank[1:], x[:1]])\n        loss = (model(x) + model.bank.mean()).mean()",
+        },
+    ),
+    "two models take turns": (
+        "control flow",
+        WRONG,
+        "loss = ",
+        {
+            "# more": "other = nn.Linear(16, 4)\n    both = [nn.Linear(16, 4), nn.Linear(16, 4)]\n"
+            "    model = nn.ModuleList(both)\n"
+            "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)",
+            LOSS: "both.reverse()\n        loss = nn.functional.cross_entropy(both[0](x), y)",
+        },
+    ),
+    "noise of numpy": (
+        "host data",
+        STOPS,
+        "from_numpy",
+        {"model(x)": "model(x + torch.from_numpy(np.random.randn(8, 16).astype('float32')))"},
+    ),
+    "a schedule of a rate in a tensor": (
+        "learning rate",
+        WRONG,
+        "torch.optim.SGD",
+        {
+            "lr=0.1": "lr=torch.tensor(0.1)",
+            "# more": "schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.9**i)",
+            "optimizer.step()": "optimizer.step(); schedule.step()",
+            "[model, optimizer]": "[model, optimizer, schedule]",
+        },
+    ),
+    "the batch is written": ("not handed over", WRONG, "x.mul_", {LOSS: f"x.mul_(0.9); {LOSS}"}),
+    "a scaler": (
+        "loss scaler",
+        STOPS,
+        "GradScaler",
+        {
+            ", fused=True": "",
+            "# more": "scaler = torch.amp.GradScaler('cpu', init_scale=8.0)",
+            "loss.backward()": "scaler.scale(loss).backward()",
+            "optimizer.step()": "scaler.step(optimizer); scaler.update()",
+            "[model, optimizer]": "[model, optimizer, scaler]",
+        },
+    ),
+    "an f-string": ("host read", STOPS, "f'{loss", {"return loss": "f'{loss:.3f}'; return loss"}),
+    "autocast around all steps": (
+        "autocast cache",
+        WRONG,
+        "autocast",
+        {"# more": "torch.autocast('cpu', torch.bfloat16).__enter__()"},
+    ),
+    "a branch that is rarely taken": (
+        "control flow",
+        NOTE,
+        "% 100",
+        {
+            "# more": "count = [0]",
+            "return loss": "count[0] += 1\n        if count[0] % 100 == 0:\n            model[0].weight.data.zero_()\n"
+            "        return loss",
+        },
+    ),
+    "a parameter without a gradient": (
+        "unused parameter",
+        NOTE,
+        "",
+        {
+            "return loss": "return loss.detach()",
+            LOSS: LOSS + " + 0 * model[2].bias.detach().sum()",
+            "model(x)": "nn.functional.linear(model[:2](x), model[2].weight)",
+        },
+    ),
+}
+SOUND = {
+    "a number stored": {LOSS: f"x = x.clone(); x[:, 0] = 1.0; {LOSS}"},
+    "one_hot": {LOSS: "loss = (model(x) - nn.functional.one_hot(y, 4)).square().mean()"},
+    "empty, then written": {LOSS: f"z = torch.empty_like(x); z[:4] = x[:4]; z[4:] = x[4:]; x = z; {LOSS}"},
+    "gradients in one buffer": {
+        "# more": "flat = torch.zeros(sum(p.numel() for p in model.parameters()))\n    start = 0\n"
+                  "    for p in model.parameters():\n"
+                  "        p.grad = flat[start : start + p.numel()].view_as(p); start += p.numel()",
+        "optimizer.zero_grad()": "flat.zero_()"},
+    "two backward passes": {
+        "nn.ReLU()": "nn.Tanh()",
+        LOSS: "x = x.clone().requires_grad_()\n"
+              "        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)"
+              f"\n        {LOSS} + slope.square().mean()"},
+    "a frozen backbone that is not handed over": {
+        "# more": "backbone = nn.Linear(16, 16)", "model(x)": "model(backbone(x).detach())"},
+}  # fmt: skip
+
+
+def diagnosed(tmp_path, changes):
+    text = STEP
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    path = tmp_path / "my_step.py"
+    path.write_text(text)
+    try:
+        return diagnose(f"{path}:build", torch.device("cpu")), text.splitlines()
+    finally:
+        if torch.is_autocast_enabled("cpu"):
+            torch.set_autocast_enabled("cpu", False)
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_broken_step_is_named(tmp_path, name):
+    kind, level, line, changes = FOUND[name]
+
+    found, lines = diagnosed(tmp_path, changes)
+
+    wanted = [finding for finding in found.findings if (finding.kind, finding.level) == (kind, level)]
+    numbers = [int(finding.where.rpartition(":")[2]) for finding in wanted if line]
+    assert wanted and all(line in lines[number - 1] for number in numbers[:1]), found.text()
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_step_is_not(tmp_path, name):
+    found, _ = diagnosed(tmp_path, SOUND[name])
+
+    assert not [finding for finding in found.findings if finding.level != NOTE], found.text()
+    assert found.whole == EQUAL
+
+
+def test_a_step_that_knows_its_batch_is_told_apart_from_a_wrong_capture(tmp_path):
+    found, _ = diagnosed(tmp_path, {LOSS: LOSS + " * (2.0 if any(batch is each for each in batches) else 1.0)"})
+
+    assert [finding.kind for finding in found.findings] == ["wrong copy"]
+
+
+def test_wrong_numbers_name_step_tensor_and_module(tmp_path):
+    hook = "model[1].register_forward_hook(lambda module, args, out: out * random.random())"
+
+    found, _ = diagnosed(tmp_path, {"# more": hook})
+
+    assert "Sequential.0.weight differs from eager's after step 1" in found.whole
+    assert "the outputs of 1 differ first" in found.whole
+    assert "python random" in {finding.kind for finding in found.findings}
+
+
+def test_code_that_asks_whether_a_stream_captures_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    aware = LOSS + "\n        if not torch.cuda.is_current_stream_capturing():\n            rate.mul_(0.9)"
+
+    found, lines = diagnosed(tmp_path, {"# more": "rate = torch.ones(())", LOSS: aware, "r]": "r, rate]"})
+
+    (finding,) = [finding for finding in found.findings if finding.kind == "capture-aware code"]
+    assert "rate.mul_" in lines[int(finding.where.rpartition(":")[2]) - 1]
+
+
+def test_the_largest_modules_that_can_be_captured_are_listed(tmp_path):
+    reads = (
+        "class Reads(nn.Module):\n    def forward(self, x):\n        return x * float(x.detach().mean())\n\ndef build"
+    )
+    found, _ = diagnosed(tmp_path, {"def build": reads, "nn.ReLU()": "Reads()"})
+
+    assert [name for name, _ in found.parts] == ["0", "2"]
+    assert "modules that can be captured" in found.text()
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["no.py:build"], 2)])
+def test_a_mistake_on_the_command_line_is_one_line(words, status, capsys):
+    with pytest.raises(SystemExit) as error:
+        doctor.main(words)
+    assert error.value.code == status and capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_exit_status_says_what_stands_against_a_graph(tmp_path, capsys):
+    path = tmp_path / "my_step.py"
+    for changes, status in (({}, 0), ({"return loss": "return loss.item()"}, 6), ({"model(x)": "model(x.mul_(2))"}, 5)):
+        text = STEP
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        path.write_text(text)
+        assert doctor.main([f"{path}:build"]) == status, capsys.readouterr().out

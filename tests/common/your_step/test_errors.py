@@ -1,0 +1,61 @@
+"""The messages of failed captures: each real text has its cause."""
+
+import pytest
+
+from common.your_step.errors import explained
+
+# What CUDA 13.0 says for errors 900 to 908, as PyTorch passes it on.
+CUDA = {
+    900: "operation not permitted when stream is capturing",
+    901: "operation failed due to a previous error during capture",
+    902: "operation would result in a merge of separate capture sequences",
+    903: "capture was not ended in the same stream as it began",
+    904: "capturing stream has unjoined work",
+    905: "dependency created on uncaptured work in another stream",
+    906: "operation would make the legacy stream depend on a capturing blocking stream",
+    907: "operation not permitted on an event last recorded in a capturing stream",
+    908: "attempt to terminate a thread-local capture sequence from another thread",
+}
+# (text of PyTorch, or of a host graph; words of its cause)
+OTHERS = [
+    ("Attempting CUDA graph capture of step() for an instance of Adam but param_groups' capturable is False.", "steps"),
+    ("lr as a Tensor is not supported for capturable=False and foreach=True", "learning rate"),
+    ("If capturable=True, params and state_steps must be on supported devices: ['cuda', 'xpu'].", "lies on the CPU"),
+    ("Attempt to increase offset for a CUDA generator not in capture mode.", "does not know"),
+    ("Offset increment outside graph capture encountered unexpectedly.", "has not ended"),
+    ("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture", "random state"),
+    ("Please ensure to utilize the CUDAGeneratorImpl::set_state_index method during capturing", "random state"),
+    ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.", "pinned"),
+    ("During CUDA graph capture, autograd node 'X' has a stale reference to the default stream", "gradients"),
+    ("CUDA graphs must be captured on a non-default stream. (However, after capture, ...)", "default stream"),
+    ("This CUDAGraph instance already owns a captured graph.", "twice"),
+    ("Called CUDAGraph::replay without a preceding successful capture.", "failed"),
+    ("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp", "another capture"),
+    ("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run", "next replay"),
+    ("make_graphed_callables does not support the autocast caching.", "casts of weights"),
+    ("CUDA out of memory. Tried to allocate 2.00 GiB", "does not fit"),
+    ("CUDA error: an illegal memory access was encountered", "given back"),
+    ("aten.mm at a.py:3 reads a tensor that is gone: its memory was freed after the capture", "given back"),
+    ("Tensor.item at a.py:3 cannot be captured: it reads a value on the host", "reads a value"),
+    ("aten.nonzero at a.py:3 cannot be captured: it has a shape that depends on values", "shape"),
+    ("torch.manual_seed at a.py:3 cannot be captured: it reads or sets the random state on the host", "random state"),
+    ("aten.randn at a.py:3 cannot be captured: it draws from a generator that is unknown to the pool", "does not know"),
+    ("aten.lift_fresh at a.py:3 cannot be captured: it makes a tensor from host data", "data of the host"),
+    ("c10d.allreduce_ at a.py:3 cannot be captured: it is a collective of torch.distributed", "collective"),
+]
+
+
+@pytest.mark.parametrize("number", CUDA)
+def test_an_error_of_cuda_is_known_by_its_text(number):
+    cause, remedy = explained(f"CUDA error: {CUDA[number]} (at my_step.py:7)")
+    assert f"CUDA error {number}" in cause and remedy
+
+
+@pytest.mark.parametrize(("message", "words"), OTHERS)
+def test_a_message_of_torch_or_of_a_host_graph_has_its_cause(message, words):
+    cause, remedy = explained(message)
+    assert words in cause and remedy
+
+
+def test_an_unknown_message_has_no_cause():
+    assert explained("size mismatch, m1: [2 x 3]") == ("", "")
