@@ -62,7 +62,6 @@ class Config(Timing):
         "auto", "shapes of graphs: auto, guide (the ladder of NVIDIA's guide), or how many per network, 1 to 50"
     )
     tokenizer: str = option("chars", "for speech: chars or a sentencepiece .model file", is_path=True, words=("chars",))
-    audio: str = option("dali", "library that makes features of speech", ("dali", "torch"))
     speed_perturbation: bool = option(True, "resample speech by a random factor from 0.85 to 1.15")
     spec_augment: bool = option(True, "mask mel bands and frames of speech at random")
     workers: int = option(2, "threads that decode speech")
@@ -154,7 +153,6 @@ PRESETS = {
         batch=2,
         data="lengths",
         buckets="2",
-        audio="torch",
         frames=20,
         tokens=6,
         max_frames=24,

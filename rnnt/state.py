@@ -22,7 +22,6 @@ from rnnt.decoding.word_error_rate import word_error_rate
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
 from rnnt.model import RNNT, flatten, initialise
-from rnnt.speech.source import open_speech
 
 SEED = 1234
 HELD_OUT_SEED = 4321
@@ -66,11 +65,16 @@ class State:
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
     def open_source(self, rank: int, world_size: int, seed: int, training: bool) -> Source:
-        """Batches of --data."""
+        """Batches of --data. Raises ValueError that names the flag to change, or the packages to install."""
         if self.config.data in GENERATED:
             pinned = self.device.type == "cuda"
             return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
-        return open_speech(self.config, self.device, rank, world_size, self.dtype, seed, training)
+        try:
+            from rnnt.speech.source import Speech
+        except ImportError as error:
+            packages = f"speech takes soundfile and nvidia-dali ({error})"
+            raise ValueError(f"--data {self.config.data}: {packages}: ./setup.sh speech dali") from None
+        return Speech(self.config, self.device, rank, world_size, self.dtype, seed, training)
 
     def _make_plan(self):
         """The same on all ranks: buckets are chosen by the batches of all of them."""

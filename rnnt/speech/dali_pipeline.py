@@ -1,11 +1,10 @@
-"""The benchmark's DALI pipeline: encoded audio in, normalised log-mel features out, on the CPU or on a GPU.
+"""The benchmark's DALI pipeline: FLAC files in, normalised log-mel features out, on the CPU or on a GPU.
 
 It decodes, resamples and trims silence on the CPU; dither, pre-emphasis, spectrogram, mel, dB, normalise and pad run on
 the GPU where there is one. Order and numbers are those of NVIDIA's submission to MLPerf v3.1,
-common/data/dali/pipeline.py. Two differences: files come as bytes from the host, which draws the random numbers, so
-that any batch can be made again; and sample rate and speed change in a single resampling.
+common/data/dali/pipeline.py. One difference: the host draws the random numbers, so that any batch can be made again.
 
-rnnt/speech/features.py has the same in plain torch. Needs nvidia-dali: ./setup.sh dali.
+Needs nvidia-dali: ./setup.sh dali.
 """
 
 import math
@@ -13,11 +12,18 @@ import math
 import numpy as np
 import torch
 from nvidia.dali import fn, pipeline_def, types
-from nvidia.dali import math as dali_math
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
-from rnnt.speech import features
+from rnnt.speech.features import NUM_MELS
 from rnnt.speech.folder import HOP, SAMPLE_RATE, BadAudio, num_frames
+
+FFT_SIZE = 512
+WINDOW = 320
+PREEMPHASIS = 0.97
+DITHER = 1e-5
+SILENCE_DB = -60.0
+SILENCE_WINDOW = 2048
+LOG_FLOOR = 1e-20
 
 
 @pipeline_def
@@ -25,37 +31,39 @@ def _pipeline(noise, on_gpu):
     encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
     scale = fn.external_source(name="scale", dtype=types.FLOAT, ndim=0)
     audio, _ = fn.decoders.audio(encoded, dtype=types.FLOAT, downmix=True)
-    # NaN shows in the sum, but neither in the smallest nor in the largest sample.
-    extremes = fn.reductions.min(audio), fn.reductions.max(audio), fn.reductions.sum(audio)
-    # Absurd samples are refused afterwards, by file. Here they must not stop an operator. NaN is replaced where the
-    # sample is the first operand, and kept where it is the second or in clamp.
-    audio = dali_math.min(dali_math.max(audio, -features.MAX_SAMPLE), features.MAX_SAMPLE)
+    loudness = fn.reductions.rms(audio)
     audio = fn.audio_resample(audio, scale=scale)
-    begin, length = fn.nonsilent_region(audio, cutoff_db=features.SILENCE_DB, window_length=features.SILENCE_WINDOW)
+    begin, length = fn.nonsilent_region(audio, cutoff_db=SILENCE_DB, window_length=SILENCE_WINDOW)
     audio = fn.slice(audio, start=begin, shape=length, axes=[0])
     if on_gpu:
         audio = audio.gpu()
     offset = fn.external_source(name="offset", dtype=types.INT32, ndim=0)
-    table = types.Constant(noise.table, device="gpu" if on_gpu else "cpu")
+    table = types.Constant(noise, device="gpu" if on_gpu else "cpu")
     audio = audio + fn.slice(table, start=offset, shape=length, axes=[0])
-    audio = fn.preemphasis_filter(audio, preemph_coeff=features.PREEMPHASIS)
-    power = fn.spectrogram(audio, nfft=features.FFT_SIZE, window_length=features.WINDOW, window_step=HOP)
-    mel = fn.mel_filter_bank(power, sample_rate=SAMPLE_RATE, nfilter=features.NUM_MELS)
+    audio = fn.preemphasis_filter(audio, preemph_coeff=PREEMPHASIS)
+    power = fn.spectrogram(audio, nfft=FFT_SIZE, window_length=WINDOW, window_step=HOP)
+    mel = fn.mel_filter_bank(power, sample_rate=SAMPLE_RATE, nfilter=NUM_MELS)
     # Decibels with multiplier ln(10) over a reference of 1 are ln.
-    log = fn.to_decibels(mel, multiplier=math.log(10), reference=1.0, cutoff_db=math.log(features.LOG_FLOOR))
-    return fn.pad(fn.normalize(log, axes=[1])), length, *extremes
+    log = fn.to_decibels(mel, multiplier=math.log(10), reference=1.0, cutoff_db=math.log(LOG_FLOOR))
+    return fn.pad(fn.normalize(log, axes=[1])), length, loudness
 
 
 class DaliExtractor:
-    """Features of batches of encoded audio; TorchExtractor of rnnt/speech/source.py does the same in plain torch.
+    """Features of batches of FLAC files.
 
-    batch: largest number of utterances. workers: threads that decode. device: of the features, which CUDA makes on the
-    current stream.
+    Args:
+        batch: largest number of utterances.
+        max_samples: longest utterance. Offsets into the dither's table are below it.
+        workers: threads that decode.
+        device: of the features, which CUDA makes on the current stream.
     """
 
-    def __init__(self, batch: int, noise: features.Noise, workers: int, device: torch.device):
-        self.device, self._noise = device, noise
+    def __init__(self, batch: int, max_samples: int, workers: int, device: torch.device):
+        self.device = device
         self._on_gpu = device.type == "cuda"
+        # One table of dither, from random offsets: two million numbers a batch would cost the host more than the rest.
+        table = np.random.default_rng(0).standard_normal(2 * max_samples, dtype=np.float32)
+        self._noise = np.float32(DITHER) * table
         self._options = {
             "batch_size": batch,
             "num_threads": workers,
@@ -69,19 +77,16 @@ class DaliExtractor:
         self._pipe = _pipeline(self._noise, self._on_gpu, **self._options)
         self._pipe.build()
 
-    def __call__(self, encoded: list[np.ndarray], scales: list[float], offsets: list[int]):
+    def __call__(self, paths: list[str], scales: list[float], offsets: list[int]):
         """(features FP32 [B, 80, frames of 10 ms] on the device, frames of each utterance).
 
-        encoded: each file's bytes, uint8. scales: new sample rate over old. offsets: into the noise. If some files
-        cannot be read, it returns {row: BadAudio}.
+        scales: new sample rate over old. offsets: into the dither. Raises BadAudio if any file cannot be read or is
+        silent.
         """
         try:
-            return self._run(encoded, scales, offsets)
-        except BadAudio:
-            # DALI does not name the file that it cannot decode, so each is run by itself.
-            return self._find_faults(encoded, scales, offsets)
-
-    def _run(self, encoded, scales, offsets):
+            encoded = [np.fromfile(path, np.uint8) for path in paths]
+        except OSError as error:
+            raise BadAudio(f"cannot be read: {error.strerror}") from None
         inputs = {"encoded": encoded, "scale": np.float32(scales), "offset": np.int32(offsets)}
         stream = torch.cuda.current_stream(self.device) if self._on_gpu else None
         try:
@@ -91,27 +96,10 @@ class DaliExtractor:
             self._build()
             if "fn.decoders.audio" not in str(error):
                 raise
-            raise BadAudio(f"cannot be decoded: {_reason(error)}") from None
-        lengths, *extremes = ([one.at(row).item() for row in range(len(encoded))] for one in others)
-        for lowest, highest, total in zip(*extremes, strict=True):
-            features.require_sound(lowest, total if math.isnan(total) else highest)
-        out = torch.empty([len(encoded), *found.shape()[0]], device=self.device)
+            raise BadAudio("cannot be decoded") from None
+        lengths, loudness = ([values.at(row).item() for row in range(len(paths))] for values in others)
+        if not all(loudness):
+            raise BadAudio("nothing but silence")
+        out = torch.empty([len(paths), *found.shape()[0]], device=self.device)
         feed_ndarray(found.as_tensor(), out, cuda_stream=stream)
         return out, [num_frames(length) for length in lengths]
-
-    def _find_faults(self, encoded, scales, offsets):
-        faults = {}
-        for row in range(len(encoded)):
-            try:
-                self._run(encoded[row : row + 1], scales[row : row + 1], offsets[row : row + 1])
-            except BadAudio as error:
-                faults[row] = error
-        return faults
-
-
-def _reason(error):
-    """The line of DALI's message that names the fault, without the place in DALI's sources."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if "encountered:" in lines[:-1]:
-        return lines[lines.index("encountered:") + 1].split("] ")[-1].split("failed: ")[-1]
-    return lines[0] if lines else type(error).__name__

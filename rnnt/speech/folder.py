@@ -1,19 +1,20 @@
-"""Folders of speech in LibriSpeech's layout: the utterances to train on, and the reasons why others are dropped.
+"""Folders of speech in LibriSpeech's layout: the utterances to train on, and why others are dropped.
 
-    SPEAKER/CHAPTER/SPEAKER-CHAPTER-0000.flac (or .wav)
+    SPEAKER/CHAPTER/SPEAKER-CHAPTER-0000.flac          16 kHz
     SPEAKER/CHAPTER/SPEAKER-CHAPTER.trans.txt          lines of SPEAKER-CHAPTER-0000 THE WORDS OF THIS RECORDING
 
-Folders may have any depth: a transcript is for audio files beside it. Only the headers of audio are read here, which
-takes seconds for 280,000 files and no audio library. Faults that only decoding shows are found in
-rnnt/speech/source.py.
+Folders may have any depth: a transcript is for audio files beside it. Only the headers of audio are read here;
+rnnt/speech/source.py drops files that cannot be decoded. Needs soundfile: ./setup.sh speech.
 """
 
-import collections
 import concurrent.futures
+import functools
 import os
-import struct
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import soundfile
 
 from rnnt.speech import transcripts
 
@@ -22,29 +23,18 @@ HOP = 160
 STACK = 3
 FASTEST, SLOWEST = 0.85, 1.15
 MIN_S = 0.1
-AUDIO = (".flac", ".wav")
+AUDIO = ".flac"
 TRANSCRIPT = ".trans.txt"
 
 
 class Utterance(NamedTuple):
-    """A recording and its transcript. num_samples: at its own sample_rate, in Hz."""
+    """A recording and its transcript. name: of the file, below the corpus."""
 
     name: str
     path: str
     num_samples: int
-    sample_rate: int
     text: str
     tokens: tuple[int, ...]
-
-
-class Dropped(NamedTuple):
-    """An utterance, file or folder below the corpus that is not read, and the reason."""
-
-    name: str
-    reason: str
-
-    def __str__(self):
-        return f"{self.name}: {self.reason}"
 
 
 class BadAudio(Exception):
@@ -66,190 +56,91 @@ def spliced(frames: int) -> int:
 
 
 def resampled(num_samples: int, scale: float) -> int:
-    """Samples after resampling. scale: new rate over old; DALI's rule."""
-    # DALI takes the scale as float32.
-    scale = struct.unpack("f", struct.pack("f", scale))[0]
-    return -int(-num_samples * scale // 1)
+    """Samples after resampling. scale: new rate over old, which DALI takes as float32."""
+    return -int(-num_samples * float(np.float32(scale)) // 1)
 
 
-def require_room(frames: int, num_tokens: int) -> None:
-    """Raises BadAudio where a transcript has more tokens than its audio has frames of 10 ms.
-
-    Nobody speaks a quarter as fast, so the transcript is of other audio.
-    """
-    if num_tokens > frames:
-        raise BadAudio(f"{num_tokens} tokens in {frames} frames of 10 ms")
-
-
-# ------------------------------------------------------------------------------------------------
-# Headers
-
-
-def read_header(path) -> tuple[int, int]:
-    """(num_samples, sample_rate) of a FLAC or WAV file, from its header alone. Raises BadAudio."""
+def read_header(path) -> int:
+    """Samples of a FLAC file, from its header alone. Raises BadAudio."""
+    # Else a pipe would be waited for.
+    if not os.path.isfile(path):
+        raise BadAudio("not a regular file")
     try:
-        with open(path, "rb", buffering=0) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes == 0:
-                raise BadAudio("empty file")
-            head = file.read(42)
-            if head[:4] == b"fLaC":
-                return _flac_header(head)
-            if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
-                return _wav_header(file, num_bytes)
-    except OSError as error:
-        raise BadAudio(f"cannot be read: {error.strerror}") from None
-    raise BadAudio("neither FLAC nor WAV")
-
-
-def _flac_header(head):
-    # RFC 9639, 8.2: the first block is STREAMINFO. From byte 18 on: 20 bits rate, 3 channels, 5 depth, 36 length.
-    if len(head) < 42 or head[4] & 0x7F:
-        raise BadAudio("damaged FLAC header")
-    bits = int.from_bytes(head[18:26], "big")
-    rate, num_samples = bits >> 44, bits & (1 << 36) - 1
-    if not rate:
-        raise BadAudio("damaged FLAC header")
-    if not num_samples:
-        raise BadAudio("no samples in it, or a FLAC header that does not say how many")
-    return num_samples, rate
-
-
-def _wav_header(file, num_bytes):
-    place, rate, frame_bytes = 12, 0, 0
-    while place + 8 <= num_bytes:
-        head = os.pread(file.fileno(), 24, place)
-        size = int.from_bytes(head[4:8], "little")
-        if head[:4] == b"fmt " and len(head) == 24:
-            rate, _, frame_bytes = struct.unpack("<IIH", head[12:22])
-        if head[:4] == b"data":
-            if not rate or not frame_bytes:
-                break
-            # Decoders take what is there without a word, which would pair half a recording with its whole transcript.
-            if place + 8 + size > num_bytes:
-                raise BadAudio(f"cut off, {place + 8 + size - num_bytes:,} bytes are missing")
-            if size < frame_bytes:
-                raise BadAudio("no samples in it")
-            return size // frame_bytes, rate
-        place += 8 + size + size % 2
-    raise BadAudio("damaged WAV header")
+        found = soundfile.info(path)
+    except soundfile.LibsndfileError as error:
+        raise BadAudio(f"cannot be read: {error.error_string}") from None
+    if found.samplerate != SAMPLE_RATE:
+        raise BadAudio(f"{found.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
+    # A length that the header does not tell is a number beyond all lengths.
+    if not MIN_S <= found.frames / SAMPLE_RATE < 2**20:
+        raise BadAudio(f"{found.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
+    return found.frames
 
 
 # ------------------------------------------------------------------------------------------------
 # A folder
 
 
-class Corpus:
-    """The utterances of a folder that can be trained on, in the order of their names.
+@functools.lru_cache(maxsize=1)
+def scan(folder, tokenizer, vocab: int, max_frames: int, max_tokens: int, perturbed: bool):
+    """(utterances to train on, reasons of those dropped), both in the order of their names.
 
     Args:
         folder: of --data.
-        tokenizer: see rnnt/speech/transcripts.py.
-        max_frames: longest utterance, in frames of 30 ms, after the largest resampling factor if `perturbed`.
+        tokenizer: of --tokenizer.
+        vocab: classes of the model.
+        max_frames: longest utterance, in frames of 30 ms, at its slowest if `perturbed`.
         max_tokens: longest transcript.
         perturbed: True if training changes the speed.
 
-    `dropped`: list of Dropped. `named`: names of those that stderr tells of (rnnt/speech/source.py).
-
     Raises:
-        ValueError: names --data where no utterance is left.
+        ValueError: names --data where no utterance is left, --tokenizer where it cannot be opened.
     """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
+    encode = transcripts.open_tokenizer(tokenizer, vocab).encode
+    pairs, reasons = _pairs(folder)
 
-    def __init__(self, folder, tokenizer, max_frames: int, max_tokens: int, perturbed: bool):
-        self.folder, self.tokenizer = Path(folder), tokenizer
-        if not self.folder.is_dir():
-            raise ValueError(f"--data {folder}: {'not a folder' if self.folder.exists() else 'no such folder'}")
-        self.max_frames, self.max_tokens, self.largest_factor = max_frames, max_tokens, SLOWEST if perturbed else 1.0
-        self.utterances: list[Utterance] = []
-        self.dropped: list[Dropped] = []
-        self.named: set[str] = set()
-        pairs = self._pairs()
-        with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            for (name, _, _), found in zip(pairs, threads.map(self._examine, pairs), strict=True):
-                self._drop(name, found) if isinstance(found, BadAudio) else self.utterances.append(found)
-        if not self.utterances:
-            reason = f"no audio ({', '.join('*' + extension for extension in AUDIO)}) in it"
-            if self.dropped:
-                number = f"{len(self.dropped):,}"
-                reason = f"none of {number} utterances can be trained on; the first is {self.dropped[0]}"
-            raise ValueError(f"--data {folder}: {reason}")
+    def examine(pair):
+        path, text = pair
+        try:
+            num_samples, tokens = read_header(path), tuple(encode(text))
+            frames = spliced(num_frames(resampled(num_samples, SLOWEST if perturbed else 1.0)))
+            if frames > max_frames:
+                raise BadAudio(f"up to {frames} frames of 30 ms, {max_frames} fit: raise --max-frames")
+            if len(tokens) > max_tokens:
+                raise BadAudio(f"{len(tokens)} tokens, {max_tokens} fit: raise --max-tokens")
+        except (BadAudio, transcripts.UnknownText) as error:
+            return f"{path.relative_to(folder)}: {error}"
+        return Utterance(str(path.relative_to(folder)), str(path), num_samples, text, tokens)
 
-    def _drop(self, name, reason):
-        self.dropped.append(Dropped(str(name), str(reason)))
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(examine, pairs))
+    utterances = [one for one in found if isinstance(one, Utterance)]
+    reasons += [one for one in found if isinstance(one, str)]
+    if not utterances:
+        why = f"none can be trained on, the first is {reasons[0]}" if reasons else f"no *{AUDIO} with a *{TRANSCRIPT}"
+        raise ValueError(f"--data {folder}: {why}")
+    return utterances, reasons
 
-    def _pairs(self):
-        """[(name, path, transcript)] of all audio that has one transcript; the rest is dropped."""
-        pairs, visited = [], set()
-        for place, folders, files in os.walk(self.folder, followlinks=True):
-            below = Path(place).relative_to(self.folder)
-            # Links may lead back up, or twice to one folder.
-            if os.path.realpath(place) in visited:
-                folders.clear()
-                self._drop(below, "leads to a folder that is read already")
+
+def _pairs(folder):
+    """([(path, normalised transcript)] of all audio that has a transcript, reasons of the rest)."""
+    recordings, texts, reasons = [], {}, []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() == AUDIO:
+            recordings.append(path)
+        elif path.name.endswith(TRANSCRIPT):
+            try:
+                lines = path.read_text(encoding="utf-8-sig").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                reasons.append(f"{path.relative_to(folder)}: cannot be read: {error}")
                 continue
-            visited.add(os.path.realpath(place))
-            folders.sort()
-            texts, recordings = collections.defaultdict(list), collections.defaultdict(list)
-            for file in sorted(file for file in files if not file.startswith(".")):
-                stem, extension = os.path.splitext(file)
-                if file.endswith(TRANSCRIPT):
-                    self._read_transcript(Path(place, file), texts)
-                elif extension.lower() in AUDIO:
-                    recordings[stem].append(file)
-            for stem in sorted(recordings.keys() | texts.keys()):
-                reason = _why_no_pair(stem, recordings[stem], texts[stem])
-                if reason:
-                    self._drop(below / stem, reason)
-                else:
-                    pairs.append((str(below / stem), os.path.join(place, recordings[stem][0]), texts[stem][0]))
-        return pairs
-
-    def _read_transcript(self, path, texts):
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-            self._drop(path.relative_to(self.folder), f"cannot be read: {reason}")
-            return
-        for line in filter(str.strip, lines):
-            stem, *words = line.split(maxsplit=1)
-            texts[stem].append("".join(words))
-
-    def _examine(self, pair):
-        """An Utterance, or BadAudio."""
-        try:
-            return self._utterance(*pair)
-        except BadAudio as error:
-            return error
-        except transcripts.UnknownText as error:
-            return BadAudio(str(error))
-
-    def _utterance(self, name, path, text):
-        num_samples, rate = read_header(path)
-        seconds = num_samples / rate
-        if seconds < MIN_S:
-            raise BadAudio(f"{seconds:.3f} s of audio, less than {MIN_S} s")
-        text = transcripts.normalise(text)
-        if not text:
-            raise BadAudio("empty transcript")
-        tokens = tuple(self.tokenizer.encode(text))
-        require_room(num_frames(resampled(num_samples, SAMPLE_RATE / rate)), len(tokens))
-        factor = self.largest_factor
-        frames = spliced(num_frames(resampled(num_samples, factor * SAMPLE_RATE / rate)))
-        if frames > self.max_frames:
-            slowed = f" resampled by up to {factor}" if factor != 1.0 else ""
-            fit = f"{frames} frames of 30 ms and {self.max_frames} fit"
-            raise BadAudio(f"{seconds:.1f} s{slowed} are {fit}: raise --max-frames")
-        if len(tokens) > self.max_tokens:
-            raise BadAudio(f"{len(tokens)} tokens and {self.max_tokens} fit: raise --max-tokens")
-        return Utterance(name, path, num_samples, rate, text, tokens)
-
-
-def _why_no_pair(stem, recordings, texts):
-    if not recordings:
-        return "a transcript and no audio"
-    if len(recordings) > 1:
-        return f"two recordings: {' and '.join(recordings)}"
-    if not texts:
-        return f"no transcript (a line {stem} ... in a *{TRANSCRIPT} beside it)"
-    return "has two transcripts" if len(texts) > 1 else ""
+            for line in filter(str.strip, lines):
+                stem, *words = line.split(maxsplit=1)
+                texts[path.parent / stem] = transcripts.normalise("".join(words))
+    pairs = [(path, texts[path.with_suffix("")]) for path in recordings if texts.get(path.with_suffix(""))]
+    have_text = {path for path, _ in pairs}
+    reasons += [f"{path.relative_to(folder)}: no transcript" for path in recordings if path not in have_text]
+    return pairs, reasons

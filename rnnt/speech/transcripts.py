@@ -37,15 +37,13 @@ class Chars:
 
 
 class Pieces:
-    """The pieces of a sentencepiece .model file, without begin and end of a sentence."""
+    """The pieces of a sentencepiece .model file, which was trained on lower-case text."""
 
     def __init__(self, path: str):
         try:
             import sentencepiece
         except ImportError:
-            raise ValueError(
-                f"--tokenizer {path}: sentencepiece is not installed: ./setup.sh speech, or --tokenizer chars"
-            ) from None
+            raise ValueError(f"--tokenizer {path}: sentencepiece is not installed: ./setup.sh speech") from None
         if not Path(path).is_file():
             raise ValueError(f"--tokenizer {path}: no such file, takes chars or a sentencepiece .model file")
         try:
@@ -53,20 +51,12 @@ class Pieces:
         except (RuntimeError, OSError):
             raise ValueError(f"--tokenizer {path}: not a sentencepiece .model file") from None
         self.num_tokens = self._model.vocab_size()
-        pieces = map(self._model.id_to_piece, range(self.num_tokens))
-        # <unk>, <s> and bytes such as <0x0A> are no letters.
-        if "".join(piece for piece in pieces if not piece.startswith("<")).isupper():
-            raise ValueError(
-                f"--tokenizer {path}: its pieces are in capitals, but transcripts are in lower case: train it on "
-                "lower-cased text"
-            )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a normalised text. Raises UnknownText."""
-        ids, unknown = self._model.encode(text, add_bos=False, add_eos=False), self._model.unk_id()
-        if unknown in ids:
-            words = [word for word in dict.fromkeys(text.split()) if unknown in self._model.encode(word)]
-            raise UnknownText(f"words outside the vocabulary: {' '.join(words[:5])!a}")
+        ids = self._model.encode(text, add_bos=False, add_eos=False)
+        if self._model.unk_id() in ids:
+            raise UnknownText(f"characters outside the vocabulary of --tokenizer: {text[:40]!a}")
         return ids
 
     def decode(self, ids) -> str:

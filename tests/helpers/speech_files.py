@@ -16,17 +16,10 @@ def tone(seconds, pitch=200.0, rate=16000, seed=0):
     return 0.1 * sound + 0.01 * np.random.default_rng(seed).standard_normal(len(time))
 
 
-def encode(samples, rate=16000, kind="FLAC"):
-    """The bytes of a file of 16-bit samples."""
+def encode(samples, rate=16000):
+    """The bytes of a FLAC file of 16-bit samples."""
     file = io.BytesIO()
-    soundfile.write(file, samples, rate, format=kind, subtype="PCM_16")
-    return file.getvalue()
-
-
-def encode_float(samples, rate=16000):
-    """The bytes of a WAV file of FP32 samples, which may be any."""
-    file = io.BytesIO()
-    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
+    soundfile.write(file, samples, rate, format="FLAC", subtype="PCM_16")
     return file.getvalue()
 
 
@@ -38,7 +31,7 @@ def write_speech(folder, said, speaker="1"):
     for number, (sound, transcript) in enumerate(said):
         name = f"{speaker}-7-{number:04d}"
         content = sound if isinstance(sound, bytes) else encode(tone(sound, 120 + 10 * number, seed=number))
-        (place / f"{name}.{'wav' if content[:4] == b'RIFF' else 'flac'}").write_bytes(content)
+        (place / f"{name}.flac").write_bytes(content)
         if transcript is not None:
             lines.append(f"{name} {transcript}\n")
     (place / f"{speaker}-7.trans.txt").write_text("".join(lines))

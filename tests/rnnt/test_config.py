@@ -88,7 +88,6 @@ def test_settings_are_checked(changes, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--audio", "ffmpeg"], "argument --audio: 'ffmpeg' is not one of dali, torch"),
         (["--precision", "fp32"], "argument --precision: 'fp32' is not one of fp16, bf16"),
         (["--preset", "corpus"], "unknown preset 'corpus', --preset takes one of tiny, bench, "),
         (["--prior-bias", "true"], "unknown argument '--prior-bias', known: "),
