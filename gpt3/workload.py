@@ -70,9 +70,9 @@ def _flops(config):
     """Return the FLOP of a step and a GPU: the mean over all stages, or those of the stage that runs alone."""
     attention = config.heads * config.head_dim
     all_stages = not config.alone
-    num_flops = flops.gpt(
-        num_layers=config.layers if all_stages else config.stage_layers,
-        sequence_length=config.sequence,
+    model = flops.Transformer(
+        layers=config.layers if all_stages else config.stage_layers,
+        sequence=config.sequence,
         hidden=config.hidden,
         q_width=attention,
         kv_width=attention,
@@ -80,7 +80,7 @@ def _flops(config):
         vocab=config.vocab if all_stages or config.pp_rank == config.pp - 1 else 0,
         mlp_matrices=2,
     )
-    return config.microbatch * config.microbatches * num_flops / (config.pp if all_stages else 1)
+    return config.microbatch * config.microbatches * model.flops() / (config.pp if all_stages else 1)
 
 
 def resolve(args, device: torch.device, data_ranks: int = 1):

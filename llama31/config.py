@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training import schedule
-from common.training.flops import gpt
+from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
 from common.variant_table import about
 from llama31.capturable import Setting, numbers_of, refuse
@@ -275,15 +275,14 @@ def flops_per_step(config: Config, causal_half: bool = True) -> float:
     """
     c = config
     ranks, sequence = c.tp * c.cp * c.pp, c.sequence // c.share_cp
-    per_sequence = gpt(
-        num_layers=c.layers,
-        sequence_length=sequence,
+    model = Transformer(
+        layers=c.layers,
+        sequence=sequence,
         hidden=c.hidden,
         q_width=c.q_width // c.share_tp,
         kv_width=c.kv_heads * c.head_dim // c.share_tp,
         ffn=c.ffn // c.share_tp,
         vocab=c.vocab // c.share_tp,
         mlp_matrices=3,
-        causal_half=causal_half,
     )
-    return per_sequence / ranks * c.microbatch * sum(c.counts) / len(c.counts)
+    return model.flops(causal_half) / ranks * c.microbatch * sum(c.counts) / len(c.counts)

@@ -8,50 +8,45 @@ MODEL_TFLOP_PER_SAMPLE count attention in full. A record names its convention.
 torch.utils.flop_counter.FlopCounterMode agrees with the full count when SDPA runs as plain matrix products
 (SDPBackend.MATH). It does not see SDPA's fused CPU kernel at all, and counts five products instead of four in the
 backward of the fused CUDA kernels, which compute the scores again.
-
-Widths may be local ones: with q_width, kv_width, ffn and vocab of one tensor-parallel rank the result is
-that rank's share.
 """
 
 import re
+from dataclasses import dataclass
 
 CAUSAL_HALF = "causal half counted"
 FULL_ATTENTION = "full attention counted"
 
 
-def transformer_layer(  # noqa: PLR0913
-    sequence_length, hidden, q_width, kv_width, ffn, mlp_matrices, causal_half=True, weight_gradients=True
-) -> float:
-    """FLOP of one layer, forward and backward, for one sequence of `sequence_length` tokens.
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """Sizes of a decoder. A slice of the model has fewer layers; a tensor-parallel share has local widths and vocab.
 
-    With s tokens, h hidden, q = heads * head_dim, kv = key-value heads * head_dim, f ffn, m mlp_matrices (2 for
-    GELU, 3 for SwiGLU): W = h (q + 2 kv) + q h + m h f weights, forward 2 s W + 4 s^2 q (2 s^2 q with the causal
-    half only). Backward costs twice the forward: gradients of inputs and of weights. weight_gradients=False is a
-    layer with frozen weights (LoRA's base): 4 s W in all, while attention, which has no weights, stays at 3 times.
+    q_width, kv_width: heads, or key-value heads, times the size of a head. mlp_matrices: 2 for GELU, 3 for SwiGLU.
+    vocab: rows of the output projection, padding included.
     """
-    s = sequence_length
-    num_weights = hidden * (q_width + 2 * kv_width) + q_width * hidden + mlp_matrices * hidden * ffn
-    attention = (2 if causal_half else 4) * s * s * q_width
-    return float((3 if weight_gradients else 2) * 2 * s * num_weights + 3 * attention)
 
+    layers: int
+    sequence: int
+    hidden: int
+    q_width: int
+    kv_width: int
+    ffn: int
+    mlp_matrices: int
+    vocab: int
 
-def lm_head(sequence_length, hidden, vocab, weight_gradients=True) -> float:
-    """FLOP of the output projection, forward and backward, for one sequence: 6 s h V, 4 s h V if frozen.
+    def flops(self, causal_half: bool = True, weight_gradients: bool = True) -> float:
+        """FLOP of the layers and the head, forward and backward, for one sequence.
 
-    vocab: rows that are multiplied, padding included.
-    """
-    return float((6 if weight_gradients else 4) * sequence_length * hidden * vocab)
-
-
-def gpt(num_layers, sequence_length, hidden, vocab, weight_gradients=True, **layer) -> float:
-    """FLOP of `num_layers` layers and the head, forward and backward, for one sequence; multiply by sequences a step.
-
-    layer: the other arguments of `transformer_layer`. A slice is fewer layers, a tensor-parallel share is local
-    q_width, kv_width, ffn and vocab.
-    GPT-3 175B, s 2048, vocab 51,200: 2,174.9 TFLOP with the causal half counted, 2,204.6 with full attention.
-    """
-    each = transformer_layer(sequence_length, hidden, weight_gradients=weight_gradients, **layer)
-    return num_layers * each + lm_head(sequence_length, hidden, vocab, weight_gradients)
+        With s tokens and W weights a layer's forward takes 2 s W, and attention 4 s^2 q_width (half of it with
+        causal_half). Backward costs twice the forward: gradients of inputs and of weights. weight_gradients=False are
+        frozen weights (LoRA's base): 4 s W in all, while attention, which has no weights, stays at 3 times.
+        GPT-3 175B, s 2048, vocab 51,200: 2,174.9 TFLOP with the causal half counted, 2,204.6 with full attention.
+        """
+        s, q = self.sequence, self.q_width
+        weights = self.hidden * (2 * q + 2 * self.kv_width + self.mlp_matrices * self.ffn)
+        attention = (2 if causal_half else 4) * s * s * q
+        passes = 3 if weight_gradients else 2
+        return float(passes * 2 * s * (self.layers * weights + self.hidden * self.vocab) + 3 * self.layers * attention)
 
 
 # Dense tensor-core peaks in FLOP/s from NVIDIA's data sheets (half of the figure "with sparsity"). Cards of one name

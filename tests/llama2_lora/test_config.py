@@ -31,18 +31,17 @@ def test_flop_of_a_step():
     """2,517.7 TFLOP for 8192 tokens; the layers' part is that of common/flops with frozen weights."""
     assert flops_per_step(FULL) / 1e12 == pytest.approx(2517.67, abs=0.01)
     c = FULL
-    shared = flops.gpt(
-        num_layers=c.layers,
-        sequence_length=c.sequence,
+    model = flops.Transformer(
+        layers=c.layers,
+        sequence=c.sequence,
         hidden=c.hidden,
         q_width=c.q_width,
         kv_width=c.kv_heads * c.head_dim,
         ffn=c.ffn,
         vocab=c.vocab,
         mlp_matrices=3,
-        weight_gradients=False,
     )
-    assert flops_per_step(FULL) == shared + 6 * c.sequence * num_trainable(c)
+    assert flops_per_step(FULL) == model.flops(weight_gradients=False) + 6 * c.sequence * num_trainable(c)
 
 
 def test_presets():

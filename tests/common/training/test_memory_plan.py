@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,14 +72,11 @@ def test_an_item_stored_in_fp8_is_never_kept_in_its_own_format():
     ways = by_name(CHAIN, allow_fp8={"f"})
     assert all("f" not in way.keeps for way in ways.values())
     assert ways["x o f:fp8"].keeps_fp8 == ("f",) and ways["x o f:fp8"].bytes == 56 * MIB
-    # The plan does not choose FP8 by itself.
+    # The plan does not choose FP8 by itself, and nothing is recomputed from an FP8 copy.
     assert not any(way.keeps_fp8 for way in configurations(CHAIN))
-
-
-def test_nothing_is_recomputed_from_an_fp8_copy():
     o = Item("o", 20 * MIB, 10 * MIB, 2.0, needs=("x",))
-    ways = by_name([CHAIN[0], o, *CHAIN[2:]], allow_fp8={"o"})
-    assert set(ways) == {"x o:fp8 x2 f", "x o:fp8 x2", "x x2 f", "x x2", "x f", "x"}
+    assert "x o:fp8 x2" in by_name([CHAIN[0], o, *CHAIN[2:]], allow_fp8={"o"})
+    assert "x o:fp8" not in by_name([CHAIN[0], o, *CHAIN[2:]], allow_fp8={"o"})
 
 
 def test_microbatches_in_flight_multiply_what_is_kept_but_not_what_is_permanent():
@@ -91,39 +87,24 @@ def test_microbatches_in_flight_multiply_what_is_kept_but_not_what_is_permanent(
     assert ways["x"].bytes == 3 * 16 * MIB and ways["x"].ms == 8.4
 
 
-@pytest.mark.parametrize(
-    ("items", "allow_fp8"),
-    [((CHAIN[1], CHAIN[0]), ()), ((CHAIN[0], CHAIN[0]), ()), (CHAIN, {"o"}), (CHAIN, {"q"})],
-    ids=["needs what comes later", "one name twice", "no FP8 copy", "no such item"],
-)
-def test_items_that_do_not_fit_together_are_refused(items, allow_fp8):
-    with pytest.raises(AssertionError):
-        configurations(items, allow_fp8=allow_fp8)
-
-
 # --- the choice
 
 
-def fewest_ms(ways, num_layers, most_units, unit=1):
-    """By dynamic programming: [budget in units] -> the fewest milliseconds of all layers; inf: does not fit."""
-    best = [0.0] * (most_units + 1)
-    steps = [(-(-way.bytes // unit), way.ms) for way in ways]
+def fewest_ms(ways, num_layers, most_bytes):
+    """By dynamic programming: [budget] -> the fewest milliseconds of all layers; inf: does not fit."""
+    best = [0.0] * (most_bytes + 1)
     for _ in range(num_layers):
         best = [
-            min((best[budget - size] + ms for size, ms in steps if size <= budget), default=float("inf"))
-            for budget in range(most_units + 1)
+            min((best[budget - way.bytes] + way.ms for way in ways if way.bytes <= budget), default=float("inf"))
+            for budget in range(most_bytes + 1)
         ]
     return best
 
 
-def largest_step_ms(ways):
-    return max((low.ms - high.ms for low, high in pairwise(memory_plan._hull(memory_plan._frontier(ways)))), default=0)
-
-
-def test_the_plan_is_the_best_there_is_up_to_one_layers_step():
+def test_the_plan_is_nearly_always_the_best_there_is():
     generator = random.Random(5)
     exact, plans = 0, 0
-    for _ in range(150):
+    for _ in range(60):
         ways = [
             Configuration(f"c{index}", generator.randrange(0, 13), generator.randrange(0, 200) / 10)
             for index in range(generator.randrange(1, 8))
@@ -137,22 +118,10 @@ def test_the_plan_is_the_best_there_is_up_to_one_layers_step():
                 continue
             plan = choose(ways, num_layers, budget + 100, 100)
             assert plan.bytes <= budget + 100 and len(plan.layers) == num_layers
-            assert best[budget] - 1e-9 <= plan.ms <= best[budget] + largest_step_ms(ways) + 1e-9
+            assert best[budget] - 1e-9 <= plan.ms <= best[budget] + max(way.ms for way in ways)
             exact += plan.ms <= best[budget] + 1e-9
             plans += 1
-    assert plans > 800 and exact > 0.95 * plans
-
-
-def test_the_plan_of_a_real_layer_is_the_best_there_is():
-    ways = configurations(lean_items(8192), allow_fp8={"f"})
-    num_layers, unit = 6, 2 * MIB
-    best = fewest_ms(ways, num_layers, num_layers * max(way.bytes for way in ways) // unit, unit)
-    behind = []
-    for budget in range(num_layers * min(way.bytes for way in ways) // unit, len(best), 97):
-        behind.append(choose(ways, num_layers, budget * unit, 0).ms - best[budget])
-    # Most are exact; elsewhere less is lost than any item costs to recompute. A step is some 3,000 ms.
-    assert len(behind) > 20 and min(behind) > -1e-9 and max(behind) < 0.5
-    assert sum(ms < 1e-6 for ms in behind) >= 0.7 * len(behind)
+    assert plans > 300 and exact > 0.95 * plans
 
 
 def test_one_layer_takes_the_fastest_configuration_that_fits_off_the_hull_too():
@@ -195,9 +164,7 @@ def test_the_last_layers_keep_the_most_and_order_does_not_matter():
     # Transposes that are held for ever are not among it.
     pair = [Configuration("held", 30, 5.0, permanent_bytes=30), Configuration("kept", 20, 8.0)]
     assert choose(pair, 2, 50, 0).layers == ("held", "kept")
-    for seed in range(5):
-        shuffled = random.Random(seed).sample(ways, len(ways))
-        assert choose(shuffled, 10, 500 * MIB, 0) == plan
+    assert choose(random.Random(0).sample(ways, len(ways)), 10, 500 * MIB, 0) == plan
 
 
 def test_everything_is_kept_where_it_fits():
@@ -224,28 +191,6 @@ def test_the_table_says_what_happens_to_each_item():
     ]
 
 
-def test_the_table_is_short_for_a_layer_of_many_items():
-    items = [Item("x", 16 * MIB, None, None)]
-    for index in range(11):
-        needs = (items[-1].name,)
-        items.append(Item(f"item{index}", (16 + 2 * index) * MIB, None, 0.3 + (index * 7) % 5, needs, index == 4))
-    ways = configurations(items)
-    assert len(ways) == 2048
-    for budget in range(2, 28, 5):
-        assert len(choose(ways, 80, budget * GIB, 0).text().splitlines()) <= 10
-
-
-def test_a_plan_adds_up():
-    plan = choose(configurations(lean_items(8192), allow_fp8={"f"}), 80, 115 * GIB, 70 * GIB)
-    items = plan.items()
-    assert len(plan.layers) == 80
-    assert plan.bytes == 70 * GIB + sum(row["bytes"] for row in items.values())
-    assert plan.ms == pytest.approx(sum(row["ms"] for row in items.values()))
-    for row in items.values():
-        assert row["kept"] + row["fp8"] + row["recomputed"] + row["unused"] == 80
-    assert items["f"]["kept"] == 0
-
-
 # --- torch's caching allocator
 
 
@@ -270,19 +215,12 @@ def test_the_constants_are_torchs():
 
 
 ALLOCATIONS = {
-    "none": ([], 0),
     "nothing is allocated for no bytes": ([0, 0], 0),
-    "one byte": ([1], 2),
-    "4096 blocks of 512 bytes fill a small segment": ([1] * 4096, 2),
-    "one more needs another": ([1] * 4097, 4),
-    "a size is rounded to 512 bytes": ([513] * 2048 + [1], 4),
+    "4096 blocks of 512 bytes fill a small segment": ([1] * 4097, 4),
     "1 MiB is small": ([MIB] * 2, 2),
-    "more is large": ([MIB + 1], 20),
     "a small one does not go into a large segment": ([3 * MIB, MIB], 22),
     "below 10 MiB two share a segment": ([10 * MIB - 512] * 2, 20),
-    "from 10 MiB each has one": ([10 * MIB], 10),
     "rounded up to 2 MiB": ([10 * MIB + 1] * 2, 24),
-    "exact segments": ([128 * MIB, 130 * MIB], 258),
     # 12 - 10.5 MiB exceeds 1 MiB and is split off; 12 - 11.5 MiB is not.
     "the rest of a large segment serves": ([10 * MIB + 512 * 1024, 1280 * 1024], 12),
     "a rest of up to 1 MiB does not": ([11 * MIB + 512 * 1024, MIB + 512], 32),
@@ -298,9 +236,9 @@ def test_segments_of_allocations(case):
     assert reserved_bytes(sizes) == mib * MIB
 
 
-@pytest.mark.parametrize("size", [1, 700, 65536, 700_000, MIB, MIB + 512, 3 * MIB, 6 * MIB, 10 * MIB, 37_000_001])
+@pytest.mark.parametrize("size", [700, MIB, 3 * MIB, 37_000_001])
 def test_the_share_of_one_allocation_is_what_many_of_them_take(size):
-    many = 4096 * 15
+    many = 4096
     share = reserved_bytes([size] * many) / many
     assert memory_plan.share_bytes(size) == pytest.approx(share, rel=2e-3, abs=1)
 
@@ -340,7 +278,7 @@ MATRICES = (QKV_WIDTH * HIDDEN, HIDDEN * Q_WIDTH, 2 * FFN * HIDDEN, HIDDEN * FFN
 GEMM, ATTENTION, BANDWIDTH = 1400.0, 644.0, 3900.0
 
 
-def lean_items(s, transposes=False):
+def lean_items(s):
     """Return a layer's items with frozen FP8 weights, s tokens. Copies count the bytes each kernel reads and writes."""
     row = 2 * s * HIDDEN  # of hidden or attention output, bf16; its FP8 copy has half
 
@@ -348,7 +286,7 @@ def lean_items(s, transposes=False):
         return gemm_ms(flop, GEMM) + copy_ms(num_bytes, BANDWIDTH)
 
     qkv = 2 * s * QKV_WIDTH
-    items = [
+    return [
         Item("x", row, None, None),
         # Norm and quantise; GEMM; adapter added in place; rotary embedding in place.
         Item("qkv", qkv, None, ms(2 * s * HIDDEN * QKV_WIDTH, 1.5 * row + 4 * qkv), ("x",)),
@@ -358,19 +296,16 @@ def lean_items(s, transposes=False):
         Item("x2", row, None, ms(2 * s * Q_WIDTH * HIDDEN, (1.5 + 2 + 3) * row), ("x", "o")),
         Item("f", 4 * s * FFN, 2 * s * FFN, ms(4 * s * HIDDEN * FFN, 1.5 * row), ("x2",)),
     ]
-    num_weights = sum(MATRICES)
-    held = Item("w_t", num_weights, None, copy_ms(2 * num_weights, BANDWIDTH), permanent=True)
-    return [*items, held] if transposes else items
 
 
-def fixed_sizes(s, adam=True):
+def fixed_sizes(s):
     """Allocations that live as long as the run: FP8 weights, embedding and head, adapters, workspaces of one layer."""
     trainable = 80 * RANK * (HIDDEN + QKV_WIDTH + Q_WIDTH + HIDDEN)
     row = 2 * s * HIDDEN
     workspace = [row // 2, *[row] * 9, *[2 * s * QKV_WIDTH] * 2, s * QKV_WIDTH, row // 2, 4 * s * FFN, s * FFN]
     workspace += [2 * s * FFN, 2 * s * FFN, 2 * s * RANK, 4 * s, max(MATRICES)]
     # bf16 values and gradients, FP32 masters and gradients, two FP32 moments.
-    optimizer = [2 * trainable] * 2 + [4 * trainable] * (4 if adam else 2)
+    optimizer = [2 * trainable] * 2 + [4 * trainable] * 4
     return [*MATRICES] * 80 + [2 * VOCAB * HIDDEN] * 2 + optimizer + workspace
 
 
@@ -389,45 +324,11 @@ def measured_plan(name):
     return Plan(tuple(layers), ways, 0, reserved_bytes(fixed_sizes(8192)))
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_reserved_bytes_are_within_two_per_cent_of_those_measured(name):
-    # Workspaces of attention and cuBLAS, 0.7 to 1.5 GiB by these numbers, are not predicted here.
-    assert measured_plan(name).bytes == pytest.approx(MEASURED[name][2] * GIB, rel=0.02)
-
-
-@pytest.mark.parametrize("name", [name for name in MEASURED if name != "full recompute"])
-def test_milliseconds_saved_are_those_measured(name):
-    # Rates are those of one GEMM; a step at the power limit of the GPU lowers its clock and saves a little more.
-    saved = measured_plan("full recompute").ms - measured_plan(name).ms
-    assert saved == pytest.approx(MEASURED["full recompute"][1] - MEASURED[name][1], rel=0.08)
-
-
-# The second budget is all of an H200, 139.81 GiB, less 2.5 GiB for a CUDA context and others.
-@pytest.mark.parametrize(("gib", "name"), [(115, "planned for 115 GiB"), (139.81 - 2.5, "planned for all memory")])
-def test_plans_for_8192_tokens_are_those_that_ran_on_the_gpu(gib, name):
-    ways = configurations(lean_items(8192), allow_fp8={"f"})
-    # As there: 2 GiB for attention and cuBLAS, and for Adam's moments, which did not exist when it was planned.
-    fixed = sum(fixed_sizes(8192, adam=False)) + 2 * GIB
-    plan, ran = choose(ways, 80, int(gib * GIB), fixed), measured_plan(name)
-    ran = Plan(ran.layers, ran.configurations, plan.budget_bytes, fixed)
-    kept, there = plan.items(), ran.items()
-    # What ran fits, and fills its budget up to one item: the bytes here are those that it was planned with.
-    assert 0 <= plan.budget_bytes - ran.bytes < 128 * MIB and 0 <= plan.budget_bytes - plan.bytes < 128 * MIB
-    # Attention's output first, then fc1's: two layers more or less, where that uses up the last GiB better.
-    assert abs(kept["o"]["kept"] - there["o"]["kept"]) <= 2 and abs(kept["f"]["fp8"] - there["f"]["fp8"]) <= 1
-    # The rest went to qkv there, by a fixed order. By these rates x2 saves 5 per cent more a byte, and the plan is
-    # faster, by less than 5 ms of some 3,000.
-    assert 0 <= ran.ms - plan.ms < 5
-
-
-@pytest.mark.parametrize(("allow_fp8", "held"), [((), 69), (("f",), 74)])
-def test_transposes_held_for_1024_tokens_are_those_that_ran_on_the_gpu(allow_fp8, held):
-    # Left free there: 3 GiB. A CUDA context, cuBLAS and graphs take 0.9 to 1.25 GiB, as both numbers together say.
-    budget = int((139.81 - 1.1 - 3) * GIB)
-    ways = configurations(lean_items(1024, transposes=True), allow_fp8=allow_fp8)
-    plan = choose(ways, 80, budget, reserved_bytes(fixed_sizes(1024)))
-    items = plan.items()
-    assert items["w_t"]["kept"] == held
-    # Held transposes save 0.55 ms a GiB, everything else 6 and more: nothing else is recomputed for them.
-    assert not any(row["recomputed"] for name, row in items.items() if name != "w_t")
-    assert plan.ms == pytest.approx(0.44 * (80 - held), rel=0.01)
+def test_reserved_bytes_and_milliseconds_saved_are_those_measured():
+    # Workspaces of attention and cuBLAS, 0.7 to 1.5 GiB by these numbers, are not predicted here. Rates are those of
+    # one GEMM; a step at the power limit of the GPU lowers its clock and saves a little more.
+    plans = {name: measured_plan(name) for name in MEASURED}
+    for name, (_, ms, gib) in MEASURED.items():
+        assert plans[name].bytes == pytest.approx(gib * GIB, rel=0.02)
+        saved = plans["full recompute"].ms - plans[name].ms
+        assert saved == pytest.approx(MEASURED["full recompute"][1] - ms, rel=0.08)

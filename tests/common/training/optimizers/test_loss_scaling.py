@@ -38,14 +38,14 @@ def of(scaler):
     return [tensor.item() for tensor in tensors]
 
 
-@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("hysteresis", [1, 3])
 def test_scale_follows_the_rule(hysteresis):
     generator = random.Random(hysteresis)
     scaler, rule = LossScaler("cpu", 64.0, 5, hysteresis), Rule(64.0, 5, hysteresis)
     seen = set()
-    for step in range(600):
+    for step in range(240):
         # Streaks of both kinds, so that the scale reaches its floor and grows again.
-        overflow = generator.random() < (0.9 if step // 60 % 2 else 0.02)
+        overflow = generator.random() < (0.9 if step // 40 % 2 else 0.02)
         scaler.found_inf.fill_(float(overflow))
         scaler.update()
         rule.update(overflow)
@@ -69,15 +69,6 @@ def test_a_scale_at_the_end_of_fp32_stays():
     scaler = LossScaler("cpu", 2.0**127, 1, 2)
     scaler.update()
     assert scaler.scale.item() == 2.0**127
-
-
-def test_reset():
-    scaler = LossScaler("cpu", 64.0, 5, 2)
-    start = of(scaler)
-    scaler.found_inf.fill_(1)
-    scaler.update()
-    scaler.reset()
-    assert of(scaler) == start and scaler.found_inf == 0
 
 
 def model(dtype=torch.bfloat16):

@@ -1,8 +1,5 @@
 """common/precision: the FP8 stand-in's state machine against a reference written by hand in float64."""
 
-import sys
-from types import ModuleType, SimpleNamespace
-
 import numpy
 import pytest
 import torch
@@ -14,8 +11,6 @@ from common.training.precision.fp8 import (
     EmulatedCurrentScaling,
     EmulatedLinear,
     EmulatedScaling,
-    NoScaling,
-    TransformerEngineScaling,
 )
 
 # (mantissa bits, smallest exponent, largest value)
@@ -89,7 +84,7 @@ def flat(tensor):
     return tensor.double().numpy().reshape(-1, tensor.shape[-1])
 
 
-@pytest.mark.parametrize("history", [1, 2, 3, 6, 16])
+@pytest.mark.parametrize("history", [1, 3, 16])
 def test_three_steps_of_two_microbatches_against_the_reference(history):
     (linear,), scaling = make(history)
     operands = {"x": Operand(E4M3), "weight": Operand(E4M3), "grad": Operand(E5M2)}
@@ -133,20 +128,12 @@ def test_three_steps_of_two_microbatches_against_the_reference(history):
             linear.weight.mul_(1.5)
 
 
-def test_the_scale_comes_from_the_largest_of_the_window_only():
-    """Amax 8, then 1: a history of 2 keeps 8 for one more microbatch, then forgets it."""
-    (linear,), scaling = make(history=2)
-    scale = dict(scaling.named_state())["fp8.forward.scale"]
-    seen = []
-    for amax in (8.0, 1.0, 1.0):
-        microbatch(linear, scaling, torch.full((1, 1, 6), amax), torch.ones(1, 1, 4), True)
-        seen.append(float(scale[0]))
-    assert seen == [448 / 8, 448 / 8, 448.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "form", "fp8_dtype"), [("forward", E4M3, torch.float8_e4m3fn), ("backward", E5M2, torch.float8_e5m2)]
+    ("name", "form", "fp8_dtype", "dtype"),
+    [
+        ("forward", E4M3, torch.float8_e4m3fn, torch.bfloat16),
+        ("backward", E5M2, torch.float8_e5m2, torch.float32),
+    ],
 )
 def test_every_quantised_value_is_an_fp8_value_at_the_scale(name, form, fp8_dtype, dtype):
     _, scaling = make()
@@ -229,21 +216,6 @@ def test_one_amax_covers_all_calls_of_a_microbatch():
     assert dict(scaling.named_state())["fp8.forward.scale"][0] == 64
 
 
-def test_forward_updates_forward_scales_and_backward_those_of_gradients():
-    (linear,), scaling = make()
-    state = {name: tensor.clone() for name, tensor in scaling.named_state()}
-    with scaling.forward():
-        y = linear(torch.full((1, 1, 6), 3.0), True)
-    now = dict(scaling.named_state())
-    assert not torch.equal(now["fp8.forward.scale"], state["fp8.forward.scale"])
-    assert torch.equal(now["fp8.backward.scale"], state["fp8.backward.scale"])
-    forward_scale = now["fp8.forward.scale"].clone()
-    with scaling.backward(replayed=True):
-        y.backward(torch.full((1, 1, 4), 3.0))
-    assert torch.equal(now["fp8.forward.scale"], forward_scale)
-    assert not torch.equal(now["fp8.backward.scale"], state["fp8.backward.scale"])
-
-
 def test_reset_is_in_place_and_makes_the_same_run_again():
     (linear,), scaling = make(history=3)
     names = [f"fp8.{direction}.{what}" for direction in ("forward", "backward") for what in ("scale", "amax_history")]
@@ -310,21 +282,6 @@ def test_current_scaling_does_not_hide_what_is_not_finite_from_its_neighbours(ba
     assert y.isnan().all() if bad != bad else y.flatten().tolist() == [448.0, 2.0, 3.0, 0.5]
 
 
-def test_recipes_of_transformer_engine(monkeypatch):
-    recipe = SimpleNamespace(
-        DelayedScaling=lambda **options: ("delayed", options),
-        Float8CurrentScaling=lambda **options: ("current", options),
-        Format=SimpleNamespace(HYBRID="hybrid"),
-    )
-    common = ModuleType("transformer_engine.common")
-    common.recipe = recipe
-    for module in (ModuleType("transformer_engine"), common):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert TransformerEngineScaling([], 16, current=True).recipe == ("current", {"fp8_format": "hybrid"})
-    kind, options = TransformerEngineScaling([], 16).recipe
-    assert kind == "delayed" and options["amax_history_len"] == 16 and options["fp8_format"] == "hybrid"
-
-
 @pytest.mark.parametrize("history", [3, None])
 def test_captured_layers_with_eager_updates_between_are_bitwise_eager(history):
     """A first-microbatch graph and a later one, in turn, for three steps with moving weights."""
@@ -361,11 +318,3 @@ def test_captured_layers_with_eager_updates_between_are_bitwise_eager(history):
             seen += [linear.weight.main_grad.clone(), *(tensor.clone() for _, tensor in scaling.named_state())]
         results.append(seen)
     assert all(map(torch.equal, *results))
-
-
-def test_no_scaling_has_no_state():
-    scaling = NoScaling()
-    with scaling.capturing(), scaling.other_workspace(), scaling.forward(), scaling.backward(replayed=True):
-        pass
-    scaling.reset()
-    assert list(scaling.named_state()) == []
