@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up .venv with the pinned versions of constraints.txt. make calls it; nothing is done a second time.
 #
-#     ./setup.sh core              torch, numpy, pandas, nvidia-ml-py; Transformer Engine too where nvidia-smi answers
+#     ./setup.sh core              torch, numpy, scipy, pandas and more; Transformer Engine too where nvidia-smi answers
 #     ./setup.sh core plots dali   and extras of pyproject.toml
 #     ./setup.sh te                Transformer Engine, once more if it could not be installed before
 #
