@@ -9,7 +9,6 @@ Byte-level sources have 256 ids, and a zero byte ends each document. Only numpy 
 """
 
 import codecs
-import functools
 import hashlib
 import json
 import os
@@ -28,8 +27,8 @@ from common.files import write_whole
 MAX_FILES = 100_000
 MAX_TEXT_BYTES = 16 * 2**30
 
-_CHUNK_TOKENS = 1 << 22
 _END_OF_DOCUMENT = b"\0"
+_NO_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _ELSE = "take one of its folders, or make Megatron token files (.bin, .idx) of it"
 
 
@@ -37,28 +36,16 @@ class TokenFile:
     """A memory-mapped run of token ids.
 
     tokens: one-dimensional numpy memmap of integers, all documents one after the other. name: what the tokens are,
-    for the record. vocab_size: known size, or 0 to find the highest id in the file when it is first asked.
-    skipped: files of a text folder that are not UTF-8 text.
+    for the record.
     """
 
-    def __init__(self, tokens, name, vocab_size=0, skipped=()):
-        self.tokens = tokens
-        self.name = name
-        self.skipped = tuple(skipped)
-        self._vocab_size = vocab_size
+    def __init__(self, tokens, name):
+        self.tokens, self.name = tokens, name
 
     @property
     def num_tokens(self) -> int:
         """Number of token ids, all documents together."""
         return len(self.tokens)
-
-    @functools.cached_property
-    def vocab_size(self) -> int:
-        """256 for bytes; else the highest id + 1, which reads the whole file once, in chunks."""
-        if self._vocab_size:
-            return self._vocab_size
-        starts = range(0, self.num_tokens, _CHUNK_TOKENS)
-        return max(int(self.tokens[start : start + _CHUNK_TOKENS].max()) for start in starts) + 1
 
     def batch(self, index, num_sequences, sequence_length, seed=0) -> np.ndarray:
         """int64 [num_sequences, sequence_length + 1]: inputs are [:, :-1], targets [:, 1:].
@@ -132,62 +119,53 @@ def python_corpus(cache_dir) -> TokenFile:
     sources at every opening, so a damaged cache is made again.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped_folders = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    paths = [path for path in _files(root, skipped_folders) if path.suffix == ".py"]
+    paths = [path for path in _files(root, _NO_CORPUS) if path.suffix == ".py"]
     text = b"".join(path.read_bytes() + _END_OF_DOCUMENT for path in paths)
     name = f"python-{platform.python_version()}-{hashlib.sha256(text).hexdigest()[:16]}"
     path = Path(cache_dir) / f"{name}.bin"
-    expected = np.frombuffer(text, dtype=np.uint8)
-    if not (path.is_file() and np.array_equal(_map_bytes(path), expected)):
+    if not (path.is_file() and path.read_bytes() == text):
         _write_cache(path, lambda file: file.write(text))
-    return TokenFile(_map_bytes(path), name, vocab_size=256)
+    return TokenFile(np.memmap(path, dtype=np.uint8, mode="r"), name)
 
 
 def text_folder(path, cache_dir) -> TokenFile:
     """All UTF-8 files below `path`, whatever their suffix, in the order of their names; hidden ones are left out.
 
-    Files that are not UTF-8 are left out too, with a warning that counts and names them. The cache is keyed by names,
-    sizes and modification times; its length is checked against the note beside it. Raises ValueError when there is
-    no text at all, when a file cannot be read, and for more than MAX_FILES names or MAX_TEXT_BYTES, before any file is
-    read.
+    Files that are not UTF-8 are left out too; a warning counts and names them when the cached copy is made. It is keyed
+    by names, sizes and modification times. Raises ValueError when there is no text at all, when a file cannot be read,
+    and for more than MAX_FILES names or MAX_TEXT_BYTES, before any file is read.
     """
     root = Path(path)
     require_folder_of_its_own("--data", str(root.resolve()))
-    paths = _files(root, set())
+    paths = _files(root)
     stats = [file.stat() for file in paths]
-    listing = [
-        (file.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
-        for file, stat in zip(paths, stats, strict=True)
-    ]
     num_bytes = sum(stat.st_size for stat in stats)
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(
             f"--data {path}: {num_bytes / 2**30:,.0f} GiB in {len(paths):,} files, a folder of text may have "
             f"{MAX_TEXT_BYTES / 2**30:.0f}: {_ELSE}"
         )
-    # What has no size is not read: files of /proc have none either, and some of them never end.
-    paths = [file for file, stat in zip(paths, stats, strict=True) if stat.st_size]
+    found = list(zip(paths, stats, strict=True))
+    listing = [(file.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for file, stat in found]
     key = hashlib.sha256(json.dumps([str(root.resolve()), listing]).encode()).hexdigest()[:16]
     name = f"{root.resolve().name}-{key}"
-    tokens_path, note_path = Path(cache_dir) / f"{name}.bin", Path(cache_dir) / f"{name}.json"
-    note = _read_note(note_path)
-    if note is None or not tokens_path.is_file() or tokens_path.stat().st_size != note["num_tokens"]:
+    tokens_path = Path(cache_dir) / f"{name}.bin"
+    if not tokens_path.is_file():
         skipped: list[str] = []
-        num_tokens = _write_cache(tokens_path, lambda file: concatenate(root, paths, file, skipped))
-        note = {"num_tokens": num_tokens, "skipped": skipped}
-        _write_cache(note_path, lambda file: file.write(json.dumps(note).encode()))
-    skipped = note["skipped"]
-    if skipped:
-        more = ", ..." if len(skipped) > 10 else ""
-        warnings.warn(
-            f"{path}: {len(skipped)} files are not UTF-8, skipped: {', '.join(skipped[:10])}{more}", stacklevel=3
-        )
-    if not note["num_tokens"]:
-        raise ValueError(f"--data {path}: no UTF-8 text in this folder ({len(skipped)} files skipped)")
-    return TokenFile(_map_bytes(tokens_path), name, vocab_size=256, skipped=skipped)
+        # What has no size is not read: files of /proc have none either, and some of them never end.
+        paths = [file for file, stat in found if stat.st_size]
+        _write_cache(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
+        if skipped:
+            more = ", ..." if len(skipped) > 10 else ""
+            warnings.warn(
+                f"{path}: {len(skipped)} files are not UTF-8, skipped: {', '.join(skipped[:10])}{more}", stacklevel=3
+            )
+    if not tokens_path.stat().st_size:
+        raise ValueError(f"--data {path}: no UTF-8 text in this folder")
+    return TokenFile(np.memmap(tokens_path, dtype=np.uint8, mode="r"), name)
 
 
-def _files(root, skipped_folders):
+def _files(root, skipped_folders=frozenset()):
     """Regular files below `root`, sorted by relative path; hidden ones left out, linked folders not followed.
 
     ValueError for more than MAX_FILES names of files and folders.
@@ -209,7 +187,7 @@ def _is_file(path):
         return False
 
 
-def concatenate(root, paths, out, skipped):
+def _concatenate(root, paths, out, skipped):
     """Append each UTF-8 file to `out`, others' names to `skipped`; empty files are neither."""
     for path in paths:
         start = out.tell()
@@ -236,14 +214,6 @@ def _open_to_read(root, path):
         raise ValueError(f"--data {root}: cannot read {path} ({error.strerror})") from None
 
 
-def _read_note(path):
-    try:
-        note = json.loads(path.read_text())
-        return {"num_tokens": int(note["num_tokens"]), "skipped": list(note["skipped"])}
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
 def _write_cache(path, write):
     try:
         return write_whole(path, write)
@@ -253,17 +223,12 @@ def _write_cache(path, write):
         ) from None
 
 
-def _map_bytes(path):
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
-
-
 # ------------------------------------------------------------------------------------------------
 # Megatron-LM's indexed dataset (megatron/core/datasets/indexed_dataset.py)
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, length of the document index
-_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
 def megatron(prefix) -> TokenFile:
@@ -286,18 +251,14 @@ def megatron(prefix) -> TokenFile:
     if version != 1:
         raise ValueError(f"--data: {idx_path} has version {version}, this code reads version 1")
     if code not in _DTYPES:
-        raise ValueError(f"--data: {idx_path} has the unknown dtype code {code}, known are 1 to {max(_DTYPES)}")
+        raise ValueError(f"--data: {idx_path} has the dtype code {code}, token ids have one of {sorted(_DTYPES)}")
     dtype = np.dtype(_DTYPES[code]).newbyteorder("<")
-    if dtype.kind == "f":
-        raise ValueError(f"--data: {idx_path} has dtype {_DTYPES[code]} (code {code}), which holds no token ids")
     if not num_sequences:
         raise ValueError(f"--data: {idx_path} has no sequences")
-    # int32 lengths, int64 pointers, int64 document index; a multimodal dataset adds one byte a sequence.
+    # int32 lengths, int64 pointers, int64 document index.
     num_index_bytes = _HEADER.size + num_sequences * (4 + 8) + num_documents * 8
-    actual = idx_path.stat().st_size
-    if actual not in (num_index_bytes, num_index_bytes + num_sequences):
-        fault = "is truncated" if actual < num_index_bytes else "is too long"
-        raise ValueError(f"--data: {idx_path} {fault}: {actual} bytes, its counts need {num_index_bytes}")
+    if (actual := idx_path.stat().st_size) != num_index_bytes:
+        raise ValueError(f"--data: {idx_path} has {actual} bytes, its counts need {num_index_bytes}")
     lengths = np.memmap(idx_path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
     if int(lengths.min()) < 0:
         raise ValueError(f"--data: {idx_path} has a negative sequence length")
@@ -307,7 +268,7 @@ def megatron(prefix) -> TokenFile:
             f"--data: {bin_path} has {bin_path.stat().st_size} bytes, the lengths in {idx_path.name} sum to "
             f"{num_tokens} tokens of {dtype.itemsize} bytes"
         )
-    if not num_tokens:
+    if not num_tokens:  # nothing cannot be mapped
         raise ValueError(f"--data: {bin_path} holds no tokens")
     return TokenFile(np.memmap(bin_path, dtype=dtype, mode="r"), bin_path.stem)
 
