@@ -32,9 +32,10 @@ class StreamWatch:
         self._main = self._backend.current_stream()
         stream, event = self._backend.Stream, self._backend.Event
         self._wrap(stream, "record_event", self._recorded)
-        self._wrap(stream, "wait_event", lambda result, own, waited: self._waited(own, waited))
-        self._wrap(event, "record", lambda result, own, on=None: self._note(own, on or self._backend.current_stream()))
-        self._wrap(event, "wait", lambda result, own, on=None: self._waited(on or self._backend.current_stream(), own))
+        self._wrap(stream, "wait_event", lambda result, own, event: self._waited(own, event))
+        now = self._backend.current_stream
+        self._wrap(event, "record", lambda result, own, stream=None: self._note(own, stream or now()))
+        self._wrap(event, "wait", lambda result, own, stream=None: self._waited(stream or now(), own))
         return self
 
     def __exit__(self, *_):

@@ -22,6 +22,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _AMP = os.path.join(_TORCH, "amp") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _PACKAGES = ("site-packages", "dist-packages")
 
 WAITS = "waits for the GPU"
@@ -97,7 +98,6 @@ class Watched:
         warned: (message, place) of each warning.
         asked_capturing: place where the step asked first whether a stream captures.
         unjoined: (text, place) of work on side streams that the step does not wait for.
-        loss: what the step returned.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -111,7 +111,6 @@ class Watched:
     warned: list[tuple[str, Place]] = field(default_factory=list)
     asked_capturing: Place | None = None
     unjoined: list[tuple[str, Place]] = field(default_factory=list)
-    loss: object = None
 
 
 def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
@@ -137,7 +136,7 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
             torch.cuda.set_sync_debug_mode("warn")
         try:
             with watcher.hooks(), _Functions(watcher), _Operators(watcher):
-                watcher.found.loss = step(batch)
+                step(batch)
         finally:
             if has_gpu:
                 torch.cuda.set_sync_debug_mode("default")
@@ -266,19 +265,22 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         place, found = watcher.place(), watcher.found
         watcher.streams.launched(place)
+        leaves = tree_leaves((args, kwargs))
+        is_collective = func.namespace in _COLLECTIVES
         reason = rules.reason_against(func, args, kwargs)
+        if is_collective and any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves):
+            reason = None  # NCCL's are captured
         # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
         is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
         if reason and not watcher.is_inside and not is_fill:
             watcher.refuse(func, reason)
-        leaves = tree_leaves((args, kwargs))
         for leaf in leaves:
             if isinstance(leaf, torch.Generator):
                 found.generators.setdefault(id(leaf), (leaf, place))
         outside = tuple(_outside(leaf, found) for leaf in leaves if isinstance(leaf, torch.Tensor))
         if func._schema.name == "aten::lift_fresh":
             found.from_host.add(args[0].untyped_storage()._cdata)
-        for tensor in _written(func, args, kwargs):
+        for tensor in () if is_collective else _written(func, args, kwargs):
             address = _storage(tensor)
             if address is not None and address not in found.made:
                 found.written.setdefault(address, place)

@@ -21,7 +21,8 @@ NEED_GPU = {"capture_aware", "side_stream", "unpinned_copy"}
 # They work on their parameters after a step of an optimizer, so there is no graph up to the optimizer.
 GO_ON = {"ema_in_place", "two_optimizers"}
 _MARK = re.compile(r"# <- ([a-z -]+)$")
-_THREAD = re.compile(r"[\w.-]+/[\w.-]+ \d+")
+_THREAD = re.compile(r"([\w.-]+/[\w.-]+) (\d+)")
+PAGE = FOLDER.parents[1] / "docs" / "doctor.md"
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +76,14 @@ def test_gallery_is_as_large_as_it_says_and_each_broken_step_names_its_thread():
         docstring = path.read_text().split('"""')[1]
         assert _THREAD.search(docstring), path.name
         assert _mark(path)[1] in REMEDIES, path.name
+
+
+def test_page_links_each_broken_step_and_its_thread_and_knows_each_kind():
+    page = PAGE.read_text()
+    for path in BROKEN:
+        repository, number = _THREAD.search(path.read_text().split('"""')[1]).groups()
+        assert f"broken/{path.name}" in page, path.name
+        assert f"https://github.com/{repository}/issues/{number}" in page, path.name
+    assert {_mark(path)[1] for path in BROKEN} <= {kind for kind in REMEDIES if kind in page}
+    text = " ".join(line for line in page.splitlines() if not line.startswith("|"))
+    assert len(text.split()) <= 600

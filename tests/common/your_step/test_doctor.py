@@ -60,7 +60,8 @@ FOUND = {
         "model.bank = ",
         {
             "# more": "model.register_buffer('bank', torch.zeros(4, 16))",
-            LOSS: "model.bank = torch.cat([model.bank[1:], x[:1]])\n        loss = (model(x) + model.bank.mean()).mean()",
+            LOSS: "model.bank = torch.cat([model.bank[1:], x[:1]])\n"
+            "        loss = (model(x) + model.bank.mean()).mean()",
         },
     ),
     "two models take turns": (

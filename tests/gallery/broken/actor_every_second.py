@@ -1,4 +1,7 @@
-"""TD3 updates its actor in each second step: a graph has one of both kinds of step (pytorch/rl 4216)."""
+"""TD3 updates its actor in each second step: a graph has one of both kinds of step.
+
+pytorch/pytorch 175001: branches of a graph need conditional nodes.
+"""
 
 import itertools
 
