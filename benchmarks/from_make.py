@@ -14,7 +14,7 @@ import shlex
 import sys
 
 # What programs need. pip knows xdist under another name.
-MEASURE, TABLES = ("torch", "numpy", "scipy"), ("numpy", "pandas")
+MEASURE, TABLES = ("torch", "numpy", "scipy"), ("numpy", "scipy")
 FIGURES, TEST = (*TABLES, "matplotlib"), (*MEASURE, "pandas", "pytest", "xdist")
 PIP = {"xdist": "pytest-xdist"}
 RUN = ("MODEL", "PRESET", "VARIANTS", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "LABEL")

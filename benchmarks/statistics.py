@@ -2,8 +2,8 @@
 
 The unit is the cycle. Each cycle gives one log ratio for each variant: mean of the logs of the cycle's base blocks less
 the log of the variant's block. A run's ratio is the geometric mean over its cycles. Its 95 % interval is Student's t
-with cycles - 1 degrees of freedom. The interval speaks for this host in these minutes. docs/statistics.md explains it,
-and benchmarks/simulate_blocks.py measures how often it holds.
+with cycles - 1 degrees of freedom. The interval speaks for this host in these minutes. docs/statistics.md explains it
+and says how often it holds.
 
 A ratio above 1 means that the variant is faster than its base.
 """

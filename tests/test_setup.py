@@ -544,7 +544,7 @@ def test_readme_writes_tables_and_figures(machine):
     machine.make("readme")
     overview, plot = machine.log()[-2:]
     assert overview.endswith("-m benchmarks.overview --write")
-    assert plot.endswith("-m benchmarks.plot results --readme")
+    assert plot.endswith("-m benchmarks.plot results")
 
 
 def test_failure_of_a_program_is_not_hidden(machine):

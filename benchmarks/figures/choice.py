@@ -1,7 +1,6 @@
 """The rows and runs that figures draw, and words for them."""
 
 import re
-import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,11 +27,6 @@ class Shown:
     def title(self, text: str) -> str:
         """A figure's title."""
         return f"Measured on a CPU, which says nothing about a GPU. {text}" if self.is_cpu else text
-
-    def runs_of(self, workload: Workload) -> list[Run]:
-        """The runs of a workload, the newest first."""
-        own = [run for run in self.runs if runs.workload_of(run) == workload]
-        return sorted(own, key=lambda run: (run.begin_utc, run.id), reverse=True)
 
 
 def shown(found: runs.Found) -> Shown:
@@ -74,20 +68,6 @@ def main_rows(rows: list[Row], model: str) -> list[Row]:
 def whole(row: Row) -> Workload:
     """The workload without build and load: what one run measures."""
     return replace(row.workload, build="", busy=0)
-
-
-def own_ms(row: Row) -> float | None:
-    """Milliseconds of a step: of the row, or for a base, which has no ratio, over its quiet blocks."""
-    if row.variant_ms is not None or row.status != "pass":
-        return row.variant_ms
-    blocks = [[block.step_ms for block in point.variant.blocks if not block.busy_processes] for point in row.points]
-    return runs.geometric([runs.geometric(each) for each in blocks if each]) if any(blocks) else None
-
-
-def reserved_gib(row: Row) -> float | None:
-    """Median over blocks of the reserved GiB; None where no block says it."""
-    found = [block.reserved_bytes for point in row.points for block in point.variant.blocks if block.reserved_bytes]
-    return plain.median(found) / 2**30 if found else None
 
 
 def hosts(count: int) -> str:

@@ -7,19 +7,15 @@ import math
 import statistics as plain
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks import ROOT, statistics
 from benchmarks.files import run_file
 from benchmarks.files.run_file import Block, Build, Run, Variant
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.statistics import Ratio
-
-if TYPE_CHECKING:
-    import pandas
 
 # A row names its base's fastest and slowest block if they differ by more.
 WIDE_SPREAD = 0.10
@@ -200,16 +196,14 @@ class Row:
 
     @property
     def ms(self) -> float | None:
-        """Time of a step: `variant_ms`, or the geometric mean over the blocks of a base."""
-        if self.variant_ms is not None or self.status != "pass":
-            return self.variant_ms
-        means = [geometric([block.step_ms for block in point.blocks]) for point in self.points if point.blocks]
-        return geometric(means) if means else None
+        """Time of a step: `variant_ms`, or without a ratio the geometric mean over the newest run's blocks."""
+        blocks = [block.step_ms for block in self.newest.blocks]
+        return self.variant_ms or (geometric(blocks) if blocks else None)
 
     @property
     def reserved_gib(self) -> float | None:
-        """Median over blocks of the GiB that torch holds; None if unknown."""
-        found = [block.reserved_bytes for point in self.points for block in point.blocks if block.reserved_bytes]
+        """Median over the newest run's blocks of the GiB that torch holds; None if unknown."""
+        found = [block.reserved_bytes for block in self.newest.variant.blocks if block.reserved_bytes]
         return plain.median(found) / 2**30 if found else None
 
     @property
@@ -279,31 +273,6 @@ def read(root: Path) -> Found:
             paths = ", ".join(str(path) for path, _ in same)
             faults.append(f"{paths}: have one id and differ: none of them counts")
     return Found(root, kept, faults, rows_of(kept))
-
-
-def frame(root: Path) -> "pandas.DataFrame":
-    """Return a row for every block of every run below a folder, with scalar columns, for notebooks.
-
-    Args:
-        root: folder of runs.
-
-    Returns:
-        Columns run, host, gpu, ranks, model, preset, label, build, variant, kind, status, base and busy_ms, and the
-        numbers of `run_file.Block`. Tables use step_ms. `attrs["faults"]` names the files that cannot be read.
-    """
-    import pandas
-
-    found, rows = read(root), []
-    for _, run in found.runs:
-        for name, build in run.builds.items():
-            place = {"run": run.id, "host": run.host.get("boot"), **asdict(workload_of(run, name))}
-            for variant, own in build.variants.items():
-                about = place | {"variant": variant, "kind": own.kind, "status": own.status, "base": build.base}
-                about["busy_ms"] = own.profile.get("busy_ms")
-                rows += [about | vars(block) | {"step_ms": block.step_ms} for block in own.blocks]
-    table = pandas.DataFrame(rows).drop(columns=["busy", "losses", "moved", "classes"], errors="ignore")
-    table.attrs["faults"] = found.faults
-    return table
 
 
 def rows_of(found: list[tuple[Path, Run]]) -> list[Row]:

@@ -1,14 +1,12 @@
 """NVIDIA's published figures of CUDA graphs in its MLPerf training submissions, as data, each with its source.
 
 The figures are other people's: other GPUs, other scale, and a baseline of their own choice. They stand beside
-this suite's measurements and are never mixed into them. `gain` is worded as in the source; `speedups` holds its
-numbers for programs, as (ratio, where). Where page and submission disagree, `remark` says so.
+this suite's measurements and are never mixed into them.
 """
 
 from dataclasses import dataclass
 
 _GUIDE = "https://docs.nvidia.com/dl-cuda-graph/latest/examples"
-_RESULTS_4_1 = "https://github.com/mlcommons/training_results_v4.1/tree/main/NVIDIA/benchmarks"
 _MLPERF = {"mlperf": "fewer GPUs"}
 
 
@@ -28,11 +26,8 @@ class Published:
     title: str
     mechanism: str
     variant: str
-    gain: str
     gain_range: str
-    speedups: tuple[tuple[float, str], ...]
     source: str
-    remark: str
     presets: dict[str, str]
 
 
@@ -42,11 +37,8 @@ PUBLISHED = (
         title="GPT-3 175B",
         mechanism="TE make_graphed_callables",
         variant="graph_layer_te",
-        gain="2.2 % (256 GPUs), 3.0 % (11,616 GPUs)",
         gain_range="1.022x to 1.030x",
-        speedups=((1.022, "256 GPUs"), (1.030, "11,616 GPUs")),
         source=f"{_GUIDE}/introduction.html",
-        remark="submitted with graphs on 64 B200 and 11,616 H100 only; on 256 and 512 H100 they are off",
         presets={
             **_MLPERF,
             "rank": "1 stage: 16 of 96 layers, no optimizer",
@@ -59,11 +51,8 @@ PUBLISHED = (
         title="Llama 2 70B LoRA",
         mechanism="Megatron CudaGraphManager",
         variant="graph_layer",
-        gain="B200 1.2x (64 GPUs), 2.7x (768); GB200 2.4x (36), 6.6x (576)",
         gain_range="1.2x to 6.6x",
-        speedups=((1.2, "64 B200"), (2.7, "768 B200"), (2.4, "36 GB200"), (6.6, "576 GB200")),
         source=f"{_GUIDE}/llama2-70b-lora.html",
-        remark="submitted with graphs on 72, 144 and 512 GB200; on 8 GPUs they are off",
         # At 8192 tokens a GPU the submission captures nothing.
         presets={
             "mlperf_cp8": "fewer GPUs",
@@ -76,11 +65,8 @@ PUBLISHED = (
         title="Llama 3.1 405B",
         mechanism="FullCudaGraphWrapper",
         variant="graph_fwd_bwd",
-        gain="FP4, 512 GPUs: B200 1.15x, GB200 1.54x, GB300 1.79x; FP8: none on B200 and GB200",
         gain_range="FP8 none; FP4 1.15x to 1.79x",
-        speedups=((1.15, "512 B200, FP4"), (1.54, "512 GB200, FP4"), (1.79, "512 GB300, FP4")),
         source=f"{_GUIDE}/llama-31-405b.html",
-        remark="the guide's overview says instead: about 15 to 25 % at large scale, preliminary",
         # full is another model, 8B.
         presets=_MLPERF | {"bench": "a GPU's share of 4 of 126 layers"},
     ),
@@ -89,11 +75,8 @@ PUBLISHED = (
         title="RNN-T",
         mechanism="own capture function",
         variant="graph_networks",
-        gain="significant, without a number",
         gain_range="no number",
-        speedups=(),
         source=f"{_GUIDE}/rnnt.html",
-        remark="submitted with graphs in training on 512 H100 only",
         presets=_MLPERF | dict.fromkeys(("full", "bench", "bench_b32", "bench_lengths"), "the same model"),
     ),
     Published(
@@ -101,45 +84,9 @@ PUBLISHED = (
         title="Stable Diffusion v2",
         mechanism="NeMo CUDAGraphCallback",
         variant="graph_step_lightning",
-        gain="up to 1.58x in all: partial 1.33x, last synchronisation 1.09x, full 1.09x",
         gain_range="up to 1.58x",
-        speedups=(
-            (1.33, "partial graph"),
-            (1.09, "without the last synchronisation"),
-            (1.09, "full iteration"),
-            (1.58, "in all"),
-        ),
         source=f"{_GUIDE}/stable-diffusion-v2.html",
-        remark="the base of 1.58x still synchronises in every step, which eager here does not",
         presets=_MLPERF | dict.fromkeys(("full", "bench", "bench_b1"), "the same model"),
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """Useful TFLOP/s that a submission reached on each GPU.
-
-    Attributes:
-        tflops: counted as a run of `model` here counts them, in flops_per_step.
-        where: the run and its GPUs.
-        remark: what the number is made of.
-    """
-
-    model: str
-    tflops: float
-    where: str
-    source: str
-    remark: str
-
-
-RATES = (
-    Rate(
-        model="llama2_lora",
-        tflops=778.0,
-        where="MLPerf v4.1, 8 H200, eager, 8192 tokens a GPU",
-        source=f"{_RESULTS_4_1}/llama2_70b_lora/implementations/h200_ngc24.09_nemo",
-        remark="2.472 samples/s on 8 GPUs, 2,517.7 TFLOP a sample: LoRA, the causal half of attention",
     ),
 )
 
@@ -147,11 +94,6 @@ RATES = (
 def of_model(model: str) -> Published | None:
     """Return NVIDIA's submission of a model; None for a model without one."""
     return next((published for published in PUBLISHED if published.model == model), None)
-
-
-def rate_of(model: str) -> Rate | None:
-    """Return the published rate of a model; None where none is known."""
-    return next((rate for rate in RATES if rate.model == model), None)
 
 
 def stem(preset: str) -> str:

@@ -3,7 +3,6 @@
 import csv
 import io
 import os
-import statistics as plain
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,22 +56,6 @@ def _of_variant(row, part, key):
     return getattr(row.newest.variant, part).get(key)
 
 
-def _tflops(row):
-    flops = row.newest.build.flops_per_step
-    ms = row.variant_ms or _own_ms(row)
-    # Where steps differ in kind, ms weighs each kind alike, and FLOP are not told of each.
-    alike = all(len(block.classes) < 2 for block in row.newest.variant.blocks)
-    return f"{flops / ms / 1e9:.0f}" if flops and ms and alike else ""
-
-
-def _own_ms(row):
-    """Return the geometric mean of the blocks of a base, which has no ratio."""
-    blocks = [
-        block.step_ms for block in row.newest.variant.blocks if bool(block.busy_processes) == bool(row.workload.busy)
-    ]
-    return runs.geometric(blocks) if blocks else None
-
-
 def _parity(row):
     own = row.newest.variant.parity
     return "" if row.control or own is None else own.result
@@ -81,11 +64,6 @@ def _parity(row):
 def _added(row):
     added = _of_variant(row, "capture", "bytes_added")
     return "" if added is None else f"{added / 2**30:.2f}"
-
-
-def _reserved(row):
-    found = [block.reserved_bytes for block in row.newest.variant.blocks if block.reserved_bytes]
-    return f"{plain.median(found) / 2**30:.1f}" if found else ""
 
 
 def _share(row):
@@ -97,7 +75,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "workload": lambda row: row.workload.name,
     "variant": lambda row: f"{row.variant} (base again)" if row.control else row.variant,
     "base ms": lambda row: milliseconds(row.base_ms) if row.ratio else "",
-    "ms": lambda row: milliseconds(row.variant_ms or _own_ms(row)) if row.status == "pass" else "",
+    "ms": lambda row: milliseconds(row.ms) if row.status == "pass" else "",
     "ratio": lambda row: f"{row.ratio:.3f}x" if row.ratio else "base" if row.variant == row.base else "",
     "95 %": interval,
     "cycles, hosts": count,
@@ -110,9 +88,9 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "kernels": lambda row: _scaled(_of_variant(row, "profile", "kernels"), ",.0f"),
     "in graphs": _share,
     "parity": _parity,
-    "TFLOP/s": _tflops,
+    "TFLOP/s": lambda row: _scaled(row.tflops, ".0f"),
     "capture s": lambda row: _scaled(_of_variant(row, "capture", "made_s"), ".1f"),
-    "reserved GiB": _reserved,
+    "reserved GiB": lambda row: _scaled(row.reserved_gib, ".1f"),
     "added GiB": _added,
     "runs": lambda row: str(len(row.points)),
 }
@@ -223,7 +201,7 @@ def as_csv(rows: list[Row]) -> str:
     writer.writerow(names)
     for row in rows:
         where = row.workload
-        own = (row.variant, row.kind, row.base, row.status, row.reason, row.base_ms, row.variant_ms or _own_ms(row))
+        own = (row.variant, row.kind, row.base, row.status, row.reason, row.base_ms, row.ms)
         over = (row.ratio, row.low, row.high, row.lowest, row.highest, row.cycles, row.hosts, len(row.points))
         medians = [row.median(name) for name in ("issue_ms", "base_issue_ms", "busy_ms", "predicted_gain")]
         place = (where.machine, where.model, where.preset, where.label, where.build, where.busy)
