@@ -12,22 +12,20 @@ make bench MODEL=examples/minimal                             measures eager aga
 # ruff: noqa: E402 - torch is imported once the command line has been read
 from dataclasses import dataclass
 
-from common.config import option, parse
+from common.config import Timing, option, parse
 from common.variant_table import Declared, about, table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Timing):
     width: int = option(64, "width of the model")
     batch: int = option(4, "sequences in a step")
     tokens: int = option(32, "tokens of a sequence")
-    min_steps: int = option(50, "steps of a run, unless --steps says otherwise")
 
 
 PRESETS = {"tiny": Config(), "bench": Config(width=512, batch=8, tokens=256)}
-HERE = "examples.minimal.train:"
-EAGER = {"make": "common.variant:Eager", "options": {"step": f"{HERE}eager_step"}}
-STEP = {"make": f"{HERE}GraphedStep", "graphs": 1, "replays": 1}
+EAGER = {"make": "common.variant:Eager", "options": {"step": "examples.minimal.train:eager_step"}}
+STEP = {"make": "examples.minimal.train:GraphedStep", "graphs": 1, "replays": 1}
 VARIANTS = table(
     Declared("eager", "kernels launched one by one", "eager", parity="bitwise", **EAGER),
     Declared("graph_step", "the whole step in one graph", "graph", parity="bitwise", **STEP),
@@ -48,17 +46,16 @@ from common.variant import Capture, Workload, warm_up
 class Layer(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)  # one head
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # one head
         future = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).triu(1)
         weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")).softmax(-1)
         x = x + self.out(weights @ v)
-        return x + self.mlp(x)
+        return x + self.mlp(self.norm2(x))
 
 
 class State:
@@ -66,25 +63,23 @@ class State:
 
     def __init__(self, config: Config, device: torch.device):
         torch.manual_seed(0)
-        self.device, width, self.reports = device, config.width, {}
-        self.model = nn.Sequential(nn.Embedding(256, width), Layer(width), Layer(width), nn.Linear(width, 256)).to(
-            device
-        )
+        layers = Layer(config.width), Layer(config.width)
+        self.model = nn.Sequential(nn.Embedding(256, config.width), *layers, nn.Linear(config.width, 256)).to(device)
+        self.device, self.reports, self.parameters = device, {}, list(self.model.parameters())
         self.batch = torch.zeros(config.batch, config.tokens + 1, dtype=torch.int64, device=device)
-        self.parameters = list(self.model.parameters())
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True, capturable=device.type == "cuda")
         self.optimizer.step()  # makes its moments
-        self.moments = [tensor for own in self.optimizer.state.values() for tensor in own.values()]
-        self.start = [parameter.detach().clone() for parameter in self.parameters]
+        moments = [tensor.zero_() for own in self.optimizer.state.values() for tensor in own.values()]
+        self.tensors = [*(parameter.detach() for parameter in self.parameters), *moments]
+        self.start = [tensor.clone() for tensor in self.tensors]
 
     def reset(self):
-        torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self.start)
-        torch._foreach_zero_(self.moments)
+        torch._foreach_copy_(self.tensors, self.start)
 
     def named_state(self):
-        return [(str(index), tensor) for index, tensor in enumerate([*self.parameters, *self.moments])]
+        return [(str(index), tensor) for index, tensor in enumerate(self.tensors)]
 
     def read_losses(self, count):
         return [float(self.reports[index][0]) for index in range(count)]
@@ -95,10 +90,9 @@ class State:
     def batch_class(self, index):
         return 0  # all batches have one shape
 
-
-def load(state: State, index: int):
-    tokens = torch.randint(256, state.batch.shape, generator=torch.Generator().manual_seed(index))
-    state.batch.copy_(tokens, non_blocking=True)
+    def load(self, index):
+        tokens = torch.randint(256, self.batch.shape, generator=torch.Generator().manual_seed(index))
+        self.batch.copy_(tokens, non_blocking=True)
 
 
 def training_step(state: State):
@@ -112,7 +106,7 @@ def training_step(state: State):
 
 
 def eager_step(state: State, index: int):
-    load(state, index)
+    state.load(index)
     state.reports[index] = training_step(state)
 
 
@@ -125,7 +119,7 @@ class GraphedStep:
             self.graph, self.report = self.pool.capture(lambda: training_step(state), (state.batch,))
 
     def step(self, index: int):
-        load(self.state, index)
+        self.state.load(index)
         self.graph.replay()
         self.state.reports[index] = tuple(tensor.clone() for tensor in self.report)  # the next replay overwrites it
 
@@ -137,9 +131,8 @@ class GraphedStep:
 
 
 def workload(args, device: torch.device, rank: int, world_size: int):
-    tokens = args.config.batch * args.config.tokens
-    made = {"build": State, "variants": VARIANTS, "reference": eager_step, "items_per_step": tokens, "unit": "tokens"}
-    return args, Workload(model="examples.minimal", **made)
+    step = {"reference": eager_step, "items_per_step": args.config.batch, "unit": "sequences"}
+    return args, Workload(model="examples.minimal", build=State, variants=VARIANTS, **step)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""A model in a new folder: with no edit elsewhere it is described, measured, and in every table, page and figure."""
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import ROOT, overview, plot
+from benchmarks.files import run_file, runs
+from benchmarks.pages import tables
+from tests.helpers.made_run import H200, write
+
+README = "# Mine\n\n<!-- table: model my_model -->\n<!-- end -->\n"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A checkout with the harness and the folder my_model alone, whose script is that of examples/minimal."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("benchmarks", "common"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (ROOT / "examples" / "minimal" / "train.py").read_text()
+    (folder / "my_model").mkdir()
+    (folder / "my_model" / "train.py").write_text(text.replace("examples.minimal", "my_model"))
+    (folder / "my_model" / "README.md").write_text(README)
+    command = [sys.executable, "-m", "benchmarks.run", "--model=my_model/", "--preset=tiny", "--cycles=2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(checkout):
+    """Its run, with a GPU's name written into it, since pages show no runs on CPUs."""
+    (path,) = (checkout / "runs").rglob("*.json")
+    run = run_file.read(path)
+    on_gpu = dataclasses.replace(run, preset="bench", host=run.host | {"gpus": list(H200)})
+    write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")
+    return runs.read(checkout / "results")
+
+
+def test_the_script_to_start_from_stays_small():
+    text = (ROOT / "examples" / "minimal" / "train.py").read_text()
+    assert len([line for line in text.splitlines() if line.strip()]) <= 110
+
+
+def test_it_is_measured(checkout):
+    (path,) = (checkout / "runs").rglob("*.json")
+    assert path.parent.name == "my_model-tiny"
+    (build,) = run_file.read(path).builds.values()
+    own = build.variants["graph_step"]
+    assert own.status == "pass" and own.parity.result == own.parity.after == "bitwise" and own.capture["graphs"] == 1
+
+
+def test_it_is_in_the_tables_and_pages(checkout, found):
+    screen = tables.screen(found.rows)
+    assert "my_model/bench" in screen and "graph_step" in screen
+    pages = {path.relative_to(checkout).as_posix(): text for path, text in overview.wanted(found, checkout).items()}
+    assert set(pages) == {"results/overview.md", "results/overview.csv", "my_model/README.md"}
+    # Captured in words: the variant's own help.
+    assert "the whole step in one graph (`graph_step`)" in pages["results/overview.md"]
+    assert "h200x1/my_model-bench) | graph_step |" in pages["my_model/README.md"]
+
+
+def test_it_is_in_the_figures(found, tmp_path):
+    drawn, left_out = plot.draw(found, tmp_path)
+    assert "models" in drawn, left_out
+    for name in drawn:
+        assert "my_model" in (tmp_path / f"{name}.svg").read_text()
