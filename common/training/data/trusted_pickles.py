@@ -78,12 +78,7 @@ def run(function: str, arguments: list, limits: Limits):
         ValueError: In one line: a ValueError of the function's, a file that cannot be unpickled, a limit that was
             reached, or a child that died.
     """
-    request = {
-        "function": function,
-        "arguments": arguments,
-        "memory_bytes": int(limits.memory_gib * 2**30),
-        "seconds": int(60 * limits.minutes) + 1,
-    }
+    request = [function, arguments, limits.memory_gib, int(60 * limits.minutes) + 1]
     child = subprocess.Popen(
         [sys.executable, "-c", "from common.training.data import trusted_pickles; trusted_pickles._serve()"],
         cwd=_ROOT,
@@ -94,39 +89,23 @@ def run(function: str, arguments: list, limits: Limits):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    with child:
+        try:
+            said, _ = child.communicate(json.dumps(request).encode(), timeout=60 * limits.minutes)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"not converted after {limits.minutes:g} minutes: give a larger --minutes") from None
+        finally:
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
     try:
-        said, _ = child.communicate(json.dumps(request).encode(), timeout=60 * limits.minutes)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"not converted after {limits.minutes:g} minutes: give a larger --minutes") from None
-    finally:
-        _kill_group(child)
-    # The limit of processor time, which the child has in case that nobody is left to kill it.
-    if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL) and not said:
-        raise ValueError("the process that unpickles was killed: it took too much time or memory")
-    try:
-        answer = json.loads(said)
-        fault = answer["fault"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        name = signal.Signals(-child.returncode).name if child.returncode < 0 else f"status {child.returncode}"
-        raise ValueError(f"the process that unpickles died of {name}") from None
-    if fault == "memory":
-        raise ValueError(f"takes more than {limits.memory_gib:g} GiB to unpickle: give a larger --memory-gib")
+        fault, result = json.loads(said)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f"the process that unpickles died of status {child.returncode}") from None
     if fault is not None:
         raise ValueError(fault)
-    return answer["result"]
-
-
-def _kill_group(child):
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        try:
-            pipe.close()
-        except OSError:  # what it did not take any more
-            pass
+    return result
 
 
 # ------------------------------------------------------------------------------------------------
@@ -165,27 +144,27 @@ def load_npy(file: BinaryIO):
 def _serve():
     """Answer one request of `run`: read from stdin, answered on stdout, both as JSON."""
     global _limited
-    request = json.load(sys.stdin)
+    function, arguments, memory_gib, seconds = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as out:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
-        module, name = request["function"].split(":")
-        function = getattr(importlib.import_module(module), name)
-        _set_limits(request["memory_bytes"], request["seconds"])
+        module, name = function.split(":")
+        call = getattr(importlib.import_module(module), name)
+        _set_limits(int(memory_gib * 2**30), seconds)
         _limited = True
-        answer: dict[str, object] = {"fault": None, "result": None}
+        fault, result = None, None
         try:
-            answer["result"] = function(*request["arguments"])
+            result = call(*arguments)
         except MemoryError:
-            answer["fault"] = "memory"
+            fault = f"takes more than {memory_gib:g} GiB to unpickle: give a larger --memory-gib"
         except ValueError as error:
-            answer["fault"] = first_line(error)
+            fault = first_line(error)
         except OSError as error:
-            answer["fault"] = f"{error.filename or 'the output'}: {error.strerror}"
+            fault = f"{error.filename or 'the output'}: {error.strerror}"
         except BaseException as error:
-            answer["fault"] = f"cannot be converted: {type(error).__name__}: {first_line(error)}"
-        json.dump(answer, out)
+            fault = f"cannot be converted: {type(error).__name__}: {first_line(error)}"
+        json.dump([fault, result], out)
 
 
 def _set_limits(memory_bytes, seconds):
@@ -193,7 +172,7 @@ def _set_limits(memory_bytes, seconds):
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = {
         resource.RLIMIT_AS: pages * resource.getpagesize() + memory_bytes,
-        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_CPU: seconds,  # in case that nobody is left to kill it
         resource.RLIMIT_CORE: 0,
     }
     for kind, value in limits.items():
