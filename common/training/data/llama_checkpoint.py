@@ -71,9 +71,8 @@ class Checkpoint:
 
     def head(self) -> torch.Tensor:
         """[vocab, hidden]; the embedding where they are tied."""
-        if self.tied:
-            return self.embedding()
-        return self._read("lm_head.weight", (self._config.vocab, self._config.hidden))
+        name = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
+        return self._read(name, (self._config.vocab, self._config.hidden))
 
     def final_norm(self) -> torch.Tensor:
         """[hidden]."""
@@ -132,8 +131,6 @@ def _read_json(path):
     try:
         with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
             content = json.load(file)
-    except OSError as error:
-        raise ValueError(f"{FLAG}: cannot read {path} ({error.strerror})") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError(f"{FLAG}: {path} is damaged, it is not JSON") from None
     if not isinstance(content, dict):
@@ -198,9 +195,7 @@ def _all_entries(folder):
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
         if not single.is_file():
-            others = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-            other = f" ({others[0]} is pickled: save it with safe_serialization=True)" if others else ""
-            raise ValueError(f"{FLAG} {folder}: neither model.safetensors.index.json nor model.safetensors{other}")
+            raise ValueError(f"{FLAG} {folder}: neither model.safetensors.index.json nor model.safetensors")
         file = safetensors_file.open_file(single, FLAG)
         return dict.fromkeys(file.entries, file)
     weight_map = _read_json(index).get("weight_map")
@@ -227,6 +222,3 @@ def _require_tensors(folder, entries, shapes):
             raise ValueError(f"{FLAG} {folder}: {name} has the shape {entry.shape}, the flags say {shape}")
         if entry.dtype not in _READABLE:
             raise ValueError(f"{FLAG} {folder}: {name} has dtype {entry.dtype}, not {', '.join(_READABLE)}")
-    biases = sorted(name for name in entries if name.startswith("model.layers.") and name.endswith(".bias"))
-    if biases:
-        raise ValueError(f"{FLAG} {folder}: holds {biases[0]}, biases are not built: take another checkpoint")
