@@ -10,33 +10,45 @@ from common.training.optimizers.hyperparameters import Hyperparameters
 
 
 class Masters:
-    """FP32 masters and moments, and AdamW on them; a subclass has `step`.
+    """FP32 masters and moments, and AdamW on them.
 
-    lr, step_count, grad_norm and clip are FP32 0-d tensors on the device. On a GPU norm and update are two passes over
-    memory, by the kernels of fused_adam.py; elsewhere they are torch's.
+    lr, step_count, grad_norm (before clipping) and clip are FP32 0-d tensors on the device. On a GPU norm and update
+    are two passes over memory, by the kernels of fused_adam.py; elsewhere they are torch's, which leave the clipped
+    gradients in `grads`.
 
     Args:
         params: Tensors that each step fills with the masters, of one dtype.
         masters: FP32 tensors of the parameters' shapes; the parameters themselves where a subclass writes them.
         hyperparameters: Of all parameters.
-        fixed_grads: The buffers that all steps apply; empty if each step brings gradients.
+        grads: The buffers that all steps apply; empty if each step brings gradients.
         moments: Dtype of the moments.
+        reduce_norm: Called in a step with grad_norm; makes it the norm over several ranks, in place.
     """
 
-    def __init__(self, params, masters, hyperparameters: Hyperparameters, fixed_grads=(), moments=torch.float32):
-        self.params, self.masters, self.hyperparameters = list(params), list(masters), hyperparameters
+    def __init__(
+        self, params, masters, hyperparameters: Hyperparameters, grads=(), moments=torch.float32, reduce_norm=None
+    ):
+        self.params, self.masters, self.grads = list(params), list(masters), list(grads)
+        self.hyperparameters, self._reduce_norm, self._fused = hyperparameters, reduce_norm, None
         self.exp_avg, self.exp_avg_sq = (
             [torch.zeros_like(master, dtype=moments) for master in self.masters] for _ in range(2)
         )
         device = self.masters[0].device
         self.lr, self.clip = (torch.tensor(x, device=device) for x in (hyperparameters.lr, hyperparameters.clip))
-        self.step_count, self.grad_norm = (torch.zeros((), device=device) for _ in range(2))
-        self._fused, self._reduce_norm = None, None
+        self.step_count, self.grad_norm, self._found_inf = (torch.zeros((), device=device) for _ in range(3))
+        # Of a loss without a scale, no step of which is skipped.
+        self._scale = torch.ones((), device=device)
         if device.type == "cuda":
             from common.training.optimizers.fused_adam import FusedUpdate
 
             states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
-            self._fused = FusedUpdate(states, hyperparameters, fixed_grads)
+            self._fused = FusedUpdate(states, hyperparameters, self.grads)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip the gradients, update the masters and copy them to the parameters."""
+        self._fill_norm(self.grads)
+        self._update(self.grads, self._scale, self._found_inf)
 
     def _fill_norm(self, grads):
         if self._fused:
@@ -106,29 +118,17 @@ def fp32_copies(params) -> list[torch.Tensor]:
 class MasterAdam(Masters):
     """AdamW on FP32 copies of the parameters, whose gradients are FP32 buffers that the backward passes fill.
 
-    `grad_norm` is the norm before clipping. On a CPU a step leaves the clipped gradients in `grads`.
-
     Args:
         params: Parameters of one floating dtype.
         grads: FP32 buffers of the same shapes and strides, at fixed addresses.
         hyperparameters: Of all parameters.
-        reduce_norm: Called in a step with grad_norm; makes it the norm over several ranks, in place.
+        reduce_norm: As for `Masters`.
     """
 
     def __init__(self, params, grads, hyperparameters: Hyperparameters, reduce_norm=None):
-        self.grads = list(grads)
-        assert all(grad.dtype == torch.float32 for grad in self.grads)
-        params = list(params)
-        super().__init__(params, fp32_copies(params), hyperparameters, self.grads)
-        self._reduce_norm = reduce_norm
-        # The loss has no scale, and no step is skipped.
-        self._scale, self._found_inf = torch.ones_like(self.grad_norm), torch.zeros_like(self.grad_norm)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Clip the gradients, update the masters and copy them to the parameters."""
-        self._fill_norm(self.grads)
-        self._update(self.grads, self._scale, self._found_inf)
+        params, grads = list(params), list(grads)
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        super().__init__(params, fp32_copies(params), hyperparameters, grads, reduce_norm=reduce_norm)
 
 
 class LossScaler:
@@ -142,10 +142,10 @@ class LossScaler:
     Attributes:
         scale: FP32 0-d.
         found_inf: FP32 0-d, 1 if a gradient of the step was not finite. The optimizer fills it.
-        growth: int32 0-d, finite steps since the scale last changed.
-        tracker: int32 0-d, overflows left until the scale halves.
-        floor_overflows: int32 0-d, overflows in a row at the floor.
-        num_skipped: int32 0-d, overflows since the start.
+        growth: Finite steps since the scale last changed. This and the others are int32 0-d.
+        tracker: Overflows left until the scale halves.
+        floor_overflows: Overflows in a row at the floor.
+        num_skipped: Overflows since the start.
     """
 
     STATE = ("scale", "growth", "tracker", "floor_overflows", "num_skipped")
@@ -207,7 +207,7 @@ class ScaledMasterAdam(Masters):
         super().__init__(params, fp32_copies(params), hyperparameters)
         self.scaler = scaler
 
-    def step(self, grads) -> None:
+    def step(self, grads) -> None:  # type: ignore[override]
         """Check, unscale and apply the gradients `grads`, then update the scale."""
         self.check(grads)
         self.apply(grads)

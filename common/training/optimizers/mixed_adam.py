@@ -28,14 +28,14 @@ class Weight(NamedTuple):
 class MixedAdam(Masters):
     """AdamW on FP32 masters, which the caller fills and which each step writes to the weights.
 
-    `grad_norm` is the norm before clipping. Nothing is read on the host, unless clip_on_host asks for that.
+    Nothing is read on the host, unless clip_on_host asks for that.
 
     Args:
         weights: On one device.
         grads: Buffers of one dtype and of the masters' shapes, at fixed addresses.
         hyperparameters: Of all weights.
         moments: Dtype of the moments.
-        reduce_norm: Called in a step with grad_norm; makes it the norm over several ranks, in place.
+        reduce_norm: As for `Masters`.
         clip_on_host: Read the norm and scale the gradients by a number, which no graph can capture.
     """
 
@@ -48,16 +48,15 @@ class MixedAdam(Masters):
         reduce_norm=None,
         clip_on_host: bool = False,
     ):
-        self.weights, self.grads = list(weights), list(grads)
-        masters = [torch.zeros(grad.shape, device=grad.device) for grad in self.grads]
+        self.weights, grads = list(weights), list(grads)
+        masters = [torch.zeros(grad.shape, device=grad.device) for grad in grads]
         # The update writes the weights itself if all are plain tensors.
         self._is_plain = all(weight.write is None for weight in self.weights)
         params = [weight.parameter for weight in self.weights] if self._is_plain else masters
-        super().__init__(params, masters, hyperparameters, self.grads, moments)
-        self._reduce_norm, self._clip_on_host = reduce_norm, clip_on_host
+        super().__init__(params, masters, hyperparameters, grads, moments, reduce_norm)
+        self._clip_on_host = clip_on_host
         if clip_on_host:
             self.clip.fill_(torch.inf)
-        self._scale, self._found_inf = torch.ones_like(self.grad_norm), torch.zeros_like(self.grad_norm)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -78,12 +77,9 @@ class MixedAdam(Masters):
             self._write_weights()
 
     def _write_weights(self):
-        copied, copies = [], []
         for weight, master in zip(self.weights, self.masters, strict=True):
             if weight.write:
                 weight.write(master)
-            else:
-                copied.append(master)
-                copies.append(weight.parameter)
-        if copied:
-            torch._foreach_copy_(copies, copied)
+        plain = [pair for pair in zip(self.weights, self.masters, strict=True) if not pair[0].write]
+        if plain:
+            torch._foreach_copy_([weight.parameter for weight, _ in plain], [master for _, master in plain])
