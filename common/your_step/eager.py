@@ -191,6 +191,7 @@ class EagerSteps:
             evidence = "of two steps of one shape, " + compare.told(*different) + self._changing()
             yield Finding("control flow", WRONG, place.own, evidence, place.module)
         numbers: set[tuple] = set()
+        storages = self.of_batches | other.from_host
         for mine, theirs in zip(self.first.operators, other.operators, strict=False):
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return
@@ -201,7 +202,8 @@ class EagerSteps:
                 numbers.add(pair)
                 yield from self._number_differs(mine, *pair)
             pairs = zip(mine.outside, theirs.outside, strict=False)
-            changed = {b for a, b in pairs if a and b and a != b} - self.of_batches - other.from_host
+            changed = {b for a, b in pairs if a and b and a != b} - storages
+            storages |= changed
             yield from (self._address_differs(storage, index, theirs) for storage in changed)
 
     def _is_refused(self, mine, theirs):

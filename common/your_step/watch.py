@@ -23,18 +23,23 @@ _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _AMP = os.path.join(_TORCH, "amp") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 
 WAITS = "waits for the GPU"
 PINS = "allocates pinned memory"
 _COPIES_TO_HOST = "copies to the host, which waits for the GPU"
-# Beside the rules of host graphs: calls that only a GPU knows.
-_ON_GPU = [
-    *((torch.cuda, name, WAITS) for name in ("synchronize",)),
-    *((torch.cuda.Stream, name, WAITS) for name in ("synchronize", "query")),
-    *((torch.cuda.Event, name, WAITS) for name in ("synchronize", "query", "elapsed_time")),
-    (torch.Tensor, "pin_memory", PINS),
-]
+
+
+def calls_of_gpu() -> list:
+    """Return (owner, name, reason) of the calls that only a GPU knows, beside those of host graphs."""
+    stream, event = torch.cuda.Stream, torch.cuda.Event
+    return [
+        (torch.cuda, "synchronize", WAITS),
+        *((stream, name, WAITS) for name in ("synchronize", "query")),
+        *((event, name, WAITS) for name in ("synchronize", "query", "elapsed_time")),
+        (torch.Tensor, "pin_memory", PINS),
+    ]
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
     has_gpu = torch.cuda.is_available()
     patches = [
         (owner, name, watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason))
-        for owner, name, reason in rules.PATCHED + (_ON_GPU if has_gpu else [])
+        for owner, name, reason in rules.PATCHED + (calls_of_gpu() if has_gpu else [])
     ]
     patches.append((torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
     with _patched(patches), watcher.streams, warnings.catch_warnings():
@@ -159,8 +164,12 @@ def place_of_call(module: str = "") -> Place:
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
         elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
+            is_installed = any(part in path for part in _PACKAGES)
+            if path.startswith(_STANDARD_LIBRARY) and not is_installed:
+                frame = frame.f_back
+                continue
             line = line or f"{path}:{frame.f_lineno}"
-            if not any(part in path for part in _PACKAGES):
+            if not is_installed:
                 own = f"{path}:{frame.f_lineno}"
                 break
         frame = frame.f_back
