@@ -81,11 +81,9 @@ class Config(Timing):
     precision: str = option("fp16", "weights and activations; masters are FP32", ("fp16", "bf16"))
     lstm: str = option(
         "cudnn",
-        "cudnn, or our kernels for FP16 and a batch of 8: persistent (one layer after the other) or wavefront (two "
-        "layers side by side)",
-        ("cudnn", "persistent", "wavefront"),
+        "cudnn, or our kernels for FP16 and a batch of 8: wavefront, two layers side by side",
+        ("cudnn", "wavefront"),
     )
-    streams: int = option(1, "2: prediction network beside the encoder on a GPU, except in graph_networks", (1, 2))
     lr: float = option(0.0062, "learning rate after warm-up")
     lr_warmup: int = option(544, "steps of linear warm-up")
     lr_hold: int = option(5984, "steps at --lr after the warm-up")
@@ -129,8 +127,6 @@ class Config(Timing):
             wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {flag_of(name)}"]
         if wrong:
             raise ValueError(f"--lstm {self.lstm}: takes {' and '.join(wrong)}, or take cudnn")
-        if self.lstm == "wavefront" and self.streams == 2:
-            raise ValueError("--streams 2: --lstm wavefront leaves no room beside the encoder, take 1")
 
 
 def limits(config: Config) -> tuple[int, int]:
@@ -310,17 +306,15 @@ def card(config: Config, device: str, flops_per_step: float) -> list[str]:
         f"{num_parameters(c) / 1e6:,.1f} M parameters: {name}",
         f"batch {c.batch}, {lengths}, buckets {c.buckets} | {c.precision} with FP32 masters | "
         f"{flops_per_step / 1e12:.3g} TFLOP/step{memory}",
-        f"LSTMs: {c.lstm}, streams: {c.streams}",
+        f"LSTMs: {c.lstm}",
     ]
 
 
-def notes(config: Config, device: str, variant: str) -> list[str]:
+def notes(config: Config, device: str) -> list[str]:
     """Lines that name settings without effect here. device: cuda or cpu."""
     found = []
     if device == "cpu" and config.lstm != "cudnn":
         found.append(f"--lstm {config.lstm}: on a CPU plain torch computes what the kernels do, slowly")
-    if config.streams == 2 and (device == "cpu" or variant == "graph_networks"):
-        found.append("--streams 2 changes nothing on a CPU and in graph_networks")
     if device == "cuda" and config.lstm == "cudnn" and not persistent_lstms(config):
         kernels = "cuDNN's persistent LSTM kernels"
         found.append(f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them")

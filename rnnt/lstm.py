@@ -5,10 +5,8 @@ each other's results, not the time of the arithmetic. rnnt/kernels/lstm.cu keeps
 results through L2. Products that need no order in time are left to cuBLAS, for many time steps at once: those of the
 inputs before, the gradients of inputs and weights after.
 
-A layer of width 1024 takes half of an H200. With --lstm persistent layers run one after the other, each in one launch.
-With --lstm wavefront two run side by side: time is cut into stretches, and while a layer has one of them the next layer
-has the one before. That takes three quarters of the time and many more launches, which cost the host nothing in a
-graph; eager issues them one by one.
+A layer of width 1024 takes half of an H200, so two run side by side: time is cut into stretches, and while a layer has
+one of them the next layer has the one before. That takes three quarters of the time of one layer after the other.
 
 Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, gradients and values kept
 for the backward in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
@@ -22,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from rnnt.config import LSTM_BATCH
 
+# Layers that run side by side.
+AT_ONCE = 2
 # Cost of a turn of the wavefront besides its time steps, in time steps: launches, weights loaded into registers, and
 # the products between turns. Values from 5 to 20 make a difference of 1 % (results/archive/h200x1/rnnt-lstm).
 TURN_COST = 10
@@ -29,7 +29,7 @@ TURN_COST = 10
 UNIT = 8
 
 
-def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
+def lstm(x, layers, lengths=None, extra=0, dropout=0.0):
     """Output [T, 8, H] of a stack of LSTM layers for x [T, 8, I], FP16, from states of zeros; differentiable.
 
     Args:
@@ -39,13 +39,12 @@ def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
             0 and take no time steps. The device decides that, in a graph, too. None: all T.
         extra: see lengths.
         dropout: share of every layer's outputs that is dropped.
-        at_once: layers that may run side by side, 1 or 2.
 
     Returns:
         A view, which must not be changed in place.
 
     Raises:
-        ValueError: for another batch size, dtype or at_once, or for layers of several widths.
+        ValueError: for another batch size or dtype, or for layers of several widths.
     """
     if x.shape[1] != LSTM_BATCH:
         raise ValueError(f"our LSTM kernels take batches of {LSTM_BATCH}, not of {x.shape[1]}: take --lstm cudnn")
@@ -54,15 +53,13 @@ def lstm(x, layers, lengths=None, extra=0, dropout=0.0, at_once=1):
         raise ValueError("our LSTM kernels take FP16: take --lstm cudnn")
     if len({w_hh.shape for _, w_hh, _, _ in layers}) > 1:
         raise ValueError("a stack's layers have one width")
-    if at_once not in (1, 2):
-        raise ValueError(f"at_once {at_once}: takes 1 or 2")
-    return _Stack.apply(x, lengths, extra, dropout, at_once, *weights)
+    return _Stack.apply(x, lengths, extra, dropout, *weights)
 
 
-def require(device: torch.device, which: str, *widths: int) -> None:
-    """Raises ValueError that names --lstm where a GPU cannot run layers of these widths at the same time."""
+def require(device: torch.device, width: int) -> None:
+    """Raises ValueError that names --lstm where a GPU cannot run two layers of this width at the same time."""
     if device.type == "cuda":
-        _kernels(device).require(device, which, *widths)
+        _kernels(device).require(device, width)
 
 
 def check(device: torch.device) -> None:
@@ -84,17 +81,17 @@ def _kernels(device):
 
 
 @functools.lru_cache(4096)
-def turns(num_layers: int, num_steps: int, at_once: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """Turns, each of (layer, first time step, end) for up to `at_once` layers, in forward order.
+def turns(num_layers: int, num_steps: int) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """Turns, each of (layer, first time step, end) for up to AT_ONCE layers, in forward order.
 
     A layer's stretch comes after its stretch before and after the same one of the layer below. Their length is the one
     that takes the least time, if a turn takes as long as its steps and TURN_COST.
     """
-    sizes = range(UNIT, num_steps + UNIT, UNIT) if at_once > 1 else [num_steps]
-    return min((_cut(num_layers, num_steps, size, at_once) for size in sizes), key=_cost)
+    sizes = range(UNIT, num_steps + UNIT, UNIT)
+    return min((_cut(num_layers, num_steps, size) for size in sizes), key=_cost)
 
 
-def _cut(num_layers, num_steps, size, at_once):
+def _cut(num_layers, num_steps, size):
     """The turns for stretches of `size`: always the layers with the most work behind them."""
     num, done, order = -(-num_steps // size), [0] * num_layers, []
     while done[-1] < num:
@@ -102,7 +99,7 @@ def _cut(num_layers, num_steps, size, at_once):
             layer for layer in range(num_layers) if done[layer] < num and (not layer or done[layer - 1] > done[layer])
         ]
         ready.sort(key=lambda layer: (done[layer] + layer, layer))
-        turn = [(layer, done[layer] * size) for layer in ready[:at_once]]
+        turn = [(layer, done[layer] * size) for layer in ready[:AT_ONCE]]
         order.append(tuple((layer, first, min(first + size, num_steps)) for layer, first in turn))
         for layer, _ in turn:
             done[layer] += 1
@@ -141,16 +138,15 @@ class Common(NamedTuple):
     lengths: torch.Tensor | None = None
     extra: int = 0
     scale: float = 1.0
-    at_once: int = 1
 
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, lengths, extra, dropout, at_once, *weights):
+    def forward(ctx, x, lengths, extra, dropout, *weights):
         w_ih, w_hh, b_ih, b_hh = (weights[index::4] for index in range(4))
         (num_steps, batch), num, hidden = x.shape[:2], len(w_hh), w_hh[0].shape[1]
         run = _kernels(x.device)
-        common = Common(num_steps, lengths, extra, 1 / (1 - dropout), at_once)
+        common = Common(num_steps, lengths, extra, 1 / (1 - dropout))
         shape = num, num_steps, batch
         inputs = x.new_empty(*shape, 4 * hidden)
         h, cells, gates = (x.new_empty(*shape, *each) for each in ((hidden,), (hidden,), (hidden, 4)))
@@ -163,13 +159,13 @@ class _Stack(torch.autograd.Function):
         tensors = {"h": h, "cells": cells, "gates": gates, "output": dropped, "kept": kept, "state": state}
         stack = run.bind(_layers(given=inputs, weights=w_hh, bias=b_hh, **tensors), common)
         _products(inputs[0], x, w_ih[0], b_ih[0])
-        for turn in turns(num, num_steps, at_once):
+        for turn in turns(num, num_steps):
             for layer, first, end in turn:
                 if layer:
                     _products(inputs[layer, first:end], outputs[layer - 1, first:end], w_ih[layer], b_ih[layer])
             run.forward(stack, turn)
         ctx.save_for_backward(x, lengths, kept, h, outputs, cells, gates, *w_ih, *w_hh)
-        ctx.common = extra, common.scale, at_once
+        ctx.common = extra, common.scale
         return outputs[-1]
 
     @staticmethod
@@ -188,7 +184,7 @@ class _Stack(torch.autograd.Function):
         tensors = {"cells": cells, "gates": gates, "kept": kept, "grad_gates": grad_gates, "grad_bias": grad_bias}
         stack = run.bind(_layers(given=grads, weights=w_hh, **tensors, state=state, sums=sums), common)
         # The forward's order reversed, from the last stretch of the last layer on.
-        for turn in reversed(turns(num, num_steps, common.at_once)):
+        for turn in reversed(turns(num, num_steps)):
             for layer, first, end in turn:
                 if layer + 1 < num:
                     above = grad_gates[layer + 1, first:end].flatten(0, 1)
@@ -204,7 +200,7 @@ class _Stack(torch.autograd.Function):
             grad_w_hh = grad_gates[index, 1:].flatten(0, 1).t() @ h[index, :-1].flatten(0, 1)
             found += [gate_rows @ below.flatten(0, 1), grad_w_hh, grad_b_ih[index], grad_b_hh[index]]
         grad_x = grad_gates[0] @ w_ih[0] if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, None, *found
+        return grad_x, None, None, None, *found
 
 
 def _layers(**tensors):

@@ -10,7 +10,6 @@ the frame after it. That is 0 at the end of the tensor, and an LSTM's output for
 end with the batch's longest utterance and write 0 after it.
 """
 
-import functools
 import math
 
 import torch
@@ -99,20 +98,16 @@ def _by_cudnn(layers, x, lengths, extra, dropout):
     return x
 
 
-def _by_own_kernels(layers, x, lengths, extra, dropout, at_once):
+def _by_own_kernels(layers, x, lengths, extra, dropout):
     weights = [layer.all_weights[0] for layer in layers]
-    x = lstm(x, weights, lengths, extra, dropout.p if dropout.training else 0.0, at_once)
+    x = lstm(x, weights, lengths, extra, dropout.p if dropout.training else 0.0)
     _mark(x)
     return x
 
 
 # By --lstm: run(layers, x [T, B, I], lengths int32 [B], extra, dropout) -> output [T, B, H] of a stack with dropout
 # after each layer, from states of zeros. Utterances have `extra` time steps more than `lengths` says.
-RUN_STACK = {
-    "cudnn": _by_cudnn,
-    "persistent": functools.partial(_by_own_kernels, at_once=1),
-    "wavefront": functools.partial(_by_own_kernels, at_once=2),
-}
+RUN_STACK = {"cudnn": _by_cudnn, "wavefront": _by_own_kernels}
 
 
 def _stack(input_size, hidden, num_layers):

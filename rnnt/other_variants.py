@@ -17,11 +17,10 @@ def eager_sync(state, load_batch, mean_loss, warm_up_step) -> Eager:
 
     def step(state, index):
         batch = load_batch(state, index)
-        with state.side_stream(), section("prediction"):
+        with section("prediction"):
             g = state.prediction(batch.tokens, batch.token_lengths)
         with section("encoder"):
             f, lengths = state.encoder(batch.features, batch.feature_lengths)
-        state.wait_for_side_stream(g)
         mark()
         with section("joint and loss"):
             # torchaudio's loss reads these sizes on the host and takes logits of no other size.

@@ -34,7 +34,8 @@ class State:
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         memory.require_batch(config.batch, rnnt_config.predicted_bytes(config), device)
-        _require_lstm(config, device)
+        if config.lstm != "cudnn":
+            lstm.require(device, max(config.encoder_hidden, config.prediction_hidden))
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
             self.model = RNNT(config)
@@ -60,7 +61,6 @@ class State:
         self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
         counts = (functools.partial(count, config) for count in (rnnt_config.training_flops, rnnt_config.time_steps))
         self.tally = buckets.Tally(*counts, skips_padding=config.lstm != "cudnn")
-        self._side = torch.cuda.Stream(device) if config.streams == 2 and device.type == "cuda" else None
         # exact: ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
@@ -102,24 +102,6 @@ class State:
         return self.report.closing(self.source.dropped)
 
     # -- one step
-
-    @contextlib.contextmanager
-    def side_stream(self):
-        """With --streams 2 the block's work runs on a second stream, and so does its backward pass."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
-            yield
-
-    def wait_for_side_stream(self, *results):
-        """Let the current stream wait for the second one. results: tensors of it that the current stream reads."""
-        if self._side is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_stream(self._side)
-            for tensor in results:
-                tensor.record_stream(stream)
 
     def end_step(self, index: int):
         """Start the report's copy to the host. Raises FloatingPointError if an earlier step's report ends the run."""
@@ -202,14 +184,6 @@ class State:
         return index % period if period else min(index, self.config.min_steps)
 
 
-def _require_lstm(config, device):
-    if config.lstm != "cudnn":
-        widths = config.encoder_hidden, config.prediction_hidden
-        if config.streams == 1:
-            widths = [max(widths)] * (2 if config.lstm == "wavefront" else 1)
-        lstm.require(device, config.lstm, *widths)
-
-
 def facts_of_run(args, device: torch.device, world_size: int) -> dict:
     """Fields of common.variant.Workload that describe this training. Raises ValueError where it does not fit a CPU."""
     config = args.config
@@ -219,7 +193,7 @@ def facts_of_run(args, device: torch.device, world_size: int) -> dict:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
         "card": rnnt_config.card(config, device.type, flops_per_step),
-        "notes": rnnt_config.notes(config, device.type, args.run.variant),
+        "notes": rnnt_config.notes(config, device.type),
         "flops_per_step": flops_per_step,
         "flops_convention": "matrix products of the utterances' true lengths",
         "items_per_step": config.batch,

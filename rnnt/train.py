@@ -100,12 +100,10 @@ def load_batch(state: State, index: int, fit=None) -> Batch:
 
 def train_on(state: State, batch: Batch):
     """From a batch in the static buffers to new weights: `graph_step` captures this."""
-    # With --streams 2 on a second stream; both outputs meet in the joint.
-    with state.side_stream(), section("prediction"):
+    with section("prediction"):
         g = state.prediction(batch.tokens, batch.token_lengths)
     with section("encoder"):
         f, lengths = state.encoder(batch.features, batch.feature_lengths)
-    state.wait_for_side_stream(g)
     mark()
     with section("joint and loss"):
         loss = mean_loss(state, f, g, lengths, batch)
@@ -208,8 +206,6 @@ class GraphedNetworks:
         state = self.state
         batch = load_batch(state, index, state.plan.fit)
         frames, tokens = batch.shape
-        # One after the other, even with --streams 2: before a replay torch writes its random seed and offset to the
-        # device. Not every version of torch has a place for each graph, so replays side by side could race.
         with section("prediction"):
             (g,) = self.prediction.forward(tokens)
         with section("encoder"):

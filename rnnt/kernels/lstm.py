@@ -15,8 +15,8 @@ from rnnt.config import LSTM_BATCH
 
 SOURCE = Path(__file__).with_name("lstm.cu")
 THREADS = 256
-# Hidden units of a block, as in the source.
-UNITS = 16
+# Layers of a launch at most, and hidden units of a block, as in the source.
+NUM_LAYERS, UNITS = 2, 16
 # Blocks of a cluster backwards: 4, or fewer where a GPU has no room for so many together.
 CLUSTER = 4
 # Reads of about 0.5 us each, half a second in all; a time step takes 2 us.
@@ -28,16 +28,13 @@ LAYER, COMMON = "12P2i", "2Pf2i4x"
 WORK = struct.Struct("@" + LAYER + LAYER + COMMON)
 
 
-def require(device: torch.device, which: str, *widths: int) -> None:
-    """Raises ValueError with the flag, --lstm `which`, where layers of these widths cannot run side by side.
-
-    All their blocks must be on the GPU at once.
-    """
+def require(device: torch.device, width: int) -> None:
+    """Raises ValueError with the flag, --lstm, where the blocks of two layers cannot be on the GPU at once."""
     gpu = torch.cuda.get_device_properties(device)
-    need = sum(widths) // UNITS
+    need = NUM_LAYERS * width // UNITS
     if gpu.major < 9 or gpu.multi_processor_count < need:
         raise ValueError(
-            f"--lstm {which}: takes a GPU of compute capability 9.0 or later and {need} multiprocessors, "
+            f"--lstm wavefront: takes a GPU of compute capability 9.0 or later and {need} multiprocessors, "
             f"{gpu.name} has {gpu.major}.{gpu.minor} and {gpu.multi_processor_count}: take cudnn"
         )
 
@@ -56,7 +53,7 @@ def bind(layers, common):
         assert layer.weights.data_ptr() % 16 == 0
     hidden, device = layers[0].weights.shape[1], _Device.of(layers[0].weights.device)
     # One size of cluster for all turns, so that sums have one order.
-    cluster = _cluster(device.index, hidden, common.at_once)
+    cluster = _cluster(device.index, hidden)
     kernels = _kernels(device.index, hidden, cluster)
     return hidden, device, kernels, [pointers(layer) for layer in layers], shared(common, device.status)
 
@@ -145,11 +142,11 @@ def _kernels(index, hidden, cluster):
 
 
 @functools.cache
-def _cluster(index, hidden, num_layers):
-    """The largest size of cluster with which the blocks of num_layers layers fit on the GPU at once."""
+def _cluster(index, hidden):
+    """The largest size of cluster with which the blocks of two layers fit on the GPU at once."""
     from cuda.bindings import driver
 
-    num_blocks, cluster = num_layers * hidden // UNITS, CLUSTER
+    num_blocks, cluster = NUM_LAYERS * hidden // UNITS, CLUSTER
     while cluster > 1:
         _, kernel = _kernels(index, hidden, cluster)
         size = driver.CUlaunchAttribute()

@@ -82,7 +82,6 @@ FREE = (
     "growth_interval",
     "hysteresis",
     "max_floor_overflows",
-    "streams",
 )
 # Bounded, or bound to another one.
 BOUNDED = ("workers", "frames", "tokens")

@@ -44,7 +44,6 @@ def test_one_time_step_has_no_gradient_of_recurrent_weights():
         ({"x": random(3, 4, 8)}, "our LSTM kernels take batches of 8, not of 4: take --lstm cudnn"),
         ({"x": random(3, 8, 8).bfloat16()}, "our LSTM kernels take FP16: take --lstm cudnn"),
         ({"layers": [weights_of(8, 8), weights_of(8, 16)]}, "a stack's layers have one width"),
-        ({"at_once": 3}, "at_once 3: takes 1 or 2"),
     ],
 )
 def test_other_stacks_are_refused(change, words):
@@ -62,13 +61,13 @@ def test_gradients_add_up_in_memory_of_their_own():
     assert len({weight.grad.data_ptr() for weight in weights}) == 4
 
 
-@pytest.mark.parametrize("at_once, dropout", [(1, 0.4), (2, 0.0), (2, 0.4)])
-def test_a_stack_is_layer_after_layer(at_once, dropout):
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_a_stack_is_layer_after_layer(dropout):
     layers, x, grad = stack_of(3, 24, 32), random(80, 8, 24), random(80, 8, 32, seed=1)
-    assert len(turns(3, 80, 2)) > 3
+    assert len(turns(3, 80)) > 3
     lengths = torch.tensor([20, 63, 1, 0, 60, 29, 4, 11], dtype=torch.int32)
     torch.manual_seed(5)
-    found = run_stack(x, layers, grad, lengths, 1, dropout, at_once)
+    found = run_stack(x, layers, grad, lengths, 1, dropout)
     torch.manual_seed(5)
     kept = torch.empty(3, 80, 8, 32, dtype=torch.uint8).bernoulli_(1 - dropout)
     assert kept.float().mean() == pytest.approx(1 - dropout, abs=0.01)
@@ -93,32 +92,25 @@ def test_padding_changes_nothing():
         close(found, wanted, 1e-3)
 
 
-@pytest.mark.parametrize("num_layers, num_steps", [(1, 5), (2, 409), (3, 205), (5, 641), (2, 1), (3, 2)])
+@pytest.mark.parametrize("num_layers, num_steps", [(1, 5), (2, 409), (3, 205), (5, 641), (3, 2)])
 def test_turns_hold_every_time_step_once_and_in_order(num_layers, num_steps):
-    for at_once in (1, 2):
-        order = turns(num_layers, num_steps, at_once)
-        done = [0] * num_layers
-        for turn in order:
-            before = list(done)
-            assert 1 <= len({layer for layer, _, _ in turn}) == len(turn) <= at_once
-            for layer, first, end in turn:
-                assert first == before[layer] < end
-                # The layer below had these steps in an earlier turn.
-                assert layer == 0 or before[layer - 1] >= end
-                done[layer] = end
-        assert done == [num_steps] * num_layers
-    assert len(turns(num_layers, num_steps, 1)) == num_layers
+    done = [0] * num_layers
+    for turn in turns(num_layers, num_steps):
+        before = list(done)
+        assert 1 <= len({layer for layer, _, _ in turn}) == len(turn) <= 2
+        for layer, first, end in turn:
+            assert first == before[layer] < end and ((end - first) % UNIT == 0 or end == num_steps)
+            # The layer below had these steps in an earlier turn.
+            assert layer == 0 or before[layer - 1] >= end
+            done[layer] = end
+    assert done == [num_steps] * num_layers
 
 
 def test_two_layers_side_by_side_take_two_thirds_of_the_time_steps():
-    def cost(num_layers, num_steps, at_once):
-        return sum(10 + max(end - first for _, first, end in turn) for turn in turns(num_layers, num_steps, at_once))
-
-    # The encoder of the benchmark: 2 layers over 409 frames, 3 over 205.
-    one, two = (cost(2, 409, at_once) + cost(3, 205, at_once) for at_once in (1, 2))
-    assert one == 2 * 419 + 3 * 215 and 0.6 * one < two < 0.68 * one
-    for turn in turns(2, 409, 2):
-        assert all((end - first) % UNIT == 0 or end == 409 for _, first, end in turn)
+    # The encoder of the benchmark: 2 layers over 409 frames, 3 over 205; a turn costs 10 time steps more.
+    both = [turn for order in (turns(2, 409), turns(3, 205)) for turn in order]
+    one, two = 2 * 419 + 3 * 215, sum(10 + max(end - first for _, first, end in turn) for turn in both)
+    assert 0.6 * one < two < 0.68 * one
 
 
 # ------------------------------------------------------------------------------------------------
@@ -134,25 +126,8 @@ def test_two_layers_side_by_side_take_two_thirds_of_the_time_steps():
     ],
 )
 def test_settings_that_the_kernels_do_not_take_are_refused(change, wanted):
-    persistent = replace(PRESETS["bench"], lstm="persistent")
-    with pytest.raises(ValueError, match=f"^--lstm persistent: takes {wanted}, or take cudnn$"):
-        replace(persistent, **change)
-
-
-def test_a_wavefront_is_refused_a_second_stream():
-    with pytest.raises(ValueError, match="^--streams 2: --lstm wavefront leaves no room beside the encoder, take 1$"):
-        replace(PRESETS["bench"], lstm="wavefront", streams=2)
-
-
-@pytest.mark.parametrize(
-    "which, streams, widths",
-    [("persistent", 1, [1024]), ("persistent", 2, [1024, 512]), ("wavefront", 1, [1024, 1024])],
-)
-def test_layers_that_run_side_by_side_must_fit(monkeypatch, which, streams, widths):
-    asked = []
-    monkeypatch.setattr(state_module.lstm, "require", lambda device, *words: asked.append(words))
-    state_module._require_lstm(replace(PRESETS["bench"], lstm=which, streams=streams), torch.device("cpu"))
-    assert asked == [(which, *widths)]
+    with pytest.raises(ValueError, match=f"^--lstm wavefront: takes {wanted}, or take cudnn$"):
+        replace(PRESETS["bench"], lstm="wavefront", **change)
 
 
 def outputs_of(model, frames=7, tokens=3, longest=None):
@@ -162,27 +137,24 @@ def outputs_of(model, frames=7, tokens=3, longest=None):
     return f, model.prediction(torch.arange(8 * tokens).view(tokens, 8).T % 15, token_lengths)
 
 
-def test_all_kinds_of_lstm_give_the_same_networks(monkeypatch):
-    calls = []
-    monkeypatch.setattr(model_module, "lstm", lambda *arguments: calls.append(arguments) or lstm(*arguments))
+def test_both_kinds_of_lstm_give_the_same_networks(monkeypatch):
+    dropouts = []
+    monkeypatch.setattr(model_module, "lstm", lambda *given: dropouts.append(given[-1]) or lstm(*given))
     outputs = []
-    for config in (TOY, replace(TOY, lstm="persistent"), replace(TOY, lstm="wavefront")):
+    for config in (TOY, replace(TOY, lstm="wavefront")):
         model = RNNT(config)
         initialise(model, config, seed=0)
         outputs.append(outputs_of(model.half().eval()))
-    for (cudnn, *ours), num in zip(zip(*outputs, strict=True), (3, 3), strict=True):
-        for found in ours:
-            # The first utterance is the longest; after the others' ends nothing is promised.
-            close(found[:1, :num], cudnn[:1, :num], 5e-3)
-    assert [at_once for *_, at_once in calls] == [1, 1, 1, 2, 2, 2]
-    assert {dropout for *_, dropout, _ in calls} == {0.0}
+    for cudnn, ours in zip(*outputs, strict=True):
+        # The first utterance is the longest; after the others' ends nothing is promised.
+        close(ours[:1, :3], cudnn[:1, :3], 5e-3)
     # In training each network has its own dropout.
     outputs_of(model.train())
-    assert [dropout for *_, dropout, _ in calls[6:]] == [TOY.encoder_dropout] * 2 + [TOY.prediction_dropout]
+    assert dropouts == [0.0] * 3 + [TOY.encoder_dropout] * 2 + [TOY.prediction_dropout]
 
 
 def test_networks_end_with_the_longest_utterance():
-    config = replace(TOY, lstm="persistent")
+    config = replace(TOY, lstm="wavefront")
     model = RNNT(config)
     initialise(model, config, seed=0)
     model.half().eval()
@@ -195,7 +167,7 @@ def test_networks_end_with_the_longest_utterance():
         assert not torch.equal(found[:, 2], linear.bias.expand_as(found[:, 2]))
 
 
-@pytest.mark.parametrize("which", ["cudnn", "persistent", "wavefront"])
+@pytest.mark.parametrize("which", ["cudnn", "wavefront"])
 def test_a_run_asks_whether_our_kernels_gave_up(monkeypatch, which):
     asked = []
     monkeypatch.setattr(state_module.lstm, "check", asked.append)
@@ -236,7 +208,7 @@ def test_the_compiler_does_not_look_into_our_kernels(monkeypatch, on_cpu):
     assert seen and not any(seen)
 
 
-@pytest.mark.parametrize("which, num_hidden", [("cudnn", 0), ("persistent", 2)])
+@pytest.mark.parametrize("which, num_hidden", [("cudnn", 0), ("wavefront", 2)])
 def test_the_compiled_networks_leave_everything_as_eager_needs_it(monkeypatch, on_cpu, which, num_hidden):
     import torch._dynamo.config
     import torch._inductor.config
