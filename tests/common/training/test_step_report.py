@@ -8,31 +8,16 @@ from common.training.step_report import DelayedReader, ScaledReport
 
 
 def test_the_step_before_is_read():
-    reader = DelayedReader(torch.device("cpu"), 2)
+    reader, values = DelayedReader(torch.device("cpu"), 2), torch.tensor([1.0, 2.0])
     assert reader.latest() is None
-    reader.push(0, torch.tensor([1.0, 2.0]))
+    reader.push(0, values)
+    values.fill_(7.0)  # what was pushed is a copy
     assert reader.latest() is None
     reader.push(1, torch.tensor([3.0, 4.0]))
     assert reader.latest() == (0, [1.0, 2.0])
     for index in range(2, 9):
         reader.push(index, torch.tensor([float(index), 0.0]))
         assert reader.latest()[0] == index - 1
-
-
-def test_what_was_pushed_is_a_copy():
-    reader, values = DelayedReader(torch.device("cpu"), 1), torch.tensor([1.0])
-    reader.push(0, values)
-    values.fill_(7.0)
-    reader.push(1, values)
-    assert reader.latest() == (0, [1.0])
-
-
-def test_reset_forgets():
-    reader = DelayedReader(torch.device("cpu"), 1)
-    for index in range(5):
-        reader.push(index, torch.zeros(1))
-    reader.reset()
-    assert reader.latest() is None
 
 
 class FakeEvent:

@@ -61,43 +61,24 @@ def lamb(dtype, options):
 
 # Calls of one function one after the other, each of which Triton compiles anew at least in part; and the number of
 # launches of a call.
-CALLS = [
-    pytest.param(
+SHAPE = (2, 32, 8, 8)
+CALLS = {
+    "norm": (
         norm,
         6,
         [
-            ((2, 32, 8, 8), 8, 1e-5, True, F16, F16),
-            ((2, 32, 8, 8), 8, 1e-5, True, F32, F16),
-            ((2, 32, 8, 8), 8, 1e-5, True, F16, F32),
-            ((2, 32, 8, 8), 8, 1e-5, False, F16, F16),
+            (SHAPE, 8, 1e-5, True, F16, F16),
+            (SHAPE, 8, 1e-5, True, F32, F16),
+            (SHAPE, 8, 1e-5, True, F16, F32),
+            (SHAPE, 8, 1e-5, False, F16, F16),
             ((1, 24, 9, 8), 8, 1e-5, True, F16, F16),
         ],
-        id="norm",
     ),
-    pytest.param(geglu, 3, [((2, 5, 64), F16), ((2, 5, 64), F32), ((10, 64), F16), ((2, 8, 40), F16)], id="geglu"),
-    pytest.param(
-        joint,
-        2,
-        [
-            (*lengths, 64, dropout, dtype)
-            for lengths in [(5, 3), (16, 16), (1, 1)]
-            for dropout, dtype in [(0.3, F16), (0.0, F16), (0.0, F32), (0, F16)]
-        ],
-        id="joint",
-    ),
-    pytest.param(
-        loss,
-        3,
-        [(*each, 16, F16) for each in [(5, 3), (16, 16), (2, 2)]] + [(5, 3, 16, F32), (5, 3, 24, F16, 1)],
-        id="loss",
-    ),
-    pytest.param(
-        lamb,
-        3,
-        [(F16, {}), (B16, {}), (F16, {"eps": 1.0}), (F16, {"weight_decay": 0})],
-        id="lamb",
-    ),
-]
+    "geglu": (geglu, 3, [((2, 5, 64), F16), ((2, 5, 64), F32), ((10, 64), F16), ((2, 8, 40), F16)]),
+    "joint": (joint, 2, [(5, 3, 64, 0.3, F16), (16, 16, 64, 0.0, F16), (1, 1, 64, 0.0, F32), (5, 3, 64, 0, F16)]),
+    "loss": (loss, 3, [(5, 3, 16, F16), (16, 16, 16, F16), (2, 2, 16, F16), (5, 3, 16, F32), (5, 3, 24, F16, 1)]),
+    "lamb": (lamb, 3, [(F16, {}), (B16, {}), (F16, {"eps": 1.0}), (F16, {"weight_decay": 0})]),
+}
 
 
 @pytest.fixture
@@ -111,7 +92,7 @@ def driver(monkeypatch):
     return fake
 
 
-@pytest.mark.parametrize(("function", "num_launches", "calls"), CALLS)
+@pytest.mark.parametrize(("function", "num_launches", "calls"), CALLS.values(), ids=CALLS)
 def test_each_launch_is_tritons(driver, monkeypatch, function, num_launches, calls):
     seen = types.SimpleNamespace(prepared=0, through_triton=0)
     call, run = triton_launch.Launch.__call__, triton_launch.JITFunction.run

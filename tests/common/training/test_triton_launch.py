@@ -85,18 +85,6 @@ def test_c_gets_what_triton_gives_it(make_driver, through_triton, form):
 
 
 @compiled
-def test_fixed_numbers_keep_their_places(make_driver):
-    """Triton compiles 1 in and assumes that 16 is divisible by 16: C gets them all the same."""
-    driver = make_driver()
-    scale = Launch(_scale, 1, BLOCK, 16)
-    for _ in range(2):
-        scale(GRID, tensors(), (100,))
-    one, other = map(triton_driver.plain, driver.launches)
-    assert one[:5] == other[:5] and len(one) == len(other)
-    assert (other[-1] if isinstance(other[-1], tuple) else other[-6:])[2:] == (100, 1, BLOCK, 16)
-
-
-@compiled
 @pytest.mark.parametrize(
     "changed",
     [
@@ -104,8 +92,6 @@ def test_fixed_numbers_keep_their_places(make_driver):
         pytest.param({"offset": 1}, id="alignment"),
         pytest.param({"device": 65}, id="device"),
         pytest.param({"fixed": 1}, id="one"),
-        pytest.param({"fixed": 32}, id="divisible-by-16"),
-        pytest.param({"fixed": 2.0}, id="float"),
         pytest.param({"fixed": 2**31 + 1}, id="64-bit"),
         pytest.param({"constexpr": 128}, id="constexpr"),
         pytest.param({"option": 4}, id="option"),
@@ -132,7 +118,7 @@ def test_what_triton_compiles_for_is_prepared_again(make_driver, through_triton,
 @compiled
 def test_any_number_gets_the_kernel_that_triton_takes(make_driver, through_triton):
     driver, scale, num_prepared = make_driver(), Launch(_scale, 2.5, BLOCK, 0), 0
-    numbers = [0, 1, 2, 15, 16, 17, 32, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, 2**40]
+    numbers = [0, 1, 16, 17, 2**31 - 1, 2**31, 2**31 + 1, 2**40]
     for number in numbers:
         given, calls = tensors(), len(through_triton)
         scale(GRID, given, (number,))
@@ -270,17 +256,6 @@ def test_on_two_gpus():
     assert len(scale.prepared) == 2
 
 
-def norms_input_gradient():
-    """Seven pointers."""
-    from stable_diffusion.kernels import _Norm
-
-    norm = _Norm((1, 32, 8, 8), 16, 1e-5, True)
-    maps = [torch.zeros(1, 32, 8, 8, dtype=torch.float16, device="cuda") for _ in range(3)]
-    stats, partial = (torch.zeros(size, device="cuda") for size in (norm.num_stats, norm.num_partial + norm.num_stats))
-    weight, bias = (torch.zeros(32, dtype=torch.float16, device="cuda") for _ in range(2))
-    return lambda: norm.grad_input(norm.tiles, (*maps, stats, partial, weight, bias))
-
-
 def losses_gradient():
     """Ten pointers and three numbers: the most of all."""
     from rnnt.kernels.loss import _launches
@@ -297,9 +272,8 @@ def losses_gradient():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [norms_input_gradient, losses_gradient])
-def test_a_launch_costs_the_host_no_more_than_an_eager_operator(make):
-    launch, operand = make(), torch.zeros(1, device="cuda")
+def test_a_launch_costs_the_host_no_more_than_an_eager_operator():
+    launch, operand = losses_gradient(), torch.zeros(1, device="cuda")
     issues = {"operator": lambda: operand.add_(1.0), "launch": launch}
     # Interleaved, the fastest of each: other work on the host only adds.
     times = [{name: measure_us(issue, torch.cuda.synchronize, 0.5) for name, issue in issues.items()} for _ in range(5)]

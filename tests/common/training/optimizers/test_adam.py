@@ -57,7 +57,7 @@ class Reference:
         return norm, factor
 
 
-@pytest.mark.parametrize("clip", [1.0, 1e-3, 1e6], ids=["some steps clipped", "all clipped", "none clipped"])
+@pytest.mark.parametrize("clip", [1.0, 1e6], ids=["some steps clipped", "none clipped"])
 def test_ten_steps_against_float64(clip):
     params, grads, adam = make(clip)
     reference = Reference(params, clip, **OPTIONS)
@@ -71,15 +71,7 @@ def test_ten_steps_against_float64(clip):
         for param, expected in zip(params, reference.params, strict=True):
             numpy.testing.assert_allclose(param.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
     num_clipped = sum(factor < 1 for factor in factors)
-    assert {1.0: 0 < num_clipped < 10, 1e-3: num_clipped == 10, 1e6: num_clipped == 0}[clip]
-
-
-def test_the_norm_is_that_of_all_gradients_together():
-    _, grads, adam = make(clip=1.0)
-    grads[0].fill_(3.0)
-    grads[1].fill_(4.0)
-    adam.step()
-    assert float(adam.grad_norm) == pytest.approx((15 * 9 + 7 * 16) ** 0.5)
+    assert {1.0: 0 < num_clipped < 10, 1e6: num_clipped == 0}[clip]
 
 
 def test_bf16_parameters_follow_masters_that_keep_what_bf16_loses():
@@ -108,23 +100,6 @@ def addresses(adam):
     return [tensor.data_ptr() for _, tensor in adam.named_state()] + [adam.lr.data_ptr(), adam.grad_norm.data_ptr()]
 
 
-def test_nothing_is_allocated_or_moved_by_the_first_step():
-    _, grads, adam = make(clip=1.0)
-    before = addresses(adam)
-    for step in range(3):
-        fill(grads, step)
-        adam.step()
-    assert addresses(adam) == before
-
-
-def test_construction_leaves_parameters_and_moments_untouched():
-    params, _, adam = make(clip=1.0)
-    expected, _, _ = make(clip=1.0)
-    for param, master, first in zip(params, adam.masters, expected, strict=True):
-        assert torch.equal(param, first) and torch.equal(master, first)
-    assert all(torch.count_nonzero(tensor) == 0 for name, tensor in adam.named_state() if "master" not in name)
-
-
 def test_reset_is_in_place_and_makes_the_same_run_again():
     params, grads, adam = make(clip=1.0, dtype=torch.bfloat16)
     start = [param.detach().clone() for param in params]
@@ -148,17 +123,6 @@ def test_reset_is_in_place_and_makes_the_same_run_again():
     assert all(map(torch.equal, run(), first))
 
 
-def test_named_state_has_masters_moments_and_step_count():
-    _, grads, adam = make(clip=1.0)
-    state = dict(adam.named_state())
-    keys = ("master", "exp_avg", "exp_avg_sq")
-    assert set(state) == {"optimizer.step"} | {f"optimizer.{index}.{key}" for index in range(2) for key in keys}
-    fill(grads, 0)
-    adam.step()
-    assert float(state["optimizer.step"]) == 1.0, "live tensors, not copies"
-    assert state["optimizer.0.master"] is adam.masters[0]
-
-
 def test_a_step_is_captured_without_a_host_read_and_replays_equal_eager():
     """The clip factor and the learning rate live on the device: they change from replay to replay."""
     params, grads, adam = make(clip=1.0, dtype=torch.bfloat16)
@@ -178,8 +142,3 @@ def test_a_step_is_captured_without_a_host_read_and_replays_equal_eager():
         assert all(map(torch.equal, params, others))
     for (name, ours), (_, theirs) in zip(adam.named_state(), other.named_state(), strict=True):
         assert torch.equal(ours, theirs), name
-
-
-def test_gradients_must_be_fp32():
-    with pytest.raises(AssertionError):
-        MasterAdam([torch.nn.Parameter(torch.ones(2))], [torch.zeros(2).bfloat16()], Hyperparameters(**OPTIONS))

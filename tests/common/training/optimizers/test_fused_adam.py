@@ -201,7 +201,7 @@ def test_a_captured_step_reads_the_learning_rate_of_now():
 # --- compiled for an H100 or H200, which needs none
 
 
-def compiled_kernels(monkeypatch, tiles, grad_dtype, dtype=torch.bfloat16, moment_dtype=torch.float32):
+def compiled_kernels(monkeypatch, tiles, grad_dtype):
     """{kernel's name: what Triton's compiler made of it} of one step, with `tiles`."""
     from common.training.optimizers import fused_adam
     from tests.helpers.triton_compiling import Compiling
@@ -210,11 +210,8 @@ def compiled_kernels(monkeypatch, tiles, grad_dtype, dtype=torch.bfloat16, momen
     monkeypatch.setattr(Compiling, "compiled", {})
     monkeypatch.setitem(fused_adam.TILES, grad_dtype.itemsize, tiles)
     # Two tensors, since of a number 1 Triton makes a constant.
-    params = [torch.zeros(8, 8, dtype=dtype) for _ in range(2)]
-    masters, moments, moments_sq = (
-        [torch.zeros_like(param, dtype=each) for param in params]
-        for each in (torch.float32, moment_dtype, moment_dtype)
-    )
+    params = [torch.zeros(8, 8, dtype=torch.bfloat16) for _ in range(2)]
+    masters, moments, moments_sq = ([torch.zeros(8, 8) for _ in params] for _ in range(3))
     grads = [torch.zeros_like(param, dtype=grad_dtype) for param in params]
     update = fused_adam.FusedUpdate((params, masters, moments, moments_sq), NUMBERS, grads)
     update.norm(grads, out=torch.zeros(()))
@@ -240,15 +237,6 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_spills(monkeypatch
         assert wide_accesses(kernels["_sum_of_squares"]) == (each * tiles.chunk // tiles.norm_block, 0), tiles
         loads, stores = wide_accesses(kernels["_update"])
         assert loads >= 3 and stores >= 3, tiles
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-def test_moments_in_bf16_compile_for_hopper(monkeypatch):
-    from common.training.optimizers.fused_adam import TILES
-
-    kernels = compiled_kernels(monkeypatch, TILES[4], torch.float32, moment_dtype=torch.bfloat16)
-    assert "cvt.rn.bf16" in kernels["_update"].asm["ptx"]
 
 
 def test_in_the_interpreter():

@@ -70,17 +70,6 @@ def test_bf16_moments_are_fp32_ones_rounded():
     assert all(master.dtype == torch.float32 for master in rounded.masters)
 
 
-def test_reset_begins_anew():
-    adam = make()
-    start = [tensor.clone() for _, tensor in adam.named_state()]
-    fill(adam.grads, 0)
-    adam.step()
-    adam.lr.fill_(1.0)
-    begin(adam, values())
-    assert all(torch.equal(a, b) for a, (_, b) in zip(start, adam.named_state(), strict=True))
-    assert float(adam.lr) == pytest.approx(NUMBERS.lr)
-
-
 def test_weights_are_written_by_who_knows_their_format():
     written = []
     adam = MixedAdam([Weight(torch.empty(0), written.append)], [torch.ones(4)], NUMBERS)
