@@ -160,7 +160,7 @@ def _chosen(state: StepState) -> list[tuple[str, torch.nn.Module, Call]]:
         is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
         if path and inside < LEAST_OPERATORS:
             return
-        if path and is_whole and not is_frozen and not any(_is_in(name, path) for name in bad):
+        if path and call is not None and is_whole and not is_frozen and not any(_is_in(name, path) for name in bad):
             chosen.append((path, module, call))
             return
         for name, child in module.named_children():

@@ -50,6 +50,12 @@ def course(state: StepState, make_step: Callable[[int], None]) -> Course:
     return Course(state.read_losses(PARITY_STEPS), states)
 
 
+def scatter(eager: Course, again: Course) -> float:
+    """Return the largest difference of two trainings, relative to each tensor's largest value."""
+    states = zip(eager.states, again.states, strict=True)
+    return max((_relative(a, b) for x, y in states for a, b in zip(x, y, strict=True)), default=0.0)
+
+
 def difference(eager: Course, again: Course, other: Course, names: list[str]) -> Difference | None:
     """Return where another training leaves two eager ones by more than these scatter.
 
@@ -59,17 +65,14 @@ def difference(eager: Course, again: Course, other: Course, names: list[str]) ->
         other: the training to judge.
         names: of the tensors of the state.
     """
-    scatter = max(
-        (_relative(a, b) for x, y in zip(eager.states, again.states, strict=True) for a, b in zip(x, y, strict=True)),
-        default=0.0,
-    )
+    allowed = max(2 * scatter(eager, again), _ROUNDING)
     for index, (wanted, found) in enumerate(zip(eager.states, other.states, strict=True)):
         for name, a, b in zip(names, wanted, found, strict=True):
-            if not torch.equal(a, b) and _relative(a, b) > max(2 * scatter, _ROUNDING):
+            if not torch.equal(a, b) and _relative(a, b) > allowed:
                 text = f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
                 return Difference(index, text)
         loss, own = eager.losses[index], other.losses[index]
-        if loss != own and not abs(loss - own) <= max(2 * scatter, _LOSS_SCATTER) * max(abs(loss), 1e-30):
+        if loss != own and not abs(loss - own) <= max(allowed, _LOSS_SCATTER) * max(abs(loss), 1e-30):
             return Difference(index, f"the loss of step {index} is {own:.7g}, eager's {loss:.7g}")
     return None
 

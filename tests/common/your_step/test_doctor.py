@@ -147,6 +147,9 @@ SOUND = {
         LOSS: "x = x.clone().requires_grad_()\n"
               "        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)"
               f"\n        {LOSS} + slope.square().mean()"},
+    "an operator without deterministic kernels": {
+        LOSS: f"z = torch.zeros_like(x)\n        x = z.put_(torch.arange(x.numel()), x)\n        {LOSS}",
+    },
     "a frozen backbone that is not handed over": {
         "# more": "backbone = nn.Linear(16, 16)", "model(x)": "model(backbone(x).detach())"},
 }  # fmt: skip
