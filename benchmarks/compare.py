@@ -53,11 +53,9 @@ def report(args) -> int:
     for fault in found.faults:
         print(f"left out: {fault}")
     if rows:
-        hosts = len({run.host.get("boot") for _, run in found.runs})
-        where = f"{hosts} host{'s' if hosts != 1 else ''} in {shown(Path(args.root))}"
-        print(
-            f"\n{len(found.runs)} run{'s' if len(found.runs) != 1 else ''} on {where}. docs/method.md: how to read them"
-        )
+        hosts = runs.counted(len({run.host.get("boot") for _, run in found.runs}), "host")
+        where = f"{hosts} in {shown(Path(args.root))}"
+        print(f"\n{runs.counted(len(found.runs), 'run')} on {where}. docs/method.md: how to read them")
     return 1 if found.faults else 0
 
 

@@ -46,18 +46,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class HostsRatio:
-    """A variant's ratio on several hosts.
+    """A variant's ratio over hosts: geometric mean, and from three hosts on the ends of its 95 % interval."""
 
-    Attributes:
-        ratios: the ratio on each host, in the order given.
-        ratio, lowest, highest: geometric mean and range of `ratios`.
-        low, high: ends of the 95 % interval over hosts; None with fewer than three hosts.
-    """
-
-    ratios: tuple[float, ...]
     ratio: float
-    lowest: float
-    highest: float
     low: float | None
     high: float | None
 
@@ -102,27 +93,17 @@ def ratio_of(cycles: Sequence[tuple[Sequence[float], float]]) -> Ratio:
 
 
 def across_hosts(ratios: Sequence[Ratio]) -> HostsRatio:
-    """Combine the ratios of several hosts.
+    """Combine the ratios of several hosts, one of each, at least one.
 
-    Args:
-        ratios: one ratio for each host.
-
-    Returns:
-        The combined ratio. Its interval is Student's t with hosts - 1 degrees of freedom. It rests on how the hosts
-        differ, not on the intervals of the runs.
-
-    Raises:
-        ValueError: there is no ratio.
+    The interval is Student's t with hosts - 1 degrees of freedom. It rests on how the hosts differ, not on the
+    intervals of the runs.
     """
-    if not ratios:
-        raise ValueError("a ratio across hosts needs at least one host")
-    each = tuple(own.ratio for own in ratios)
-    logs = [math.log(ratio) for ratio in each]
-    ratio, low, high = math.exp(_mean(logs)), None, None
-    if len(each) >= LEAST_HOSTS:
-        factor = math.exp(_half_width(logs))
-        low, high = ratio / factor, ratio * factor
-    return HostsRatio(each, ratio, min(each), max(each), low, high)
+    logs = [math.log(own.ratio) for own in ratios]
+    ratio = math.exp(_mean(logs))
+    if len(logs) < LEAST_HOSTS:
+        return HostsRatio(ratio, None, None)
+    factor = math.exp(_half_width(logs))
+    return HostsRatio(ratio, ratio / factor, ratio * factor)
 
 
 def word(ratio: Ratio) -> str:

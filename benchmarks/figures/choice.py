@@ -70,11 +70,6 @@ def whole(row: Row) -> Workload:
     return replace(row.workload, build="", busy=0)
 
 
-def hosts(count: int) -> str:
-    """Return 1 host, or 2 hosts."""
-    return f"{count} host{'s' if count != 1 else ''}"
-
-
 def digits(value: float) -> str:
     """Three digits: 1,234, 188, 14.8, 3.00."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -90,7 +85,7 @@ def footer(rows: Sequence[Row] = (), used: Sequence[Run] = ()) -> str:
     used = used or list({point.run.id: point.run for row in rows for point in row.points}.values())
     torch = sorted({str(run.versions["torch"]) for run in used if run.versions.get("torch")})
     days = sorted({run.begin_utc[:10] for run in used})
-    text = f"{', '.join(sorted({runs.workload_of(run).machine for run in used}))}; {len(used)} run"
-    text += f"{'s' if len(used) != 1 else ''} on {hosts(len({str(run.host.get('boot')) for run in used}))}; {days[0]}"
+    text = f"{', '.join(sorted({runs.workload_of(run).machine for run in used}))}; {runs.counted(len(used), 'run')}"
+    text += f" on {runs.counted(len({str(run.host.get('boot')) for run in used}), 'host')}; {days[0]}"
     text += f" to {days[-1]}" if len(days) > 1 else ""
     return text + (f"; torch {', '.join(torch)}" if torch else "")

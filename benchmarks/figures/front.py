@@ -118,7 +118,7 @@ def why(shown: Shown) -> Page:
             continue  # a row with bars has both
         top = index * group
         said = f"{choice.preset(row.workload)}; {row.base or 'eager'} {digits(row.base_ms)} ms a step, {row.variant} "
-        said += f"{digits(row.variant_ms)} ms: {row.ratio:.3f}x ({choice.hosts(row.hosts)})"
+        said += f"{digits(row.variant_ms)} ms: {row.ratio:.3f}x ({runs.counted(row.hosts, 'host')})"
         page.heading(page.MARGIN, 0.1 + top + 0.03, short(row.workload.model), said)
         axes.plot([1, 1], [top + 0.24, top + group - 0.08], color=INK, linewidth=1.2, linestyle=(0, (3, 1.5)))
         for place, (name, value, colour) in enumerate(own):
@@ -200,7 +200,9 @@ def _lines(groups, room):
             if row.ratio is None:
                 texts = [row.status, *style.wrap(row.reason[:120], room, 7.5)]
             else:
-                said = ", ".join(filter(None, [f"{row.ratio:.3f}x", tables.interval(row), choice.hosts(row.hosts)]))
+                said = ", ".join(
+                    filter(None, [f"{row.ratio:.3f}x", tables.interval(row), runs.counted(row.hosts, "host")])
+                )
                 texts = [said, *style.wrap("" if row.control else row.note, room, 7.5)]
             lines.append((y + 0.12, row, model, texts))
             y += 0.24 + 0.14 * (len(texts) - 1)

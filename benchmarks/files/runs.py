@@ -80,11 +80,6 @@ class Point:
         return self.build.ratio_of(self.name, self.is_busy) if self.variant.status == "pass" else None
 
     @property
-    def is_published(self) -> bool:
-        """Return whether the run lies in results/."""
-        return self.path.resolve().is_relative_to(ROOT / "results")
-
-    @property
     def host(self) -> str:
         """The boot of the host."""
         return str(self.run.host.get("boot"))
@@ -127,10 +122,8 @@ class Point:
         if self.ratio is None or self.predicted_gain is None:
             return ""
         pace_ms = max(self.base_issue_ms or 0.0, self.base_busy_ms or 0.0)
-        return (
-            f"{self.build.base} takes {self.ratio.base_ms:,.2f} ms, the slower of its issue and busy {pace_ms:,.2f}; "
-            f"the graph's step is {self.ratio.variant_ms - (self.busy_ms or 0.0):+.2f} ms off its busy"
-        )
+        base = f"{self.build.base} takes {self.ratio.base_ms:,.2f} ms, the slower of its issue and busy {pace_ms:,.2f}"
+        return f"{base}; the graph's step is {self.ratio.variant_ms - (self.busy_ms or 0.0):+.2f} ms off its busy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +235,9 @@ class Row:
 
     @property
     def is_committed(self) -> bool:
-        """False if a run's source was not committed. `make publish` has looked at the source of published runs."""
-        return all(point.run.source.get("clean") is not False or point.is_published for point in self.points)
+        """False if a run's source was not committed. `make publish` has looked at the source of runs in results/."""
+        dirty = [point.path.resolve() for point in self.points if point.run.source.get("clean") is False]
+        return all(path.is_relative_to(ROOT / "results") for path in dirty)
 
 
 @dataclass
@@ -286,15 +280,13 @@ def rows_of(found: list[tuple[Path, Run]]) -> list[Row]:
                 for variant, own in build.variants.items():
                     if not busy or _blocks(own, True):
                         points[where, variant].append(Point(path, run, build, variant, bool(busy)))
-    order = {key: index for index, key in enumerate(points)}
-    keys = sorted(points, key=lambda key: (key[0], order[key]))
+    keys = sorted(points, key=lambda key: key[0])
     return [_row(where, variant, points[where, variant]) for where, variant in keys]
 
 
 def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     """Return the workload of one build of a run."""
-    gpus = run.host.get("gpus") or []
-    gpu = gpus[0]["name"] if gpus else "CPU"
+    gpu = next((each["name"] for each in run.host.get("gpus") or []), "CPU")
     return Workload(gpu, run.ranks, run.model, run.preset, run.label, build, busy)
 
 
@@ -318,10 +310,8 @@ def best_measured(rows: Sequence[Row]) -> list[Row]:
         is_other = where.preset != "bench", where.label != ""
         return *is_other, -row.hosts, where.build, not row.headline, -row.cycles, row.variant_ms
 
-    first: dict[str, Row] = {}
-    for row in sorted(graphs, key=rank):
-        first.setdefault(row.workload.model, row)
-    return [first[model] for model in sorted(first)]
+    best = {row.workload.model: row for row in sorted(graphs, key=rank, reverse=True)}
+    return [best[model] for model in sorted(best)]
 
 
 def geometric(values: Sequence[float]) -> float:
@@ -334,24 +324,18 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
-# ------------------------------------------------------------------------------------------------
-# Parts of rows
-
-
 def _blocks(variant, is_busy):
     return [block for block in variant.blocks if bool(block.busy_processes) == is_busy]
 
 
 def _row(where, name, points):
-    row = Row(workload=where, variant=name, points=tuple(points))
-    ratios = [point.ratio for point in points if point.ratio is not None]
-    if not ratios:
-        return row
     by_host = defaultdict(list)
     for point in points:
         if point.ratio is not None:
             by_host[point.host].append(point.ratio)
-    hosts = [_mean(own) for own in by_host.values()]
+    if not by_host:
+        return Row(workload=where, variant=name, points=tuple(points))
+    hosts, ratios = [_mean(own) for own in by_host.values()], [own for each in by_host.values() for own in each]
     over = statistics.across_hosts(hosts)
     only = ratios[0] if len(ratios) == 1 else over
     return Row(
@@ -375,8 +359,8 @@ def _mean(ratios):
     if len(ratios) == 1:
         return ratios[0]
     base_ms, variant_ms = geometric([own.base_ms for own in ratios]), geometric([own.variant_ms for own in ratios])
-    cycles = sum(own.cycles for own in ratios)
-    return Ratio(base_ms / variant_ms, 0.0, math.inf, math.inf, cycles, base_ms, variant_ms)
+    cycles, no_interval = sum(own.cycles for own in ratios), (0.0, math.inf, math.inf)
+    return Ratio(base_ms / variant_ms, *no_interval, cycles, base_ms, variant_ms)
 
 
 def _faster_eager(points):

@@ -40,7 +40,7 @@ def interval(row: Row) -> str:
 
 def count(row: Row) -> str:
     """Return cycles and hosts, as in 8, 1 host."""
-    return f"{row.cycles}, {row.hosts} host{'s' if row.hosts != 1 else ''}" if row.cycles else ""
+    return f"{row.cycles}, {runs.counted(row.hosts, 'host')}" if row.cycles else ""
 
 
 def cells(row: Row, column: str) -> str:

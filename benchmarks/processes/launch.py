@@ -8,14 +8,10 @@ A launcher is any command that takes another command behind it. It has to:
 - start that command once on each of --nnodes nodes, from the repository's root, with this environment;
 - set PET_NODE_RANK there (torchrun's variable for --node-rank), 0 to nnodes - 1. Node 0 is the machine of this command,
   since rank 0 talks to it through a Unix socket in GRAPH_SOCKET_DIR, a folder that a container has to see too;
-- end when all of them have ended, with a status other than 0 if one failed, and end all of them on SIGTERM;
-- end the others when one fails; they may wait for it until --limit-s (srun: --kill-on-bad-exit=1). On one node torchrun
-  does that.
+- end all when one fails (srun: --kill-on-bad-exit=1) and on SIGTERM, with a status other than 0 if one failed.
 
-Repository and --out lie on a file system that all nodes share. Node 0's torchrun listens at --rendezvous. Its static
-rendezvous is used, since c10d gives rank 0 to any node. Before the first run `machine` asks every node what it is:
-
-    python -m benchmarks.processes.launch --answer FOLDER      runs on a node then
+Repository and --out lie on a file system that all nodes share. Node 0's torchrun listens at --rendezvous, a static
+one, since c10d gives rank 0 to any node. Before the first run `machine` asks every node what it is.
 """
 
 import json
@@ -45,15 +41,7 @@ ALIKE = ("source_hash", "torch", "transformer_engine", "driver")
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a script is started.
-
-    Attributes:
-        nnodes: number of nodes.
-        ngpu: ranks on each node.
-        prefix: the launcher's words, empty without one.
-        rendezvous: host and port of node 0's torchrun, where there are several nodes.
-        python: the interpreter of the script.
-    """
+    """How a script is started. `prefix`: the launcher's words; `rendezvous`: host and port of node 0's torchrun."""
 
     nnodes: int = 1
     ngpu: int = 1
@@ -67,11 +55,7 @@ class Launch:
         return self.nnodes * self.ngpu
 
     def command(self, script: list[str]) -> list[str]:
-        """Return the whole command.
-
-        Args:
-            script: words after the interpreter, as in ["-m", "gpt3.train", ...].
-        """
+        """Return the whole command; `script` are words after the interpreter, as in ["-m", "gpt3.train", ...]."""
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.ngpu)]
         if self.nnodes > 1:
             host, port = self.rendezvous
@@ -87,7 +71,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--launch", metavar="COMMAND", help="starts what follows it on every node; see benchmarks/processes/launch.py"
     )
-    parser.add_argument("--rendezvous", metavar="HOST[:PORT]", help=f"node 0, for the others (this host:{PORT})")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help=f"node 0, for the others (this host:{PORT})")
     parser.add_argument("--python", metavar="PATH", help="interpreter of the training script (this one)")
 
 
@@ -104,8 +88,6 @@ def parse(args) -> Launch:
         prefix = tuple(shlex.split(args.launch or ""))
     except ValueError as error:
         raise Mistake(f"--launch {args.launch!r}: {error}") from None
-    if args.launch is not None and not prefix:
-        raise Mistake("--launch is empty; leave it out, or give a command such as srun with its options")
     if args.nnodes > 1 and not prefix:
         raise Mistake(f"--nnodes {args.nnodes} needs --launch, a command that starts another on every node")
     # Children start in the root, and so does a launcher with a relative name.
@@ -121,19 +103,11 @@ def parse(args) -> Launch:
     python = shutil.which(asked)
     if python is None:
         raise Mistake(f"--python {asked}: no such command")
-    rendezvous = _endpoint(args.rendezvous)
-    return Launch(
-        nnodes=args.nnodes, ngpu=args.ngpu, prefix=prefix, rendezvous=rendezvous, python=os.path.abspath(python)
-    )
-
-
-def _endpoint(text):
-    if not text:
-        return socket.gethostname(), PORT
-    host, colon, port = text.rpartition(":") if ":" in text else (text, "", "")
-    if not host or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
-        raise Mistake(f"--rendezvous {text!r} is not HOST or HOST:PORT")
-    return host, int(port or PORT)
+    host, _, port = (args.rendezvous or f"{socket.gethostname()}:{PORT}").rpartition(":")
+    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise Mistake(f"--rendezvous {args.rendezvous!r} is not HOST:PORT")
+    ranks = {"nnodes": args.nnodes, "ngpu": args.ngpu}
+    return Launch(prefix=prefix, rendezvous=(host, int(port)), python=os.path.abspath(python), **ranks)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -145,13 +119,10 @@ class NodesDiffer(RuntimeError):
 
 
 def machine(args) -> dict:
-    """Describe this machine; with a launcher, ask every node first.
+    """Return "name", "env" and "gpus" of this machine, which is node 0; with a launcher, ask every node first.
 
     Args:
         args: as for `parse`.
-
-    Returns:
-        "name", "env" and "gpus" of this machine, which is node 0.
 
     Raises:
         Mistake: the flags cannot be.

@@ -1,5 +1,6 @@
 """Fifty kills of the command or of its worker at any moment: nothing finished is lost, no process is left."""
 
+import contextlib
 import json
 import os
 import random
@@ -11,8 +12,9 @@ import pytest
 from benchmarks.files import partial
 from benchmarks.processes import supervisor
 from tests.helpers.bench_process import bench, only_run, start, workers
+from tests.helpers.processes import until
 
-CYCLES = 3
+MORE = (["eager", "graph_step"], "--cycles", 3)
 # From the start of the process to some time after its usual end.
 LATEST_S = 12.0
 
@@ -21,33 +23,25 @@ LATEST_S = 12.0
 @pytest.mark.parametrize("number", range(50))
 def test_after_a_kill_the_same_command_goes_on(tmp_path, number):
     draw = random.Random(number)
-    process = start(tmp_path, "--cycles", str(CYCLES))
+    process = start(tmp_path, *MORE)
     time.sleep(draw.uniform(0.2, LATEST_S))
     mine = set(supervisor.descendants(process.pid))
-    victims = [pid for pid, _ in workers() if pid in mine] if draw.random() < 0.5 else []
-    sockets = {path for pid, path in workers() if pid in mine}
-    for pid in victims or [process.pid]:
-        try:
+    own = {pid: path for pid, path in workers().items() if pid in mine}
+    for pid in own if own and draw.random() < 0.5 else [process.pid]:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.communicate(timeout=120)
-    until = time.monotonic() + 30
-    while (left := [pid for pid, path in workers() if path in sockets]) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
+    assert until(lambda: not set(own.values()) & set(workers().values()), 30)
+    kept = []
     if not list(tmp_path.rglob("*.json")):
         lines = [line for path in tmp_path.rglob(f"*{partial.SUFFIX}") for line in path.read_bytes().splitlines()]
         kept = [json.loads(line) for line in lines if b'"fact":"block"' in line and line.endswith(b"}")]
-        done = bench(tmp_path, ["eager", "graph_step"], "--cycles", str(CYCLES))
+        done = bench(tmp_path, *MORE)
         assert done.returncode == 0, done.stdout + done.stderr
-    else:
-        kept = []
-    run = only_run(tmp_path)
-    (build,) = run.builds.values()
-    own = build.variants["graph_step"]
-    assert [block.cycle for block in own.blocks] == list(range(CYCLES)) and own.status == "pass", own.reason
+    (build,) = only_run(tmp_path).builds.values()
+    graph = build.variants["graph_step"]
+    assert [block.cycle for block in graph.blocks] == [0, 1, 2] and graph.status == "pass", graph.reason
     # A cycle that had ended stands as it was measured.
     ended = {fact["cycle"]: fact["ms"] for fact in kept if fact["variant"] == "graph_step"}
     whole = {fact["cycle"] for fact in kept if fact["variant"] == build.base and fact["place"] > 0}
-    assert all(block.ms == ended[block.cycle] for block in own.blocks if block.cycle in whole & ended.keys())
+    assert all(block.ms == ended[block.cycle] for block in graph.blocks if block.cycle in whole & ended.keys())

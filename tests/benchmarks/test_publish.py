@@ -4,7 +4,6 @@ pytest tests/benchmarks/test_publish.py
 """
 
 import dataclasses
-import os
 import subprocess
 import sys
 
@@ -63,26 +62,17 @@ def test_the_folder_follows_from_the_run_and_not_from_where_its_file_lies(made, 
     assert publish.publish(made("elsewhere", **run), results).parent == results / "h100x2" / "gpt3-bench-batch-2"
 
 
-def test_eight_quiet_cycles_beside_eight_busy_ones_are_enough(made, results):
-    assert publish.publish(made(busy=16), results).is_file()
-
-
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         ({"preset": "tiny"}, "preset tiny"),
-        ({"preset": "tiny_pp"}, "preset tiny_pp"),
         ({"gpus": ()}, "on a CPU"),
         ({"gpus": ({"uuid": "GPU-1"},)}, "host.gpus is not named"),
         ({"source": {"commit": "c", "clean": False, "hash": "changed"}}, "a tree with changes"),
-        ({"source": {"commit": None, "clean": True}}, "an unknown commit"),
         ({"source": {"commit": "deadbeef", "clean": True, "hash": "x"}}, "an unknown commit"),
-        ({"source": {"commit": "c", "clean": True}}, "an unknown commit"),
-        ({"source": {}}, "an unknown commit"),
         ({"cycles": 7}, "7 whole cycles"),
         ({"cycles": 7, "busy": 16}, "7 whole cycles on a quiet host"),
         ({"id": "../../x"}, "cannot be the name of a file"),
-        ({"model": "../gpt3"}, "cannot be the name of a file"),
         ({"label": "a/b"}, "cannot be the name of a file"),
         ({"label": "a\nb"}, "label is not a name"),
     ],
@@ -131,18 +121,12 @@ def test_links_are_refused_wherever_they_stand(made, tmp_path, results):
     assert "nothing is written there" in refused(path, results)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"[" * 200_000, b'{"schema":2}', b"\xff\xfe", None])
+@pytest.mark.parametrize("damage", [b"{}", b"\xff\xfe", None])
 def test_damaged_and_foreign_files_are_refused(made, results, damage):
     path = made()
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-20] if damage is None else damage)
     assert str(path) in refused(path, results)
-
-
-def test_a_fifo_a_folder_and_nothing_are_refused(tmp_path, results):
-    os.mkfifo(tmp_path / "fifo.json")
-    for name in ("fifo.json", ".", "none.json"):
-        assert refused(tmp_path / name, results)
 
 
 def test_a_name_that_is_taken_by_other_content_is_refused(made, results):
@@ -165,11 +149,6 @@ def test_the_command_copies_what_it_can_and_says_the_rest_in_a_line_each(made, t
     assert [line.startswith("python -m benchmarks.publish: ") for line in said.err.splitlines()] == [True, True]
     assert "\x1b" not in said.err
     assert publish.main([str(good), "--into", str(results)]) == 0
-
-
-def test_a_folder_is_no_run(tmp_path, results, capsys):
-    assert publish.main([str(tmp_path), "--into", str(results)]) == 1
-    assert "no regular file" in capsys.readouterr().err and not results.exists()
 
 
 def test_publishing_a_run_imports_no_table_code():

@@ -62,21 +62,17 @@ def test_times_that_are_not_positive_and_finite_are_refused(wrong):
 
 
 def test_nothing_measured_is_refused():
-    for call in (lambda: numbers.ratio_of([]), lambda: numbers.across_hosts([])):
+    for cycles in ([], [((), 1.0)]):
         with pytest.raises(ValueError, match="at least one"):
-            call()
-    with pytest.raises(ValueError, match="at least one"):
-        numbers.ratio_of([((), 1.0)])
+            numbers.ratio_of(cycles)
 
 
 def test_hosts_are_a_geometric_mean_and_a_range_and_from_three_on_an_interval():
     two = numbers.across_hosts([ratio(1.9, 2.1), ratio(7.9, 8.1)])
-    assert two.ratio == pytest.approx(math.sqrt(two.lowest * two.highest))
+    assert two.ratio == pytest.approx(math.sqrt(ratio(1.9, 2.1).ratio * ratio(7.9, 8.1).ratio))
     assert (two.low, two.high) == (None, None)
     hosts = [ratio(0.98, 1.0 / 0.98), ratio(1.2, 1.3), ratio(1.05, 1.1)]
     three = numbers.across_hosts(hosts)
-    assert three.ratios == tuple(host.ratio for host in hosts)
-    assert (three.lowest, three.highest) == (hosts[0].ratio, hosts[1].ratio)
     as_cycles = numbers.ratio_of([((host.ratio,), 1.0) for host in hosts])
     assert (three.ratio, three.low, three.high) == pytest.approx((as_cycles.ratio, as_cycles.low, as_cycles.high))
 

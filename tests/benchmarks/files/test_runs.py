@@ -4,10 +4,10 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -92,34 +92,23 @@ def test_two_runs_of_one_id_are_left_out_by_name(tmp_path):
     assert len(found.runs) == 1 and len(found.faults) == 1 and "have one id" in found.faults[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "no whole JSON"),
-        ("[" * 200_000, "no whole JSON"),
-        ("[]", "no run file"),
-        ('{"schema": 4}', "schema 4, this version reads 3"),
-        ('{"schema": 3}', "id is missing"),
-        ('{"schema": 2, "model": "x"}', "schema 2"),
-        ("\0\1", "no whole JSON"),
-    ],
-)
-def test_a_file_that_is_no_run_is_one_line_and_the_rest_is_shown(tmp_path, capsys, text, said):
-    put(tmp_path, 0)
-    (tmp_path / FOLDER / "bad.json").write_text(text)
+def test_a_file_that_is_no_run_is_one_line_and_the_rest_is_shown(tmp_path, capsys):
+    target = put(tmp_path, 0)
+    (tmp_path / FOLDER / "bad.json").write_text("[" * 200_000)
+    (tmp_path / "link.json").symlink_to(target)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "large.json").write_text(
+        json.dumps(json.loads(target.read_text()) | {"more": "x" * run_file.MAX_BYTES})
+    )
     assert compare.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    (line,) = [line for line in out.splitlines() if line.startswith("left out: ")]
-    assert said in line and "bad.json" in line and "graph_layer" in out
-
-
-def test_a_link_or_a_pipe_is_not_read(tmp_path, capsys):
-    target = put(tmp_path / "elsewhere", 0)
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "link.json").symlink_to(target)
-    os.mkfifo(tmp_path / "root" / "pipe.json")
-    found = runs.read(tmp_path / "root")
-    assert not found.runs and len(found.faults) == 2
+    lines = [line for line in out.splitlines() if line.startswith("left out: ")]
+    assert [re.sub(".*: ", "", line) for line in lines] == [
+        "no whole JSON",
+        "larger than 8 MiB, no run file is",
+        "no regular file",
+    ]
+    assert "graph_layer" in out and len(runs.read(tmp_path).runs) == 1
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
@@ -138,22 +127,11 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
     assert "closed: Permission denied" in capsys.readouterr().out
 
 
-def test_a_loop_of_links_is_not_followed(tmp_path):
-    put(tmp_path, 0)
-    (tmp_path / "loop").symlink_to(tmp_path)
-    assert len(runs.read(tmp_path).runs) == 1
-
-
 def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
     assert compare.main([str(tmp_path)]) == 2
     assert compare.main([str(tmp_path / "none")]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "no run is there" in said[0] and "no such folder" in said[1]
-
-
-def test_a_model_that_is_gone_keeps_its_rows(tmp_path):
-    put(tmp_path, 0, model="gone")
-    assert row_of(tmp_path).workload.name == "gone/bench"
 
 
 def test_a_run_of_eager_alone_has_rows_without_a_ratio(tmp_path, capsys):
@@ -173,10 +151,6 @@ def test_a_screen_has_no_line_of_more_than_a_hundred_characters(tmp_path):
     text = tables.screen(runs.read(tmp_path).rows)
     assert max(map(len, text.splitlines())) <= tables.SCREEN
     assert "graph_x: unsupported (needs a GPU)" in text
-
-
-def test_tables_for_people_have_eight_columns_at_most():
-    assert len(tables.FEW) <= 8 and set(tables.FEW) | set(tables.WIDE) == set(tables._CELLS)
 
 
 def test_csv_has_every_row_unrounded(tmp_path):
@@ -253,11 +227,3 @@ def test_runs_without_a_common_variant_cannot_be_compared(sides, capsys):
     put(new, 1, preset="full")
     status, said = judged(capsys, old, new)
     assert status == 2 and "no timed variant in common" in said.err
-
-
-def test_a_file_of_more_than_eight_mebibytes_is_not_read(tmp_path):
-    path = put(tmp_path, 0)
-    path.chmod(0o644)
-    data = json.loads(path.read_text()) | {"more": "x" * run_file.MAX_BYTES}
-    path.write_text(json.dumps(data))
-    assert "larger than 8 MiB" in runs.read(Path(tmp_path)).faults[0]

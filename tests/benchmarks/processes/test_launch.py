@@ -46,24 +46,16 @@ def test_several_nodes_go_through_the_launcher():
 
 
 @pytest.mark.parametrize(
-    ("text", "endpoint"), [("n1", ("n1", launch.PORT)), ("n1:5", ("n1", 5)), ("::1:5", ("::1", 5))]
-)
-def test_the_address_of_node_0(text, endpoint):
-    assert launch.parse(arguments(nnodes=2, launch="env", rendezvous=text, out="x")).rendezvous == endpoint
-
-
-@pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({"nnodes": 2}, "--nnodes 2 needs --launch"),
-        ({"launch": " "}, "--launch is empty"),
         ({"launch": "'open"}, "--launch"),
         ({"launch": "no-such-command", "out": "x"}, "no command no-such-command"),
         ({"launch": "env"}, "--launch needs --out"),
         ({"nnodes": 2, "launch": "env", "out": "x", "host_load": 4}, "--host-load with --nnodes > 1"),
         ({"rendezvous": "n1"}, "--rendezvous is for several nodes"),
-        ({"nnodes": 2, "launch": "env", "out": "x", "rendezvous": ":80"}, "not HOST or HOST:PORT"),
-        ({"nnodes": 2, "launch": "env", "out": "x", "rendezvous": "n1:99999"}, "not HOST or HOST:PORT"),
+        ({"nnodes": 2, "launch": "env", "out": "x", "rendezvous": "n1"}, "not HOST:PORT"),
+        ({"nnodes": 2, "launch": "env", "out": "x", "rendezvous": "n1:99999"}, "not HOST:PORT"),
     ],
 )
 def test_mistakes_name_the_flag(values, expected):
@@ -147,13 +139,6 @@ def test_nodes_that_differ_are_named(tmp_path, monkeypatch, rank, where, value, 
 def two_nodes(tmp_path):
     prefix = program(tmp_path / "launcher", TWO_NODES)
     return ["--nnodes", "2", "--launch", prefix, "--rendezvous", f"127.0.0.1:{free_ports(1)[0]}"]
-
-
-def test_nodes_that_do_not_answer_are_one_line(tmp_path):
-    one = program(tmp_path / "one", '#!/bin/bash\nexec env PET_NODE_RANK=first "$@"\n')
-    done = bench(tmp_path / "out", ["graph_step"], "--nnodes", "2", "--launch", one)
-    assert done.returncode == 1 and "reached 0 of 2 nodes" in done.stderr and done.stderr.count("\n") == 1
-    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_folder_that_takes_no_socket_is_one_line(tmp_path):

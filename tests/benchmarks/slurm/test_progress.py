@@ -86,10 +86,6 @@ def test_what_a_run_that_goes_on_measures_again_is_no_progress(out):
     assert judge(out)[0]
 
 
-def test_without_a_folder_nothing_stands(tmp_path):
-    assert progress.standing(tmp_path / "nothing") == [0, 0]
-
-
 # ------------------------------------------------------------------------------------------------
 # bench.sbatch, with Python and Slurm's commands as shims
 
@@ -141,18 +137,6 @@ def start(tmp_path):
     return run
 
 
-def test_a_job_goes_back_under_its_own_id(start):
-    result, asked = start("parity", "cycle")
-    assert asked == ["requeue 7"], result.stderr
-    assert "0 runs and 2 facts of runs that were begun stand, more than before; back into the queue" in result.stdout
-
-
-def test_a_task_of_an_array_goes_back_alone(start):
-    # The last task has the array's own id.
-    result, asked = start("cycle", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1")
-    assert asked == ["requeue 7_1"], result.stderr
-
-
 def test_a_job_that_comes_no_further_fails(start, tmp_path):
     assert start("parity")[1] == ["requeue 7"]
     result, asked = start("worker", "capture", SLURM_RESTART_COUNT="1")
@@ -161,10 +145,17 @@ def test_a_job_that_comes_no_further_fails(start, tmp_path):
     assert (tmp_path / "out" / "logs" / "job-7.status").read_text() == "2\n"
     # Another job starts anew.
     assert start("parity", SLURM_JOB_ID="8")[1] == ["requeue 7", "requeue 8"]
+    # A job does not come back for ever.
+    result, asked = start("parity", "cycle", SLURM_JOB_ID="9", SLURM_RESTART_COUNT="20")
+    assert (result.returncode, len(asked)) == (2, 2) and "MAX_REQUEUES" in result.stderr
 
 
-@pytest.mark.parametrize(("settings", "limit"), [({}, 20), ({"MAX_REQUEUES": "3"}, 3)])
-def test_a_job_is_not_queued_again_for_ever(start, settings, limit):
-    assert start("cycle", SLURM_RESTART_COUNT=str(limit - 1), **settings)[1] == ["requeue 7"]
-    result, asked = start("cycle", SLURM_RESTART_COUNT=str(limit), **settings)
-    assert (result.returncode, asked) == (2, ["requeue 7"]) and "MAX_REQUEUES" in result.stderr
+@pytest.mark.parametrize(
+    ("settings", "job"),
+    # The last task of an array has the array's own id.
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, "7_1")],
+)
+def test_a_job_goes_back_under_its_own_id_and_a_task_of_an_array_alone(start, settings, job):
+    result, asked = start("parity", "cycle", **settings)
+    assert asked == [f"requeue {job}"], result.stderr
+    assert "0 runs and 2 facts of runs that were begun stand, more than before; back into the queue" in result.stdout
