@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 
 import torch
 
@@ -45,10 +44,6 @@ class State:
         flatten(self.model)
         initialise(self.model, config, SEED)
         self.names, self.parameters = zip(*self.model.named_parameters(), strict=True)
-        # Each network's place in `parameters`.
-        counts = [len(list(network.parameters())) for network in (self.encoder, self.prediction, self.joint)]
-        ends = list(itertools.accumulate(counts, initial=0))
-        self.slices = dict(zip(("encoder", "prediction", "joint"), map(slice, ends, ends[1:]), strict=True))
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
         self.lamb = Lamb(self.parameters, self.scaler, config, rank, world_size)
         self.blank = config.vocab - 1

@@ -1,8 +1,9 @@
 """RNN-T, MLPerf's speech recogniser: the whole training step in one CUDA graph, or graphs of its two networks.
 
-The loop without graphs:
+The loop without graphs. `main`, called at the end of this file, runs it; its body is `eager_step`, or the `step` of a
+variant below:
 
-    for step in range(n):
+    for step in range(num_steps):
         features, tokens, lengths = next(batches)       # as long as the longest utterance of the batch
         g = prediction(tokens)                          # LSTMs over the tokens of the transcript
         f = encoder(features)                           # LSTMs over the audio
@@ -10,17 +11,19 @@ The loop without graphs:
         gradients = torch.autograd.grad(loss * loss_scale, parameters)
         if all_finite(gradients):                       # decided on the GPU
             lamb(gradients, learning_rate(step))        # with a moving average of the weights
-        loss_scale.update()                             # on the GPU
+        loss_scale.update()                             # on the GPU, too
         print(loss of an earlier step)                  # whose copy has arrived on the host
 
 A graph repeats kernels with the shapes and addresses of its capture, but batches have any length. So each batch is
-copied into static buffers (rnnt/data/batches.py) and padded there to a bucket, one of a few lengths
-(rnnt/data/buckets.py). That does not change the loss: LSTMs run forwards in time, and the loss reads the utterances'
-lengths on the GPU. Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
+copied into static buffers and padded there to a bucket, one of a few lengths of each network (rnnt/data/buckets.py).
+That does not change the loss: LSTMs run forwards in time, and the loss reads the utterances' lengths on the GPU.
+Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
 
-Captured by `graph_step`: everything from g to loss_scale.update(), LAMB's communication too. The capture comes to
+Captured by `graph_step`: everything from g to loss_scale.update(), LAMB's communication too. In plain torch the capture
+comes to
 
-    for shape in pairs_of_buckets:                      # at most 16, the largest first
+    for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the largest first
+        graphs[shape] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[shape], pool=pool):
             train_on(static_buffers[shape])             # recorded, not run; shapes are views of the same memory
 
@@ -33,10 +36,15 @@ Captured by `graph_networks`: encoder and prediction network, a forward and a ba
 MLPerf's submission. Joint, loss, LAMB and loss scale stay eager there: joint and loss depend on both lengths, and the
 submission's 50 buckets a network make hundreds of pairs.
 
-Captured by neither, and why:
+Not captured by either, and why:
     the batch's copy and padding    each batch has its own length and its own address in host memory
     the learning rate               a schedule on the host computes it and writes it where LAMB reads it
-    the report                      loss, gradient norm and loss scale are copied to the host and read steps later
+    the report                      the host reads loss, gradient norm and loss scale steps later
+
+Copied in before a replay: the batch to the static buffers and the learning rate to the GPU, both by `load_batch`; in
+`graph_networks` also the gradients of f and g, to the buffers that the backward graphs read.
+Read before the next replay overwrites it: the report; in `graph_networks` also f, g and the parameters' gradients.
+Freed: each variant's `close` releases its pools and with them activations and gradients of its graphs.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
@@ -58,19 +66,21 @@ import torch
 # checks that their addresses and shapes are those of the capture.
 from common.capture.pool import Pool
 
-# section: a part of the step, a range in a profile. mark: a place where the host may wait for the GPU, needed every 800
-# launches to time the host. Neither does anything in a timed step.
+# The harness launches nothing in a timed step. section: names a part of the step in a profile. mark: a place where the
+# harness may wait for the GPU to time the host, needed every 800 launches.
 from common.measuring.marks import mark, section
 from common.script.main import main
+
+# Capture: reports pools and seconds. warm_up: runs three eager steps.
 from common.variant import Capture, Workload, warm_up
 from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
+
+# Networks, LAMB (state.lamb), loss scale (state.scaler), static buffers (state.inputs), buckets (state.plan), report.
 from rnnt.state import State, facts_of_run
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step
-# common.script.main has the loop: it calls a variant's step(0), step(1), ... The eager variants, common.variant.Eager,
-# call eager_step or padded_step there.
 
 
 def eager_step(state: State, index: int, fit=None):
@@ -113,7 +123,8 @@ def train_on(state: State, batch: Batch):
         gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
     mark()
     with section("optimizer"):
-        # Overflow check; LAMB (rnnt/lamb.py), unless a gradient overflowed; loss scale. All of it on the GPU.
+        # Averages gradients over the ranks, looks for overflows, updates weights by LAMB (rnnt/lamb.py) unless a
+        # gradient overflowed, then the loss scale. All of it on the GPU.
         state.lamb.step(gradients)
         state.report.fill(loss, state.lamb.grad_norm)  # numbers on the GPU, which end_step copies to the host
 
@@ -186,21 +197,26 @@ class GraphedNetworks:
 
     def __init__(self, state: State):
         self.state = state
-        # LAMB reads these. The networks' are static tensors of NetworkGraphs; the joint's are new in each step.
-        self.gradients = [None] * len(state.parameters)
-        self.capture = Capture(
-            strategy=f"encoder, buckets: {len(state.plan.audio)}; prediction, buckets: {len(state.plan.text)}"
+        encoder, prediction, self.joint = state.encoder, state.prediction, list(state.model.joint.parameters())
+        self.encoder = NetworkGraphs(state, state.model.encoder, lambda x: encoder(x.features, x.feature_lengths))
+        self.prediction = NetworkGraphs(
+            state, state.model.prediction, lambda x: (prediction(x.tokens, x.token_lengths),)
         )
-        encoder, prediction = state.encoder, state.prediction
-        self.encoder = NetworkGraphs(self, "encoder", lambda x: encoder(x.features, x.feature_lengths))
-        self.prediction = NetworkGraphs(self, "prediction", lambda x: (prediction(x.tokens, x.token_lengths),))
+        audio, text = state.plan.audio, state.plan.text
+        self.capture = Capture(
+            strategy=f"encoder, buckets: {len(audio)}; prediction, buckets: {len(text)}",
+            pools=[self.encoder.pool, self.prediction.pool],
+        )
         warm_up(state, self.capture, padded_step)
-        buckets = [(self.encoder, frames, (frames, 1)) for frames in reversed(state.plan.audio)]
-        buckets += [(self.prediction, tokens, (1, tokens)) for tokens in reversed(state.plan.text)]
-        for network, _, shape in buckets:
-            network.warm_up(state.inputs.dummy_batch(*shape))
+        buckets = [(self.encoder, frames, (frames, 1)) for frames in reversed(audio)]
+        buckets += [(self.prediction, tokens, (1, tokens)) for tokens in reversed(text)]
+        with self.capture.timed("warmup_s"):
+            for network, _, shape in buckets:
+                network.warm_up(state.inputs.dummy_batch(*shape))
         for network, length, shape in buckets:
-            network.capture_bucket(length, state.inputs.dummy_batch(*shape))
+            batch = state.inputs.dummy_batch(*shape)
+            with self.capture.timed("capture_s"):
+                network.capture(length, batch)
 
     def step(self, index: int):
         state = self.state
@@ -210,18 +226,16 @@ class GraphedNetworks:
             (g,) = self.prediction.forward(tokens)
         with section("encoder"):
             f, lengths = self.encoder.forward(frames)
-        with section("joint and loss"):
+        with section("joint and loss"):  # eager, and so is its backward pass
             loss = mean_loss(state, f.requires_grad_(), g.requires_grad_(), lengths, batch)
         mark()
         with section("backward"):
-            joint = state.slices["joint"]
-            leaves = (f, g, *state.parameters[joint])
-            grad_f, grad_g, *self.gradients[joint] = torch.autograd.grad(loss * state.scaler.scale, leaves)
+            grad_f, grad_g, *grad_joint = torch.autograd.grad(loss * state.scaler.scale, (f, g, *self.joint))
             self.prediction.backward(tokens, grad_g)
             self.encoder.backward(frames, grad_f)
         mark()
         with section("optimizer"):
-            state.lamb.step(self.gradients)
+            state.lamb.step([*self.encoder.gradients, *self.prediction.gradients, *grad_joint])
             state.report.fill(loss, state.lamb.grad_norm)
         state.end_step(index)
 
@@ -240,33 +254,28 @@ class NetworkGraphs:
     between forward and backward.
     """
 
-    def __init__(self, owner: GraphedNetworks, name: str, run):
+    def __init__(self, state: State, network: torch.nn.Module, run):
         """run(batch): the network's outputs, the first one differentiable."""
-        self.run, self.pool, self.capture = run, Pool(owner.state.device), owner.capture
-        place = owner.state.slices[name]
-        self.parameters = owner.state.parameters[place]
+        self.run, self.pool, self.parameters = run, Pool(state.device), list(network.parameters())
         # Outside the pool, one set for all buckets: fifty sets of 87 MB would be 4 GB. The copy out of the pool takes
         # 40 us a step at 4.3 TB/s.
-        self.gradients = owner.gradients[place] = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.capture.pools.append(self.pool)
+        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.graphs = {}
         self.grad_output = None
 
     def warm_up(self, batch: Batch):
-        with self.capture.timed("warmup_s"):
-            output = self.run(batch)[0]
-            torch.autograd.grad(output, self.parameters, torch.zeros_like(output))
+        output = self.run(batch)[0]
+        torch.autograd.grad(output, self.parameters, torch.zeros_like(output))
 
-    def capture_bucket(self, length: int, batch: Batch):
+    def capture(self, length: int, batch: Batch):
         """length: the bucket, in frames or tokens. The largest bucket comes first, as in GraphedStep."""
-        with self.capture.timed("capture_s"):
-            forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
-            output = outputs[0]
-            if self.grad_output is None:
-                # Smaller buckets use its beginning.
-                self.grad_output = torch.zeros(output.numel(), dtype=output.dtype, device=output.device)
-            grad_output = self.grad_output[: output.numel()].view(output.shape)
-            backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
+        forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
+        output = outputs[0]
+        if self.grad_output is None:
+            # Smaller buckets use its beginning.
+            self.grad_output = torch.zeros(output.numel(), dtype=output.dtype, device=output.device)
+        grad_output = self.grad_output[: output.numel()].view(output.shape)
+        backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
         self.graphs[length] = forward, [each.detach() for each in outputs], backward, grad_output
 
     @torch.no_grad()
