@@ -1,14 +1,11 @@
-"""common/schedule: published orders, a simulator over small schedules, and a pipeline of gloo processes."""
+"""common/schedule: published orders and a simulator over small schedules."""
 
 import itertools
 from collections import deque
 
 import pytest
-import torch
 
 from common.training import schedule
-from common.training.parallel import collectives
-from tests.helpers import gloo_ranks
 
 SIZES = [
     (pp, chunks, microbatches)
@@ -186,75 +183,3 @@ def test_buffers_are_free_when_they_are_filled(pp, chunks):
             assert clash(pp, stage, chunks, fewer, slots) is None, (count, stage, fewer)
         if chunks == 1:
             assert len(set(slots.values())) <= pp + 1
-
-
-# --- a pipeline
-
-
-def parts(count):
-    torch.manual_seed(0)
-    return [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()).double() for _ in range(count)]
-
-
-def inputs(microbatches):
-    return torch.linspace(-1, 1, microbatches * 18, dtype=torch.float64).view(microbatches, 3, 6)
-
-
-def reference(count, microbatches):
-    model = parts(count)
-    for x in inputs(microbatches):
-        torch.nn.Sequential(*model)(x).square().sum().backward()
-    return model
-
-
-def train(chunks, microbatches):
-    """Gradients of this stage's chunks against one process that has all of them."""
-    pp, stage = collectives.group_size(), collectives.group_rank()
-    own = parts(pp * chunks)[stage::pp]
-    x, y, dy, dx = {}, {}, {}, {}
-    for microbatch, value in enumerate(inputs(microbatches)):
-        for chunk in range(1, chunks + 1):
-            first, last = (chunk, stage) == (1, 0), (chunk, stage) == (chunks, pp - 1)
-            x[chunk, microbatch] = value if first else torch.zeros(3, 6, dtype=torch.float64)
-            dy[chunk, microbatch] = None if last else torch.zeros(3, 6, dtype=torch.float64)
-    batches = schedule.communications(pp, stage, chunks, microbatches)
-    steps = schedule.numbered(schedule.order(pp, stage, chunks, microbatches))
-    for batch, (step, microbatch) in zip(batches, [*steps, (0, 0)], strict=True):
-        exchange(batch, x, y, dy, dx)
-        place = abs(step), microbatch
-        if step > 0:
-            x[place].requires_grad_(True)
-            y[place] = own[step - 1](x[place])
-        elif step < 0:
-            if dy[place] is None:
-                y[place].square().sum().backward()
-            else:
-                y[place].backward(dy[place])
-            dx[place] = x[place].grad
-    expected = reference(pp * chunks, microbatches)[stage::pp]
-    return all(
-        torch.equal(parameter.grad, other.grad)
-        for module, same in zip(own, expected, strict=True)
-        for parameter, other in zip(module.parameters(), same.parameters(), strict=True)
-    )
-
-
-def exchange(batch, x, y, dy, dx):
-    outputs = [(t.peer, (y if t.step > 0 else dx)[abs(t.step), t.microbatch].detach()) for t in batch if t.sends]
-    places = [(t.peer, (x if t.step > 0 else dy)[abs(t.step), t.microbatch]) for t in batch if not t.sends]
-    collectives.exchange_(
-        [tensor for _, tensor in outputs],
-        [peer for peer, _ in outputs],
-        [tensor for _, tensor in places],
-        [peer for peer, _ in places],
-    )
-
-
-def worker():
-    """Neighbours that send to each other at once, and pipelines of two stages."""
-    return {"1F1B": train(1, 5), "interleaved": train(3, 4), "all forward first": train(2, 2)}
-
-
-def test_pipelines_of_two_processes_are_bitwise_one_process():
-    for result in gloo_ranks.run("tests.common.training.test_schedule", "worker", 2):
-        assert result == dict.fromkeys(("1F1B", "interleaved", "all forward first"), True)

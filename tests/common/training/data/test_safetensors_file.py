@@ -51,13 +51,10 @@ def test_rows_of_a_larger_tensor_of_another_dtype_are_filled_in_place(path):
 
 
 def test_a_header_says_where_the_bytes_are(path):
-    arrays = {"counts": torch.arange(5, dtype=torch.int64), "none": torch.empty(0, 2)}
-    made = safetensors_header.make({"counts": ("I64", (5,)), "none": ("F32", (0, 2))}, {"a": "b"})
-    path.write_bytes(made + arrays["counts"].numpy().tobytes())
+    path.write_bytes(safetensors_header.make({"a": ("F32", (2, 3)), "none": ("F16", (0, 2))}) + bytes(24))
     entries, metadata = safetensors_header.read(path, "--x")
-    assert metadata == {"a": "b"}
-    for name, tensor in arrays.items():
-        assert safetensors_header.mapped(path, entries[name]).tolist() == tensor.tolist()
+    assert metadata == {} and (entries["a"].shape, entries["a"].num_bytes, entries["none"].num_bytes) == ((2, 3), 24, 0)
+    assert entries["a"].offset % 8 == 0 and entries["a"].offset + 24 == path.stat().st_size
 
 
 def test_a_file_that_shrinks_after_it_was_opened(path):

@@ -30,25 +30,27 @@ def fp8(values, scale, form):
 
 
 class Operand:
-    """Scale and amaxes of one GEMM operand."""
+    """Scale and amaxes of one GEMM operand; history None: current scaling, by the scale of what is quantised."""
 
-    def __init__(self, form):
-        self.form, self.scale, self.amaxes = form, numpy.float32(1), []
+    def __init__(self, form, history):
+        self.form, self.length, self.scale, self.amax, self.amaxes = form, history, numpy.float32(1), 0, []
 
     def quantize(self, values):
         self.amax = numpy.float32(numpy.abs(values).max())
+        if self.length is None:
+            self.scale = numpy.float32(self.form[2]) / self.amax
         return fp8(values, self.scale, self.form)
 
-    def update(self, history):
+    def update(self):
         self.amaxes.append(self.amax)
         self.amax = numpy.float32(0)
-        largest = max(self.amaxes[-history:])
+        largest = max(self.amaxes[-(self.length or 1) :])
         if largest > 0:
             self.scale = numpy.float32(self.form[2]) / largest
 
-    def history(self, length):
+    def history(self):
         """The column of amax_history: row 0 for the next microbatch, the newest amax in the last row."""
-        return [0.0, *([0.0] * length + self.amaxes)[len(self.amaxes) + 1 :]]
+        return [0.0, *([0.0] * self.length + self.amaxes)[len(self.amaxes) + 1 :]]
 
 
 def make(history=16, in_features=6, out_features=4, dtype=torch.float32, num_linears=1):
@@ -84,48 +86,46 @@ def flat(tensor):
     return tensor.double().numpy().reshape(-1, tensor.shape[-1])
 
 
-@pytest.mark.parametrize("history", [1, 3, 16])
+@pytest.mark.parametrize("history", [1, 3, 16, None])
 def test_three_steps_of_two_microbatches_against_the_reference(history):
     (linear,), scaling = make(history)
-    operands = {"x": Operand(E4M3), "weight": Operand(E4M3), "grad": Operand(E5M2)}
-    for operand in operands.values():
-        operand.amax = numpy.float32(0)
-    state = dict(scaling.named_state())
+    x_operand, weight_operand, grad_operand = (Operand(form, history) for form in (E4M3, E4M3, E5M2))
     bias_grad, main_grad = numpy.zeros(4), numpy.zeros((4, 6))
     for index in range(6):
-        is_first = index % 2 == 0
         x, grad = inputs(index)
         weight = linear.weight.detach().double().numpy().copy()
-        y, x_grad = microbatch(linear, scaling, x, grad, is_first)
+        y, x_grad = microbatch(linear, scaling, x, grad, is_first=index % 2 == 0)
 
-        if is_first:
-            cache = operands["weight"].quantize(weight)
-        rounded_x = operands["x"].quantize(flat(x))
-        rounded_grad = operands["grad"].quantize(flat(grad))
-        product = rounded_grad.T @ rounded_x
-        main_grad = product + (0 if is_first else main_grad)
+        if index % 2 == 0:
+            cache = weight_operand.quantize(weight)
+            main_grad = 0
+        rounded_x, rounded_grad = x_operand.quantize(flat(x)), grad_operand.quantize(flat(grad))
+        main_grad = rounded_grad.T @ rounded_x + main_grad
         bias_grad += flat(grad).sum(0)
-        for operand in operands.values():
-            operand.update(history)
-
-        close = {"rtol": 1e-5, "atol": 1e-6}
-        numpy.testing.assert_array_equal(linear.weight_cache.double().numpy(), cache)
-        numpy.testing.assert_allclose(flat(y), rounded_x @ cache.T + linear.bias.detach().numpy(), **close)
+        numpy.testing.assert_allclose(linear.weight_cache.double().numpy(), cache, rtol=1e-6)
+        numpy.testing.assert_allclose(flat(y), rounded_x @ cache.T + linear.bias.detach().numpy(), rtol=1e-5, atol=1e-6)
         numpy.testing.assert_allclose(flat(x_grad), rounded_grad @ cache, rtol=1e-5, atol=1e-9)
         numpy.testing.assert_allclose(linear.weight.main_grad.numpy(), main_grad, rtol=1e-5, atol=1e-8)
         numpy.testing.assert_allclose(linear.bias.grad.numpy(), bias_grad, rtol=1e-5, atol=1e-8)
         assert linear.weight.grad is None
-        forward, backward = [operands["x"], operands["weight"]], [operands["grad"]]
-        for direction, columns in (("forward", forward), ("backward", backward)):
-            scales, amaxes = state[f"fp8.{direction}.scale"], state[f"fp8.{direction}.amax_history"]
-            for operand, scale in zip(columns, scales.numpy(), strict=True):
-                assert scale == pytest.approx(operand.scale, rel=2e-7), (index, direction)
-                operand.scale = scale  # torch multiplies by a rounded reciprocal: the last bit may differ
-            expected = numpy.array([operand.history(history) for operand in columns]).T
-            numpy.testing.assert_array_equal(amaxes.numpy(), expected)
+        for operand in (x_operand, weight_operand, grad_operand):
+            operand.update()
+        compare(scaling, {"forward": [x_operand, weight_operand], "backward": [grad_operand]})
         # The optimizer moves weights after every step, and here after every microbatch: the cache must stay.
         with torch.no_grad():
             linear.weight.mul_(1.5)
+
+
+def compare(scaling, operands):
+    """Scales and histories of delayed scaling; current scaling has none."""
+    state = dict(scaling.named_state())
+    assert bool(state) == isinstance(scaling, EmulatedScaling)
+    for direction, columns in operands.items() if state else ():
+        for operand, scale in zip(columns, state[f"fp8.{direction}.scale"].numpy(), strict=True):
+            assert scale == pytest.approx(operand.scale, rel=2e-7), direction
+            operand.scale = scale  # torch multiplies by a rounded reciprocal: the last bit may differ
+        expected = numpy.array([operand.history() for operand in columns]).T
+        numpy.testing.assert_array_equal(state[f"fp8.{direction}.amax_history"].numpy(), expected)
 
 
 @pytest.mark.parametrize(
@@ -236,32 +236,6 @@ def test_reset_is_in_place_and_makes_the_same_run_again():
 
 
 # --- current scaling
-
-
-def current(values, form):
-    """float64 array: `values` rounded in the FP8 format at the scale of their own amax."""
-    return fp8(values, numpy.float32(form[2]) / numpy.float32(numpy.abs(values).max()), form)
-
-
-def test_two_steps_of_two_microbatches_with_current_scaling_against_the_reference():
-    """Each tensor's scale is its own, from the first step on; the weight's is that of the first microbatch."""
-    (linear,), scaling = make(history=None)
-    assert list(scaling.named_state()) == []
-    main_grad = numpy.zeros((4, 6))
-    for index in range(4):
-        x, grad = inputs(index)
-        if index % 2 == 0:
-            cache = current(linear.weight.detach().double().numpy(), E4M3)
-        y, x_grad = microbatch(linear, scaling, x, grad, index % 2 == 0)
-        rounded_x, rounded_grad = current(flat(x), E4M3), current(flat(grad), E5M2)
-        main_grad = rounded_grad.T @ rounded_x + (0 if index % 2 == 0 else main_grad)
-        close = {"rtol": 1e-5, "atol": 1e-6}
-        numpy.testing.assert_allclose(linear.weight_cache.double().numpy(), cache, rtol=1e-6)
-        numpy.testing.assert_allclose(flat(y), rounded_x @ cache.T + linear.bias.detach().numpy(), **close)
-        numpy.testing.assert_allclose(flat(x_grad), rounded_grad @ cache, rtol=1e-5, atol=1e-9)
-        numpy.testing.assert_allclose(linear.weight.main_grad.numpy(), main_grad, rtol=1e-5, atol=1e-8)
-        with torch.no_grad():
-            linear.weight.mul_(1.5)
 
 
 def test_current_scaling_of_zeros_and_of_what_is_tiny_is_finite():
