@@ -9,9 +9,7 @@ from common.variant_table import about
 from llama2_lora.variants import BUILDS, VARIANTS
 
 LAYERS = ("handwritten", "te", "torch")
-PRECISIONS = ("fp8", "fp8_current", "bf16", "nvfp4_emulated")
-# The GEMMs of frozen weights read FP8 operands. Their input gradient (dgrad) needs the transposed weight.
-FP8 = ("fp8", "fp8_current")
+PRECISIONS = ("fp8", "bf16")
 # Tensors that a layer quantises (llama2_lora/kernels/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
 SCALES = (*FORWARD_SCALES, "qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
@@ -44,28 +42,20 @@ class Config(Timing):
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     precision: str = option(
         "fp8",
-        "precision of the frozen GEMMs. fp8: delayed scaling, fp8_current: current scaling, both emulated without FP8 "
-        "hardware; nvfp4_emulated: numerics only",
+        "precision of the frozen GEMMs. fp8: delayed scaling, emulated without FP8 hardware",
         PRECISIONS,
     )
     layer: str = option(
         "handwritten",
         "handwritten: our forward and backward, without autograd; te: Transformer Engine's modules; torch: plain "
         "PyTorch, bf16 only",
+        LAYERS,
     )
     fc1_store: str = option(
         "auto",
         "format in which handwritten layers keep fc1's output for their backward; auto: that of the frozen GEMMs",
         ("auto", "bf16", "fp8"),
     )
-    transposes: str = option(
-        "inline",
-        "where handwritten layers transpose the FP8 weights that they do not hold. inline: before each dgrad GEMM, in "
-        "one shared buffer; beside: on a second stream, each matrix in a buffer of its own; own: before each dgrad "
-        "GEMM, each layer in its own memory",
-        ("inline", "beside", "own"),
-    )
-    fast_dgrad: bool = option(False, "handwritten layers: sum dgrad GEMMs in the tensor cores' own precision")
     memory_gib: float = option(0.0, "GiB that torch may reserve (0: all that is free)")
     amax_history: int = option(4, "steps in the amax history of delayed scaling")
     lr: float = option(-1.0, f"learning rate of Adam; -1: {MLPERF_LR:g} with --checkpoint, else {RANDOM_LR:g}")
@@ -85,11 +75,8 @@ class Config(Timing):
     batches: int = option(8, "different windows that rotate")
 
     def __post_init__(self):
-        if self.layer == "lean":
-            raise ValueError("--layer lean is now --layer handwritten")
-        if self.layer not in LAYERS:
-            raise ValueError(f"--layer {self.layer}: takes one of {', '.join(LAYERS)}")
         require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
+        require_fields(self, ("layers",), lambda value: value <= 4096, "a number up to 4096")
         require_fields(self, ("dropout",), lambda value: 0 <= value < 1, "a number from 0 up, below 1")
         require_fields(self, ("memory_gib",), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(
@@ -101,8 +88,8 @@ class Config(Timing):
             raise ValueError(f"--layer torch needs --precision bf16, not {self.precision}")
         for name in ("data", "checkpoint", "adapter", "save_adapter"):
             require_folder_of_its_own(f"--{name.replace('_', '-')}", getattr(self, name))
-        if self.fc1_store == "fp8" and self.precision not in FP8:
-            raise ValueError(f"--fc1-store fp8 needs --precision fp8 or fp8_current, not {self.precision}")
+        if self.fc1_store == "fp8" and self.precision != "fp8":
+            raise ValueError(f"--fc1-store fp8 needs --precision fp8, not {self.precision}")
         if self.heads % self.kv_heads:
             raise ValueError(f"--heads {self.heads}: takes a multiple of --kv-heads {self.kv_heads}")
         if self.sequence % (16 * self.cp):
@@ -110,8 +97,6 @@ class Config(Timing):
             raise ValueError(f"--sequence {self.sequence}: takes a multiple of 16{by}")
         if self.head_dim & (self.head_dim - 1) or self.head_dim < 2:
             raise ValueError(f"--head-dim {self.head_dim}: takes a power of two, 64 or 128 in models of this kind")
-        if self.rank > (most := min(self.hidden, self.q_width)):
-            raise ValueError(f"--rank {self.rank}: takes a number from 1 to {most}, the narrowest width it is between")
         if any(width % 16 for width in (self.hidden, self.ffn, self.q_width, self.qkv_width)):
             raise ValueError("--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim take multiples of 16")
 
@@ -152,7 +137,7 @@ class Config(Timing):
     @property
     def fc1_fp8(self) -> bool:
         """Handwritten layers give their backward fc1's output in FP8: kept in FP8, or computed again and rounded."""
-        return self.precision in FP8 and self.fc1_store != "bf16"
+        return self.precision == "fp8" and self.fc1_store != "bf16"
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

@@ -1,36 +1,27 @@
 """The plan of the tensors that handwritten layers keep for their backward, from sizes and rates (no torch here).
 
 `workspace` lists what llama2_lora/layers/handwritten.py allocates, so the prediction and the program cannot differ.
-
-    python -m llama2_lora.plan        the plans of the whole model for an H200 and an H100, as in docs/memory_plan.md
 """
 
 import math
-from bisect import bisect_right
-from dataclasses import replace
 
 from common.config import flag_of
-from common.training import memory_plan
-from common.training.memory_fit import blame, gib
+from common.training import memory_fit, memory_plan
 from common.training.memory_plan import GIB, Item, Plan, copy_ms, gemm_ms
 from llama2_lora import config as lora_config
-from llama2_lora.config import FP8, MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
+from llama2_lora.config import MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
 
 # Memory that CUDA, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = int(1.5 * GIB)
 # FP32 tensors of the size of all scores that are alive at a time in plain attention's backward.
 PLAIN_ATTENTION_COPIES = 5
-# The allocations of more layers are not followed one by one: no machine holds them.
-MOST_LAYERS = 4096
-# Elements that common/training/precision/nvfp4.py rounds at a time, and FP32 copies of them that are alive meanwhile.
-NVFP4_CHUNK, NVFP4_COPIES = 2**24, 7
 # cuBLAS workspaces of the two streams that a captured step uses, 32 MiB each on Hopper.
 LIBRARY_BYTES = 64 * 2**20
 
 
 def element_bytes(config: Config, kind: str) -> int:
     """Bytes of an element: "main" is bf16; "operand" and "gradient" are FP8, or bf16 where GEMMs are not FP8."""
-    return {"main": 2, "fp32": 4}.get(kind) or (1 if config.precision in FP8 else 2)
+    return {"main": 2, "fp32": 4}.get(kind) or (1 if config.precision == "fp8" else 2)
 
 
 def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -64,18 +55,16 @@ def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
         "x": ((c.layers, s, c.hidden), "main"),
         "a": ((c.layers, 2, s, c.rank), "main"),
     }
-    if c.precision in FP8:
-        # One buffer for all matrices, one for each matrix, or one for each matrix of every layer.
-        largest = max(outputs * inputs for outputs, inputs in c.matrices.values())
-        sizes = {"inline": largest, "beside": layer_weights(c), "own": c.layers * layer_weights(c)}
-        shapes["transpose"] = ((sizes[c.transposes],), "operand")
+    if c.precision == "fp8":
+        # For the matrices of layers that do not hold theirs transposed, one after the other.
+        shapes["transpose"] = ((max(outputs * inputs for outputs, inputs in c.matrices.values()),), "operand")
     return shapes
 
 
 def items(config: Config) -> list[Item]:
     """Tensors that a layer may keep beside x, in the order of its forward, with the time to compute each again."""
     c, s = config, config.tokens
-    rate = memory_plan.FP8_TFLOPS if c.precision in FP8 else memory_plan.BF16_TFLOPS
+    rate = memory_plan.FP8_TFLOPS if c.precision == "fp8" else memory_plan.BF16_TFLOPS
 
     def gemm(name):
         outputs, inputs = c.matrices[name]
@@ -96,7 +85,7 @@ def items(config: Config) -> list[Item]:
         Item("residual", 2 * s * c.hidden, None, residual_ms, needs=("attention",)),
         Item("fc1", 4 * s * c.ffn, 2 * s * c.ffn, fc1_ms, needs=("residual",)),
     ]
-    if c.precision in FP8 and c.transposes != "own":
+    if c.precision == "fp8":
         weights = layer_weights(c)
         found.append(Item("transpose", weights, None, copy_ms(2 * weights, memory_plan.COPY_GB_PER_S), permanent=True))
     return found
@@ -105,16 +94,11 @@ def items(config: Config) -> list[Item]:
 def built_sizes(config: Config) -> list[int]:
     """Bytes of each tensor that a run allocates once, whatever layers keep."""
     c = config
-    # nvfp4_emulated has weights of their own for both directions.
-    copies = 2 if c.precision == "nvfp4_emulated" else 1
-    sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers * copies
+    sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers
     sizes += [2 * c.hidden] * (2 * c.layers + 1) + [2 * c.vocab * c.hidden] * 2
     # The adapters: values and gradients in bf16; gradient, master and two moments in FP32.
     sizes += [2 * num_trainable(c)] * 2 + [4 * num_trainable(c)] * 4
     sizes += [math.prod(shape) * element_bytes(c, kind) for shape, kind in workspace(c).values()]
-    if c.precision == "fp8_current":
-        # An operand before its scale is known (llama2_lora/kernels/operators.py).
-        sizes.append(2 * c.tokens * max(c.hidden, c.q_width, c.qkv_width, 2 * c.ffn))
     # The history of amaxes; tables of RoPE; tokens, targets, positions; mask and shares of the loss.
     sizes.append(4 * c.amax_history * c.layers * len(lora_config.SCALES))
     return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.tokens] * 3 + [4 * c.tokens] * 2
@@ -123,8 +107,6 @@ def built_sizes(config: Config) -> list[int]:
 def fixed_bytes(config: Config) -> int:
     """Bytes that torch reserves whatever layers keep: all that is built, and the memory of attention and libraries."""
     c = config
-    if c.layers > MOST_LAYERS:
-        return math.ceil(fixed_bytes(replace(c, layers=MOST_LAYERS)) * c.layers / MOST_LAYERS)
     keys, padding = c.tokens, 128 * MAX_DOCUMENTS
     if c.cp > 1:
         # The keys that two runs of queries see; each run has its own part of a document.
@@ -139,8 +121,6 @@ def fixed_bytes(config: Config) -> int:
         # Keys and values of all ranks, as gathered and as attention takes them; their gradients in both forms, in bf16
         # and FP32.
         sizes += [2 * c.sequence * 2 * c.kv_width * factor for factor in (1, 2, 2, 4, 2, 1)] * 2
-    if c.precision == "nvfp4_emulated":
-        sizes += [4 * min(NVFP4_CHUNK, c.tokens * max(2 * c.ffn, c.hidden, c.qkv_width))] * NVFP4_COPIES * 2
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 
@@ -165,28 +145,14 @@ def needed_bytes(config: Config) -> int:
 
 def fit(config: Config, budget_bytes: int) -> Config:
     """The config with as many of its layers as fit by the smallest plan. ValueError if not even one does."""
-    layers = bisect_right(
-        range(1, config.layers + 1), budget_bytes, key=lambda layers: needed_bytes(replace(config, layers=layers))
-    )
-    if not layers:
-        one = replace(config, layers=1)
-        raise ValueError(
-            blame(one, PRESETS, needed_bytes, budget_bytes)
-            or f"one layer needs {gib(needed_bytes(one))} GiB, {gib(budget_bytes)} GiB are free: "
-            "lower --sequence or --ffn, or run --preset tiny"
-        )
+    fitted = memory_fit.fit_layers(config, PRESETS, needed_bytes, budget_bytes)
     _require_indexable(config)
-    return replace(config, layers=layers)
+    return fitted
 
 
-def require(config: Config, available_bytes: int) -> None:
-    """ValueError if the config does not fit into a host without a GPU."""
-    if host_bytes(config) > available_bytes:
-        raise ValueError(
-            blame(config, PRESETS, host_bytes, available_bytes)
-            or f"this preset needs {gib(host_bytes(config))} GiB on a GPU, there is none, and the host has "
-            f"{gib(available_bytes)} GiB free: run --preset tiny"
-        )
+def require(config: Config, available_bytes: int | None) -> None:
+    """ValueError if the config does not fit into a host without a GPU (None: the host does not tell)."""
+    memory_fit.require_host(config, PRESETS, host_bytes, available_bytes)
     _require_indexable(config)
 
 
@@ -206,25 +172,3 @@ def _require_indexable(config):
             f"--sequence {c.sequence} with {flag_of(name)} {getattr(c, name)}: takes fewer, a tensor of a layer has "
             "2^31 elements at most"
         )
-
-
-GPUS = {"H200": 139, "H100": 78}  # GiB that are free
-
-
-def table() -> str:
-    """The table of docs/memory_plan.md: plans of the whole model at 1024 and 8192 tokens, in Markdown."""
-    columns = ["tokens", "free GiB", "layers", "q k v", "attention", "residual", "fc1 in FP8", "W^T", "GiB", "ms"]
-    lines = [columns, ["---:"] * len(columns)]
-    for preset in ("bench", "full"):
-        for gpu, free_gib in GPUS.items():
-            budget = budget_bytes(free_gib * GIB)
-            config = fit(PRESETS[preset], budget)
-            plan = make_plan(config, budget)
-            kept = [row["kept"] + row["fp8"] for row in plan.items().values()]
-            free = f"{free_gib} ({gpu})"
-            lines.append([config.tokens, free, config.layers, *kept, gib(plan.bytes), f"{plan.ms:.0f}"])
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -12,7 +12,7 @@ from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Workload
 from llama2_lora import config as lora_config
 from llama2_lora import plan
-from llama2_lora.config import ABOUT, FP8
+from llama2_lora.config import ABOUT
 from llama2_lora.data import rows
 from llama2_lora.state import State, hyperparameters
 from llama2_lora.weights import adapters
@@ -34,7 +34,7 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         flops_convention=flops.CAUSAL_HALF,
         items_per_step=config.tokens,
         unit="tokens",
-        peak_flops=flops.peak_flops(gpu, "fp8" if config.precision in FP8 else "bf16"),
+        peak_flops=flops.peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
         hyperparameters=hyperparameters(config, config.ranks(world_size).dp),
         kinds=ABOUT["kinds"],
         promises=ABOUT["promises"],
@@ -70,13 +70,11 @@ def _fit(args, device):
     if device.type == "cpu":
         if config.layer == "te":
             raise ValueError("--layer te needs a GPU; take --layer handwritten or torch")
-        available = host_state.available_host_bytes()
-        if available is not None:
-            plan.require(config, available)
-        if config.precision in FP8:
+        plan.require(config, host_state.available_host_bytes())
+        if config.precision == "fp8":
             notes.append("FP8 emulated: operands rounded to FP8, GEMMs in FP32")
         return args, notes
-    if config.precision in FP8 and torch.cuda.get_device_capability(device) < (8, 9):
+    if config.precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
         config = replace(config, precision="bf16", fc1_store="auto")
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
     # The least of all ranks, so that all have one plan and as many layers.

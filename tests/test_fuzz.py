@@ -144,11 +144,6 @@ def _json_lines():
     return "\n".join(map(json.dumps, lines)).encode()
 
 
-def _npy(folder):
-    np.save(folder / "train.npy", np.arange(12, dtype=np.int32).reshape(3, 4))
-    return (folder / "train.npy").read_bytes()
-
-
 def _parquet(folder):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -192,9 +187,7 @@ READERS = {
     "run file": ("h200x1/gpt3-bench/a.json", lambda folder: run_file.as_text(made_run(cycles=2)).encode(), _run),
     "partial run": (f"a{partial.SUFFIX}", _facts, _partial),
     "JSON lines": ("train.jsonl", lambda folder: _json_lines(), _packed),
-    "npy": ("train.npy", _npy, _packed),
     "parquet": ("train.parquet", _parquet, _packed),
-    "packed tokens": ("train.safetensors", _packed_tensors, _packed),
     "latents": ("a.safetensors", _shard, _shards),
     "Megatron index": ("a.idx", _index, _megatron),
     "safetensors": ("a.safetensors", _packed_tensors, _tensors),

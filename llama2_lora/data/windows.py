@@ -7,9 +7,8 @@
 Validation rows are held out. Without --data the Python standard library is cut so that 2 to 8 excerpts fill a window.
 
 GovReport in MLPerf's packed form (Hugging Face, regisss/scrolls_gov_report_preprocessed_mlperf_2): 3,901 rows of 8192
-tokens and 173 for validation, parquet with labels, or .npy of dicts with loss_mask and seq_start_id [0] as the
-submissions convert it (mlcommons/training_results_v4.0, Oracle, llama2_70b_lora, scripts/convert_dataset.py).
-llama2_lora/data/convert_packed_text.py makes .safetensors of these .npy, which are pickles.
+tokens and 173 for validation, parquet with labels. Submissions convert it to .npy of dicts with loss_mask and
+seq_start_id [0] (mlcommons/training_results_v4.0, Oracle, llama2_70b_lora, scripts/convert_dataset.py).
 
 Documents follow one another in the order of the source. A document that is longer than a window is cut into documents.
 A document that does not fit into the rest of a window begins the next, and padding fills the rest.
@@ -44,7 +43,7 @@ class PackedBatch(NamedTuple):
 
 
 class Packing:
-    """The windows of one source. fill: share of their tokens that belong to documents. ValueError names --data."""
+    """The windows of one source. ValueError names --data."""
 
     def __init__(self, source: Source, config: Config):
         self.source, self.config, s = source, config, config.sequence
@@ -61,16 +60,12 @@ class Packing:
         self._bounds = np.append(np.repeat(source.starts[:-1], pieces) + number * s, num_tokens)
         # Padding needs a place of its own in cu_seqlens.
         self._firsts = _fill_windows(self._bounds, s, s if self._whole else MAX_DOCUMENTS - 1)
-        self._windows = np.flatnonzero(self._have_targets())
+        counted = source.counted.copy()
+        counted[self._bounds[:-1]] = False  # nothing predicts the first token of a document
+        has_targets = np.add.reduceat(counted, self._bounds[self._firsts[:-1]], dtype=np.int64) > 0
+        self._windows = np.flatnonzero(has_targets)
         if not len(self._windows):
             raise ValueError(f"--data: no document of {source.name} has a second token that counts in the loss")
-        begins, ends = (self._bounds[self._firsts[self._windows + place]] for place in (0, 1))
-        self.fill = float((ends - begins).sum() / (len(self._windows) * s))
-        if self.fill < 0.5 and len(self._windows) > 1:
-            raise ValueError(
-                f"--data: documents of {source.name} are so short that {MAX_DOCUMENTS - 1} of them fill "
-                f"{100 * self.fill:.0f} % of a window: take a shorter --sequence, or --documents whole"
-            )
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -82,7 +77,7 @@ class Packing:
         tokens, targets, mask = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, np.float32)
         tokens[: end - begin] = self.source.tokens[begin:end]
         targets[: end - begin - 1] = tokens[1 : end - begin]
-        mask[: end - begin - 1] = 1 if self.source.counted is None else self.source.counted[begin + 1 : end]
+        mask[: end - begin - 1] = self.source.counted[begin + 1 : end]
         lasts = bounds[1:] - begin - 1
         targets[lasts], mask[lasts] = 0, 0
         cu_seqlens = np.full(MAX_DOCUMENTS + 1, s, np.int32)
@@ -91,14 +86,6 @@ class Packing:
         everywhere = np.arange(s)
         positions = everywhere - cu_seqlens[np.searchsorted(cu_seqlens, everywhere, side="right") - 1]
         return PackedBatch(*(torch.from_numpy(each) for each in (tokens, targets, mask, cu_seqlens, positions)))
-
-    def _have_targets(self):
-        """bool, for each window."""
-        if self.source.counted is None:
-            return np.maximum.reduceat(np.diff(self._bounds), self._firsts[:-1]) > 1
-        counted = self.source.counted.copy()
-        counted[self._bounds[:-1]] = False
-        return np.add.reduceat(counted, self._bounds[self._firsts[:-1]], dtype=np.int64) > 0
 
 
 def _fill_windows(bounds, sequence, most):
@@ -115,13 +102,12 @@ def _fill_windows(bounds, sequence, most):
 class Windows:
     """Training windows of one rank and held-out windows, the same in every run with the same arguments.
 
-    name: of the source. fill: share of tokens that is not padding. num_windows: of all ranks. In an epoch no window is
-    read twice by any rank, and each epoch has its own order. num_held_out may be smaller than asked for, even 0, if the
-    source is short: ranks get theirs first.
+    name: of the source. num_windows: of all ranks. In an epoch no window is read twice by any rank, and each epoch has
+    its own order. num_held_out may be smaller than asked for, even 0, if the source is short: ranks get theirs first.
     """
 
     def __init__(self, training: Packing, validation: Packing | None, rank, world_size, num_held_out, seed):
-        self.name, self.fill = training.source.name, training.fill
+        self.name = training.source.name
         self._training, self._rank, self._world_size, self._seed = training, rank, world_size, seed
         order = np.random.default_rng(seed).permutation(len(training))
         if validation is None:
@@ -154,7 +140,7 @@ def open_windows(
     """Windows of config.sequence tokens from config.data.
 
     cache_dir: keeps token files made from text. ValueError in one line that names the flag: --data that is missing,
-    damaged or too short, tokens outside --vocab, documents too short for --sequence.
+    damaged or too short, tokens outside --vocab.
     """
     if config.data:
         training = rows.read(rows.files(config.data, "train"), config.vocab)
@@ -173,4 +159,5 @@ def _excerpts(corpus, sequence, seed):
     cuts = windows[:, None] + generator.integers(1, max(2, sequence), size=(len(windows), 7))
     kept = np.arange(7) < generator.integers(1, 8, size=(len(windows), 1))
     starts = np.sort(np.concatenate([windows, cuts[kept], [corpus.num_tokens]]))
-    return Source(corpus.name, corpus.tokens, starts[starts <= corpus.num_tokens])
+    counted = np.ones(corpus.num_tokens, bool)
+    return Source(corpus.name, corpus.tokens, starts[starts <= corpus.num_tokens], counted)

@@ -12,9 +12,8 @@ import math
 
 import torch
 
-from common.training.precision import nvfp4
 from llama2_lora.config import Config
-from llama2_lora.kernels.scaling import Formats, Scaling, Slot, scale_of
+from llama2_lora.kernels.scaling import Formats, Scaling, Slot
 
 _GOLDEN, _MASK = 0x9E3779B1, 0xFFFFFFFF
 
@@ -45,9 +44,6 @@ class Operators:
         self.threshold = int(config.dropout * 2**24)
         self.keep_scale = 1.0 / (1.0 - config.dropout)
         self.one, self.unused = torch.ones(1, device=device), torch.zeros(1, device=device)
-        widest = max(config.hidden, config.q_width, config.qkv_width, 2 * config.ffn)
-        two_passes = scaling.kind == "current"
-        self._unscaled = torch.empty(config.tokens * widest if two_passes else 0, dtype=formats.main, device=device)
 
     @contextlib.contextmanager
     def no_dropout(self):
@@ -57,37 +53,21 @@ class Operators:
         yield
         self.threshold, self.keep_scale = saved
 
-    def _begin(self, tensor, slot: Slot):
-        """(tensor, scale, amax, largest) that an operator writes an operand with.
-
-        Current scaling takes two passes: the first writes the main dtype and finds the amax.
-        """
+    def _written(self, tensor, slot: Slot):
+        """(tensor, scale, amax, largest) that an operator writes an operand with; None where there is none."""
         if tensor is None:
             return None
-        if self.scaling.kind == "delayed":
+        if self.scaling.is_used:
             return tensor, slot.scale, slot.amax, slot.largest
-        if self.scaling.kind == "current":
-            return self._unscaled[: tensor.numel()].view(tensor.shape), self.one, slot.amax.zero_(), math.inf
         return tensor, self.one, self.unused, math.inf
-
-    def _finish(self, tensor, slot: Slot):
-        if tensor is not None and self.scaling.kind == "current":
-            slot.scale.copy_(scale_of(slot.amax, slot.largest, self.one))
-            torch.reciprocal(slot.scale, out=slot.inverse)
-            unscaled = self._unscaled[: tensor.numel()].view(tensor.shape)
-            # `quantize` without a scale to find.
-            type(self).quantize.__wrapped__(self, unscaled, (tensor, slot.scale, self.unused, slot.largest))
-        elif tensor is not None and self.config.precision == "nvfp4_emulated":
-            nvfp4.emulate(tensor, out=tensor)
 
 
 def writes_operand(implementation):
-    """An operator with keywords `operand` and `slot`, from one that takes `written`, a tuple of `Operators._begin`."""
+    """An operator with keywords `operand` and `slot`, from one that takes `written`, of `Operators._written`."""
 
     @functools.wraps(implementation)
     def operator(self, *tensors, operand=None, slot=None, **options):
-        implementation(self, *tensors, written=self._begin(operand, slot), **options)
-        self._finish(operand, slot)
+        implementation(self, *tensors, written=self._written(operand, slot), **options)
 
     return operator
 
@@ -238,3 +218,12 @@ class TorchOperators(Operators):
             torch.mm(a, b.t(), out=out)
         else:
             out.copy_((a.float() * scale_a) @ (b.float() * scale_b).t())
+
+
+def operators_for(device) -> type[Operators]:
+    """The class for a device: Triton's on a GPU."""
+    if device.type != "cuda":
+        return TorchOperators
+    from llama2_lora.kernels.triton_operators import TritonOperators
+
+    return TritonOperators

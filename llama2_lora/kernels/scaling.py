@@ -2,8 +2,8 @@
 
 A layer quantises nine tensors: the inputs of its four GEMMs, fc1's output where it is kept in FP8, and the gradients
 that enter the four GEMMs of the backward. Delayed scaling: the scale of this step comes from the largest magnitudes
-(amax) of the last `amax_history` steps and is updated once a step. Current scaling: it comes from the tensor itself.
-Both formats as Transformer Engine's HYBRID: E4M3 forward, E5M2 for gradients.
+(amax) of the last `amax_history` steps and is updated once a step. Formats as Transformer Engine's HYBRID: E4M3
+forward, E5M2 for gradients.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
-from llama2_lora.config import FORWARD_SCALES, FP8, SCALES, Config
+from llama2_lora.config import FORWARD_SCALES, SCALES, Config
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Slot:
 
 
 class Scaling:
-    """Slots of all layers. precision: the config's; `kind` is "delayed", "current" or "none"."""
+    """Slots of all layers; unused without FP8."""
 
     def __init__(self, config: Config, device):
-        self.kind = {"fp8": "delayed", "fp8_current": "current"}.get(config.precision, "none")
+        self.is_used = config.precision == "fp8"
         count = config.layers * len(SCALES)
         # 16 bytes apart, so that a kernel sees every pointer aligned alike and is compiled once.
         self.scale, self.inverse = torch.ones(count, 4, device=device), torch.ones(count, 4, device=device)
@@ -46,14 +46,14 @@ class Scaling:
         return self._slots[layer * len(SCALES) + SCALES.index(name)]
 
     def update(self) -> None:
-        """Scales of the next step, from the amaxes of this one and of those before it.
-
-        With current scaling only fc1_out keeps its scale until it is used: what a layer stores is scaled with delay.
-        """
-        if self.kind == "none":
+        """Scales of the next step, from the amaxes of this one and of those before it."""
+        if not self.is_used:
             return
         self.history.copy_(torch.cat((self.amax[:, :1].t(), self.history[:-1])))
-        scale = scale_of(self.history.amax(0), self.largest, self.scale[:, 0])
+        amax = self.history.amax(0)
+        # Within FP32; as it was where nothing was recorded, or something that is not finite.
+        scale = (self.largest / amax).clamp(max=torch.finfo(torch.float32).max)
+        scale = torch.where((amax > 0) & torch.isfinite(amax), scale, self.scale[:, 0])
         self.scale.copy_(scale[:, None].expand_as(self.scale))
         self.inverse.copy_((1.0 / scale)[:, None].expand_as(self.inverse))
         self.amax.zero_()
@@ -71,7 +71,7 @@ class Scaling:
 
     def named_state(self):
         """Yield (name, tensor) of the scaling state that lasts from step to step, for hashing."""
-        if self.kind != "none":
+        if self.is_used:
             yield "fp8.scale", self.scale[:, 0]
             yield "fp8.amax_history", self.history
 
@@ -88,12 +88,6 @@ def restored(tensors):
             tensor.copy_(value)
 
 
-def scale_of(amax, largest, otherwise):
-    """largest / amax, within FP32; `otherwise` where amax is zero or not finite."""
-    usable = (amax > 0) & torch.isfinite(amax)
-    return torch.where(usable, (largest / amax).clamp(max=torch.finfo(torch.float32).max), otherwise)
-
-
 @dataclass(frozen=True)
 class Formats:
     """dtypes of what GEMMs of the frozen weights read: weights and inputs, gradients, and everything else."""
@@ -104,6 +98,6 @@ class Formats:
 
     @classmethod
     def of(cls, config: Config, main: torch.dtype = torch.bfloat16):
-        if config.precision in FP8:
+        if config.precision == "fp8":
             return cls(main, torch.float8_e4m3fn, torch.float8_e5m2)
         return cls(main, main, main)

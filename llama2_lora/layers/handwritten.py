@@ -9,12 +9,9 @@ l + 1 adds them, which gives its x. In the backward `grad` is the gradient of th
 the same quantised for the GEMM that reads it first.
 """
 
-import contextlib
-
 import torch
 
-from common.measuring.marks import mark
-from llama2_lora.config import FP8, Config, layer_weights
+from llama2_lora.config import Config
 from llama2_lora.kernels.attention import split_qkv
 from llama2_lora.kernels.operators import dropout_key
 from llama2_lora.kernels.scaling import Formats, Scaling, restored
@@ -24,14 +21,12 @@ from llama2_lora.weights.trainable import Adapters
 
 KEPT_BY_PLAN = ("qkv", "attention", "residual", "fc1")
 QKV, PROJ = 0, 1
-# Layers between two marks: some 400 launches (see common/measuring/marks.py).
-MARK_EVERY = 16
 
 
 class HandwrittenStack:
     """All layers with embedding and head.
 
-    A step: embed, forward(0), forward(1), ..., head, backward(last), ..., backward(0), update_scales.
+    A step: embed, forward(0), forward(1), ..., compute_loss, backward(last), ..., backward(0), update_scales.
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
     loss. plan: `common.training.memory_plan.Plan`. operators, attention: classes for this device, or functions that
     make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
@@ -57,10 +52,6 @@ class HandwrittenStack:
         self.kept = [self._kept(keeps) for keeps in self.keeps]
         self.holds_transposes = ["transpose" in plan.of(layer).keeps for layer in range(config.layers)]
         self.transposes = [self._transposes(layer) for layer in range(config.layers)]
-        self.side = None
-        if config.transposes == "beside" and config.precision in FP8 and self.device.type == "cuda":
-            self.side = torch.cuda.Stream(self.device)
-            self.ready = {name: torch.cuda.Event() for name in config.matrices}
         # Attention's outputs from the forward to the backward. Evaluation keeps none.
         self.attended, self.keeps_attention = [None] * config.layers, True
         self.loss = torch.zeros((), device=self.device)
@@ -77,19 +68,16 @@ class HandwrittenStack:
         }
 
     def _transposes(self, layer):
-        """name -> W^T [inputs, outputs]. A layer that holds them makes them here, once; others get the place where
-        they are made for each dgrad GEMM: shared by all matrices, or the matrix's or the layer's own."""
-        found, place = {}, 0
-        if self.config.transposes == "own":
-            place = layer * layer_weights(self.config)
-        for name, (rows, columns) in self.config.matrices.items() if self.config.precision in FP8 else ():
+        """name -> W^T [inputs, outputs]. A layer that holds them makes them here, once; the others make each of them
+        before its dgrad GEMM, in one place for all."""
+        found = {}
+        for name, (rows, columns) in self.config.matrices.items() if self.config.precision == "fp8" else ():
             value = self.weights.layers[layer][name].value
             if self.holds_transposes[layer]:
                 found[name] = value.new_empty(columns, rows)
                 self.operators.transpose(value, found[name])
             else:
-                found[name] = self.work["transpose"][place : place + rows * columns].view(columns, rows)
-                place += 0 if self.config.transposes == "inline" else rows * columns
+                found[name] = self.work["transpose"][: rows * columns].view(columns, rows)
         return found
 
     def _view(self, name, width):
@@ -107,34 +95,16 @@ class HandwrittenStack:
         self.operators.gemm(operand, matrix.value, slot.inverse, matrix.inverse, out, fast=True)
 
     def _multiply_back(self, layer, name, operand, out):
-        """out = operand W: a dgrad GEMM. In FP8 it reads W^T, which is held, made now, or made on the second stream."""
+        """out = operand W: a dgrad GEMM. In FP8 it reads W^T, which is held or made now."""
         matrix = self.weights.layers[layer][name]
-        if self.config.precision not in FP8:
-            torch.mm(operand, matrix.backward, out=out)
+        if self.config.precision != "fp8":
+            torch.mm(operand, matrix.value, out=out)
             return
         transposed = self.transposes[layer][name]
         if not self.holds_transposes[layer]:
-            if self.side:
-                torch.cuda.current_stream().wait_event(self.ready[name])
-            else:
-                self.operators.transpose(matrix.value, transposed)
+            self.operators.transpose(matrix.value, transposed)
         slot = self.scaling.slot(layer, f"{name}_grad")
-        self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=self.config.fast_dgrad)
-
-    def _transpose_ahead(self, layer):
-        """Start a layer's transposes on the second stream, in the order in which its backward waits for them.
-
-        In a capture this makes a branch of the graph, which ends where the last of them is waited for.
-        """
-        if not self.side or self.holds_transposes[layer]:
-            return
-        # The buffers may still be read by the layer above.
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            # The first layer's backward ends before q k v's dgrad.
-            for name in ("fc2", "fc1", "proj", "qkv")[: 4 if layer else 3]:
-                self.operators.transpose(self.weights.layers[layer][name].value, self.transposes[layer][name])
-                self.ready[name].record(self.side)
+        self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=False)
 
     # -- parts that both directions compute ----------------------------------------------------------
 
@@ -177,12 +147,6 @@ class HandwrittenStack:
     def _look_up(self):
         torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
 
-    def forward_all(self) -> None:
-        for layer in range(self.config.layers):
-            self.forward(layer)
-            if layer % MARK_EVERY == 0:
-                mark()
-
     def forward(self, layer: int) -> None:
         """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what is planned."""
         c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
@@ -216,7 +180,7 @@ class HandwrittenStack:
         operators.swiglu(fc1, **written, stored_slot=fc1_slot, stored=stored)
         self._multiply(layer, "fc2", work["fc2_in"], work["fc2"])
 
-    def head(self) -> None:
+    def compute_loss(self) -> None:
         """Final norm, logits, loss, and the gradient of the last layer's output."""
         c, work, last = self.config, self.work, self.config.layers - 1
         normed, grad = self._view("dropped", c.hidden), self._view("wide_grad", c.hidden)
@@ -230,16 +194,9 @@ class HandwrittenStack:
         slot = self.scaling.slot(last, "fc2_grad")
         self.operators.norm_backward(grad, work["final"], gain, work["grad"], operand=work["grad_operand"], slot=slot)
 
-    def backward_all(self) -> None:
-        for layer in reversed(range(self.config.layers)):
-            self.backward(layer)
-            if layer % MARK_EVERY == 0:
-                mark()
-
     def backward(self, layer: int) -> None:
         """Read the gradient of the layer's output in `grad` and `grad_operand`, leave that of its input there."""
         work = self.work
-        self._transpose_ahead(layer)
         qkv, out, rest, residual, fc1 = self._again(layer)
         self._mlp_backward(layer, residual, fc1)
         self._proj_backward(layer, out)
@@ -327,25 +284,14 @@ class HandwrittenStack:
         """After the backward: the scales of the next step."""
         self.scaling.update()
 
-    # Modules under autograd need more around captures and replays (llama2_lora/layers/module_stack.py).
-
-    def head_of_chain(self) -> None:
-        self.head()
-
-    def capturing(self):
-        return contextlib.nullcontext()
-
-    replaying_forward = replaying_backward = capturing
-
-    # ----------------------------------------------------------------------------------------------
-
     def evaluate(self) -> None:
         """`loss` of the inputs without dropout, eager; scales, gradients and the count of steps stay as they are."""
         self.keeps_attention = False
         with self.operators.no_dropout(), restored(tensor for _, tensor in self.scaling.named_tensors()):
             self._look_up()
-            self.forward_all()
-            self.head()
+            for layer in range(self.config.layers):
+                self.forward(layer)
+            self.compute_loss()
         self.keeps_attention = True
 
     def reset(self, first_step: int = 0) -> None:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from common.measuring.marks import mark
+from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.precision.fp8 import NoScaling, TransformerEngineScaling
 from llama2_lora.config import Config
@@ -14,14 +14,10 @@ MARK_EVERY = 8
 
 
 class ModuleStack:
-    """Layers under autograd, with the methods of `handwritten.HandwrittenStack`.
-
-    forward_all and backward_all are one autograd graph, as anyone would run it. forward(layer) and backward(layer),
-    for captures, cut it between layers: hidden states and gradients are chained by memory, and `head_of_chain` lies
-    between the two halves.
+    """All layers with embedding and head, as one autograd graph.
 
     kind: "te" or "torch". group, rank: with --cp, the name of the group of ranks that share a window, and this rank's
-    number in it.
+    number in it. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
     """
 
     def __init__(self, kind: str, config: Config, weights, adapters, inputs, group=collectives.ALONE, rank: int = 0):
@@ -38,31 +34,26 @@ class ModuleStack:
         self.calls = list(self.layers)
         # The embedding is frozen: nothing needs the gradient of its output, in graphs as little as without.
         self.x = torch.zeros(config.tokens, config.hidden, dtype=weights.embedding.dtype, device=device)
-        self.grad = torch.zeros_like(self.x)
         self.loss = torch.zeros((), device=device)
-        self.saved, self.chain, self.chain_grad = {}, self.x, self.grad
 
-    def embed(self) -> None:
-        self.adapters.grads.zero_()
-        torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.x)
-
-    def forward_all(self) -> None:
-        hidden = self.x
-        with self.fp8.forward():
+    def forward_and_backward(self) -> None:
+        """Compute `loss` and adapters.grads of the inputs."""
+        with section("embedding"):
+            self.adapters.grads.zero_()
+            torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.x)
+        with section("forward"), self.fp8.forward():
+            hidden = self.x
             for index, layer in enumerate(self.calls):
                 hidden = layer(hidden)
                 if index % MARK_EVERY == 0:
                     mark(hidden)
-        self.hidden = hidden
-
-    def head(self) -> None:
-        self.total = self._loss(self.hidden)
-        self.hidden = None
-
-    def backward_all(self) -> None:
-        with self.fp8.backward():
-            self.total.backward()
-        self.total = None
+        mark()
+        with section("loss"):
+            total = self._loss(hidden)
+            del hidden
+        with section("backward"), self.fp8.backward():
+            total.backward()
+        mark()
 
     def _loss(self, hidden):
         w = self.weights
@@ -71,36 +62,6 @@ class ModuleStack:
         total = (losses * self.inputs["weights"]).sum()
         self.loss.copy_(total.detach())
         return total
-
-    # -- by layer, for captures --------------------------------------------------------------------
-
-    def forward(self, layer: int) -> None:
-        x = self.x if layer == 0 else self.chain
-        output = self.layers[layer](x)
-        self.saved[layer] = x, output
-        self.chain, self.chain_grad = output.detach().requires_grad_(), self.grad
-
-    def head_of_chain(self) -> None:
-        """Loss of the last layer's output. Its gradient goes to `grad`, which the last layer's backward reads."""
-        hidden = self.chain.detach().requires_grad_()
-        self._loss(hidden).backward()
-        self.grad.copy_(hidden.grad)
-
-    def backward(self, layer: int) -> None:
-        x, output = self.saved.pop(layer)
-        x.grad = None
-        output.backward(self.chain_grad)
-        self.chain_grad, x.grad = x.grad, None
-
-    def capturing(self):
-        """Around captures: no update of scales is recorded."""
-        return self.fp8.capturing()
-
-    def replaying_forward(self):
-        return self.fp8.forward()
-
-    def replaying_backward(self):
-        return self.fp8.backward(replayed=True)
 
     def update_scales(self) -> None:
         """Transformer Engine updates its scales in the contexts of `fp8`."""

@@ -13,12 +13,12 @@ different A is refused. PEFT's own training would draw three dropout masks and s
 """
 
 import json
-import tempfile
 from pathlib import Path
 
 import torch
 
-from common.files import write_whole
+from common.config import require_writable
+from common.files import write_text
 from common.training.data.limits import MAX_HEADER_BYTES, open_regular, shown
 from common.training.data.safetensors_file import File, open_file, write_file
 from llama2_lora.config import Config
@@ -36,11 +36,22 @@ def save(folder, masters: dict[str, torch.Tensor], config: Config) -> None:
     Raises:
         ValueError: In one line that names --save-adapter: the folder cannot be written, or holds another adapter.
     """
-    folder = _folder_to_save(folder, config)
-    tensors = {name: masters[ours][rows].detach().float() for name, ours, rows in _matrices(config)}
+    folder = Path(folder)
+    _require_place(folder, config)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.checkpoint or None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": list(TARGETS),
+        "bias": "none",
+    }
     try:
-        described = json.dumps(_describe(config), indent=2).encode()
-        write_whole(folder / CONFIG_FILE, lambda file: file.write(described))
+        write_text(folder / CONFIG_FILE, json.dumps(described, indent=2))
+        tensors = {name: masters[ours][rows].detach().float() for name, ours, rows in _matrices(config)}
         write_file(folder / MODEL_FILE, tensors, {"format": "pt"})
     except OSError as error:
         raise ValueError(f"{SAVE_FLAG} {folder}: cannot write ({error.strerror})") from None
@@ -70,36 +81,23 @@ def require(config: Config) -> None:
     if config.adapter:
         _open(config.adapter, config)
     if config.save_adapter:
-        _folder_to_save(config.save_adapter, config)
+        _require_place(Path(config.save_adapter), config)
 
 
-def _describe(config):
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.checkpoint or None,
-        "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "target_modules": list(TARGETS),
-        "bias": "none",
-    }
+def _require_place(folder, config):
+    """Another adapter is not replaced: a save cut between its two files would leave a mixture of both."""
+    require_writable(SAVE_FLAG, folder / MODEL_FILE)
+    if (folder / MODEL_FILE).exists():
+        _require_alike(folder, config, SAVE_FLAG)
 
 
 def _require_alike(folder, config, flag):
     """ValueError unless the folder's adapter is a LoRA of this run's rank, alpha and target modules."""
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(f"{flag} {folder}: no adapter in PEFT's format, it has no file {CONFIG_FILE}")
-    with open_regular(path, flag, MAX_HEADER_BYTES) as file:
-        text = file.read()
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
+    with open_regular(folder / CONFIG_FILE, flag, MAX_HEADER_BYTES) as file:
+        try:
+            found = json.load(file)
+        except (ValueError, RecursionError):
+            found = None
     if not isinstance(found, dict):
         raise ValueError(f"{flag} {folder}: {CONFIG_FILE} is damaged, it is no JSON object")
     for name in _OTHER_KINDS:
@@ -116,20 +114,6 @@ def _require_alike(folder, config, flag):
             by = {"r": " (--rank)", "lora_alpha": " (--alpha)"}.get(name, "")
             told = shown(str(found.get(name)))
             raise ValueError(f"{flag} {folder}: holds an adapter of {name} {told}, this run has {value}{by}")
-
-
-def _folder_to_save(folder, config):
-    """Made. Another adapter is not replaced: a save cut between its files would leave a mixture of both."""
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{SAVE_FLAG} {folder}: cannot write ({error.strerror})") from None
-    if (folder / MODEL_FILE).exists():
-        _require_alike(folder, config, SAVE_FLAG)
-    return folder
 
 
 def _matrices(config):
@@ -151,13 +135,13 @@ def _open(folder, config) -> File:
     for name, ours, rows in _matrices(config):
         num_rows, columns = config.adapters[ours.split(".", 2)[2]]
         shapes[name] = (len(range(num_rows)[rows]), columns)
-    for name in [*shapes, *file.entries]:
-        if name not in file.entries:
-            raise ValueError(f"{FLAG} {folder}: holds no {name}, --layers {config.layers} takes it")
-        if name not in shapes:
-            raise ValueError(f"{FLAG} {folder}: holds {shown(name)}, which has no place in --layers {config.layers}")
+    # PEFT's rank_pattern, layers_to_transform and lora_bias show here, too.
+    for name in sorted(shapes.keys() ^ file.entries.keys()):
+        told = "it holds no" if name in shapes else "there is no place for"
+        raise ValueError(f"{FLAG} {folder}: does not fit --layers {config.layers}, {told} {shown(name)}")
+    for name, shape in shapes.items():
         entry = file.entries[name]
-        if entry.shape != shapes[name] or entry.dtype not in ("F32", "F16", "BF16"):
+        if entry.shape != shape or entry.dtype not in ("F32", "F16", "BF16"):
             told = f"{shown(entry.dtype)} of the shape {entry.shape}"
-            raise ValueError(f"{FLAG} {folder}: {name} is {told}, the flags say {shapes[name]}")
+            raise ValueError(f"{FLAG} {folder}: {name} is {told}, the flags say {shape}")
     return file

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX
-from llama2_lora.config import FP8, Config
+from llama2_lora.config import Config
 from llama2_lora.kernels.scaling import Formats
 
 STD = 0.02
@@ -21,11 +20,10 @@ CHUNK = 2048
 
 @dataclass(frozen=True)
 class Matrix:
-    """value [outputs, inputs]: the weight is value * inverse, FP32 [1]. backward: of its shape, what dgrad reads."""
+    """value [outputs, inputs]: the weight is value * inverse, FP32 [1]."""
 
     value: torch.Tensor
     inverse: torch.Tensor
-    backward: torch.Tensor
 
 
 class RandomWeights:
@@ -70,19 +68,16 @@ class FrozenWeights:
         self.embedding, self.head = (
             torch.empty(config.vocab, config.hidden, dtype=formats.main, device=device) for _ in range(2)
         )
-        copies = 1 if config.precision in FP8 else 2 if config.precision == "nvfp4_emulated" else 0
+        names = config.matrices if config.precision == "fp8" else ()
         values = [
-            {
-                name: [torch.empty(shape, dtype=formats.operand, device=device) for _ in range(copies)]
-                for name, shape in config.matrices.items()
-            }
+            {name: torch.empty(config.matrices[name], dtype=formats.operand, device=device) for name in names}
             for _ in range(config.layers)
         ]
         self.layers, self.norms = [], []
         for index, stored in enumerate(values):
             tensors = source.layer(index)
             self.layers.append(
-                {name: self._matrix(tensors[name].to(device), *stored[name]) for name in config.matrices}
+                {name: self._matrix(tensors[name].to(device), stored.get(name)) for name in config.matrices}
             )
             self.norms.append(tuple(tensors[name].to(device, formats.main) for name in ("norm1", "norm2")))
             # Before the next layer is drawn, not after.
@@ -91,17 +86,12 @@ class FrozenWeights:
         self.head.copy_(source.head())
         self.final_norm = source.final_norm().to(device, formats.main)
 
-    def _matrix(self, weight, value=None, backward=None):
-        """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, in NVFP4 for the forward in
-        `value` and for dgrad in `backward`."""
-        if self.config.precision == "nvfp4_emulated":
-            nvfp4.frozen_weight(weight.to(self.formats.main), value, backward)
-            return Matrix(value, torch.ones(1, device=self.device), backward)
+    def _matrix(self, weight, value):
+        """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, else (None) as it is."""
         if value is None:
-            weight = weight.to(self.formats.main)
-            return Matrix(weight, torch.ones(1, device=self.device), weight)
+            return Matrix(weight.to(self.formats.main), torch.ones(1, device=self.device))
         amax = torch.linalg.vector_norm(weight, math.inf).float().clamp(min=torch.finfo(torch.float32).tiny)
         scale = E4M3_MAX / amax
         for rows, stored in zip(weight.split(CHUNK), value.split(CHUNK), strict=True):
             stored.copy_((rows.float() * scale).clamp(-E4M3_MAX, E4M3_MAX))
-        return Matrix(value, (1.0 / scale).reshape(1), value)
+        return Matrix(value, (1.0 / scale).reshape(1))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy
 import torch
@@ -67,10 +68,8 @@ def make_stack(config, names=None, main=torch.bfloat16, inputs=None, operators=T
 
 def run_step(stack):
     """Losses and gradients of one step: (loss, flat gradients), copies."""
-    stack.embed()
-    stack.forward_all()
-    stack.head()
-    stack.backward_all()
+    kind = "handwritten" if isinstance(stack, HandwrittenStack) else ""
+    train.forward_and_backward(SimpleNamespace(stack=stack, kind=kind, config=stack.config))
     stack.update_scales()
     return stack.loss.clone(), stack.adapters.grads.clone()
 

@@ -1,7 +1,6 @@
 """llama2_lora/weights/adapters: what is saved, loaded and refused, saves that are cut, PEFT's own computation."""
 
 import json
-import math
 import os
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from common import files
-from common.training.data.llama_checkpoint import open_checkpoint
 from common.training.data.safetensors_file import open_file, write_file
 from llama2_lora.config import Config
 from llama2_lora.state import State
@@ -65,11 +63,8 @@ def rewrite(folder, edit):
     write_file(folder / "adapter_model.safetensors", tensors, file.metadata)
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(folder):
+def test_what_is_saved_is_loaded_bit_for_bit_until_a_later_save_replaces_it(folder):
     assert_holds(folder, seed=0)
-
-
-def test_a_later_save_replaces_the_adapter(folder):
     adapters.save(folder, masters(1), CONFIG)
     assert_holds(folder, seed=1)
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -117,36 +112,17 @@ def test_tensors_have_pefts_names_and_the_three_share_one_a(folder):
     [
         ({"r": 8}, "holds an adapter of r 8, this run has 4 (--rank)"),
         ({"lora_alpha": 32}, "holds an adapter of lora_alpha 32, this run has 8.0 (--alpha)"),
-        ({"lora_alpha": None}, "holds an adapter of lora_alpha None"),
         (
             {"target_modules": ["q_proj", "v_proj"]},
             "holds an adapter of target_modules ['q_proj', 'v_proj'], this run has ['k_proj', 'o_proj', 'q_proj', ",
         ),
-        ({"target_modules": "all-linear"}, "holds an adapter of target_modules all-linear"),
-        ({"peft_type": "IA3"}, "holds an adapter of peft_type IA3, this run has LORA"),
         ({"peft_type": "LO\nRA\x1b[2J"}, r"holds an adapter of peft_type 'LO\nRA\x1b[2J', this run has LORA"),
-        ({"use_rslora": True}, "has use_rslora True"),
         ({"use_dora": True}, "has use_dora True"),
-        ({"alpha_pattern": {"q\n": 8}}, r"has alpha_pattern {'q\n': 8}, which is not built"),
     ],
 )
 def test_an_adapter_of_another_kind(folder, fields, named):
     change(folder, **fields)
     assert named in refused(folder)
-
-
-def test_other_kinds_show_by_their_tensors(folder):
-    """PEFT's rank_pattern, layers_to_transform and lora_bias."""
-    file = open_file(folder / adapters.MODEL_FILE, "--adapter")
-    whole = {name: file.read(name) for name in file.entries}
-    first, last = Q_PROJ.format(0), Q_PROJ.format(1)
-    for tensors, named in (
-        (whole | {first: torch.ones(8, 64)}, "of the shape (8, 64), the flags say (4, 64)"),
-        ({name: tensor for name, tensor in whole.items() if ".layers.1." not in name}, f"holds no {last}, --layers 2"),
-        (whole | {"lora_B\n.bias": torch.ones(4)}, r"holds 'lora_B\n.bias', which has no place in --layers 2"),
-    ):
-        write_file(folder / adapters.MODEL_FILE, tensors, {"format": "pt"})
-        assert named in refused(folder)
 
 
 def test_three_a_that_differ_cannot_be_held(folder):
@@ -157,14 +133,21 @@ def test_three_a_that_differ_cannot_be_held(folder):
     assert told in refused(folder)
 
 
-def test_other_layers_and_shapes(folder):
-    assert f"holds no {Q_PROJ.format(2)}, --layers 3 takes it" in refused(folder, replace(CONFIG, layers=3))
-    assert f"holds {Q_PROJ.format(1).replace('q_proj', 'k_proj')}, which has no place in --layers 1" in refused(
-        folder, replace(CONFIG, layers=1)
+def test_other_layers_shapes_and_kinds_show_by_their_tensors(folder):
+    """Of PEFT's rank_pattern, layers_to_transform and lora_bias, too."""
+    first = Q_PROJ.format(0)
+    assert f"--layers 3, it holds no {Q_PROJ.format(2).replace('q_proj', 'k_proj')}" in refused(
+        folder, replace(CONFIG, layers=3)
     )
+    assert "does not fit --layers 1, there is no place for" in refused(folder, replace(CONFIG, layers=1))
     assert "of the shape (4, 64), the flags say (4, 128)" in refused(folder, replace(CONFIG, hidden=128))
-    rewrite(folder, lambda tensors: tensors.update({Q_PROJ.format(0): torch.ones(4, 64, dtype=torch.int64)}))
-    assert "is I64" in refused(folder)
+    for change, told in (
+        ({first: torch.ones(8, 64)}, "of the shape (8, 64), the flags say (4, 64)"),
+        ({first: torch.ones(4, 64, dtype=torch.int64)}, "is I64"),
+        ({"lora_B\n.bias": torch.ones(4)}, r"there is no place for 'lora_B\n.bias'"),
+    ):
+        rewrite(folder, lambda tensors, change=change: tensors.update(change))
+        assert told in refused(folder)
 
 
 def test_an_adapter_of_half_precision_is_loaded(folder):
@@ -175,25 +158,18 @@ def test_an_adapter_of_half_precision_is_loaded(folder):
 
 
 def test_folders_that_are_no_adapter(tmp_path, folder):
-    assert refused(tmp_path / "none") == f"--adapter {tmp_path / 'none'}: no such folder"
-    assert refused(tmp_path).endswith("no adapter in PEFT's format, it has no file adapter_config.json")
-    assert refused(folder / "adapter_config.json").endswith(": not a folder")
-    model = folder / "adapter_model.safetensors"
-    content = model.read_bytes()
-    model.write_bytes(content[:-100])
+    assert "adapter_config.json (No such file or directory)" in refused(tmp_path)
+    model, path = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    os.truncate(model, 100)
     assert "is damaged or truncated" in refused(folder)
-    model.unlink()
-    assert "cannot read" in refused(folder)
-    path = folder / "adapter_config.json"
     for text in (b"{", b"7", b"\xff\xfe\xff", b"[" * 200_000):
         path.write_bytes(text)
         assert "adapter_config.json is damaged, it is no JSON object" in refused(folder)
     os.truncate(path, 9 * 2**20)
     assert "adapter_config.json has 9,437,184 bytes, at most 8,388,608 are read" in refused(folder)
     path.unlink()
-    # Opening it would wait for someone who writes.
     os.mkfifo(path)
-    assert refused(folder).endswith("it has no file adapter_config.json")
+    assert "it is a pipe, a socket or a device" in refused(folder)
 
 
 def test_an_adapter_of_another_rank_is_not_overwritten(folder):
@@ -210,82 +186,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 # --- PEFT and transformers
-
-
-def plain_logits(checkpoint, adapter, config, tokens):
-    """FP32 [tokens, vocab] from the tensors that are read here: fused projections, base + scale * B A, nothing else."""
-    scale, half = config.alpha / config.rank, config.head_dim // 2
-    angles = torch.arange(len(tokens))[:, None] * config.rope_theta ** (-torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-
-    def norm(x, weight):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight.float()
-
-    def turn(x):
-        low, high = x[..., :half], x[..., half:]
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-
-    def adapted(x, weight, name):
-        return F.linear(x, weight.float()) + scale * F.linear(F.linear(x, adapter[f"{name}.a"]), adapter[f"{name}.b"])
-
-    x = checkpoint.embedding().float()[tokens]
-    for index in range(config.layers):
-        layer = checkpoint.layer(index)
-        qkv = adapted(norm(x, layer["norm1"]), layer["qkv"], f"layers.{index}.qkv").view(
-            len(tokens), -1, config.head_dim
-        )
-        q, k, v = qkv.split([config.heads, config.kv_heads, config.kv_heads], dim=1)
-        k, v = (part.repeat_interleave(config.heads // config.kv_heads, 1) for part in (turn(k), v))
-        scores = torch.einsum("qhd,khd->hqk", turn(q), k) / math.sqrt(config.head_dim)
-        scores = scores + torch.full(scores.shape[1:], float("-inf")).triu(1)
-        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-        x = x + adapted(attended, layer["proj"], f"layers.{index}.proj")
-        gate, up = F.linear(norm(x, layer["norm2"]), layer["fc1"].float()).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, layer["fc2"].float())
-    return F.linear(norm(x, checkpoint.final_norm()), checkpoint.head().float())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_peft_computes_with_a_saved_adapter_what_is_computed_here(tmp_path, tied):
-    peft = pytest.importorskip("peft", reason="./setup.sh peft installs peft and transformers")
-    transformers = pytest.importorskip("transformers", reason="./setup.sh peft installs peft and transformers")
-    torch.manual_seed(0)
-    described = transformers.LlamaConfig(
-        hidden_size=CONFIG.hidden,
-        intermediate_size=CONFIG.ffn,
-        num_hidden_layers=CONFIG.layers,
-        num_attention_heads=CONFIG.heads,
-        num_key_value_heads=CONFIG.kv_heads,
-        vocab_size=CONFIG.vocab,
-        rms_norm_eps=CONFIG.norm_eps,
-        tie_word_embeddings=tied,
-        initializer_range=0.1,
-    )
-    model = transformers.LlamaForCausalLM(described)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "llama", max_shard_size="50KB")
-    assert len(list((tmp_path / "llama").glob("*.safetensors"))) > 1
-    scaled = {name: tensor * 0.1 for name, tensor in masters().items()}
-    adapters.save(tmp_path / "adapter", scaled, CONFIG)
-
-    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    tokens = torch.randint(CONFIG.vocab, (24,))
-    with torch.no_grad():
-        theirs = adapted(tokens[None]).logits[0]
-        with adapted.disable_adapter():
-            without = adapted(tokens[None]).logits[0]
-    ours = plain_logits(open_checkpoint(tmp_path / "llama", CONFIG), scaled, CONFIG, tokens)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert (ours - without).abs().max() > 0.1
-
-    # And back: what PEFT saves of it is loaded here.
-    adapted.save_pretrained(tmp_path / "again")
-    loaded = adapters.load(tmp_path / "again", CONFIG)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in scaled.items())
 
 
 @pytest.mark.slow
@@ -315,3 +215,8 @@ def test_an_adapter_trained_here_has_the_same_loss_in_peft(tmp_path):
         losses.append(float((each * window.loss_mask).sum() / window.loss_mask.sum()))
     assert ours < before - 0.5
     assert sum(losses) / len(losses) == pytest.approx(ours, rel=5e-3)
+
+    # And back: what PEFT saves of it is loaded here.
+    adapted.save_pretrained(tmp_path / "again")
+    saved, again = (adapters.load(tmp_path / name, TINY) for name in ("save_adapter", "again"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())

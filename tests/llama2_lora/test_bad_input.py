@@ -1,6 +1,5 @@
 """python -m llama2_lora.train with what it cannot use: one line on stderr that names the flag, before weights exist."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -25,14 +24,11 @@ def said(*arguments):
     "arguments, told",
     [
         (["--sequence", "1000"], "--sequence 1000: takes a multiple of 16"),
-        (["--rank", "0"], "--rank 0: takes a number from 1 up"),
-        (["--rank", "129"], "--rank 129: takes a number from 1 to 128"),
         (["--memory-gib", "0.01"], "the smallest plan needs 90,177,536: 90,177,536 fixed and 3 layers of 0; --memory-"),
-        (["--layers", "1000000000"], "--layers 1000000000 is too large"),
         (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
-        (["--adapter", "/nowhere/adapter"], "--adapter /nowhere/adapter: no such folder"),
-        (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter: cannot write"),
+        (["--adapter", "/nowhere/adapter"], "--adapter: cannot read /nowhere/adapter/adapter_config.json (No such"),
+        (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter/adapter_model.safetensors: cannot write"),
     ],
 )
 def test_flags(arguments, told):
@@ -49,31 +45,10 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
     assert "holds no tensor model.layers.2.mlp.up_proj.weight" in said("--checkpoint", str(folder))
 
 
-def test_a_truncated_checkpoint(tmp_path):
-    folder = write_checkpoint(tmp_path / "llama", TINY, shards=1)
-    file = folder / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1000)
-    line = said("--checkpoint", str(folder))
-    assert f"--checkpoint: {file} is damaged or truncated: " in line
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    config, folder = replace(TINY, rank=4), tmp_path / "adapter"
+def test_an_adapter_of_another_rank(tmp_path):
+    config, adapter = replace(TINY, rank=4), tmp_path / "adapter"
     masters = {f"layers.{i}.{name}": torch.zeros(shape) for i in range(3) for name, shape in config.adapters.items()}
-    adapters.save(folder, masters, config)
-    return folder
-
-
-def test_an_adapter_of_another_rank(adapter):
+    adapters.save(adapter, masters, config)
     for flag in ("--adapter", "--save-adapter"):
         told = f"{flag} {adapter}: holds an adapter of r 4, this run has 8 (--rank)"
         assert told in said(flag, str(adapter))
-
-
-def test_an_adapter_of_a_module_that_is_not_there(adapter):
-    path = adapter / adapters.CONFIG_FILE
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": ["q_proj", "gate"]}))
-    line = said("--rank", "4", "--adapter", str(adapter))
-    told = f"--adapter {adapter}: holds an adapter of target_modules ['gate', 'q_proj'], this run has ['k_proj', "
-    assert told in line

@@ -25,7 +25,12 @@ from tests.helpers.made import made
 
 # FP32 and no dropout, whose masks are each rank's own: what is left is the order of sums.
 EXACT = replace(TINY, precision="bf16", dropout=0.0)
-STEPS = 4
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def short_corpus():
+    """All of the standard library, as the ranks' own processes read it."""
 
 
 def exact_losses(monkeypatch, config, rank=0, world_size=1, kind="handwritten"):
@@ -45,7 +50,7 @@ def trained(config, kind="handwritten"):
         return exact_losses(patch, config, *own_rank(), kind)
 
 
-WAYS = [(documents, kind) for documents in ("whole", "separate") for kind in ("handwritten", "torch")]
+WAYS = [("whole", "handwritten"), ("separate", "handwritten"), ("separate", "torch")]
 
 
 def cp2():
@@ -67,7 +72,7 @@ def close(ours, theirs):
 
 def test_two_ranks_of_a_window_train_as_one_process_does(monkeypatch):
     alone = [exact_losses(monkeypatch, replace(EXACT, documents=each), kind=kind) for each, kind in WAYS]
-    assert alone[0][0] != alone[2][0]
+    assert alone[0][0] != alone[1][0]
     for ranks in gloo_ranks.run(__name__, "cp2", 2):
         for ours, theirs in zip(ranks, alone, strict=True):
             close(ours, theirs)
@@ -86,13 +91,14 @@ def graphed():
     some = needed_bytes(config) + config.layers * sum(item.bytes for item in items(config)) // 5
     state = State(replace(config, memory_gib=some / GIB), CPU, "handwritten", *own_rank())
     assert any(way.recomputes for way in state.plan.configurations.values())
-    return graphs_of(state), graphs_of(State(replace(config, precision="bf16"), CPU, "torch", *own_rank()))
+    modules = State(replace(config, precision="bf16"), CPU, "torch", *own_rank())
+    return graphs_of(state, GRAPHED), graphs_of(modules, ("graph_step",))
 
 
-def graphs_of(state):
+def graphs_of(state, names):
     """Losses of eager, which those of the graphed variants are."""
     eager = follow_eager(state, STEPS)
-    for name in GRAPHED:
+    for name in names:
         variant = made(VARIANTS, name, state)
         before = variant.capture.num_replays
         assert_equal(follow(state, variant.step, STEPS), eager, state)

@@ -8,8 +8,6 @@ import torch
 
 from llama2_lora.kernels.attention import PlainAttention, split_qkv
 from llama2_lora.kernels.operators import dropout_key
-from llama2_lora.kernels.scaling import Formats
-from llama2_lora.weights import frozen as weights
 from tests.helpers.llama2_lora_case import (
     TINY,
     autograd_step,
@@ -42,7 +40,7 @@ def test_gradients_are_autograds(lengths, dropout):
     assert expected.norm() > 1e-4
 
 
-@pytest.mark.parametrize("precision, bound", [("bf16", 0.02), ("fp8", 0.15), ("fp8_current", 0.15)])
+@pytest.mark.parametrize("precision, bound", [("bf16", 0.02), ("fp8", 0.15)])
 def test_low_precision_is_near_fp32(precision, bound):
     """Against FP32 with the same rounded weights, so only operands and activations lose precision."""
     stack = make_stack(with_fields(precision=precision))
@@ -61,24 +59,23 @@ def test_low_precision_is_near_fp32(precision, bound):
     assert precision == "bf16" or error > 0.02
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16", "nvfp4_emulated"])
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_all_ways_to_keep_tensors_give_the_same_bits(precision):
-    """Each configuration in a layer between two others, three steps with the scales that they make."""
+    """Each configuration in a layer between two others, two steps with the scales that they make."""
     config = with_fields(precision=precision, sequence=32)
     ways = list(ways_of(config))
     assert len(ways) >= 16
 
     def steps(names):
         stack = make_stack(config, names)
-        return [tensor for _ in range(3) for tensor in run_step(stack)], [t.clone() for _, t in stack.named_state()]
+        return [tensor for _ in range(2) for tensor in run_step(stack)], [t.clone() for _, t in stack.named_state()]
 
     expected = steps([ways[0]] * 3)
-    # One recipe goes through all of them; the others differ in how an operand is written.
-    chosen = range(0, len(ways), 1 if precision == "fp8" else 8)
-    for names in [[ways[place - 1], ways[place], ways[place - 5]] for place in chosen]:
+    # In threes, so that a third of as many stacks has all of them.
+    for names in [[ways[place - 1], ways[place], ways[(place + 1) % len(ways)]] for place in range(0, len(ways), 3)]:
         for ours, theirs in zip(itertools.chain(*steps(names)), itertools.chain(*expected), strict=True):
             assert torch.equal(ours, theirs), names
-    assert len({float(loss) for loss in expected[0][::2]}) == 3
+    assert len({float(loss) for loss in expected[0][::2]}) == 2
 
 
 def test_fp8_fc1_changes_gradients_by_about_a_percent():
@@ -102,50 +99,10 @@ def test_a_layer_keeps_what_its_configuration_says():
     for layer in range(3):
         stack.forward(layer)
     assert [each is not None for each in stack.attended] == [False, False, True]
-    stack.head()
+    stack.compute_loss()
     for layer in (2, 1, 0):
         stack.backward(layer)
     assert stack.attended == [None] * 3
-
-
-def test_all_places_of_transposes_give_the_same_bits():
-    """In one buffer, in one for each matrix, in one for each matrix of every layer, and held."""
-    expected, held = None, "qkv attention residual fc1:fp8 transpose"
-    for transposes, names, distinct in (
-        ("inline", ["nothing"] * 3, 1),
-        ("beside", ["nothing"] * 3, 4),
-        ("own", ["nothing"] * 3, 12),
-        ("inline", [held] * 3, 12),
-        ("beside", ["nothing", held, "nothing"], 8),
-    ):
-        stack = make_stack(with_fields(transposes=transposes), names)
-        places = [view for layer in stack.transposes for view in layer.values()]
-        spans = sorted({(view.data_ptr(), view.data_ptr() + view.numel()) for view in places})
-        assert len({start for start, _ in spans}) == distinct
-        assert distinct == 1 or all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        found = [tensor for _ in range(2) for tensor in run_step(stack)]
-        expected = expected or found
-        assert all(map(torch.equal, found, expected)), transposes
-    assert not any("transpose" in name for name in ways_of(with_fields(transposes="own")))
-
-
-def test_weights_are_allocated_before_temporary_ones(monkeypatch):
-    """Else torch's allocator puts FP8 weights between bf16 ones that are freed, and the holes remain."""
-    drawn, made = [], []
-    layer, empty = weights.RandomWeights.layer, torch.empty
-
-    def allocated(*shape, **options):
-        made.append(options.get("dtype"))
-        return empty(*shape, **options)
-
-    def drawing(self, index):
-        drawn.append(made.count(torch.float8_e4m3fn))
-        return layer(self, index)
-
-    monkeypatch.setattr(weights.RandomWeights, "layer", drawing)
-    monkeypatch.setattr(torch, "empty", allocated)
-    weights.FrozenWeights(TINY, Formats.of(TINY), torch.device("cpu"))
-    assert drawn == [4 * TINY.layers] * TINY.layers
 
 
 def test_weights_use_the_range_of_their_format():
@@ -184,10 +141,9 @@ def test_delayed_scaling_uses_the_largest_amax_of_its_history():
         for norms in stack.weights.norms:
             norms[1].fill_(factor)
         stack.embed()
-        stack.forward_all()
+        for layer in range(config.layers):
+            stack.forward(layer)
         seen.append(float(slot.amax))
-        stack.head()
-        stack.backward_all()
         stack.update_scales()
         assert float(slot.scale) == pytest.approx(448 / max(seen[-2:]))
         assert float(slot.amax) == 0.0
@@ -205,10 +161,7 @@ def test_evaluation_has_no_dropout_and_leaves_the_state():
     loss = float(stack.loss)
     after = [tensor for _, tensor in stack.scaling.named_tensors()] + [stack.adapters.grads]
     assert all(map(torch.equal, before, after)) and int(stack.operators.step) == 1
-    same.embed()
-    same.forward_all()
-    same.head()
-    assert loss == float(same.loss)
+    assert loss == float(run_step(same)[0])
     # Evaluation keeps nothing for a backward: that would take a graph's memory.
     assert stack.attended == [None] * config.layers
 
@@ -235,20 +188,7 @@ def test_gpu_attention_is_the_plain_one(lengths):
 
 
 @pytest.mark.gpu
-def test_gpu_all_places_of_transposes_give_the_same_bits():
-    from llama2_lora.kernels.triton_operators import TritonOperators
-
-    torch.cuda.set_stream(torch.cuda.Stream())
-    results = []
-    for transposes in ("inline", "beside", "own"):
-        config = with_fields(transposes=transposes, hidden=2048, head_dim=128, ffn=8192, sequence=128)
-        stack = make_stack(config, ["nothing"] * 3, device=torch.device("cuda"), operators=TritonOperators)
-        results.append([tensor for _ in range(3) for tensor in run_step(stack)])
-    assert all(map(torch.equal, *results[:2])) and all(map(torch.equal, *results[1:]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16"])
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_gpu_stack_is_the_plain_one(precision):
     """Triton, cuDNN and FP8 GEMMs against plain PyTorch: losses and gradients of three steps."""
     from llama2_lora.kernels.attention import CudnnAttention

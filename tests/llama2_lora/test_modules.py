@@ -29,22 +29,15 @@ from tests.helpers.made import made
 PLAIN = replace(TINY, layer="torch", precision="bf16")
 
 
-@pytest.mark.parametrize("documents", ["whole", "separate"])
-def test_plain_layers_train_as_handwritten_ones_do(documents):
+def test_plain_layers_train_as_handwritten_ones_do():
     """Without dropout, whose masks differ. They round in other places: norms and adapters."""
-    config = replace(PLAIN, dropout=0.0, documents=documents)
+    config = replace(PLAIN, dropout=0.0)
     plain, ours = (State(config, CPU, kind) for kind in ("torch", "handwritten"))
-    (losses, norms, _), (our_losses, our_norms, _) = follow_eager(plain, 5), follow_eager(ours, 5)
+    (losses, norms, _), (our_losses, our_norms, _) = follow_eager(plain, 3), follow_eager(ours, 3)
     assert losses == pytest.approx(our_losses, rel=2e-3)
     assert norms == pytest.approx(our_norms, rel=0.05)
-    assert len(set(losses)) == 5
+    assert len(set(losses)) == 3
     assert plain.evaluate() == pytest.approx(ours.evaluate(), rel=2e-3)
-
-
-def test_plain_layers_are_refused_in_other_precisions():
-    for precision in ("fp8", "fp8_current", "nvfp4_emulated"):
-        with pytest.raises(ValueError, match=f"^--layer torch needs --precision bf16, not {precision}$"):
-            replace(PLAIN, precision=precision)
 
 
 @pytest.mark.parametrize("lengths", [None, [10, 1, 30, 23]], ids=["whole", "separate"])
@@ -60,19 +53,18 @@ def test_gradients_of_plain_layers_are_the_same_in_fp32(lengths):
     assert float((plain_grads - grads).norm() / grads.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("documents", ["whole", "separate"])
-def test_graphs_of_modules_equal_eager_bit_for_bit(documents):
-    state = State(replace(PLAIN, documents=documents), CPU, "torch")
-    eager = follow_eager(state, 4)
-    assert_equal(follow_eager(state, 4), eager, state)
-    for name in GRAPHED:
-        variant = made(VARIANTS, name, state)
-        assert_equal(follow(state, variant.step, 4), eager, state)
+def test_a_graph_of_modules_equals_eager_bit_for_bit():
+    state = State(replace(PLAIN, documents="separate", layers=2), CPU, "torch")
+    eager = follow_eager(state, 3)
+    variant = made(VARIANTS, "graph_step", state)
+    for _ in range(2):
+        assert_equal(follow(state, variant.step, 3), eager, state)
         before = [tensor.clone() for _, tensor in state.named_state()]
         assert state.evaluate() == state.evaluate()
         assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
-        assert_equal(follow(state, variant.step, 4), eager, state)
-        variant.close()
+    variant.close()
+    with pytest.raises(Unsupported, match="^graph_layer captures handwritten layers"):
+        made(VARIANTS, "graph_layer", state)
 
 
 def test_no_gradient_is_kept_from_the_step_before():
@@ -109,9 +101,7 @@ def gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "kind, names", [("handwritten", GRAPHED), ("te", ("graph_layer", "graph_step", "graph_layer_te"))]
-)
+@pytest.mark.parametrize("kind, names", [("handwritten", GRAPHED), ("te", ("graph_step", "graph_layer_te"))])
 def test_gpu_graphs_equal_eager_bit_for_bit(gpu, kind, names):
     config = replace(PRESETS["slice"], layers=2, batches=3, vocab=1024, lr=1e-2, memory_gib=20.0)
     torch.use_deterministic_algorithms(True)

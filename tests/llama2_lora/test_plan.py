@@ -1,18 +1,16 @@
 """llama2_lora/plan: the predicted bytes are those that are built, and the plans of the presets."""
 
 import gc
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.training.memory_fit import gib
 from common.training.memory_plan import GIB
-from common.training.precision import nvfp4
 from llama2_lora import plan as plans
-from llama2_lora.config import PRESETS, layer_weights
+from llama2_lora.config import PRESETS
 from llama2_lora.state import State
 from tests.helpers.llama2_lora_case import CPU, TINY
 
@@ -39,14 +37,10 @@ def bytes_of_storages(*roots):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(
-    "precision, transposes",
-    [("fp8", "inline"), ("fp8", "beside"), ("fp8", "own"), ("fp8_current", "inline"), ("bf16", "inline"),
-     ("nvfp4_emulated", "inline")],
-)  # fmt: skip
-def test_predicted_bytes_are_the_built_ones(precision, transposes):
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_predicted_bytes_are_the_built_ones(precision):
     # Widths at which nothing small matters beside the tensors that are counted.
-    config = replace(TINY, precision=precision, transposes=transposes, hidden=256, ffn=512, sequence=256, batches=1)
+    config = replace(TINY, precision=precision, hidden=256, ffn=512, sequence=256, batches=1)
     state = State(config, CPU, "handwritten")
     # What only the plain operators have: the hash's positions, places of the mask. Host batches are not counted.
     state.stack.operators._positions = state.stack.attention._own = state.stack.attention._keys = None
@@ -60,15 +54,6 @@ def test_predicted_bytes_are_the_built_ones(precision, transposes):
         if item.name != "attention"
     )
     assert built == pytest.approx(sum(plans.built_sizes(config)) + config.layers * kept, rel=5e-3)
-
-
-def test_a_plan_has_room_for_what_rounds_to_nvfp4():
-    """In a graph's pool and beside it."""
-    assert plans.NVFP4_CHUNK == nvfp4.CHUNK
-    bf16, emulated = (replace(BENCH, layers=4, precision=precision) for precision in ("bf16", "nvfp4_emulated"))
-    weights_of_backward = 2 * 4 * layer_weights(BENCH)
-    more = plans.fixed_bytes(emulated) - plans.fixed_bytes(bf16) - weights_of_backward
-    assert more == pytest.approx(2 * plans.NVFP4_COPIES * 4 * nvfp4.CHUNK, rel=0.01)
 
 
 def test_the_whole_model_on_one_h200():
@@ -87,13 +72,6 @@ def test_the_whole_model_on_one_h200():
 def test_h100_holds_all_layers_at_1024_tokens():
     assert plans.make_plan(BENCH, 78 * GIB).bytes <= 78 * GIB
     assert plans.fit(FULL, 77 * GIB).layers < 80
-
-
-def test_memory_of_flash_attention_in_round_0_is_counted():
-    """FP32 sums of q's gradient with 128 rows beside each of 16 documents, and gradients of k and v of all 64 heads."""
-    one = 4 * (8192 + 16 * 128) * 8192 + 2 * 2 * 8192 * 8192
-    bytes_of = plans.fixed_bytes(FULL) - plans.memory_plan.reserved_bytes(plans.built_sizes(FULL))
-    assert 2 * one < bytes_of < 2 * one + 1.2 * GIB
 
 
 def test_slice_fits_a_24_gb_gpu():
@@ -118,8 +96,7 @@ def test_fit_takes_the_most_layers_that_fit():
         plans.fit(replace(FULL, sequence=32768), 2 * GIB)
 
 
-@pytest.mark.parametrize("value", [10**9, 2**40])
-@pytest.mark.parametrize("name", ["layers", "hidden", "heads", "ffn", "vocab", "sequence", "batches", "amax_history"])
+@pytest.mark.parametrize("name, value", [("hidden", 2**40), ("vocab", 10**9), ("batches", 2**40)])
 def test_a_shape_too_large_blames_its_flag(name, value):
     flag, before = "--" + name.replace("_", "-"), getattr(TINY, name)
     told = rf"^{flag} {value} is too large: .* GiB are needed, 24.0 GiB are free; {flag} {before}, as in preset tiny"
@@ -134,22 +111,18 @@ def test_a_tensor_of_too_many_elements_for_a_kernel():
             ask(wide, 1 << 60)
 
 
-def test_the_documents_table_is_what_the_command_prints():
-    printed = subprocess.run(
-        [sys.executable, "-m", "llama2_lora.plan"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert printed == plans.table() + "\n"
-    assert printed in (ROOT / "docs/memory_plan.md").read_text()
-    assert [line.split(" | ")[2] for line in printed.splitlines()[2:]] == ["80", "80", "80", "74"]
-
-
-def test_transposes_in_memory_of_their_own_are_counted():
-    """The weights once more, and none are held: an H200 has room for that at 1024 tokens."""
-    own = replace(BENCH, transposes="own")
-    assert [item.name for item in plans.items(own)] == ["qkv", "attention", "residual", "fc1"]
-    more = plans.needed_bytes(own) - plans.needed_bytes(BENCH)
-    assert more / GIB == pytest.approx(63.75 - 0.44, abs=0.01)
-    assert plans.needed_bytes(own) < 137 * GIB
+def test_the_documents_table_has_the_plans():
+    """Plans of the whole model at 1024 and 8192 tokens."""
+    rows = []
+    for preset in ("bench", "full"):
+        for gpu, free_gib in (("H200", 139), ("H100", 78)):
+            budget = plans.budget_bytes(free_gib * GIB)
+            config = plans.fit(PRESETS[preset], budget)
+            plan = plans.make_plan(config, budget)
+            kept = [row["kept"] + row["fp8"] for row in plan.items().values()]
+            cells = [config.tokens, f"{free_gib} ({gpu})", config.layers, *kept, gib(plan.bytes), f"{plan.ms:.0f}"]
+            rows.append("| " + " | ".join(map(str, cells)) + " |\n")
+    assert "".join(rows) in (ROOT / "docs/memory_plan.md").read_text()
 
 
 def test_no_transposes_without_fp8():

@@ -11,7 +11,6 @@ import torch
 from common.config import Arguments, Run
 from common.training.data.llama_checkpoint import open_checkpoint
 from common.training.memory_plan import GIB
-from common.variant_table import resolved
 from llama2_lora import plan as plans
 from llama2_lora import train, workload
 from llama2_lora.config import PRESETS
@@ -39,20 +38,18 @@ def assert_replays_as_promised(variant, name, config, num_replays, num_steps):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"documents": "separate", "batches": 16},
-        {"precision": "fp8_current", "layers": 2},
+        {"documents": "separate"},
         {"precision": "bf16", "layers": 1},
-        {"precision": "nvfp4_emulated", "layers": 2},
     ],
-    ids=["fp8", "fp8_current", "bf16", "nvfp4_emulated"],
+    ids=["fp8", "bf16"],
 )
 def test_graphs_equal_eager_bit_for_bit(changes):
     config = mixed(replace(TINY, **changes))
-    state, num_steps = State(config, CPU, "handwritten"), min(config.batches, 10)
+    state, num_steps = State(config, CPU, "handwritten"), 4
     if config.layers > 2:
         assert len(state.plan.counts) > 1, state.plan.counts
         # Every step has another packing, and no graph is captured again.
-        assert len({tuple(batch["cu_seqlens"].tolist()) for batch in state.batches}) == 16
+        assert len({tuple(batch["cu_seqlens"].tolist()) for batch in state.batches}) == num_steps
     eager = follow_eager(state, num_steps)
     assert_equal(follow_eager(state, num_steps), eager, state)
     for name in GRAPHED:
@@ -69,7 +66,8 @@ def test_variants_take_turns_on_one_state():
 
     def held_after_forward():
         state.stack.embed()
-        state.stack.forward_all()
+        for layer in range(TINY.layers):
+            state.stack.forward(layer)
         held = sum(each is not None for each in state.stack.attended)
         state.stack.attended = [None] * TINY.layers
         return held
@@ -90,10 +88,9 @@ def test_documents_that_do_not_see_each_other_have_another_loss():
     assert follow_eager(whole, 2)[0] != follow_eager(separate, 2)[0]
 
 
-@pytest.mark.parametrize("name", ["eager", "graph_layer"])
-def test_evaluation_leaves_training_as_it_was(name):
+def test_evaluation_leaves_training_as_it_was():
     state = State(mixed(TINY), CPU, "handwritten")
-    variant = made(VARIANTS, name, state)
+    variant = made(VARIANTS, "graph_layer", state)
     expected = follow(state, variant.step, 3)
     losses = []
 
@@ -229,24 +226,9 @@ def test_layers_are_those_that_a_variant_is_declared_to_have():
         assert workload.kind_of_layers(args) == kind
 
 
-def test_every_variant_is_made_by_what_the_table_names():
-    assert all(callable(resolved(variant.make)) for variant in VARIANTS.values())
-
-
 def test_hyperparameters_are_those_of_the_step():
     said = hyperparameters(PRESETS["mlperf"], 8)
     assert (said["global_batch_size"], said["max_sequence_length"], said["opt_gradient_clip_norm"]) == (8, 8192, 0.3)
-
-
-def test_nvfp4_emulated_trains_beside_fp8():
-    """Losses over the same windows: FP4 rounds more, and stays near."""
-    losses = {}
-    for precision in ("fp8", "nvfp4_emulated"):
-        losses[precision] = follow_eager(State(replace(TINY, precision=precision), CPU, "handwritten"), 32)[0]
-    first, last = ([numpy.mean(each[part]) for each in losses.values()] for part in (slice(0, 8), slice(-8, None)))
-    assert last[0] < first[0] - 0.3 and last[1] < first[1] - 0.3
-    assert losses["fp8"] != losses["nvfp4_emulated"]
-    assert last[1] == pytest.approx(last[0], rel=0.05)
 
 
 def run_script(path, *arguments):

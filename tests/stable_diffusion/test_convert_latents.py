@@ -12,7 +12,7 @@ from common.config import mistakes_in_one_line
 from stable_diffusion.data import convert_latents
 from stable_diffusion.data.shards import Samples
 from tests.helpers import forked
-from tests.llama2_lora.test_convert_packed_text import Calls, Pointer
+from tests.helpers.hostile_pickles import Calls, Pointer
 
 
 def arrays(value=0.0):
