@@ -88,7 +88,8 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # Overflow check; AdamW, unless a gradient overflowed; loss scale; report. All of it on the device.
+        # Overflow check; AdamW (common/training/optimizers/adam.py), unless a gradient overflowed; loss scale; report.
+        # All of it on the device.
         state.update(loss, grads)
 
 

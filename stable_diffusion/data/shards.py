@@ -60,7 +60,7 @@ def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> int:
         tensors = {name: (dtypes[dtype.name], (count, *shape)) for name, (dtype, shape) in described.items()}
 
         def write(file):
-            file.write(safetensors_header.make(tensors, {}))
+            file.write(safetensors_header.make(tensors))
             for part in parts.values():
                 part.seek(0)
                 shutil.copyfileobj(part, file, 1 << 20)

@@ -200,12 +200,12 @@ def test_reset_starts_the_same_training_again():
 
 
 def test_training_lowers_the_loss_of_samples_held_out():
-    state = State(replace(TINY, latent_size=16), CPU)
+    state = State(replace(TINY, latent_size=16, lr_warmup=2), CPU)
     state.reset()
     before = state.evaluate()
-    for index in range(10):
+    for index in range(4):
         eager_step(state, index)
-    assert state.evaluate() < 0.93 * before
+    assert state.evaluate() < 0.96 * before
     state.close()
 
 
