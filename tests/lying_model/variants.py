@@ -2,15 +2,17 @@
 
 from common.variant_table import Declared, table
 
-TRAIN = "tests.lying_model.train"
+HERE = "tests.lying_model"
 
 
 def _graph(name, help, make, graphs=1, replays=1, **more):
-    return Declared(name, help, "graph", f"{TRAIN}:{make}", graphs=graphs, replays=replays, parity="bitwise", **more)
+    return Declared(
+        name, help, "graph", f"{HERE}.sound:{make}", graphs=graphs, replays=replays, parity="bitwise", **more
+    )
 
 
 SOUND = {
-    "eager_twin": Declared("eager_twin", "eager by another object", "eager", f"{TRAIN}:eager", parity="bitwise"),
+    "eager_twin": Declared("eager_twin", "eager by another object", "eager", f"{HERE}.sound:eager", parity="bitwise"),
     "graph_step": _graph("graph_step", "the whole step", "Graphed", headline=True, formerly="graph"),
     "graph_fwd_bwd": _graph("graph_fwd_bwd", "forward and backward", "ForwardBackward"),
     "graph_halves": _graph("graph_halves", "two graphs", "Halves", graphs=2, replays=2),
@@ -55,17 +57,18 @@ _KIND = {"eager_graphed": "eager"}
 _MAKE = {"unsupported": "UnsupportedHere"}
 
 VARIANTS = table(
-    Declared("eager", "the reference", "eager", f"{TRAIN}:eager", parity="bitwise", headline=True),
+    Declared("eager", "the reference", "eager", f"{HERE}.sound:eager", parity="bitwise", headline=True),
     *SOUND.values(),
     *(
         Declared(
             name,
             f"lies: {said}",
             _KIND.get(name, "graph"),
-            f"{TRAIN}:{_MAKE.get(name) or ''.join(word.capitalize() for word in name.split('_'))}",
+            f"{HERE}.{file}:{_MAKE.get(name) or ''.join(word.capitalize() for word in name.split('_'))}",
             graphs=1,
             replays=1,
         )
-        for name, said in (LIARS | BREAKS).items()
+        for file, kind in (("liars", LIARS), ("breaks", BREAKS))
+        for name, said in kind.items()
     ),
 )

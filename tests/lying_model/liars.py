@@ -1,0 +1,193 @@
+"""Variants that lie: about their time, or about their work."""
+
+import queue
+import threading
+import time
+
+import torch
+
+from common.capture.pool import Pool
+from common.variant import Capture, warm_up
+from tests.lying_model.sound import Graphed, Halves
+from tests.lying_model.state import eager_step
+
+
+class Drops(Graphed):
+    def run(self, index):
+        if not self.is_late or index < 4:
+            super().run(index)
+        else:
+            self.graph.num_replays += 1
+
+
+class HalfPrecision(Graphed):
+    def __init__(self, state):
+        super().__init__(state)
+        state.precision = torch.bfloat16
+        self.other, _ = self.pool.capture(state.train, (state.inputs,))
+        state.precision = torch.float32
+        self.pool.graphs.remove(self.other)
+
+    def run(self, index):
+        if self.is_late:
+            self.graph.num_replays += 1
+            self.other.replay()
+        else:
+            super().run(index)
+
+
+class FrozenRate(Graphed):
+    def run(self, index):
+        with torch.no_grad():
+            self.state.rate.fill_(0.0 if self.is_late else 0.5)
+        super().run(index)
+
+    def leave(self):
+        self.state.rate.fill_(0.5)
+
+    def enter(self):
+        pass
+
+
+class ScaledUpdate(FrozenRate):
+    def run(self, index):
+        with torch.no_grad():
+            self.state.rate.fill_(0.3 if self.is_late else 0.5)
+        self.graph.replay()
+
+
+class HalfBatch(Graphed):
+    def run(self, index):
+        if self.is_late:
+            with torch.no_grad():
+                self.state.inputs[self.state.config.batch // 2 :] = 0.0
+        super().run(index)
+
+
+class StaleInput(Graphed):
+    def step(self, index):
+        if index == 0:
+            self.state.begin(index)
+        self.run(index)
+        self.state.end(index)
+
+
+class OneOperator(Graphed):
+    def __init__(self, state):
+        self.state, self.pool, self.steps = state, Pool(state.device), 0
+        self.capture = Capture(strategy="next to nothing", pools=[self.pool])
+        warm_up(state, self.capture, eager_step)
+        self.spare = torch.zeros(4, device=state.device)
+        self.graph, _ = self.pool.capture(lambda: self.spare.add_(1.0))
+
+    def run(self, index):
+        self.graph.replay()
+        for _ in range(4):
+            self.state.forward_loss()
+        self.state.train()
+
+
+class EagerGraphed(Graphed):
+    pass
+
+
+class Leak(Graphed):
+    kept: list = []  # noqa: RUF012
+
+    def run(self, index):
+        super().run(index)
+        if self.is_late:
+            self.kept.append(torch.ones(95 * 2**18 // 40))
+
+
+class Clock(Graphed):
+    """Slows the clock that it is measured with, so that its pauses do not show."""
+
+    real = time.perf_counter
+
+    def run(self, index):
+        super().run(index)
+        if self.is_late:
+            time.sleep(0.002)
+
+    def enter(self):
+        time.perf_counter = lambda: Clock.real() / 20
+
+    def leave(self):
+        time.perf_counter = Clock.real
+
+
+class Threads(Graphed):
+    def enter(self):
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self.stop.wait, daemon=True)
+        self.thread.start()
+
+    def leave(self):
+        if getattr(self, "thread", None):
+            self.stop.set()
+            self.thread.join()
+
+
+class LateWork(Graphed):
+    """Hands its work to a thread that lags behind."""
+
+    def __init__(self, state):
+        super().__init__(state)
+        self.jobs, self.matrix = queue.SimpleQueue(), torch.ones(256, 256)
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def step(self, index):
+        super().step(index)
+        self.jobs.put(0.005)
+
+    def work(self):
+        while True:
+            seconds = self.jobs.get()
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                # Without Python's lock, for which the steps would wait.
+                torch.mm(self.matrix, self.matrix)
+
+
+class FewSteps(Graphed):
+    """Does in every twentieth step what others do in each: a median does not see it."""
+
+    def run(self, index):
+        super().run(index)
+        if index % 20 == 19:
+            for _ in range(400):
+                self.state.forward_loss()
+
+
+class LateUpdate(Graphed):
+    def step(self, index):
+        super().step(index)
+        if self.is_late and index % 8 == 7:
+            threading.Timer(0.01, self.later).start()
+
+    def later(self):
+        with torch.no_grad():
+            self.state.weights[0].add_(1e-9)
+            self.state.weights[1].add_(1e-3)
+
+
+class FewerReplays(Graphed):
+    def run(self, index):
+        if index % 7 == 6:
+            self.state.train()
+        else:
+            super().run(index)
+
+
+class MoreGraphs(Halves):
+    def replays_of(self, index):
+        return 2
+
+
+class NoGraph(Graphed):
+    def run(self, index):
+        self.state.train()
+
+    def replays_of(self, index):
+        return 0
