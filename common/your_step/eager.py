@@ -5,6 +5,8 @@ another, operator by operator: another operator, another number, or another addr
 replay gets wrong.
 """
 
+import os
+
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -323,11 +325,16 @@ class EagerSteps:
         if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
             evidence = "autocast was on before the step, with its cache: a graph reads casts of weights from before it"
             yield Finding("autocast cache", WRONG, self.source.at(self.source.made("autocast")), evidence)
-        before, last = self.gradients[-2], self.gradients[-1]
-        names = [name for name in last if last[name] is None and before[name] is None]
-        if names and len(names) < len(last):
+        trained = [name for name, parameter in self._parameters() if parameter.requires_grad]
+        names = [name for name in trained if not any(gradients[name] for gradients in self.gradients)]
+        if names and len(names) < len(trained):
             evidence = f"{len(names)} parameters never have a gradient, {names[0]} among them"
             yield Finding("unused parameter", NOTE, self.source.at(None), evidence)
+        allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        registers = os.environ.get("NCCL_GRAPH_REGISTER", "1") != "0"
+        if "expandable_segments:True" in allocator and registers and torch.distributed.is_initialized():
+            evidence = "expandable segments, while NCCL registers the memory of graphs"
+            yield Finding("settings", NOTE, "the environment", evidence)
         for each in self.state.modules:
             if isinstance(each, torch.nn.parallel.DistributedDataParallel):
                 line = self.source.at(self.source.made("DistributedDataParallel", "DDP"))
