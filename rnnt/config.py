@@ -58,9 +58,7 @@ class Config(Timing):
     tokens: int = option(56, "tokens in each utterance of --data synthetic")
     max_frames: int = option(641, "longest utterance, in frames of 30 ms")
     max_tokens: int = option(125, "longest transcript, in tokens")
-    buckets: str = option(
-        "auto", "shapes of graphs: auto, guide (the ladder of NVIDIA's guide), or how many per network, 1 to 50"
-    )
+    buckets: str = option("auto", "shapes of graphs: auto, or how many per network, 1 to 50")
     tokenizer: str = option("chars", "for speech: chars or a sentencepiece .model file", is_path=True, words=("chars",))
     speed_perturbation: bool = option(True, "resample speech by a random factor from 0.85 to 1.15")
     spec_augment: bool = option(True, "mask mel bands and frames of speech at random")
@@ -111,13 +109,10 @@ class Config(Timing):
         if self.lstm != "cudnn":
             self._require_own_lstm()
         buckets.require_kind(self.buckets)
-        max_frames, max_tokens = limits(self)
-        for name, longest in (("frames", max_frames), ("tokens", max_tokens)):
-            if self.data == "synthetic" and getattr(self, name) > longest:
-                raise ValueError(
-                    f"{flag_of(name)} {getattr(self, name)}: the largest bucket has {longest}: "
-                    f"see {flag_of('max_' + name)} and --buckets"
-                )
+        for name in ("frames", "tokens"):
+            length, longest = getattr(self, name), getattr(self, f"max_{name}")
+            if self.data == "synthetic" and length > longest:
+                raise ValueError(f"{flag_of(name)} {length}: takes at most {longest}, see {flag_of('max_' + name)}")
 
     def _require_own_lstm(self):
         wrong = [] if self.precision == "fp16" else ["--precision fp16"]
@@ -127,14 +122,6 @@ class Config(Timing):
             wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {flag_of(name)}"]
         if wrong:
             raise ValueError(f"--lstm {self.lstm}: takes {' and '.join(wrong)}, or take cudnn")
-
-
-def limits(config: Config) -> tuple[int, int]:
-    """(frames, tokens) of the longest utterance: --max-frames and --max-tokens, or the largest bucket of guide."""
-    return (
-        min(config.max_frames, buckets.largest(config.buckets, "audio", config.max_frames)),
-        min(config.max_tokens, buckets.largest(config.buckets, "text", config.max_tokens)),
-    )
 
 
 # Rows of MLPerf v3.1's table of global batch sizes; an epoch is 278,528 utterances. bench takes the row of the
@@ -254,7 +241,7 @@ def predicted_bytes(config: Config) -> int:
     twice and the logits once a cell of the lattice. 15 % for workspaces, and CONTEXT_BYTES.
     """
     c = config
-    frames, tokens = (c.frames, c.tokens) if c.data == "synthetic" else limits(c)
+    frames, tokens = (c.frames, c.tokens) if c.data == "synthetic" else (c.max_frames, c.max_tokens)
     stacked, symbols = (frames + 1) // 2, tokens + 1
     units = frames * (c.features + 8 * c.pre_layers * c.encoder_hidden)
     units += stacked * (8 * c.post_layers + 4) * c.encoder_hidden

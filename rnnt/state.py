@@ -79,7 +79,7 @@ class State:
             torch.distributed.all_gather_object(every, (shapes, most))
             shapes = sorted({pair for found, _ in every for pair in found})
             most = tuple(max(values) for values in zip(*(each for _, each in every), strict=True))
-        largest = most if self.config.buckets == "auto" else rnnt_config.limits(self.config)
+        largest = most if self.config.buckets == "auto" else (self.config.max_frames, self.config.max_tokens)
         cost = functools.partial(rnnt_config.padded_cost, self.config)
         return buckets.make_plan(self.config.buckets, shapes, *largest, cost)
 
@@ -216,5 +216,5 @@ def nominal_flops(config: Config) -> float:
     """
     pairs = [(config.frames, config.tokens)]
     if config.data == "lengths":
-        pairs = typical_lengths(SEED, *rnnt_config.limits(config))
+        pairs = typical_lengths(SEED, config.max_frames, config.max_tokens)
     return config.batch * sum(rnnt_config.training_flops(config, *pair) for pair in pairs) / len(pairs)

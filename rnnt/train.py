@@ -170,7 +170,10 @@ class GraphedStep:
         """`padded_step` with a replay in the place of `train_on`."""
         batch = load_batch(self.state, index, self.state.plan.fit)
         if batch.shape not in self.graphs:
-            raise ValueError(self.state.plan.unseen(batch.shape))
+            kind, (frames, tokens) = self.state.plan.kind, batch.shape
+            raise ValueError(
+                f"--buckets {kind}: no graph is of {frames} frames and {tokens} tokens: take auto or 1 to 4"
+            )
         with section("replay"):
             self.graphs[batch.shape].replay()
         # Every replay overwrites the report. end_step copies it, in the order of the stream, before the next replay.

@@ -1,6 +1,6 @@
 """Buckets: the few lengths that batches are padded to, so that a graph of that length can run them. Imports no torch.
 
-ladder("4", "audio", 641)            [161, 321, 481, 641]
+ladder(4, 641)                       [161, 321, 481, 641]
 plan = make_plan("auto", ...)        buckets of both networks, and the pairs of buckets that occur
 plan.fit(409, 56)                    the shape that a batch of 409 frames and 56 tokens is padded to
 """
@@ -12,30 +12,19 @@ from collections import Counter
 MAX_COUNT = 50
 MAX_PAIRS = 16
 AUTO_WASTE = 0.02
-# NVIDIA's guide to CUDA graphs, RNN-T: four buckets, largest lengths 1600 and 600. Its audio lengths are taken as
-# frames of 10 ms, three of which make one frame of the encoder.
-_GUIDE = {"audio": [-(-frames // 3) for frames in (400, 800, 1200, 1600)], "text": [150, 300, 450, 600]}
 
 
 def require_kind(kind: str) -> None:
-    """Raises ValueError where --buckets is neither auto nor guide nor a number from 1 to 50."""
-    if kind not in ("auto", "guide") and not (kind.isascii() and kind.isdigit() and 1 <= int(kind) <= MAX_COUNT):
-        raise ValueError(f"--buckets {kind}: takes auto, guide or a number from 1 to {MAX_COUNT}")
+    """Raises ValueError where --buckets is neither auto nor a number from 1 to 50."""
+    if kind != "auto" and not (kind.isascii() and kind.isdigit() and 1 <= int(kind) <= MAX_COUNT):
+        raise ValueError(f"--buckets {kind}: takes auto or a number from 1 to {MAX_COUNT}")
 
 
-def largest(kind: str, network: str, max_length: int) -> int:
-    """The largest bucket of `network` ("audio" or "text")."""
-    return _GUIDE[network][-1] if kind == "guide" else max_length
-
-
-def ladder(kind: str, network: str, max_length: int) -> list[int]:
-    """Ascending buckets: of "guide", or that many, evenly spaced down from max_length as in the submission.
+def ladder(count: int, max_length: int) -> list[int]:
+    """Ascending buckets, evenly spaced down from max_length as in the submission.
 
     Source: rnnt/rnnt_graph.py of MLPerf v3.1: max - i * max // n.
     """
-    if kind == "guide":
-        return list(_GUIDE[network])
-    count = int(kind)
     return sorted({max_length - index * max_length // count for index in range(count)})
 
 
@@ -87,15 +76,15 @@ class Plan:
     def __init__(self, kind: str, audio: list[int], text: list[int], pairs, cost_of):
         self.audio, self.text, self.kind = audio, text, kind
         self.pairs = sorted(pairs, key=lambda pair: (cost_of(*pair), pair))
-        self._choice = self.pairs if kind == "auto" else []
-        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+        self.fit = functools.cache(self._fit)
 
-    def fit(self, frames: int, tokens: int) -> tuple[int, int]:
+    def _fit(self, frames, tokens):
         """The shape that a batch of this shape is padded to. Raises ValueError where no bucket holds it."""
-        if (frames, tokens) not in self._known:
-            pairs = (pair for pair in self._choice if frames <= pair[0] and tokens <= pair[1])
-            self._known[frames, tokens] = next(pairs, None) or (fit(self.audio, frames), fit(self.text, tokens))
-        return self._known[frames, tokens]
+        if self.kind == "auto":
+            for pair in self.pairs:
+                if frames <= pair[0] and tokens <= pair[1]:
+                    return pair
+        return fit(self.audio, frames), fit(self.text, tokens)
 
     def require_few_pairs(self, variant: str) -> list[tuple[int, int]]:
         """All pairs. Raises ValueError where they are more than MAX_PAIRS, which are too many to capture."""
@@ -105,13 +94,6 @@ class Plan:
                 f"{MAX_PAIRS}: take fewer, or auto"
             )
         return self.pairs
-
-    def unseen(self, shape: tuple[int, int]) -> str:
-        """The message where a batch is padded to a pair that is not among `pairs`."""
-        return (
-            f"--buckets {self.kind}: a batch is padded to {shape[0]} frames and {shape[1]} tokens, a pair that was not "
-            "seen before: take auto, or 4 and fewer"
-        )
 
 
 def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> Plan:
@@ -124,7 +106,7 @@ def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> P
         pairs = auto_pairs(maxima, max_frames, max_tokens, cost_of)
         audio, text = (sorted(set(lengths)) for lengths in zip(*pairs, strict=True))
     else:
-        audio, text = ladder(kind, "audio", max_frames), ladder(kind, "text", max_tokens)
+        audio, text = ladder(int(kind), max_frames), ladder(int(kind), max_tokens)
         pairs = [(a, t) for a in audio for t in text]
         if len(pairs) > MAX_PAIRS:
             pairs = {(fit(audio, frames), fit(text, tokens)) for frames, tokens in maxima}

@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import torch
 
-from rnnt.config import FRAME_S, MEL_FEATURES, Config, limits
+from rnnt.config import FRAME_S, MEL_FEATURES, Config
 from rnnt.data.batches import Batch
 
 TAPE_FRAMES = 16384
@@ -36,7 +36,7 @@ class Synthetic:
         self.config, self.rank, self.world_size, self.seed, self.pinned = config, rank, world_size, seed, pinned
         self.period = 1 if config.data == "synthetic" else PERIOD
         self.num_samples = max(self.period, NUM_KEPT) * config.batch * world_size
-        self.max_frames, self.max_tokens = limits(config)
+        self.max_frames, self.max_tokens = config.max_frames, config.max_tokens
         if config.data == "synthetic":
             self.max_frames, self.max_tokens = config.frames, config.tokens
         # An utterance begins at any token of the tape from where its frames and its tokens still are on it.

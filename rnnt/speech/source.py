@@ -21,7 +21,7 @@ import sys
 import numpy as np
 import torch
 
-from rnnt.config import Config, limits
+from rnnt.config import Config
 from rnnt.data.batches import Batch
 from rnnt.speech.dali_pipeline import DaliExtractor
 from rnnt.speech.features import draw_masks, finish
@@ -54,7 +54,8 @@ class Speech:
         self.config, self.device, self.dtype = config, device, dtype
         self.rank, self.world_size, self.seed, self.training = rank, world_size, seed, training
         # The same for training and evaluation, though evaluation needs no room for slowing down.
-        found = scan(config.data, config.tokenizer, config.vocab, *limits(config), config.speed_perturbation)
+        longest = config.max_frames, config.max_tokens
+        found = scan(config.data, config.tokenizer, config.vocab, *longest, config.speed_perturbation)
         self.utterances, self.dropped = found[0], []
         # Rows that decoding showed to be bad.
         self._bad: set[int] = set()
