@@ -108,8 +108,6 @@ def make_state(config, monkeypatch):
     plan = plan_of(config, [ways[0], ways[-1], ways[5]])
     monkeypatch.setattr(states, "make_plan", lambda config, budget: plan)
     state = states.State(config, DEVICE, "handwritten")
-    if config.transposes == "beside":
-        state.stack.side, state.stack.ready = Anything(), {name: Anything() for name in config.matrices}
     # tests/common/training/optimizers/test_fused_adam.py has it.
     monkeypatch.setattr(state.adam, "step", lambda: None)
     return state
@@ -117,10 +115,9 @@ def make_state(config, monkeypatch):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"transposes": "beside", "documents": "separate", "precision": "fp8_current"},
-     {"transposes": "own", "fc1_store": "bf16", "fast_dgrad": True}, {"precision": "bf16"}],
-    ids=["fp8", "current", "own", "bf16"],
-)  # fmt: skip
+    [{}, {"documents": "separate", "fc1_store": "bf16"}, {"precision": "bf16"}],
+    ids=["fp8", "separate", "bf16"],
+)
 def test_steps_call_torch_and_triton_as_they_want_it(gpu, monkeypatch, changes):
     config = replace(SMALL, **changes)
     with gpu.gemms:
