@@ -38,7 +38,7 @@ from benchmarks.script import CONTROL, find_model, models
 from common.config import checked
 
 ALL = "all"
-FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy)
+FAILURES = (locks.GpuBusy, partial.Busy)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
@@ -184,7 +184,7 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[run_file.Run, Path | 
     Raises:
         Mistake: a model cannot be measured here, and it is the only one.
     """
-    names, machine = chosen_models(args.model), launch.machine(args)
+    names, machine = chosen_models(args.model), launch.describe_here()
     asks, refused = [], []
     for name in names:
         try:

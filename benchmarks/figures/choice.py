@@ -28,6 +28,11 @@ class Shown:
         """A figure's title."""
         return f"Measured on a CPU, which says nothing about a GPU. {text}" if self.is_cpu else text
 
+    def runs_of(self, workload: Workload) -> list[Run]:
+        """The runs of a workload, the newest first."""
+        own = [run for run in self.runs if runs.workload_of(run) == workload]
+        return sorted(own, key=lambda run: (run.begin_utc, run.id), reverse=True)
+
 
 def shown(found: runs.Found) -> Shown:
     """The rows and runs to draw."""

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -198,6 +199,17 @@ def _box(x, y, half):
 
 def _meet(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def apart(values: list[float], gap: float, highest: float) -> list[float]:
+    """The values, moved up until they stand `gap` apart, and down where they would end above `highest`."""
+    order, moved = sorted(range(len(values)), key=values.__getitem__), list(values)
+    for lower, upper in pairwise(order):
+        moved[upper] = max(moved[upper], moved[lower] + gap)
+    moved[order[-1]] = min(moved[order[-1]], highest)
+    for lower, upper in reversed(list(pairwise(order))):
+        moved[lower] = min(moved[lower], moved[upper] - gap)
+    return moved
 
 
 def save(page: Page, folder: Path, name: str, has_png: bool) -> None:

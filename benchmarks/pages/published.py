@@ -7,6 +7,7 @@ this suite's measurements and are never mixed into them.
 from dataclasses import dataclass
 
 _GUIDE = "https://docs.nvidia.com/dl-cuda-graph/latest/examples"
+_RESULTS_4_1 = "https://github.com/mlcommons/training_results_v4.1/tree/main/NVIDIA/benchmarks"
 _MLPERF = {"mlperf": "fewer GPUs"}
 
 
@@ -91,9 +92,42 @@ PUBLISHED = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Useful TFLOP/s that a submission reached on each GPU.
+
+    Attributes:
+        tflops: counted as a run of `model` here counts them, in flops_per_step.
+        where: the run and its GPUs.
+        remark: what the number is made of.
+    """
+
+    model: str
+    tflops: float
+    where: str
+    source: str
+    remark: str
+
+
+RATES = (
+    Rate(
+        model="llama2_lora",
+        tflops=778.0,
+        where="MLPerf v4.1, 8 H200, eager, 8192 tokens a GPU",
+        source=f"{_RESULTS_4_1}/llama2_70b_lora/implementations/h200_ngc24.09_nemo",
+        remark="2.472 samples/s on 8 GPUs, 2,517.7 TFLOP a sample: LoRA, the causal half of attention",
+    ),
+)
+
+
 def of_model(model: str) -> Published | None:
     """Return NVIDIA's submission of a model; None for a model without one."""
     return next((published for published in PUBLISHED if published.model == model), None)
+
+
+def rate_of(model: str) -> Rate | None:
+    """Return the published rate of a model; None where none is known."""
+    return next((rate for rate in RATES if rate.model == model), None)
 
 
 def stem(preset: str) -> str:

@@ -1,0 +1,75 @@
+"""The simulation follows benchmarks.statistics, the rates are reached, and docs/statistics.md has its tables."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy
+import pytest
+
+from benchmarks import statistics
+from tests.helpers import simulated_blocks
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
+NUMBER = re.compile(r"\d+\.\d")
+# `auto` stops where the scatter happens to look small; docs/statistics.md says so.
+AUTO_MISSES = {"noise 1 %, 0.3 s"}
+
+
+def test_the_simulation_computes_what_statistics_does():
+    host = simulated_blocks.Scenario("", 0.3, noise=0.01)
+    logs, _ = simulated_blocks.measure(host, 200, numpy.random.default_rng(3), cycles=12)
+    logs[..., 100:] /= 4  # so that intervals which leave 1 out lie within 0.5 %, too
+    mean, half = simulated_blocks.intervals(logs)
+    is_verdict = simulated_blocks.is_verdict(mean, half)
+    words = set()
+    for cycles in (1, 8, 12):
+        for run in range(200):
+            one = statistics.ratio_of([((math.exp(log),), 1.0) for log in logs[:cycles, -1, run]])
+            assert math.log(one.ratio) == pytest.approx(mean[cycles - 1, -1, run], abs=1e-9)
+            assert one.half_width == pytest.approx(math.expm1(half[cycles - 1, -1, run]), rel=1e-6)
+            word = statistics.word(one)
+            words.add(word)
+            assert is_verdict[cycles - 1, -1, run] == (word in ("faster", "slower"))
+    assert words == {"same", "faster", "slower", "unclear"}
+
+
+def test_a_steady_host_gives_the_ratio_that_it_was_given():
+    host = simulated_blocks.Scenario("", 1, noise=0.0, drift=0.002)
+    for order in ("reversed", "drawn"):
+        logs, pace = simulated_blocks.measure(host, 50, numpy.random.default_rng(3), order, cycles=8)
+        assert abs((logs - pace[:, None])[:, :-1]).max() < 0.03  # graphs: the pace of the cycle, but for step noise
+        assert abs(logs.mean(axis=(0, 2))[-1]) < 0.002  # control: the drift cancels over cycles
+    fixed, _ = simulated_blocks.measure(host, 50, numpy.random.default_rng(3), "fixed", cycles=8)
+    assert fixed.mean(axis=(0, 2))[-1] == pytest.approx(-0.002 * 1.5, abs=0.0015)  # one place after the middle
+
+
+def _rows_of(page):
+    """The rows of a page's tables, without the lines under the heads."""
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows if row[0] != "---"]
+
+
+def _numbers_and_words(row):
+    text = " | ".join(row[1:])
+    return [float(number) for number in NUMBER.findall(text)], NUMBER.sub("", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", simulated_blocks.HOSTS, ids=lambda host: host.name)
+def test_rates_are_reached(host):
+    eight, auto, more = simulated_blocks.rates(host, 10_000, seed=2)  # not the page's seed
+    assert min(eight.coverage, auto.coverage, more.coverage) >= 0.92
+    assert max(eight.nulls, more.nulls) <= 0.065
+    assert auto.nulls <= (0.075 if host.name in AUTO_MISSES else 0.065)
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables():
+    expected = [row for rows in simulated_blocks.tables() for row in rows]
+    found = _rows_of(PAGE.read_text())
+    assert [row[0] for row in found] == [row[0] for row in expected]
+    for one, other in zip(found, expected, strict=True):
+        (numbers, words), (fresh, fresh_words) = _numbers_and_words(one), _numbers_and_words(other)
+        assert words == fresh_words, one[0]
+        assert numbers == pytest.approx(fresh, abs=0.2), one[0]  # another numpy may round otherwise
