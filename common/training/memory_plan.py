@@ -60,7 +60,10 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to run a layer. bytes: that it keeps; ms: that a microbatch takes longer than with everything kept."""
+    """One way to run a layer. bytes: that it keeps; ms: that a microbatch takes longer than with everything kept.
+
+    keeps, keeps_fp8, recomputes: names of the items of which that is true, in the order of the forward.
+    """
 
     name: str
     bytes: int
@@ -69,43 +72,29 @@ class Configuration:
     choices: tuple[Choice, ...] = ()
 
     def items(self, how: str) -> tuple[str, ...]:
-        """Names of the items that are KEPT, FP8 or RECOMPUTED, in the order of the forward."""
+        """Names of the items that are KEPT, FP8, RECOMPUTED or UNUSED, in the order of the forward."""
         return tuple(choice.item for choice in self.choices if choice.how == how)
 
-    @property
-    def keeps(self) -> tuple[str, ...]:
-        """Items kept in their own format."""
-        return self.items(KEPT)
-
-    @property
-    def keeps_fp8(self) -> tuple[str, ...]:
-        """Items kept as their FP8 copy."""
-        return self.items(FP8)
-
-    @property
-    def recomputes(self) -> tuple[str, ...]:
-        """In an order in which they can be computed."""
-        return self.items(RECOMPUTED)
+    keeps = property(lambda self: self.items(KEPT))
+    keeps_fp8 = property(lambda self: self.items(FP8))
+    recomputes = property(lambda self: self.items(RECOMPUTED))
 
 
 def configurations(
     items: Sequence[Item], *, in_flight: int = 1, allow_fp8: Collection[str] = ()
 ) -> list[Configuration]:
-    """Every consistent way to run a layer of these items (in the order of its forward), the one that keeps all first.
-
-    in_flight: microbatches whose kept items are held at the same time; permanent items count once. allow_fp8: names of
-    items that the model's configuration stores in FP8. Such an item is kept in FP8 or recomputed, never kept in its own
-    format, and nothing is recomputed from its FP8 copy; a layer that recomputes it must round it to FP8 as well, so
-    that gradients depend on the configuration of the model and not on the plan.
+    """Every consistent way to run a layer of these items, the one that keeps all first.
 
     An item's bytes are those that one of many such allocations takes of torch's segments (`share_bytes`).
+
+    Args:
+        items: In the order of the layer's forward.
+        in_flight: Microbatches whose kept items are held at the same time; permanent items count once.
+        allow_fp8: Names of items that the model stores in FP8. They are kept in FP8 or recomputed, and nothing is
+            recomputed from an FP8 copy. A layer that recomputes one must round it to FP8 as well, so that gradients
+            depend on the model's configuration and not on the plan.
     """
     names = [item.name for item in items]
-    assert len(set(names)) == len(names), f"two items of one name: {names}"
-    for index, item in enumerate(items):
-        assert set(item.needs) <= set(names[:index]), f"{item.name} needs {item.needs}, before it are {names[:index]}"
-        assert item.name not in allow_fp8 or item.fp8_bytes is not None, f"{item.name} has no FP8 copy"
-    assert set(allow_fp8) <= set(names), f"no items: {set(allow_fp8) - set(names)}"
     ways = [
         (FP8 if item.name in allow_fp8 else KEPT,) + (() if item.recompute_ms is None else (RECOMPUTED,))
         for item in items
@@ -202,17 +191,19 @@ class Plan:
 def choose(configurations: Sequence[Configuration], num_layers: int, budget_bytes: int, fixed_bytes: int) -> Plan:
     """The mixture of configurations over identical layers that fits and costs the fewest milliseconds.
 
-    budget_bytes: that torch may reserve, fixed_bytes included: weights, workspaces, what a layer needs while it runs;
-    not the CUDA context. All layers climb the lower convex hull of (bytes, ms) together, the most milliseconds saved
-    per byte first, as far as the budget goes: this alone is within one layer's step on the hull of the best. Then the
-    configurations of any two layers are exchanged as long as that saves time, which uses up what is left.
+    All layers climb the lower convex hull of (bytes, ms) together, the most milliseconds saved per byte first, as far
+    as the budget goes. Then the configurations of any two layers are exchanged as long as that saves time. The last
+    layers keep the most: their backward comes first, and frees it before the first layers need memory to recompute.
 
-    The last layers keep the most: their backward comes first, and what they have kept is free again when the first
-    layers need memory to recompute.
+    Args:
+        configurations: Of `configurations`.
+        num_layers: Identical layers.
+        budget_bytes: That torch may reserve, fixed_bytes included, the CUDA context not.
+        fixed_bytes: Weights, workspaces, what a layer needs while it runs.
 
-    Raises ValueError where the budget is below the smallest plan.
+    Raises:
+        ValueError: The budget is below the smallest plan.
     """
-    assert num_layers >= 1 and len({c.name for c in configurations}) == len(configurations)
     frontier = _frontier(configurations)
     smallest = frontier[0]
     needed = fixed_bytes + num_layers * smallest.bytes
@@ -259,14 +250,13 @@ def _hull(frontier) -> list[Configuration]:
 
 
 def _exchange(counts, frontier, room):
-    """Gives two layers (or the only one) other configurations within `room` bytes, those that save most, until none do.
+    """Give two layers (or the only one) other configurations within `room` bytes, those that save most; in place.
 
-    In place. Of two layers the second gets the fastest configuration that fits beside each one of the first. Savings
-    below a nanosecond are rounding errors of the sums.
+    Of two layers the second gets the fastest configuration that fits beside each one of the first.
     """
     sizes = [c.bytes for c in frontier]
     while True:
-        most, exchange = 1e-6, None
+        most, exchange = 1e-6, None  # less is a rounding error of the sums
         layers = [c for c in sorted(+counts, key=lambda c: c.name) for _ in range(min(2, counts[c]))]
         for old in combinations(layers, min(2, len(layers))):
             space = room + sum(c.bytes for c in old)

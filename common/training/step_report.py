@@ -1,8 +1,7 @@
 """Numbers of the device on the host, some steps late and without waiting for the device.
 
-A loop that prints or checks its loss must not wait for it: what is read here is the newest copy that has
-arrived. The host may run at most `depth` steps ahead of the device, which bounds how late a value is, and
-waits then for a step that lies `depth` back, never for the queue to drain.
+What is read is the newest copy that has arrived. The host may run at most `depth` steps ahead of the device, which
+bounds how late a value is, and waits then for a step that lies `depth` back, never for the queue to drain.
 """
 
 import torch

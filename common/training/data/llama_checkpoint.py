@@ -2,7 +2,6 @@
 
     checkpoint = open_checkpoint(config.checkpoint, config)     names, shapes, sizes of all files checked, nothing read
     weights = checkpoint.layer(0)                               {"qkv", "proj", "fc1", "fc2", "norm1", "norm2"}, bf16
-    checkpoint.embedding(), checkpoint.head(), checkpoint.final_norm()
 
 Names and shapes: transformers, models/llama/modeling_llama.py (Llama 2 and 3 alike). Rows of q and k keep their order,
 that of rotate_half: element i of a head turns with element i + head_dim / 2.
@@ -23,11 +22,7 @@ _READABLE = ("BF16", "F16", "F32")
 
 
 class Llama(Protocol):
-    """The fields of a config that describe its model.
-
-    ffn: width of the gate and of the up projection, each. vocab: rows of embedding and head. A model that has fewer
-    layers than a checkpoint takes the checkpoint's first layers.
-    """
+    """The fields of a config that describe its model. ffn: width of the gate and of the up projection, each."""
 
     layers: int
     hidden: int

@@ -131,9 +131,9 @@ def python_corpus(cache_dir) -> TokenFile:
 def text_folder(path, cache_dir) -> TokenFile:
     """All UTF-8 files below `path`, whatever their suffix, in the order of their names; hidden ones are left out.
 
-    Files that are not UTF-8 are left out too; a warning counts and names them when the cached copy is made. It is keyed
-    by names, sizes and modification times. Raises ValueError when there is no text at all, when a file cannot be read,
-    and for more than MAX_FILES names or MAX_TEXT_BYTES, before any file is read.
+    Others are left out too; a warning counts and names them when the cached copy is made, which is keyed by names,
+    sizes and modification times. Raises ValueError when there is no text, when a file cannot be read, and for more than
+    MAX_FILES names or MAX_TEXT_BYTES, before any file is read.
     """
     root = Path(path)
     require_folder_of_its_own("--data", str(root.resolve()))

@@ -1,12 +1,12 @@
 """Collectives as operators that can be recorded: eagerly, in a CUDA capture (NCCL) and in a host graph (gloo).
 
-The operators below torch.ops.graphs take the buffers they work on and have finished with them when they return: the
-host has waited on gloo, the current stream has been told to wait on NCCL. torch's own functional collectives return
-before that and leave a wait behind, which a recorder of operators cannot place.
+The operators below torch.ops.graphs have finished with their buffers when they return: the host has waited on gloo, the
+current stream has been told to wait on NCCL. torch's own functional collectives return before that and leave a wait
+behind, which a recorder of operators cannot place.
 
 A group is named by text (`ProcessGroup.group_name`); "" is all ranks, ALONE this rank by itself. Ranks count within the
-group. In a group of one rank, and without a process group in a run of one process, reductions and broadcasts leave
-their tensors as they are and the others copy, but remain operators.
+group. In a group of one rank, and in a run of one process, reductions leave their tensors as they are and the others
+copy, but remain operators.
 
     rank, local_rank, world_size = init("cuda")
     buckets = GradientBuckets(main_grads, bucket_bytes=64 << 20)

@@ -38,10 +38,9 @@ class NoScaling:
     forward = backward = layers = without_update = capturing = other_workspace = _nothing
 
     def update(self):
-        """No scales."""
+        """Nothing to update."""
 
-    def reset(self):
-        """No state."""
+    reset = update
 
     def named_state(self):
         """Nothing: bf16 layers have no scales."""
@@ -72,9 +71,8 @@ def te_fault(fp8: bool) -> str | None:
 
 def require_fp8() -> None:
     """Unsupported, in Transformer Engine's words, where it has no FP8 on this GPU."""
-    available, reason = usable_transformer_engine().is_fp8_available(return_reason=True)
-    if not available:
-        raise Unsupported(f"no FP8 in Transformer Engine on this GPU: {reason}")
+    if fault := te_fault(fp8=True):
+        raise Unsupported(fault)
 
 
 def require_nvfp4(device: torch.device, no_gemm: str = "") -> None:
@@ -97,8 +95,7 @@ class TransformerEngineScaling:
     Delayed scaling as NVIDIA's GPT-3 submission sets it: history 1024, "max", margin 0; or current scaling.
 
     layers: the te modules. Their scales are registered with TE by their first eager call. group: name of the ranks
-    over which amaxes are reduced, such as those that share each layer; None: TE's choice, all ranks. (Of current
-    scaling TE reduces them where a tensor is split by sequence parallelism, over its layers' own group.)
+    over which amaxes of delayed scaling are reduced; None: TE's choice, all ranks.
     """
 
     def __init__(self, layers, amax_history_len: int = 1024, group: str | None = None, current: bool = False):
@@ -240,10 +237,7 @@ def _emulated_linears(layers):
 
 
 class EmulatedCurrentScaling(NoScaling):
-    """Current scaling without FP8 GEMMs: operands are rounded to FP8 values and multiplied in the layer's dtype.
-
-    Modules are `EmulatedLinear`s found under `layers`.
-    """
+    """Current scaling of the `EmulatedLinear`s under `layers`: operands are rounded to FP8, GEMMs keep their dtype."""
 
     def __init__(self, layers):
         for linear in _emulated_linears(layers):
@@ -251,13 +245,12 @@ class EmulatedCurrentScaling(NoScaling):
 
 
 class _CurrentScale:
-    """Stands in the place of a `_ScalingState`: no history, and a scale that lasts for one tensor."""
+    """In the place of a `_ScalingState`: no history, and a scale that lasts for one tensor."""
 
     def __init__(self, largest):
         self.largest = largest
 
     def quantize(self, tensor, row, dtype):
-        """`tensor` rounded to FP8 at the scale of its own amax, in its own dtype again. row: not used."""
         amax = tensor.detach().abs().amax().float()
         return _rounded(tensor, _scale_of(amax, self.largest, torch.ones_like(amax)), self.largest, dtype)
 
@@ -297,13 +290,12 @@ class EmulatedScaling(NoScaling):
 
     def reset(self):
         """Set all scales to 1 and all amax histories to 0, in place."""
-        self._forward.reset()
-        self._backward.reset()
+        for name, tensor in self.named_state():
+            tensor.fill_(1.0 if name.endswith("scale") else 0.0)
 
     def named_state(self):
         """Yield (name, tensor) of the scales and amax histories."""
-        for direction in ("forward", "backward"):
-            state = getattr(self, f"_{direction}")
+        for direction, state in (("forward", self._forward), ("backward", self._backward)):
             yield f"fp8.{direction}.scale", state.scale
             yield f"fp8.{direction}.amax_history", state.amax_history
 
@@ -323,10 +315,6 @@ class _ScalingState:
         self.scale.copy_(_scale_of(self.amax_history.amax(dim=0), self.largest, self.scale))
         self.amax_history.copy_(self.amax_history.roll(-1, 0))
         self.amax_history[0].zero_()
-
-    def reset(self):
-        self.amax_history.zero_()
-        self.scale.fill_(1.0)
 
     def quantize(self, tensor, row, dtype):
         """`tensor` rounded to FP8 at this row's scale, in its own dtype again; the amax is recorded."""
