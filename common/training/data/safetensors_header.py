@@ -1,8 +1,7 @@
 """The header of a safetensors file: which tensors it holds and where. Without torch.
 
     entries, metadata = read(path, flag="--data")
-    array = mapped(path, entries["input_ids"])
-    file.write(make({"input_ids": ("I32", (8192,))}, {}))
+    file.write(make({"context": ("F16", (256, 77, 1024))}))
 
 The safetensors package checks a header. Here are limits, refusals in one line, and the places of the bytes in the file.
 """
@@ -12,25 +11,11 @@ import math
 import struct
 from typing import NamedTuple
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.training.data.limits import first_line, open_regular, shown
 
-# The dtypes that numpy has, too.
-NUMPY: dict[str, np.dtype] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U32": np.dtype("<u4"),
-    "U16": np.dtype("<u2"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
-}
+_ITEM_BYTES = {"F32": 4, "F16": 2}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
 
@@ -92,29 +77,19 @@ def damaged(path, flag: str, error: Exception) -> ValueError:
     return ValueError(f"{flag}: {shown(path)} is damaged or truncated: {first_line(error)}")
 
 
-def make(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+def make(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """The beginning of a file, up to its first tensor's bytes, which then follow one another in this order.
 
     Args:
-        tensors: Name -> (dtype by the format's name, one of NUMPY's; shape).
-        metadata: Text by name.
+        tensors: Name -> (dtype, "F32" or "F16"; shape).
     """
-    header: dict[str, dict] = {"__metadata__": metadata}
+    header: dict[str, dict] = {}
     begin = 0
     for name, (dtype, shape) in tensors.items():
-        end = begin + math.prod(shape) * NUMPY[dtype].itemsize
+        end = begin + math.prod(shape) * _ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header).encode()
     # The data begin at a multiple of 8.
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
-
-
-def mapped(path, entry: Entry) -> np.ndarray:
-    """A tensor of a file, mapped to memory and not read; its dtype is one of NUMPY's."""
-    dtype = NUMPY[entry.dtype]
-    # Nothing cannot be mapped.
-    if not entry.num_bytes:
-        return np.empty(entry.shape, dtype)
-    return np.memmap(path, dtype, "r", entry.offset, entry.shape)

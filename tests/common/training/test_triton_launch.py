@@ -131,13 +131,6 @@ def test_any_number_gets_the_kernel_that_triton_takes(make_driver, through_trito
 
 
 @compiled
-def test_a_number_that_triton_specialises_is_refused(make_driver):
-    make_driver()
-    with pytest.raises(AssertionError):
-        Launch(_scale, BLOCK, 0)(GRID, tensors(), (100, 2))
-
-
-@compiled
 @pytest.mark.parametrize("aligned", [(True, False), (False, True)])
 def test_each_pointer_counts(make_driver, aligned):
     """A kernel that assumes an address to be divisible by 16 reads elsewhere if it is not."""

@@ -110,13 +110,12 @@ def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, l
     assert not (cache / "other").exists()
 
 
-@pytest.mark.parametrize("path", ["/", "/..", "linked"])
-def test_the_whole_file_system_is_refused(tmp_path, monkeypatch, path):
+def test_the_whole_file_system_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("linked").symlink_to("/")
     monkeypatch.setattr(token_files.os, "walk", None)
     with pytest.raises(ValueError, match="--data /: this is the whole file system"):
-        token_files.text_folder(path, tmp_path / "cache")
+        token_files.text_folder("linked", tmp_path / "cache")
 
 
 def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
@@ -138,14 +137,13 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         token_files.text_folder(tmp_path, tmp_path / ".cache")
 
 
-@pytest.mark.parametrize("place", ["cache", "cache/deeper"])
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, place):
+def test_a_cache_that_cannot_be_written_is_named(small_stdlib, tmp_path):
     (tmp_path / "cache").write_text("a file, no folder")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "1.txt").write_text("text")
     for data in ("", str(tmp_path / "text")):
-        with pytest.raises(ValueError, match=rf"^{tmp_path}/{place}/.*: (File exists|Not a directory); token files"):
-            token_files.open_tokens(data, tmp_path / place)
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/cache/.*: (File exists|Not a directory); token files"):
+            token_files.open_tokens(data, tmp_path / "cache")
 
 
 # --- Megatron files
