@@ -68,8 +68,7 @@ def make_stack(config, names=None, main=torch.bfloat16, inputs=None, operators=T
 
 def run_step(stack):
     """Losses and gradients of one step: (loss, flat gradients), copies."""
-    kind = "handwritten" if isinstance(stack, HandwrittenStack) else ""
-    train.forward_and_backward(SimpleNamespace(stack=stack, kind=kind, config=stack.config))
+    train.forward_and_backward(SimpleNamespace(stack=stack, kind="handwritten", config=stack.config))
     stack.update_scales()
     return stack.loss.clone(), stack.adapters.grads.clone()
 

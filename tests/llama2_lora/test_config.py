@@ -85,11 +85,6 @@ def test_mistakes_are_one_line_that_names_the_flag(fields, words):
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
-def test_what_is_handed_on_in_fp8():
-    assert Config().fc1_fp8
-    assert not Config(fc1_store="bf16").fc1_fp8 and not Config(precision="bf16").fc1_fp8
-
-
 def test_promises():
     assert VARIANTS["graph_layer"].promised(FULL) == VARIANTS["graph_layer_te"].promised(FULL) == (160, 160)
     assert VARIANTS["graph_step"].promised(FULL) == (1, 1)

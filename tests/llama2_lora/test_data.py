@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.capture.pool import Pool, StaticInputs
 from common.training.data import limits, token_files
 from llama2_lora.config import MAX_DOCUMENTS, Config
 from llama2_lora.data.windows import open_windows
@@ -168,7 +167,10 @@ def test_a_packed_row_is_one_window_and_one_sequence(tmp_path):
     batch = windows.batch(0)
     assert_consistent(batch)
     assert lengths_of(batch) == [32] and batch.loss_mask.tolist() == [1.0] * 31 + [0.0]
-    assert batch.targets[:31].tolist() == batch.tokens[1:].tolist()
+    # Documents within a row are kept apart.
+    batch = windows_of(tmp_path, [{"input_ids": list(range(32)), "seq_start_id": [0, 5, 20]}]).batch(0)
+    assert_consistent(batch)
+    assert lengths_of(batch) == [5, 15, 12] and batch.loss_mask.sum() == 29
 
 
 def test_labels_lie_at_the_target_and_a_loss_mask_at_what_predicts_it(tmp_path):
@@ -180,13 +182,6 @@ def test_labels_lie_at_the_target_and_a_loss_mask_at_what_predicts_it(tmp_path):
         batch = windows_of(tmp_path, [{"input_ids": ids, **fields}]).batch(0)
         assert batch.loss_mask.tolist() == expected
         assert_consistent(batch)
-
-
-def test_documents_within_a_row_are_kept_apart(tmp_path):
-    batch = windows_of(tmp_path, [{"input_ids": list(range(32)), "seq_start_id": [0, 5, 20]}]).batch(0)
-    assert lengths_of(batch) == [5, 15, 12]
-    assert_consistent(batch)
-    assert batch.loss_mask.sum() == 29
 
 
 def test_a_longer_row_is_cut_and_windows_that_do_not_count_are_left_out(tmp_path):
@@ -320,29 +315,3 @@ def test_other_damaged_or_missing_sources(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert told("a.parquet").endswith("needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it")
-
-
-# --- one graph for all packings
-
-
-def test_sixteen_packings_replay_one_capture(corpus, tmp_path):
-    """Sums over the tokens that a token sees, with bounds read from cu_seqlens and positions on the device."""
-    config = replace(CONFIG, sequence=128)
-    windows = open_windows(config, tmp_path)
-    batches = [windows.batch(index)._asdict() for index in range(16)]
-    assert len({tuple(batch["cu_seqlens"].tolist()) for batch in batches}) == 16
-    inputs = StaticInputs({name: tensor.clone() for name, tensor in batches[0].items()})
-    place = torch.arange(config.sequence)
-
-    def seen():
-        document = (inputs["cu_seqlens"][None] <= place[:, None]).sum(1)
-        mask = (document[:, None] == document) & (place[:, None] >= place)
-        return (mask * inputs["tokens"]).sum(1), mask.sum(1) - 1 - inputs["positions"]
-
-    graph, (sums, zeros) = Pool(torch.device("cpu")).capture(seen, tuple(inputs.buffers.values()))
-    for batch in batches:
-        inputs.load(batch)
-        graph.replay()
-        bounds = sorted(set(batch["cu_seqlens"].tolist()))
-        expected = [batch["tokens"][begin:end].cumsum(0) for begin, end in itertools.pairwise(bounds)]
-        assert torch.equal(sums, torch.cat(expected)) and not zeros.any()

@@ -8,10 +8,8 @@ import torch
 from common.variant import Unsupported
 from llama2_lora import train
 from llama2_lora.config import PRESETS
-from llama2_lora.layers.module_stack import ModuleStack
 from llama2_lora.state import State
 from llama2_lora.variants import VARIANTS
-from llama2_lora.weights.trainable import Adapters
 from tests.helpers.llama2_lora_case import (
     CPU,
     GRAPHED,
@@ -19,10 +17,6 @@ from tests.helpers.llama2_lora_case import (
     assert_equal,
     follow,
     follow_eager,
-    inputs_of,
-    make_stack,
-    run_step,
-    with_fields,
 )
 from tests.helpers.made import made
 
@@ -38,19 +32,6 @@ def test_plain_layers_train_as_handwritten_ones_do():
     assert norms == pytest.approx(our_norms, rel=0.05)
     assert len(set(losses)) == 3
     assert plain.evaluate() == pytest.approx(ours.evaluate(), rel=2e-3)
-
-
-@pytest.mark.parametrize("lengths", [None, [10, 1, 30, 23]], ids=["whole", "separate"])
-def test_gradients_of_plain_layers_are_the_same_in_fp32(lengths):
-    config = with_fields(precision="bf16", dropout=0.0, documents="separate" if lengths else "whole")
-    ours = make_stack(config, main=torch.float32, inputs=inputs_of(config, lengths=lengths))
-    loss, grads = run_step(ours)
-    adapters = Adapters(config, torch.float32, CPU)
-    adapters.values.copy_(ours.adapters.values)
-    plain = ModuleStack("torch", config, ours.weights, adapters, ours.inputs)
-    plain_loss, plain_grads = run_step(plain)
-    assert float(plain_loss) == pytest.approx(float(loss), rel=1e-6)
-    assert float((plain_grads - grads).norm() / grads.norm()) < 1e-5
 
 
 def test_a_graph_of_modules_equals_eager_bit_for_bit():
@@ -80,17 +61,14 @@ def test_no_gradient_is_kept_from_the_step_before():
         assert layer.qkv_adapter.a.grad.untyped_storage()._cdata == state.adapters.grads.untyped_storage()._cdata
 
 
-@pytest.mark.parametrize("name", ["graph_layer_te", "compile", "reduce_overhead"])
+@pytest.mark.parametrize("name", ["graph_layer_te", "compile"])
 def test_what_cannot_run_here_says_so_in_one_line(name):
+    with pytest.raises(Unsupported, match="need a GPU"):
+        State(TINY, CPU, "te")
     state = State(TINY, CPU, "handwritten")
     with pytest.raises(Unsupported, match="GPU|Transformer Engine's layers") as error:
         made(VARIANTS, name, state)
     assert "\n" not in str(error.value)
-
-
-def test_transformer_engines_layers_need_a_gpu():
-    with pytest.raises(Unsupported, match="need a GPU"):
-        State(TINY, CPU, "te")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from common.training.memory_plan import GIB
 from llama2_lora import plan as plans
 from llama2_lora import train, workload
 from llama2_lora.config import PRESETS
-from llama2_lora.state import ADAM, State, hyperparameters
+from llama2_lora.state import ADAM, State
 from llama2_lora.variants import VARIANTS
 from llama2_lora.weights import adapters
 from tests.helpers import forked, gloo_ranks
@@ -80,12 +80,6 @@ def test_variants_take_turns_on_one_state():
     for variant in variants:
         variant.close()
     assert_equal(follow_eager(state, 2), expected, state)
-
-
-def test_documents_that_do_not_see_each_other_have_another_loss():
-    whole, separate = (State(replace(TINY, documents=each), CPU, "handwritten") for each in ("whole", "separate"))
-    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(whole.batches, separate.batches, strict=True))
-    assert follow_eager(whole, 2)[0] != follow_eager(separate, 2)[0]
 
 
 def test_evaluation_leaves_training_as_it_was():
@@ -224,11 +218,6 @@ def test_layers_are_those_that_a_variant_is_declared_to_have():
         config = replace(TINY, layer="torch", precision="bf16")
         args = Arguments(config=config, run=Run(preset="tiny", variant=variant))
         assert workload.kind_of_layers(args) == kind
-
-
-def test_hyperparameters_are_those_of_the_step():
-    said = hyperparameters(PRESETS["mlperf"], 8)
-    assert (said["global_batch_size"], said["max_sequence_length"], said["opt_gradient_clip_norm"]) == (8, 8192, 0.3)
 
 
 def run_script(path, *arguments):
