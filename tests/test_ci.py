@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.files import run_file
 from tests.helpers.made_run import made_run, write
 
 CI = Path(__file__).resolve().parent.parent / ".ci"
@@ -46,27 +45,18 @@ def test_a_whole_and_sound_run_has_no_fault(run, tmp_path):
     assert check_run.find_faults(tmp_path, ["eager", "graph_layer"], 3) == []
 
 
-@pytest.mark.parametrize("status", [status for status in run_file.STATUSES if status != "pass"])
-def test_status_other_than_pass(run, status):
-    variant(run).status, variant(run).reason = status, "the reason"
-    assert faults_of(run) == [f"graph_layer: {status}: the reason"]
+def test_status_other_than_pass(run):
+    for name in ("graph_layer", "graph_layer_te"):
+        variant(run, name).status, variant(run, name).reason = "oom", "no memory"
+    assert faults_of(run) == ["graph_layer: oom: no memory", "graph_layer_te: oom: no memory"]
 
 
-def test_variant_that_may_be_unsupported_must_pass_where_it_runs(run):
-    variant(run, "graph_layer_te").status = "oom"
-    variant(run, "graph_layer_te").reason = "no memory"
-    assert faults_of(run) == ["graph_layer_te: oom: no memory"]
-
-
-@pytest.mark.parametrize("name", ["eager", "graph_layer"])
-@pytest.mark.parametrize(
-    ("result", "after"), [("2.1e-05", "bitwise"), ("bitwise", "differs by 1.0"), ("bitwise", ""), (None, None)]
-)
-def test_parity_other_than_bitwise(run, name, result, after):
-    own = variant(run, name)
+@pytest.mark.parametrize(("result", "after"), [("2.1e-05", "bitwise"), ("bitwise", "differs by 1.0"), (None, None)])
+def test_parity_other_than_bitwise(run, result, after):
+    own = variant(run)
     own.parity = None if result is None else dataclasses.replace(own.parity, result=result, after=after)
     (fault,) = faults_of(run)
-    assert fault.startswith(f"{name}: parity is ") and fault.endswith("not bitwise")
+    assert fault.startswith("graph_layer: parity is ") and fault.endswith("not bitwise")
 
 
 def test_cycles_that_are_missing(run):
@@ -196,11 +186,9 @@ def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
 @pytest.mark.parametrize(
     ("failing", "num_calls", "status", "passed"),
     [
-        ("lint", 1, 2, 0),
         ("triton", 2, 1, 0),
         ("test", 3, 2, 12),
         ("test-slow", 4, 2, 15),
-        ("bench", 4, 2, 15),
         ("run", 5, 1, 15),
     ],
 )
@@ -229,12 +217,6 @@ def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):
     assert calls[2] == "make lint"
 
 
-def test_ci_installs_what_a_bare_machine_lacks(tmp_path):
-    # PYTHON unset: .venv would be made with the machine's python3, which is not there.
-    status, _, calls = run_ci(tmp_path, packaged=("shellcheck", "espeak-ng"), PYTHON="", FAILING="lint")
-    assert (status, calls[1].partition("recommends ")[2]) == (2, "git python3-venv slurm-wlm munge")
-
-
 @pytest.mark.parametrize("variables", [{"INSTALLS": "sbatch slurmd munged"}, {"FAILING": "apt-get"}])
 def test_ci_fails_where_slurm_could_be_installed_and_was_not(tmp_path, variables):
     status, lines, calls = run_ci(tmp_path, packaged=("git", "shellcheck", "espeak-ng"), **variables)
@@ -245,10 +227,6 @@ def test_ci_fails_where_slurm_could_be_installed_and_was_not(tmp_path, variables
 def test_ci_without_slurm_if_told(tmp_path):
     status, _, calls = run_ci(tmp_path, packaged=("git", "shellcheck", "espeak-ng"), WITHOUT_SLURM="1")
     assert status == 0 and calls[0] == "make lint"
-
-
-def test_ci_installs_nothing_that_is_there(tmp_path):
-    assert run_ci(tmp_path)[2][0] == "make lint"
 
 
 def test_ci_counts_failed_tests(tmp_path):
