@@ -143,20 +143,11 @@ def main(argv=None) -> int:
             print(publish(path, args.into))
         except (ValueError, OSError) as error:
             refused += 1
-            _say(error)
+            text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            print(f"python -m benchmarks.publish: {run_file.printable(' '.join(text.split()))}", file=sys.stderr)
     if refused < len(args.paths):
         print("make readme writes the overview and the tables of the READMEs; then commit all of it")
     return 1 if refused else 0
-
-
-def _say(error):
-    """One line on stderr, whatever is in a name."""
-    text = str(error)
-    if isinstance(error, OSError):
-        text = f"{error.filename or error}: {error.strerror or ''}".rstrip(": ")
-    text = " ".join(text.split())
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
-    print(f"python -m benchmarks.publish: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -122,14 +122,7 @@ class BuildWorker:
         return [name for name in self.request.variants if name not in gone and name != self.settings.control]
 
     def leave_out(self, variant: str, status: str, reason: str, is_said: bool = True) -> None:
-        """Note that a variant is not measured any more.
-
-        Args:
-            variant: its name.
-            status: of `run_file.STATUSES`.
-            reason: in words.
-            is_said: print a line of it.
-        """
+        """Note that a variant is not measured any more, with a status of `run_file.STATUSES`."""
         self._note("left_out", variant, reason, status=status)
         if is_said:
             self.say(f"  {variant}: {status} ({reason})")

@@ -57,13 +57,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def supervise(parent_pid: int, command: list[str], asks: bool) -> int:
-    """Run a command, end all that it started, and return its exit status.
-
-    Args:
-        parent_pid: the process whose end ends the command.
-        command: words.
-        asks: the command gets a SIGTERM and ASK_S before it is killed.
-    """
+    """Run a command, end all that it started, also when the process parent_pid ends, and return its exit status."""
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     set_parent_death_signal(signal.SIGTERM)
