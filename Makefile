@@ -105,7 +105,7 @@ compare: ## tables of all results, of the runs in OUT, or of OUT against BASE
 	$(setup) core
 	$(from_make) $(if $(strip $(make_BASE)),gate,compare)
 
-plots: ## the front page's figures, of all results or of the runs in OUT, into its figures/
+plots: ## figures of all results, or of the runs in OUT, into its figures/
 	$(check)
 	$(setup) core plots
 	$(from_make) plots
@@ -114,7 +114,7 @@ readme: ## write results/overview.*, the tables in the READMEs and README's figu
 	$(check)
 	$(setup) core plots
 	$(from_make) readme
-	$(python) -m benchmarks.plot results
+	$(python) -m benchmarks.plot results --readme
 
 submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then print the tables
 	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))
