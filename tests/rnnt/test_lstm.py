@@ -33,11 +33,6 @@ def test_outputs_and_all_gradients_are_those_of_torchs_lstm():
         close(found, wanted, 5e-3)
 
 
-def test_one_time_step_has_no_gradient_of_recurrent_weights():
-    _, _, w_ih, w_hh, *_ = run_stack(random(1, 8, 8), [weights_of(8, 8)], random(1, 8, 8, seed=1))
-    assert not w_hh.any() and w_ih.any()
-
-
 @pytest.mark.parametrize(
     "change, words",
     [

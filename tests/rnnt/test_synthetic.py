@@ -32,7 +32,7 @@ def test_lengths_are_spread_as_the_corpus_is():
     assert (seconds > 16.7 * 1.15 + 0.03).sum() == 0 and (seconds > 16.7).mean() > 0.02
 
 
-@pytest.mark.parametrize("shape", [(641, 125), (300, 80), (16000, 30), (20, 2300)])
+@pytest.mark.parametrize("shape", [(641, 125), (16000, 30), (20, 2300)])
 def test_utterances_may_have_any_length_that_the_tape_has(shape):
     config = replace(
         TINY, data="synthetic", frames=shape[0], tokens=shape[1], max_frames=shape[0], max_tokens=2400, batch=8
@@ -92,12 +92,8 @@ def test_ranks_and_seeds_draw_their_own():
         assert not torch.equal(first.features, source(config, rank=1, world_size=2).next().features)
 
 
-def test_every_window_of_the_benchmark_meets_each_kind_of_batch_twice():
-    config = PRESETS["bench_lengths"]
-    assert config.data == "lengths" and config.min_steps >= 2 * PERIOD
-
-
-def test_lengths_come_again_after_a_period():
+def test_lengths_come_again_after_a_period_which_the_benchmark_meets_twice():
+    assert PRESETS["bench_lengths"].data == "lengths" and PRESETS["bench_lengths"].min_steps >= 2 * PERIOD
     batches = source()
     shapes = [tuple(batches.next().feature_lengths.tolist()) for _ in range(2 * PERIOD)]
     assert shapes[:PERIOD] == shapes[PERIOD:] and len(set(shapes[:PERIOD])) > 3
