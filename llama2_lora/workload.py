@@ -36,8 +36,6 @@ def workload(args, device: torch.device, rank: int, world_size: int, variants: d
         unit="tokens",
         peak_flops=flops.peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
         hyperparameters=hyperparameters(config, config.ranks(world_size).dp),
-        kinds=ABOUT["kinds"],
-        promises=ABOUT["promises"],
     )
 
 
