@@ -23,7 +23,7 @@ st, given, settings = hypothesis.strategies, hypothesis.given, hypothesis.settin
 
 LONG_PATH = "x" * 300
 WORDS = ["", "-1", "0", "1", "2", "1e9", "nan", "inf", "all", "eager", "nope", "gpt3", "a,b", ",", "bench", "tiny"]
-NAMES = ["results", "/dev/null", "/", "..", LONG_PATH, f"/tmp/{LONG_PATH}", "loop"]
+NAMES = ["results", "/dev/null", "/dev", "..", LONG_PATH, f"/tmp/{LONG_PATH}", "loop"]
 ODD = ["a\nb", "\udcff", "$(id)", "`id`", "'; id"]
 VALUES = st.one_of(st.sampled_from([*WORDS, *NAMES, *ODD]), st.text(max_size=12))
 FLAGS = {

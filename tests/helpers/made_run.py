@@ -77,39 +77,18 @@ def made_run(
         boot: of the host.
         header: fields of the run that are others.
     """
-    host = {"boot": boot, "gpus": list(gpus), "versions": {"torch": "2.13"}}
     like = HEADER["builds"][""]["variants"]
-    declared = {
-        name: like["eager" if name == "eager" else "graph_step"] for name in ("eager", "graph_layer", *unsupported)
-    }
-    head = {
-        **HEADER,
-        "preset": preset,
-        "host": host,
-        "builds": {"": {"variants": declared}},
-        "id": "20261125T101500Z-a7d396c1",
-    }
-    facts = [{"fact": "header", **head, **header}, {"fact": "plan", "build": "", "base": "eager"}]
+    names = ("eager", "graph_layer", *unsupported)
+    declared = {name: like["eager" if name == "eager" else "graph_step"] for name in names}
+    head = {**HEADER, "preset": preset, "builds": {"": {"variants": declared}}, "id": "20261125T101500Z-a7d396c1"}
+    head["host"] = {"boot": boot, "gpus": list(gpus), "versions": {"torch": "2.13"}}
+    graphs = {"graphs": 1, "promised_graphs": 1, "promised_replays": 1}
+    facts = [_fact("plan", base="eager"), _fact("capture", "graph_layer", **graphs)]
     for name in ("eager", "graph_layer"):
-        facts += [{"fact": "parity", "build": "", "variant": name, "hashes": ["h"], "losses": [1.0]}] * 2
-        facts += [{"fact": "course", "build": "", "variant": name, "hashes": ["h"], "losses": [1.0]}] * 2
-    facts.append(
-        {
-            "fact": "capture",
-            "build": "",
-            "variant": "graph_layer",
-            "graphs": 1,
-            "promised_graphs": 1,
-            "promised_replays": 1,
-        }
-    )
-    facts += [
-        {"fact": "left_out", "build": "", "variant": name, "status": "unsupported", "reason": "needs a GPU"}
-        for name in unsupported
-    ]
-    for name in ("eager", "graph_layer") if issue else ():
-        facts.append({"fact": "profile", "build": "", "variant": name, "busy_ms": issue[1], "kernels": 9})
-        facts[-1]["graph_share"] = 0.0 if name == "eager" else 0.9
+        facts += [_fact(kind, name, hashes=["h"], losses=[1.0]) for kind in ("parity", "parity", "course", "course")]
+        if issue:
+            facts.append(_fact("profile", name, busy_ms=issue[1], kernels=9, graph_share=0.9 * (name != "eager")))
+    facts += [_fact("left_out", name, status="unsupported", reason="needs a GPU") for name in unsupported]
     for cycle in range(2 * cycles if busy else cycles):
         beside = busy if cycle % 2 else 0
         for place, name in enumerate(("eager", "graph_layer", "eager")):
@@ -117,11 +96,15 @@ def made_run(
             taken = own[cycle % len(own)] if isinstance(own, list) else own
             facts.append({"fact": "block", **block(name, cycle, place, busy=beside, ms=taken)})
             facts[-1]["issue_ms"] = (issue[0] if name == "eager" else 0.5) if issue else None
-        facts.append({"fact": "cycle", "build": "", "cycle": cycle, "order": [], "busy": beside})
-    facts.append({"fact": "end", "end_utc": "2026-11-25T10:18:00Z"})
-    run = partial.folded(facts)
+        facts.append(_fact("cycle", cycle=cycle, order=[], busy=beside))
+    facts.append(_fact("end", end_utc="2026-11-25T10:18:00Z"))
+    run = partial.folded([{"fact": "header", **head, **header}, *facts])
     assert [own.status for own in run.builds[""].variants.values()][:2] == ["pass", "pass"], run.builds
     return run
+
+
+def _fact(kind, variant="", **more):
+    return {"fact": kind, "build": "", "variant": variant, **more}
 
 
 def write(run: run_file.Run, folder: Path) -> Path:

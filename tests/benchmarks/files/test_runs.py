@@ -160,6 +160,7 @@ def test_csv_has_every_row_unrounded(tmp_path):
     assert float(graph["base_ms"]) / float(graph["ms"]) == pytest.approx(float(graph["ratio"]), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_are_read_and_written_in_seconds(tmp_path):
     for number in range(200):
         run = made_run(id=f"20261125T101500Z-{number:08x}", ms={"eager": 10.0 + number}, boot=str(number % 7))
