@@ -10,11 +10,10 @@ A child process of limited memory and time unpickles them (`common/training/data
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
-from common.config import Parser, mistakes_in_one_line
-from common.files import sync
+from common.config import Parser, mistakes_in_one_line, require_writable
+from common.files import write_whole
 from common.training.data import trusted_pickles
 from common.training.data.limits import open_regular, shown
 from common.training.data.trusted_pickles import Limits
@@ -28,36 +27,29 @@ _ANY_VOCABULARY = 2**31
 
 def write(path: str, out: str) -> None:
     """Unpickle the rows of `path` and write them to `out`. Runs in a child of `trusted_pickles.run`."""
-    with open(path, "rb") as file, open(out, "w") as written:
-        for row in trusted_pickles.load_npy(file).tolist():
-            # Arrays and numbers of numpy become lists and numbers.
-            written.write(json.dumps(row, default=lambda value: value.tolist()) + "\n")
+    with open(path, "rb") as file:
+        rows_of_file = trusted_pickles.load_npy(file).tolist()
+    # Arrays and numbers of numpy become lists and numbers.
+    lines = (json.dumps(row, default=lambda value: value.tolist()) + "\n" for row in rows_of_file)
+    write_whole(out, lambda file: file.writelines(line.encode() for line in lines))
 
 
 def convert(path: Path, out: Path, limits: Limits) -> rows.Source:
-    """Write `out` whole or not at all, and read it. ValueError in one line that names --in or --out."""
+    """Write `out` and read it as training will. ValueError in one line that names --in or --out."""
     open_regular(path, "--in").close()
     if out.suffix != ".jsonl":
         raise ValueError(f"--out {shown(out)}: takes a name that ends in .jsonl")
     if os.path.lexists(out):
         raise ValueError(f"--out {shown(out)}: is there already, take another name")
+    require_writable("--out", out)
+    arguments = [str(path.absolute()), str(out.absolute())]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".convert-") as folder:
-            partial = Path(folder, out.name)
-            arguments = [str(path.absolute()), str(partial.absolute())]
-            try:
-                trusted_pickles.run("llama2_lora.data.convert_packed_text:write", arguments, limits)
-                source = rows.read([partial], _ANY_VOCABULARY)  # as training will read it
-            except ValueError as error:
-                told = str(error).removeprefix(f"{rows.FLAG}: ").replace(shown(partial), "it")
-                raise ValueError(f"--in: {shown(path)}: {told}") from None
-            sync(partial)
-            os.replace(partial, out)
-        sync(out.parent)
-    except OSError as error:
-        raise ValueError(f"--out {shown(out)}: cannot write there ({error.strerror})") from None
-    return source
+        trusted_pickles.run("llama2_lora.data.convert_packed_text:write", arguments, limits)
+        return rows.read([out], _ANY_VOCABULARY)
+    except ValueError as error:
+        out.unlink(missing_ok=True)
+        told = str(error).removeprefix(f"{rows.FLAG}: ").replace(shown(out), "it")
+        raise ValueError(f"--in: {shown(path)}: {told}") from None
 
 
 def main(argv=None) -> int:

@@ -109,7 +109,7 @@ def test_paths_that_cannot_be_used(tmp_path, capsys):
         ("none", "out.jsonl", f"--in: cannot read {tmp_path}/none (No such file or directory)"),
         ("in", "out.npy", f"--out {tmp_path}/out.npy: takes a name that ends in .jsonl"),
         ("in", "there.jsonl", f"--out {tmp_path}/there.jsonl: is there already, take another"),
-        ("in", "in/a.jsonl", f"--out {tmp_path}/in/a.jsonl: cannot write there ("),
+        ("in", "in/a.jsonl", f"--out {tmp_path}/in/a.jsonl: cannot write in {tmp_path}/in ("),
     ):
         assert told(capsys, "--in", tmp_path / given, "--out", tmp_path / out, "--trust-input").startswith(fault)
     assert sorted(os.listdir(tmp_path)) == ["in", "there.jsonl"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llama2_lora.config import PRESETS, Config
+from llama2_lora.config import Config
 from llama2_lora.kernels.operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats, Scaling
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
@@ -210,50 +210,6 @@ def test_transpose(rows, columns):
     out = torch.zeros(columns, rows, dtype=torch.uint8, device=DEVICE)
     both("fp8")[0].transpose(weight.view(torch.float8_e4m3fn), out.view(torch.float8_e4m3fn))
     assert torch.equal(out, weight.t())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_kernels_compile_for_hopper_with_wide_loads(precision, monkeypatch):
-    """At the widths of the whole model: no kernel reads single numbers of 16 bits or less."""
-    from llama2_lora.kernels import triton_operators as kernels
-    from tests.helpers.triton_compiling import Compiling, narrow_loads
-
-    monkeypatch.setattr(kernels, "Launch", Compiling)
-    monkeypatch.setattr(Compiling, "compiled", {})
-    meta, config = torch.device("meta"), replace(PRESETS["bench"], precision=precision)
-    formats, scaling = Formats.of(config), Scaling(config, meta)
-    op, slot = kernels.TritonOperators(config, formats, scaling, meta), scaling.slot(0, "qkv_in")
-
-    def empty(width, dtype=formats.main):
-        return torch.empty(config.sequence, width, dtype=dtype, device=meta)
-
-    h, ffn = config.hidden, config.ffn
-    x, gain, positions = empty(h), torch.empty(h, dtype=formats.main, device=meta), empty(1, torch.int64)[:, 0]
-    op.norm(x, gain, add=x, total=x, operand=empty(h, formats.operand), slot=slot, dropped=x, key=5, plain=x)
-    written = {"operand": empty(h, formats.gradient), "slot": slot}
-    op.norm_backward(x, x, gain, x, **written, through_dropout=x, key=5, residual=x)
-    op.quantize(x, operand=empty(h, formats.operand), slot=slot, dropped=x, key=7)
-    op.add_dropout_gradient(x, x, 7)
-    op.rope(empty(config.qkv_width), positions)
-    grads = [torch.empty(n, config.sequence, 128, dtype=formats.main, device=meta) for n in (64, 8, 8)]
-    width = config.qkv_width
-    op.rope_backward(*grads, positions, empty(width), operand=empty(width, formats.gradient), slot=slot)
-    stored_slot, stored = (slot, empty(2 * ffn, torch.float8_e4m3fn)) if config.fc1_fp8 else (None, None)
-    kept = {"stored_slot": stored_slot, "stored": stored}
-    op.swiglu(empty(2 * ffn), operand=empty(ffn, formats.operand), slot=slot, **kept)
-    for fc1 in (empty(2 * ffn), stored):
-        if fc1 is not None:
-            written = {"operand": empty(2 * ffn, formats.gradient), "slot": slot}
-            op.swiglu_backward(fc1, empty(ffn), **written, stored_slot=stored_slot)
-    op.cross_entropy(empty(config.vocab), positions, empty(1, torch.float32)[:, 0], empty(1, torch.float32)[:, 0])
-    weight = torch.empty(2 * ffn, h, dtype=torch.float8_e4m3fn, device=meta)
-    op.transpose(weight, torch.empty(h, 2 * ffn, dtype=torch.float8_e4m3fn, device=meta))
-    assert len({key[0] for key in Compiling.compiled}) == 10
-    for key, compiled in Compiling.compiled.items():
-        narrow = narrow_loads(compiled)
-        assert not narrow, (key, narrow[:3])
 
 
 @pytest.mark.gpu

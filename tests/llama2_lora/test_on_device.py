@@ -18,6 +18,7 @@ from common.training import triton_launch  # noqa: E402
 from llama2_lora import state as states  # noqa: E402
 from llama2_lora import train  # noqa: E402
 from llama2_lora.config import PRESETS  # noqa: E402
+from llama2_lora.kernels import triton_operators  # noqa: E402
 from llama2_lora.kernels.triton_operators import TritonOperators  # noqa: E402
 from llama2_lora.variants import VARIANTS  # noqa: E402
 from tests.helpers import triton_driver  # noqa: E402
@@ -138,3 +139,18 @@ def test_steps_call_torch_and_triton_as_they_want_it(gpu, monkeypatch, changes):
             variant.close()
         assert gpu.through_triton == 0
         state.stack.evaluate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_kernels_compiled_for_hopper_have_wide_loads(gpu, monkeypatch, precision):
+    """At the widths of the whole model: no kernel reads single numbers of 16 bits or less."""
+    from tests.helpers.triton_compiling import Compiling, narrow_loads
+
+    monkeypatch.setattr(triton_operators, "Launch", Compiling)
+    monkeypatch.setattr(Compiling, "compiled", {})
+    with gpu.gemms:
+        train.eager_step(make_state(replace(PRESETS["bench"], layers=3, precision=precision), monkeypatch), 0)
+    assert len({key[0] for key in Compiling.compiled}) == (10 if precision == "fp8" else 9)
+    for key, compiled in Compiling.compiled.items():
+        assert not narrow_loads(compiled), key
