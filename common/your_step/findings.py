@@ -41,8 +41,6 @@ REMEDIES = {
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",
     "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
     "capture": "see docs/doctor.md for the message",
-    "not launch-bound": "a graph removes launches only: make the kernels faster, or the batch smaller",
-    "memory": "capture smaller parts, or fewer shapes",
 }
 
 
