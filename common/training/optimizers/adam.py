@@ -137,7 +137,7 @@ class LossScaler:
     An overflow lowers the tracker by one. At zero it also halves the scale, though not below `floor`, and above zero it
     only starts the growth counter again. A finite step sets the tracker back to `hysteresis`, and `growth_interval`
     finite steps in a row double the scale. This is the rule of apex (update_scale_hysteresis), which the benchmark
-    uses; the floor is ours.
+    uses; the floor of 1 is ours.
 
     Attributes:
         scale: FP32 0-d.
@@ -148,10 +148,11 @@ class LossScaler:
         num_skipped: Overflows since the start.
     """
 
+    floor = 1.0
     STATE = ("scale", "growth", "tracker", "floor_overflows", "num_skipped")
 
-    def __init__(self, device, scale: float, growth_interval: int, hysteresis: int, floor: float = 1.0):
-        self.initial_scale, self.floor = scale, floor
+    def __init__(self, device, scale: float, growth_interval: int, hysteresis: int):
+        self.initial_scale = scale
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.scale, self.found_inf = (torch.zeros((), device=device) for _ in range(2))
         self.growth, self.tracker, self.floor_overflows, self.num_skipped = (

@@ -118,9 +118,8 @@ class Groups:
 
     tensor, context, data, pipeline: those that vary in one of the four. replicas (dp x cp): who holds the same shard of
     the parameters; gradients are averaged over them. shards (tp x pp): who holds the shards of one replica; gradients'
-    norms and overflow are reduced over them. same_stage (dp x cp x tp): who holds the same layers. tensor_context (tp x
-    cp): who holds the same layers for the same microbatch; amaxes are reduced over one of these two. ends: the first
-    and the last stage of this process's pipeline, who share a tied embedding; ALONE on the stages between.
+    norms and overflow are reduced over them. ends: the first and the last stage of this process's pipeline, who share a
+    tied embedding; ALONE on the stages between.
     """
 
     tensor: str
@@ -129,8 +128,6 @@ class Groups:
     pipeline: str
     replicas: str
     shards: str
-    same_stage: str
-    tensor_context: str
     ends: str
 
 
@@ -174,8 +171,6 @@ def make_groups(ranks: Ranks, device_type: str) -> Groups:
         pipeline=over("pp"),
         replicas=over("dp", "cp"),
         shards=over("tp", "pp"),
-        same_stage=over("dp", "cp", "tp"),
-        tensor_context=over("tp", "cp"),
         ends=ends,
     )
 

@@ -110,8 +110,6 @@ VARIED = {
     "pipeline": ("pp",),
     "replicas": ("dp", "cp"),
     "shards": ("tp", "pp"),
-    "same_stage": ("dp", "cp", "tp"),
-    "tensor_context": ("tp", "cp"),
 }
 
 
