@@ -70,8 +70,7 @@ class Config(Timing):
         is_path=True,
     )
     checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)", is_path=True)
-    adapter: str = option("", "folder of an adapter in PEFT's format to start from (empty: a new one)", is_path=True)
-    save_adapter: str = option("", "folder for the trained adapter, in PEFT's format (empty: none)", is_path=True)
+    save_adapter: str = option("", "new folder for the trained adapter, in PEFT's format (empty: none)", is_path=True)
     batches: int = option(8, "different windows that rotate")
 
     def __post_init__(self):
@@ -86,7 +85,7 @@ class Config(Timing):
         require_fields(self, positive, lambda value: 0 < value < math.inf, "a finite number above 0")
         if self.layer == "torch" and self.precision != "bf16":
             raise ValueError(f"--layer torch needs --precision bf16, not {self.precision}")
-        for name in ("data", "checkpoint", "adapter", "save_adapter"):
+        for name in ("data", "checkpoint", "save_adapter"):
             require_folder_of_its_own(f"--{name.replace('_', '-')}", getattr(self, name))
         if self.fc1_store == "fp8" and self.precision != "fp8":
             raise ValueError(f"--fc1-store fp8 needs --precision fp8, not {self.precision}")

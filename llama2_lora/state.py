@@ -55,7 +55,6 @@ class State:
         if kind == "handwritten":
             self.plan = make_plan(config, int(config.memory_gib * GIB) if config.memory_gib else 2**62)
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
-        self.start = adapters.load(config.adapter, config) if config.adapter else {}
         # Names of the groups of ranks that share a window, and of those that each have their own.
         self.context, self.data = collectives.ALONE, ""
         if config.cp > 1:
@@ -95,10 +94,6 @@ class State:
         self.adapters.grads.zero_()
         self.adapters.main_grad.zero_()
         self.adam.reset()
-        if self.start:
-            for name, view in self.adapters.named(self.adam.masters[0]):
-                view.copy_(self.start[name])
-            self.adapters.values.copy_(self.adam.masters[0])
         self.stack.reset(self.rank * RANK_STEPS % 2**30)
         self.losses.zero_()
         self.grad_norms.zero_()

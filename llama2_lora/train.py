@@ -14,10 +14,10 @@ The training loop without graphs. `main`, called at the end of this file, runs i
             gradient = layer.backward(gradient)                     # and the gradients of the layer's adapters
         all_reduce(gradients), clip(gradients), adamw(adapters), update(fp8_scales)
 
-Autograd would keep too much for one GPU. The 69 billion base weights are frozen, so a backward only has to compute the
-adapters' gradients and the gradient of the layer's input. For that it reads five tensors of the forward, each of which
-it may compute again. So we wrote a layer's forward and backward by hand, as two functions that call kernels on buffers
-allocated once: `handwritten layers` (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
+The 69 billion base weights are frozen, so a layer's backward only has to compute its adapters' gradients and the
+gradient of its input. For that it reads five tensors of the forward, each of which it may compute again. Autograd would
+keep many more, too many for one GPU. So we wrote a layer's forward and backward by hand, two functions that call
+kernels on buffers allocated once: `handwritten layers` (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
 
 Captured:
     graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, in one pool of memory
@@ -25,9 +25,9 @@ Captured:
 
 Not captured, and why:
     the window's copy          each window lies at another host address, and a graph reads from fixed ones
-    embedding, head and loss   graph_layer only: a few kernels
-    the loop's last line       graph_layer: a few kernels on flat buffers. graph_step captures it on one rank; on
-                               several it stays eager, after the replay, with the step's one all-reduce
+    embedding, head and loss   graph_layer only: a few kernels, on which a graph saves next to nothing
+    the loop's last line       graph_layer: as few, on flat buffers. graph_step captures it on one rank; on several it
+                               stays eager, after the replay, with the step's one all-reduce
 
 A capture, its replay and its end come to
 

@@ -47,7 +47,7 @@ def kind_of_layers(args) -> str:
 def resolve(args, device: torch.device, world_size: int = 1):
     """(arguments with precision, memory and number of layers as they can run on `device`, notes on what changed).
 
-    ValueError if they cannot run, or checkpoint, adapter or data do not fit. Nothing has been built then.
+    ValueError if they cannot run, or checkpoint or data do not fit. Nothing has been built then.
     """
     args.config.ranks(world_size)
     args, notes = _fit(args, device)
@@ -56,7 +56,8 @@ def resolve(args, device: torch.device, world_size: int = 1):
     args = replace(args, config=config)
     if config.checkpoint:
         open_checkpoint(config.checkpoint, config)
-    adapters.require(config)
+    if config.save_adapter:
+        adapters.require_place(config.save_adapter)
     rows.require(config.data)
     if config.memory_gib and kind_of_layers(args) == "handwritten":
         plan.make_plan(config, int(config.memory_gib * GIB))
@@ -91,11 +92,11 @@ def _fit(args, device):
 
 def card(config, kind: str, device: torch.device) -> list[str]:
     """Lines that say what runs; on a GPU with the memory plan of handwritten layers."""
-    known = {(8192, 80): "Llama 2 70B", (8192, config.layers): f"{config.layers} of 80 layers of Llama 2 70B"}
+    model = f"{config.layers} of 80 layers of Llama 2 70B" if config.hidden == 8192 else "toy widths"
     of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
     lines = [
         f"{config.layers} layers, hidden {config.hidden}, heads {config.heads} ({config.kv_heads} groups), "
-        f"ffn {config.ffn}: {known.get((config.hidden, config.layers), 'toy widths')}",
+        f"ffn {config.ffn}: {model}",
         f"{lora_config.num_parameters(config) / 1e6:,.1f} M frozen parameters, "
         f"{'of ' + config.checkpoint if config.checkpoint else 'random'}; "
         f"{lora_config.num_trainable(config) / 1e6:,.2f} M trainable ones, learning rate {config.learning_rate:g}",

@@ -4,9 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 
-from llama2_lora.weights import adapters
 from tests.helpers import forked
 from tests.helpers.llama2_lora_case import TINY, weights, write_checkpoint
 
@@ -27,7 +25,6 @@ def said(*arguments):
         (["--memory-gib", "0.01"], "the smallest plan needs 90,177,536: 90,177,536 fixed and 3 layers of 0; --memory-"),
         (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
-        (["--adapter", "/nowhere/adapter"], "--adapter: cannot read /nowhere/adapter/adapter_config.json (No such"),
         (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter/adapter_model.safetensors: cannot write"),
     ],
 )
@@ -43,12 +40,3 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
     del tensors["model.layers.2.mlp.up_proj.weight"]
     folder = write_checkpoint(tmp_path / "lacking", TINY, tensors)
     assert "holds no tensor model.layers.2.mlp.up_proj.weight" in said("--checkpoint", str(folder))
-
-
-def test_an_adapter_of_another_rank(tmp_path):
-    config, adapter = replace(TINY, rank=4), tmp_path / "adapter"
-    masters = {f"layers.{i}.{name}": torch.zeros(shape) for i in range(3) for name, shape in config.adapters.items()}
-    adapters.save(adapter, masters, config)
-    for flag in ("--adapter", "--save-adapter"):
-        told = f"{flag} {adapter}: holds an adapter of r 4, this run has 8 (--rank)"
-        assert told in said(flag, str(adapter))
