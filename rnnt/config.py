@@ -301,7 +301,7 @@ def notes(config: Config, device: str) -> list[str]:
     """Lines that name settings without effect here. device: cuda or cpu."""
     found = []
     if device == "cpu" and config.lstm != "cudnn":
-        found.append(f"--lstm {config.lstm}: on a CPU plain torch computes what the kernels do, slowly")
+        found.append(f"--lstm {config.lstm}: on a CPU torch's own LSTMs run")
     if device == "cuda" and config.lstm == "cudnn" and not persistent_lstms(config):
         kernels = "cuDNN's persistent LSTM kernels"
         found.append(f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them")

@@ -9,7 +9,7 @@ A layer of width 1024 takes half of an H200, so two run side by side: time is cu
 one of them the next layer has the one before. That takes three quarters of the time of one layer after the other.
 
 Rounding is as in cuDNN: products in FP16 with FP32 sums, gates and cell computed in FP32; h, gradients and values kept
-for the backward in FP16, the input's product too. On the CPU the same arithmetic runs time step by time step.
+for the backward in FP16, the input's product too. On the CPU torch's LSTM runs in FP32.
 """
 
 import functools
@@ -53,27 +53,47 @@ def lstm(x, layers, lengths=None, extra=0, dropout=0.0):
         raise ValueError("our LSTM kernels take FP16: take --lstm cudnn")
     if len({w_hh.shape for _, w_hh, _, _ in layers}) > 1:
         raise ValueError("a stack's layers have one width")
+    if _kernels(x.device) is None:
+        return plain_lstm(x, layers, lengths, extra, dropout)
     return _Stack.apply(x, lengths, extra, dropout, *weights)
+
+
+def plain_lstm(x, layers, lengths=None, extra=0, dropout=0.0):
+    """`lstm` by torch's own in FP32, on any device. It draws the same dropout."""
+    hidden, dtype = layers[0][1].shape[1], x.dtype
+    kept = torch.ones(len(layers), *x.shape[:2], hidden, dtype=torch.uint8, device=x.device)
+    if dropout > 0:
+        kept.bernoulli_(1 - dropout)
+    if lengths is not None:
+        is_needed = torch.arange(len(x), device=x.device) < lengths.max() + extra
+        kept *= is_needed.view(-1, 1, 1)
+    for weights, mask in zip(layers, kept, strict=True):
+        weights = [weight.float() for weight in weights]
+        zeros = torch.zeros(1, x.shape[1], hidden, device=x.device)
+        x = torch.lstm(x.float(), (zeros, zeros), weights, True, 1, 0.0, False, False, False)[0]
+        x = (x * (mask / (1 - dropout))).to(dtype)
+    return x
 
 
 def require(device: torch.device, width: int) -> None:
     """Raises ValueError that names --lstm where a GPU cannot run two layers of this width at the same time."""
-    if device.type == "cuda":
-        _kernels(device).require(device, width)
+    if kernels := _kernels(device):
+        kernels.require(device, width)
 
 
 def check(device: torch.device) -> None:
     """Wait for the current stream. Raises RuntimeError where a kernel gave up, after which all results are NaN."""
-    if device.type == "cuda":
-        _kernels(device).check(device)
+    if kernels := _kernels(device):
+        kernels.check(device)
 
 
 def _kernels(device):
-    if device.type == "cuda":
-        from rnnt.kernels import lstm as lstm_kernel
+    """The module that launches the kernels, None without a GPU."""
+    if device.type != "cuda":
+        return None
+    from rnnt.kernels import lstm as lstm_kernel
 
-        return lstm_kernel
-    return Steps
+    return lstm_kernel
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,76 +232,3 @@ def _layers(**tensors):
 def _products(inputs, x, w_ih, b_ih):
     """Fill inputs [T, B, 4 H] with W_ih x + b_ih."""
     torch.addmm(b_ih, x.flatten(0, 1), w_ih.t(), out=inputs.flatten(0, 1))
-
-
-class Steps:
-    """rnnt/kernels/lstm.cu in plain torch. The kernels sum grad_bias before its parts are rounded.
-
-    Cells and gates after the longest utterance mean nothing, there or here.
-    """
-
-    @staticmethod
-    def prepare(exchanged):
-        """Call it before the first time step, forwards for h and backwards for grad_gates, of all layers."""
-
-    @staticmethod
-    def bind(layers, common):
-        """The layers of a stack as `forward` and `backward` take them, once for all turns."""
-        needed = common.num_steps if common.lengths is None else common.lengths.max() + common.extra
-        is_needed = torch.arange(common.num_steps, device=layers[0].given.device) < needed
-        return layers, common, is_needed.view(-1, 1, 1)
-
-    @staticmethod
-    def forward(stack, turn):
-        """turn: (index, first time step, end) of each layer that runs side by side."""
-        layers, common, is_needed = stack
-        for index, first, end in turn:
-            _forward(layers[index], first, end, common, is_needed)
-
-    @staticmethod
-    def backward(stack, turn):
-        layers, common, is_needed = stack
-        for index, first, end in turn:
-            _backward(layers[index], first, end, common, is_needed)
-
-
-def _forward(layer, first, end, common, is_needed):
-    weights, bias, steps = layer.weights.float().t(), layer.bias.float(), slice(first, end)
-    h = layer.h[first - 1] if first else torch.zeros_like(layer.h[0])
-    cell = layer.state if first else torch.zeros_like(layer.state)
-    for t in range(first, end):
-        i, f, g, o = (layer.given[t].float() + bias + h.float() @ weights).chunk(4, 1)
-        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        cell = f * cell + i * g
-        h = (o * cell.tanh()).to(layer.h.dtype)
-        layer.h[t], layer.cells[t], layer.gates[t] = h, cell, torch.stack((i, f, g, o), -1)
-    layer.h[steps] = torch.where(is_needed[steps], layer.h[steps], 0)
-    layer.state.copy_(cell)
-    if layer.output is not None:
-        layer.output[steps] = layer.h[steps] * (layer.kept[steps] * common.scale)
-
-
-def _backward(layer, first, end, common, is_needed):
-    weights, gates, steps = layer.weights.float(), layer.grad_gates, slice(first, end)
-    goes_on = end < common.num_steps
-    grad_cell = layer.state if goes_on else torch.zeros_like(layer.state)
-    grads = torch.where(is_needed[steps], layer.given[steps].float(), 0)
-    if layer.kept is not None:
-        grads = grads * (layer.kept[steps] * common.scale)
-    for t in reversed(range(first, end)):
-        i, f, g, o = layer.gates[t].float().unbind(-1)
-        grad_h = grads[t - first]
-        if t + 1 < common.num_steps:
-            grad_h = grad_h + gates[t + 1].float() @ weights
-        tanh_cell = layer.cells[t].float().tanh()
-        previous = layer.cells[t - 1].float() if t else torch.zeros_like(tanh_cell)
-        grad_cell = grad_cell + grad_h * o * (1 - tanh_cell * tanh_cell)
-        grad_i, grad_g = grad_cell * g * i * (1 - i), grad_cell * i * (1 - g * g)
-        grad_f, grad_o = grad_cell * previous * f * (1 - f), grad_h * tanh_cell * o * (1 - o)
-        gates[t] = torch.cat((grad_i, grad_f, grad_g, grad_o), 1)
-        grad_cell = grad_cell * f
-    layer.state.copy_(grad_cell)
-    sums = gates[steps].float().sum((0, 1))
-    layer.sums.copy_(layer.sums + sums if goes_on else sums)
-    if first == 0:
-        layer.grad_bias.copy_(layer.sums)

@@ -116,10 +116,7 @@ class State:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of the averaged weights over HELD_OUT_BATCHES batches that no rank trains on, without dropout.
-
-        Raises Unsupported for speech: all utterances of the folder are trained on.
-        """
+        """Mean loss of the averaged weights over HELD_OUT_BATCHES batches that no rank trains on, without dropout."""
         if self.config.data not in GENERATED:
             raise Unsupported("all utterances of the folder are trained on: no loss of held-out ones")
         source = self.open_source(0, 1, HELD_OUT_SEED, training=False)

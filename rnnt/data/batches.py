@@ -28,8 +28,10 @@ class Batch(NamedTuple):
 class Source(Protocol):
     """An endless sequence of batches, set by its seed: rnnt/data/synthetic.py or rnnt/speech/source.py.
 
-    num_samples: utterances trained on. max_frames, max_tokens: longest utterance. dropped: utterances left out, with
-    the reason. period: number of batches after which the same lengths come again; None: never.
+    num_samples: utterances trained on. max_frames, max_tokens: longest utterance. dropped: reasons why utterances are
+    left out. period: number of batches after which the same lengths come again; None: never. next: the next batch,
+    ready for work on the current stream. reset: start again at batch 0. close: end its threads. batch_shapes: (T, U) of
+    many batches, by which buckets are chosen, to be called before a reset.
     """
 
     num_samples: int
@@ -38,17 +40,10 @@ class Source(Protocol):
     dropped: list
     period: int | None
 
-    def next(self) -> Batch:
-        """The next batch, ready for work on the current stream."""
-
-    def reset(self) -> None:
-        """Start again at batch 0."""
-
-    def close(self) -> None:
-        """End its threads. Can be called again."""
-
-    def batch_shapes(self) -> list[tuple[int, int]]:
-        """(T, U) of many batches, by which buckets are chosen. Call it before a reset."""
+    def next(self) -> Batch: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+    def batch_shapes(self) -> list[tuple[int, int]]: ...
 
 
 class Inputs:
@@ -79,13 +74,9 @@ class Inputs:
         return Batch(features, lengths[0], tokens, lengths[1])
 
     def load(self, fit=None) -> tuple[Batch, Batch]:
-        """Copy the next batch into the buffers, in the order of the current stream.
+        """Copy the next batch into the buffers, in the order of the current stream; return both.
 
-        Args:
-            fit: fit(T, U) is the shape to pad to with zeros; None: no padding.
-
-        Returns:
-            The batch in the buffers, and the source's batch.
+        fit: fit(T, U) is the shape to pad to with zeros; None: no padding.
         """
         if self.device.type == "cpu":
             original = staged = self._next()
@@ -122,7 +113,6 @@ class Inputs:
 
     def reset(self) -> None:
         """Begin at batch 0 again; a staged batch is thrown away."""
-        # Copies under way are overwritten in order, since all are on one stream.
         self._ahead = None
         self.source.reset()
 

@@ -40,12 +40,12 @@ def require(device: torch.device, width: int) -> None:
 
 
 def prepare(exchanged):
-    """As rnnt.lstm.Steps.prepare: fill with the kernels' EMPTY."""
+    """Fill with EMPTY what blocks exchange: h before the forward, grad_gates before the backward, of all layers."""
     exchanged.view(torch.int16).fill_(-1)
 
 
 def bind(layers, common):
-    """As rnnt.lstm.Steps.bind."""
+    """The layers of a stack as `forward` and `backward` take them, once for all turns."""
     for layer in layers:
         # rnnt/lstm.py makes the other tensors.
         for tensor in filter(torch.is_tensor, (layer.given, layer.weights, layer.bias)):
@@ -59,13 +59,13 @@ def bind(layers, common):
 
 
 def forward(stack, turn):
-    """As rnnt.lstm.Steps.forward."""
+    """turn: (index, first time step, end) of each layer that runs side by side."""
     hidden, device, (kernel, _), layers, common = stack
     device.launch(kernel, len(turn) * hidden // UNITS, pack(layers, common, turn))
 
 
 def backward(stack, turn):
-    """As rnnt.lstm.Steps.backward."""
+    """turn: as in `forward`."""
     hidden, device, (_, kernel), layers, common = stack
     device.launch(kernel, len(turn) * hidden // UNITS, pack(layers, common, turn))
 

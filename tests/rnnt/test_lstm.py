@@ -1,4 +1,4 @@
-"""The LSTM stacks of rnnt/lstm.py against torch's LSTM and against each other, and --lstm."""
+"""rnnt/lstm: its stack on the CPU against torch's LSTM, the order of its turns, and --lstm."""
 
 import contextlib
 from dataclasses import replace
@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rnnt import lstm as lstm_module
 from rnnt import model as model_module
 from rnnt import state as state_module
 from rnnt.config import PRESETS, Config
 from rnnt.lstm import UNIT, lstm, turns
 from rnnt.model import RNNT, initialise
 from rnnt.other_variants import CompiledNetworks
-from tests.helpers.lstm_cases import close, random, run_stack, stack_of, torch_lstm, weights_of
+from tests.helpers.lstm_cases import close, random, run_stack, torch_lstm, weights_of
 
 NETWORKS = ("encoder", "prediction", "joint")
 TOY = Config(features=16, encoder_hidden=256, prediction_hidden=256, joint_hidden=16, vocab=16)
@@ -44,36 +43,6 @@ def test_outputs_and_all_gradients_are_those_of_torchs_lstm():
 def test_other_stacks_are_refused(change, words):
     with pytest.raises(ValueError, match=f"^{words}$"):
         lstm(**{"x": random(3, 8, 8), "layers": [weights_of(8, 8)]} | change)
-
-
-def test_gradients_add_up_in_memory_of_their_own():
-    weights = [tensor.requires_grad_() for tensor in weights_of(8, 8)]
-    for _ in range(2):
-        lstm(random(3, 8, 8), [weights]).float().sum().backward()
-    (once,) = torch.autograd.grad(lstm(random(3, 8, 8), [weights]).float().sum(), weights[2])
-    for bias in weights[2:]:
-        close(bias.grad, 2 * once, 1e-3)
-    assert len({weight.grad.data_ptr() for weight in weights}) == 4
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_a_stack_is_layer_after_layer(dropout):
-    layers, x, grad = stack_of(3, 24, 32), random(80, 8, 24), random(80, 8, 32, seed=1)
-    assert len(turns(3, 80)) > 3
-    lengths = torch.tensor([20, 63, 1, 0, 60, 29, 4, 11], dtype=torch.int32)
-    torch.manual_seed(5)
-    found = run_stack(x, layers, grad, lengths, 1, dropout)
-    torch.manual_seed(5)
-    kept = torch.empty(3, 80, 8, 32, dtype=torch.uint8).bernoulli_(1 - dropout)
-    assert kept.float().mean() == pytest.approx(1 - dropout, abs=0.01)
-    narrow = [tensor.clone().requires_grad_() for tensor in (x, *(weight for layer in layers for weight in layer))]
-    below = narrow[0]
-    for index in range(3):
-        below = lstm(below, [narrow[1 + 4 * index :][:4]], lengths, 1) * (kept[index] / (1 - dropout)).half()
-    expected = below, *torch.autograd.grad(below, narrow, grad)
-    assert not found[0][64:].any() and found[0][63].any()
-    for one, other in zip(found, expected, strict=True):
-        close(one, other, 5e-3)
 
 
 def test_padding_changes_nothing():
@@ -192,8 +161,8 @@ def on_cpu(monkeypatch):
 
 
 def test_the_compiler_does_not_look_into_our_kernels(monkeypatch, on_cpu):
-    seen, cut, compile_ = [], lstm_module.turns, torch.compile
-    monkeypatch.setattr(lstm_module, "turns", lambda *a: seen.append(torch.compiler.is_compiling()) or cut(*a))
+    seen, compile_ = [], torch.compile
+    monkeypatch.setattr(model_module, "lstm", lambda *a: seen.append(torch.compiler.is_compiling()) or lstm(*a))
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend="eager"))
 
     def train_on(state, batch=None):

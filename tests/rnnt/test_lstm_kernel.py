@@ -13,7 +13,7 @@ import torch
 
 from rnnt import lstm as lstm_module
 from rnnt.kernels import lstm as lstm_kernel
-from rnnt.lstm import Common, Layer, Steps, lstm, turns
+from rnnt.lstm import Common, Layer, lstm, turns
 from tests.helpers.lstm_cases import close, random, run_stack, stack_of, torch_lstm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_launches_have_blocks_for_each_layer_and_clusters_that_fit(monkeypatch, 
 class Host:
     """Stands for the module rnnt.kernels.lstm, with the kernels for one width on the CPU. absent: see the helper."""
 
-    prepare, bind = staticmethod(lstm_kernel.prepare), staticmethod(Steps.bind)
+    prepare, bind = staticmethod(lstm_kernel.prepare), staticmethod(lambda layers, common: (layers, common))
 
     def __init__(self, folder, hidden=256, cluster=4, patience=20_000, absent=-1):
         self.hidden, self.absent, self.turns = hidden, absent, []
@@ -102,7 +102,7 @@ class Host:
         self.status = torch.zeros((), dtype=torch.int32)
 
     def launch(self, stack, turn, is_forward):
-        layers, common, _ = stack
+        layers, common = stack
         addresses = [lstm_kernel.pointers(layer) for layer in layers]
         work = lstm_kernel.pack(addresses, lstm_kernel.shared(common, self.status), turn)
         self.library.run(work, is_forward, len(turn) * self.hidden // lstm_kernel.UNITS, self.absent)
@@ -164,12 +164,14 @@ def test_the_kernels_compute_the_same_as_torch(
     monkeypatch.setattr(lstm_module, "TURN_COST", 0)
     turns.cache_clear()
     host, given = Host(folder, hidden, cluster), case(num_layers, steps, hidden)
-    found, wanted, again = (computed(kernels, *given, **padding) for kernels in (host, Steps, host))
+    found, wanted, again = (computed(kernels, *given, **padding) for kernels in (host, None, host))
     turns.cache_clear()
     assert host.status == 0
     assert {len(turn) for _, turn in host.turns} == ({1, 2} if num_layers > 1 else {1})
     end = int(padding["lengths"].max()) + padding.get("extra", 0) if "lengths" in padding else steps
     assert not found[0][end:].any() and found[0][:end].any() == (end > 0)
+    # Gradients are accumulated in place.
+    assert len({gradient.data_ptr() for gradient in found[1:]}) == len(found) - 1
     for one, other, repeated in zip(found, wanted, again, strict=True):
         close(one, other, 5e-3)
         assert torch.equal(one, repeated)

@@ -257,7 +257,7 @@ def test_useful_flops_are_those_of_the_lengths():
 def test_a_run_says_which_of_its_settings_do_nothing():
     wavefront = replace(PRESETS["bench"], lstm="wavefront")
     assert notes(TINY, "cpu") == notes(PRESETS["bench"], "cuda") == notes(wavefront, "cuda") == []
-    assert "slowly" in notes(wavefront, "cpu")[0]
+    assert "torch's own LSTMs" in notes(wavefront, "cpu")[0]
     # Batch 192.
     assert "runs without" in notes(PRESETS["full"], "cuda")[0]
 
