@@ -115,8 +115,7 @@ def open_tokens(data, cache_dir) -> TokenFile:
 def python_corpus(cache_dir) -> TokenFile:
     """The source text of this Python's standard library, about 12 MB, without tests and installed packages.
 
-    The cached file's name holds the Python version and a hash of the content. Its content is compared with the
-    sources at every opening, so a damaged cache is made again.
+    The cached file is named by version and hash, and compared at every opening, so a damaged one is made again.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _files(root, _NO_CORPUS) if path.suffix == ".py"]
@@ -193,11 +192,13 @@ def _concatenate(root, paths, out, skipped):
         start = out.tell()
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
-            with _open_to_read(root, path) as file:
+            with open(path, "rb") as file:
                 while chunk := file.read(1 << 20):
                     decoder.decode(chunk)
                     out.write(chunk)
                 decoder.decode(b"", final=True)
+        except (PermissionError, FileNotFoundError) as error:
+            raise ValueError(f"--data {root}: cannot read {path} ({error.strerror})") from None
         except UnicodeDecodeError:
             skipped.append(path.relative_to(root).as_posix())
             out.seek(start)
@@ -205,13 +206,6 @@ def _concatenate(root, paths, out, skipped):
             continue
         if out.tell() > start:
             out.write(_END_OF_DOCUMENT)
-
-
-def _open_to_read(root, path):
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ValueError(f"--data {root}: cannot read {path} ({error.strerror})") from None
 
 
 def _write_cache(path, write):

@@ -2,8 +2,8 @@
 
     counts = run("llama2_lora.data.convert_packed_text:write", ["in.npy", "out"], Limits(memory_gib=16, minutes=30))
 
-A pickle is a program: it can call any function, and point numpy's arrays anywhere. No list of what it may name makes it
-safe. So nothing that trains, measures or reads results unpickles data. A converter does, once, where its user says so.
+A pickle is a program, and no list of what it may name makes it safe. So nothing that trains, measures or reads results
+unpickles data. A converter does, once, where its user says so.
 """
 
 import importlib
@@ -137,7 +137,7 @@ def load_npy(file: BinaryIO):
     except Exception as error:  # as above
         raise ValueError(f"is damaged, or no .npy: {first_line(error)}") from None
     if not dtype.hasobject:
-        raise ValueError("holds no pickled objects: it is read as it is")
+        raise ValueError("holds no pickled objects")
     return load(file)
 
 

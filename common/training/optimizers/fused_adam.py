@@ -21,15 +21,7 @@ from common.training.triton_launch import Launch
 
 
 class Tiles(NamedTuple):
-    """Sizes of the kernels' work.
-
-    Attributes:
-        chunk: Elements of a program, all of one tensor.
-        norm_block: Elements that the norm takes at a time.
-        norm_warps: Warps of 32 threads that do so.
-        update_block: Elements that the update takes at a time.
-        update_warps: Warps that do so.
-    """
+    """chunk: elements of a program, all of one tensor. Blocks: elements taken at a time, by so many warps."""
 
     chunk: int
     norm_block: int

@@ -7,11 +7,10 @@
 A step reduce-scatters the gradients' mean, updates this rank's share and all-gathers the parameters. Nothing is read on
 the host: it can be captured. Bytes a parameter of a rank, with bf16 parameters and FP32 gradients: 6 + 12 / ranks.
 
-The result is bitwise that of averaging all gradients and updating all of them on every rank
-(`collectives.GradientBuckets` and `MasterAdam`) if the averages are equal and no gradient is clipped. Averages are
-equal on two ranks, whose sum has one order, on more if sums are exact or the backend adds in one order both ways: gloo
-does in buckets of one layout, NCCL promises nothing. The norm adds up in another order, so that its last bit, and with
-it a clipped gradient, may differ.
+The result is bitwise that of averaging and updating everything on every rank (`collectives.GradientBuckets` and
+`MasterAdam`) if the averages are equal and no gradient is clipped. Averages are equal on two ranks; on more, gloo adds
+in one order in buckets of one layout, NCCL promises nothing. The norm adds up in another order, so that its last bit,
+and with it a clipped gradient, may differ.
 """
 
 import torch

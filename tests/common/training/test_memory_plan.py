@@ -4,8 +4,6 @@ import random
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -189,26 +187,6 @@ def test_the_table_says_what_happens_to_each_item():
 
 
 # --- torch's caching allocator
-
-
-def test_the_constants_are_torchs():
-    folder = Path(find_spec("torch").submodule_search_locations[0]) / "include" / "c10"
-    text = "".join(
-        path.read_text() for path in [*folder.glob("core/*Allocator*.h"), *folder.glob("cuda/*Allocator*.h")]
-    )
-    found = {name: int(value) for name, value in re.findall(r"size_t (k\w+) = (\d+);", text)}
-    if "kMinBlockSize" not in found:
-        pytest.skip("this torch has the constants in a .cpp file")
-    large = re.search(r"size_t(?:>)? (?:kLargeBuffer = |large_segment_size_\{)(\d+)", text)
-    assert int(large[1]) == memory_plan.LARGE_SEGMENT_BYTES
-    for name, value in {
-        "kMinBlockSize": memory_plan.MIN_BLOCK_BYTES,
-        "kSmallSize": memory_plan.SMALL_BYTES,
-        "kSmallBuffer": memory_plan.SMALL_SEGMENT_BYTES,
-        "kMinLargeAlloc": memory_plan.MIN_LARGE_BYTES,
-        "kRoundLarge": memory_plan.ROUND_LARGE_BYTES,
-    }.items():
-        assert found[name] == value, name
 
 
 ALLOCATIONS = {

@@ -121,7 +121,7 @@ def test_the_whole_file_system_is_refused(tmp_path, monkeypatch):
 def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
     """Those of /proc have none, and /proc/kmsg never ends. A folder of such files alone has no text."""
     (tmp_path / "2.txt").write_text("")
-    monkeypatch.setattr(token_files, "_open_to_read", None)
+    monkeypatch.setitem(vars(token_files), "open", None)
     with pytest.raises(ValueError, match="--data .*no UTF-8 text"):
         token_files.text_folder(tmp_path, tmp_path / ".cache")
 
