@@ -124,7 +124,7 @@ class Samples:
     def _entries(self, shard):
         """The entries of a shard's header, checked."""
         path = self.folder / shard
-        entries, _ = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
+        entries = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
         for name in NAMES:
             if name not in entries:
                 raise ValueError(f"--data: {shown(path)} has no tensor {name}")

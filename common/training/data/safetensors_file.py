@@ -20,11 +20,10 @@ from common.training.data.safetensors_header import Entry
 
 
 class File(NamedTuple):
-    """An opened file: `entries` by name, `metadata` text by name. flag: what error messages begin with."""
+    """An opened file: `entries` by name. flag: what error messages begin with."""
 
     path: Path
     entries: dict[str, Entry]
-    metadata: dict[str, str]
     flag: str
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
@@ -50,7 +49,7 @@ def open_file(path, flag: str) -> File:
     contradicts itself. What the bytes of a tensor hold is not checked: the format has no checksum.
     """
     path = Path(path)
-    return File(path, *safetensors_header.read(path, flag), flag)
+    return File(path, safetensors_header.read(path, flag), flag)
 
 
 def write_file(path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

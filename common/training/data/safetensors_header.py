@@ -1,6 +1,6 @@
 """The header of a safetensors file: which tensors it holds and where. Without torch.
 
-    entries, metadata = read(path, flag="--data")
+    entries = read(path, flag="--data")
     file.write(make({"context": ("F16", (256, 77, 1024))}))
 
 The safetensors package checks a header. Here are limits, refusals in one line, and the places of the bytes in the file.
@@ -21,15 +21,14 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: dtype by the format's name, shape, place of its bytes in the file."""
+    """One tensor of a file: dtype by the format's name, shape, place of its first byte in the file."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    num_bytes: int
 
 
-def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[dict[str, Entry], dict[str, str]]:
+def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, Entry]:
     """Read the header and check every tensor's dtype, shape and place against the size of the file.
 
     Args:
@@ -38,7 +37,7 @@ def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[dic
         max_header_bytes: The longest header that is parsed.
 
     Returns:
-        The tensors by name, and the metadata, text by name.
+        The tensors by name.
 
     Raises:
         ValueError: In one line: missing, no safetensors file, truncated, or a header that contradicts itself.
@@ -63,13 +62,12 @@ def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> tuple[dic
         raise ValueError(f"{flag}: cannot read {name} ({error.strerror})") from None
     except SafetensorError as error:
         raise damaged(path, flag, error) from None
-    metadata = header.pop("__metadata__", None) or {}
-    return {tensor: _entry(fields, _LENGTH.size + length) for tensor, fields in header.items()}, metadata
-
-
-def _entry(fields, data_start):
-    begin, end = fields["data_offsets"]
-    return Entry(fields["dtype"], tuple(fields["shape"]), data_start + begin, end - begin)
+    data_start = _LENGTH.size + length
+    return {
+        tensor: Entry(fields["dtype"], tuple(fields["shape"]), data_start + fields["data_offsets"][0])
+        for tensor, fields in header.items()
+        if tensor != "__metadata__"
+    }
 
 
 def damaged(path, flag: str, error: Exception) -> ValueError:
