@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from common.measuring.marks import mark, section
-from common.variant import Compiled, Eager, require_compiler
+from common.variant import Compiled, Eager, Unsupported, require_compiler
 from rnnt.data import buckets
 
 
@@ -55,11 +55,9 @@ class CompiledNetworks(Compiled):
 
     def __init__(self, state, train_on, padded_step):
         require_compiler(state.device)
+        if state.config.lstm != "cudnn":
+            raise Unsupported("torch.compile cannot look into our LSTM kernels: take --lstm cudnn")
         self._train_on, self._shapes = train_on, state.plan.require_few_pairs("compile")
-        networks = (state.model.encoder, state.model.prediction) if state.config.lstm != "cudnn" else ()
-        # The compiler must not look into launches of our LSTM kernels. (A decorator there would import the compiler in
-        # every run.)
-        self._hidden = [(network, torch.compiler.disable(network.run_stack)) for network in networks]
         # `leave` takes back the changes of `enter`.
         self._changes = contextlib.ExitStack()
         super().__init__(
@@ -76,7 +74,7 @@ class CompiledNetworks(Compiled):
             self._train_on(self.state, self.state.inputs.dummy_batch(*shape))
 
     def enter(self):
-        """Set the compiler's options, hide our kernels from it, and put in the compiled functions."""
+        """Set the compiler's options and put in the compiled functions."""
         import torch._dynamo.config
         import torch._inductor.config
 
@@ -85,9 +83,6 @@ class CompiledNetworks(Compiled):
         # Each shape is compiled once. Code that is not compiled must not be timed as if it were.
         limits = {"recompile_limit": 4 * buckets.MAX_PAIRS, "fail_on_recompile_limit_hit": True}
         change(torch._dynamo.config.patch(**limits))
-        for network, run_stack in self._hidden:
-            self._changes.callback(setattr, network, "run_stack", network.run_stack)
-            network.run_stack = run_stack
         super().enter()
 
     def leave(self):

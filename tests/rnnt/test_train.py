@@ -83,11 +83,6 @@ def padded(deterministic):
     return run_steps("eager_padded", NUM_STEPS, overflow_at=OVERFLOWS)
 
 
-@pytest.fixture(scope="module")
-def eager(deterministic):
-    return run_steps("eager", NUM_STEPS)
-
-
 @pytest.mark.parametrize("name", ["graph_networks", "graph_step"])
 def test_graphs_equal_padded_eager_bit_for_bit_and_skip_the_same_steps(name, padded):
     ours, state = run_steps(name, NUM_STEPS, overflow_at=OVERFLOWS)
@@ -112,10 +107,6 @@ def test_a_storm_of_overflows_ends_the_run():
     config = replace(TINY, loss_scale=2.0, max_floor_overflows=4)
     with pytest.raises(FloatingPointError, match="4 steps in a row with the loss scale at 1, from step 1 on"):
         run_steps("eager_padded", 30, config, overflow_at=range(30))
-
-
-def test_eager_sync_equals_eager_bit_for_bit(eager):
-    assert_equal(run_steps("eager_sync", NUM_STEPS)[0], eager[0])
 
 
 def test_without_dropout_padding_changes_little():
