@@ -1,5 +1,6 @@
 """A small Llama LoRA for tests: handwritten stacks of any plan, and the model in functional PyTorch under autograd."""
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from common.measuring.state_hash import StateHasher
 from common.training import memory_plan
+from common.training.data import token_files
 from common.training.data.safetensors_file import write_file
 from llama2_lora import plan as plans
 from llama2_lora import train
@@ -18,6 +20,7 @@ from llama2_lora.kernels.attention import PlainAttention
 from llama2_lora.kernels.operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import HandwrittenStack
+from llama2_lora.state import CACHE
 from llama2_lora.weights.frozen import FrozenWeights
 from llama2_lora.weights.trainable import Adapters
 
@@ -122,6 +125,18 @@ def autograd_step(stack, step=1):
     loss = (losses * inputs["weights"]).sum()
     (grads,) = torch.autograd.grad(loss, flat)
     return loss.detach(), grads
+
+
+@functools.cache
+def _start_of_corpus():
+    corpus = token_files.python_corpus(CACHE)
+    return SimpleNamespace(tokens=corpus.tokens[:200_000], num_tokens=200_000, name=corpus.name)
+
+
+def shorten_corpus(patch):
+    """Train on a short text: to cut all of the standard library into windows takes longer than most tests."""
+    start = _start_of_corpus()
+    patch.setattr(token_files, "python_corpus", lambda cache: start)
 
 
 def with_fields(**fields):

@@ -20,7 +20,16 @@ from llama2_lora.plan import fixed_bytes, items, needed_bytes
 from llama2_lora.state import State, hyperparameters
 from llama2_lora.variants import VARIANTS
 from tests.helpers import gloo_ranks
-from tests.helpers.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager, inputs_of
+from tests.helpers.llama2_lora_case import (
+    CPU,
+    GRAPHED,
+    TINY,
+    assert_equal,
+    follow,
+    follow_eager,
+    inputs_of,
+    shorten_corpus,
+)
 from tests.helpers.made import made
 
 # FP32 and no dropout, whose masks are each rank's own: what is left is the order of sums.
@@ -28,13 +37,9 @@ EXACT = replace(TINY, precision="bf16", dropout=0.0)
 STEPS = 3
 
 
-@pytest.fixture(autouse=True)
-def short_corpus():
-    """All of the standard library, as the ranks' own processes read it."""
-
-
 def exact_losses(monkeypatch, config, rank=0, world_size=1, kind="handwritten"):
     """(losses, gradient norms, held-out loss) of training in FP32."""
+    shorten_corpus(monkeypatch)  # in the ranks' processes, too
     monkeypatch.setattr(states.Formats, "of", lambda config: Formats(*[torch.float32] * 3))
     state = State(config, CPU, kind, rank, world_size)
     losses, norms, _ = follow_eager(state, STEPS)
