@@ -27,10 +27,10 @@ def rows(count=8):
     return [*made, {"input_ids": list(range(9)), "labels": [-100] * 4 + [1] * 5, "seq_start_id": [0, 5]}]
 
 
-def npy_of(content):
+def npy_of(content, array=np.empty(1, object)):  # noqa: B008
     """An .npy file of objects with these bytes in the place of the pickle."""
     file = io.BytesIO()
-    np.save(file, np.empty(1, object))
+    np.save(file, array)
     header = file.getvalue()
     return header[: 10 + int.from_bytes(header[8:10], "little")] + content
 
@@ -89,6 +89,7 @@ def test_without_trust_one_line_says_what_unpickling_means(tmp_path, capsys):
         (b"", "is damaged, or no .npy: "),
         (pickle.dumps(rows()), "is damaged, or no .npy: "),
         (npy_of(pickle.dumps(np.array(rows()))[:-40]), "cannot be unpickled: "),
+        (npy_of(b"", np.zeros(2)), "holds no pickled objects"),
         (npy_of(pickle.dumps(7)), "cannot be converted: AttributeError: "),
         (npy_of(pickle.dumps(np.array([], object))), ": it has no rows"),
         (npy_of(pickle.dumps(np.array([7], object))), "row 0 of it has no input_ids"),
