@@ -27,6 +27,7 @@ from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files.run_file import Build, Run, Variant
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import launch
+from common.config import flag_of
 from common.your_step import step_file
 
 MODEL = "common.your_step"
@@ -74,12 +75,8 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
     step = f"{os.path.abspath(path)}:{function}"
     label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
     words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
-    words += [
-        f"--{name}={value}"
-        for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")
-        if (value := getattr(args, name))
-    ]
-    words = [word.replace("--host_load", "--host-load") for word in words]
+    handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
+    words += [f"{flag_of(name)}={value}" for name, value in handed_on.items() if value]
     if args.quick:
         words += ["--variants=eager", "--cycles=1", "--no-control"]
     elif args.variants:

@@ -127,12 +127,8 @@ def quiet_cycles(build: run_file.Build) -> int:
     return min([build.cycles, *numbers])
 
 
-# ------------------------------------------------------------------------------------------------
-# The command
-
-
 def main(argv=None) -> int:
-    """The program."""
+    """Run the program; return its exit status."""
     parser = parser_of("publish", "Copy sealed run files, unchanged, into results/.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run file, as make bench names it")
     parser.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")

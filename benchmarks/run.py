@@ -73,7 +73,6 @@ def parse(argv=None) -> argparse.Namespace:
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
     add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
-    add("--parity-steps", metavar="N", type=count, default=0, help="steps of the parity check (20; the script's)")
     add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
     add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
     add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
@@ -119,7 +118,7 @@ def _header(asked, args) -> dict:
         "control": "" if args.no_control else CONTROL,
         "request": {
             "gpus": list(asked.gpus.uuids[: args.ngpu]),
-            **{key: getattr(args, key) for key in ("host_load", "parity_steps", "share_memory")},
+            **{key: getattr(args, key) for key in ("host_load", "share_memory")},
         },
         "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
         "builds": {build.name: {"fields": build.fields, "variants": build.variants} for build in asked.builds},
@@ -133,7 +132,7 @@ def settings_of(args: argparse.Namespace, preset: str) -> Settings:
         cycles=args.cycles or CYCLES[size],
         block_s=BLOCK_S[size],
         control="" if args.no_control else CONTROL,
-        **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "parity_steps", "share_memory")},
+        **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
     )
 
 

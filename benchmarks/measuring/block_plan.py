@@ -45,10 +45,7 @@ def steps_of_block(paces: dict[str, dict], worker: dict, settings: Settings) -> 
 def choose_base(step_ms: dict[str, list[float]]) -> str:
     """Return the base: eager, unless every block of another eager variant is faster than each of its by over 1 %.
 
-    On a host that wanders a mean of two blocks would choose by chance.
-
-    Args:
-        step_ms: eager variant -> ms of a step in each of its blocks.
+    On a host that wanders a mean of two blocks would choose by chance. `step_ms`: variant -> ms of each of its blocks.
     """
     mean = {name: plain.geometric_mean(own) for name, own in step_ms.items()}
     usual = "eager" if "eager" in mean else next(iter(mean))

@@ -81,10 +81,10 @@ class BuildMeasurement:
 
     def _parity_steps(self):
         """Steps of a parity check, and the seconds after which the first one stops. All make the same steps."""
-        known, settings = self._of("parity"), self.settings
-        if known or settings.parity_steps:
-            return {"steps": len(known[0]["hashes"]) if known else settings.parity_steps, "seconds": None}
-        seconds = PARITY_S["short" if settings.is_short else "whole"]
+        known = self._of("parity")
+        if known:
+            return {"steps": len(known[0]["hashes"]), "seconds": None}
+        seconds = PARITY_S["short" if self.settings.is_short else "whole"]
         return {"steps": self.request.parity_steps or PARITY_STEPS, "seconds": seconds}
 
     def _check_parity_afterwards(self):

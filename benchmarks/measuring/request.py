@@ -20,7 +20,6 @@ class Settings:
         host_load: busy processes in every second cycle.
         control: name of the base's repetition in each cycle; "" for none.
         limit_s: longest silence of a worker.
-        parity_steps: steps of the parity check; 0 for the model's choice.
         share_memory: eager steps use the graphs' memory pool from the start.
     """
 
@@ -30,7 +29,6 @@ class Settings:
     host_load: int = 0
     control: str = "control"
     limit_s: float = 600.0
-    parity_steps: int = 0
     share_memory: bool = False
 
     @property
