@@ -151,9 +151,12 @@ class Speech:
                 return chosen, num_texts, *self._extract([one.path for one in chosen], factors, offsets)
             except BadAudio:
                 # DALI does not name the file that it cannot decode, so each is run by itself.
-                self._drop_bad(rows)
+                if not self._drop_bad(rows):
+                    raise
 
     def _drop_bad(self, rows):
+        """Drop those that are bad by themselves; return whether any is."""
+        before = len(self._bad)
         for row in set(rows):
             try:
                 self._extract([self.utterances[row].path], [1.0], [0])
@@ -161,6 +164,7 @@ class Speech:
                 self._bad.add(row)
                 self._drop(f"{self.utterances[row].name}: {error}", tell=True)
         self._require_enough()
+        return len(self._bad) > before
 
     def _rows(self, number):
         """(utterances of batch `number` without bad ones, number of them that do not fill up the batch)."""
