@@ -15,6 +15,8 @@ otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
 
 import argparse
 import contextlib
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -36,9 +38,10 @@ from benchmarks.processes.worker import WorkerEnded
 from benchmarks.report import write as write_page
 from benchmarks.script import CONTROL, find_model, models
 from common.config import checked
+from common.files import write_text
 
 ALL = "all"
-FAILURES = (locks.GpuBusy, partial.Busy)
+FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
@@ -183,7 +186,7 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[run_file.Run, Path | 
     Raises:
         Mistake: a model cannot be measured here, and it is the only one.
     """
-    names, machine = chosen_models(args.model), launch.describe_here()
+    names, machine = chosen_models(args.model), launch.machine(args)
     asks, refused = [], []
     for name in names:
         try:
@@ -199,7 +202,10 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[run_file.Run, Path | 
     with locks.gpu_locks(uuids, ",".join(each.name for each in asks)) as others:
         for text in others:
             print(f"beside   {text}")
-        return [_measure_one(asked, args) for asked in asks], bool(refused)
+        suite = Suite(asks, args)
+        done = [suite.measured(asked) or suite.note(asked, _measure_one(asked, args)) for asked in asks]
+        suite.end()
+        return done, bool(refused)
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -235,6 +241,42 @@ def _measure_one(asked, args) -> tuple[run_file.Run, Path | None]:
         _say(str(shown(write_page(path, findings=args.findings))))
     _say("")
     return run, path
+
+
+class Suite:
+    """The sealed runs of a command for several models, noted on disk: after a stop the same command goes on."""
+
+    def __init__(self, asks: list[ask.Ask], args: argparse.Namespace):
+        env = asks[0].host["env"]
+        request = {key: str(value) for key, value in sorted(vars(args).items())}
+        request |= {"boot": env["boot_id"], "source": env["source_hash"]}
+        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
+        self._path = asks[0].root / f".suite-{digest}.json" if len(asks) > 1 else None
+        self._files: dict[str, str] = {}
+        if self._path:
+            with contextlib.suppress(ValueError, OSError):
+                self._files = dict(json.loads(self._path.read_text()))
+
+    def measured(self, asked: ask.Ask) -> tuple[run_file.Run, Path] | None:
+        """Return the run of a model that was sealed before the command was stopped, and its file."""
+        path = Path(self._files.get(asked.name, ""))
+        if not path.is_file():
+            return None
+        run = run_file.read(path)
+        _say(f"{asked.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
+        return run, path
+
+    def note(self, asked: ask.Ask, done: tuple[run_file.Run, Path | None]) -> tuple[run_file.Run, Path | None]:
+        """Note the run of a model, and return it."""
+        if self._path and done[1]:
+            self._files[asked.name] = str(done[1])
+            write_text(self._path, json.dumps(self._files))
+        return done
+
+    def end(self) -> None:
+        """Forget all: the next call measures anew."""
+        if self._path:
+            self._path.unlink(missing_ok=True)
 
 
 def main(argv=None) -> int:

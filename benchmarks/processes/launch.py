@@ -11,24 +11,32 @@ A launcher is any command that takes another command behind it. It has to:
 - end all when one fails (srun: --kill-on-bad-exit=1) and on SIGTERM, with a status other than 0 if one failed.
 
 Repository and --out lie on a file system that all nodes share. Node 0's torchrun listens at --rendezvous, a static
-one, since c10d gives rank 0 to any node.
+one, since c10d gives rank 0 to any node. Before the first run `machine` asks every node what it is.
 """
 
+import json
 import os
 import shlex
 import shutil
 import socket
 import sys
+import tempfile
+import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.command import Mistake, positive
-from benchmarks.processes import gpus
+from benchmarks.command import Mistake, parser_of, positive
+from benchmarks.processes import children, gpus
 from common.machine import environment
 
 PORT = 29500
-# Environment variable: the folder for sockets.
-SOCKET_DIR = "GRAPH_SOCKET_DIR"
+ASK_LIMIT_S = 300
+LATE_S = 10.0
+# Environment variables: the folder for sockets, and a folder in it that node 0 has to see.
+SOCKET_DIR, SEEN = "GRAPH_SOCKET_DIR", "GRAPH_SEEN"
+# These are the same on all nodes, or ranks would run different code.
+ALIKE = ("source_hash", "torch", "transformer_engine", "driver")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +110,118 @@ def parse(args) -> Launch:
     return Launch(prefix=prefix, rendezvous=(host, int(port)), python=os.path.abspath(python), **ranks)
 
 
+# ------------------------------------------------------------------------------------------------
+# The nodes
+
+
+class NodesDiffer(RuntimeError):
+    """The nodes cannot run one job together; the message says which and why."""
+
+
+def machine(args) -> dict:
+    """Return "name", "env" and "gpus" of this machine, which is node 0; with a launcher, ask every node first.
+
+    Args:
+        args: as for `parse`.
+
+    Raises:
+        Mistake: the flags cannot be.
+        NodesDiffer: a node does not answer through --out, does not get this environment, or has other source, versions
+            or GPUs, or too few of them; or node 0 is not this machine, or does not see the folder of sockets.
+    """
+    here, launch = describe_here(), parse(args)
+    if launch.prefix:
+        _require_alike(_ask_nodes(launch, Path(args.out).resolve()), here, launch)
+    return here
+
+
+def _ask_nodes(launch, out):
+    """The answer of each node, by rank."""
+    out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".nodes-", dir=out))
+    log = folder / "log"
+    try:
+        # A worker's socket will lie beside it.
+        with tempfile.TemporaryDirectory(prefix="nodes-", dir=os.environ.get(SOCKET_DIR)) as seen:
+            command = [*launch.prefix, sys.executable, "-m", "benchmarks.processes.launch", "--answer", str(folder)]
+            status = children.run_logged(command, log, ASK_LIMIT_S, os.environ | {SEEN: seen})
+        answers = _read_answers(folder, launch.nnodes if status == 0 else 0)
+        said = " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    missing = [rank for rank in range(launch.nnodes) if rank not in answers]
+    if missing or len(answers) > launch.nnodes:
+        what = f"no answer in {ASK_LIMIT_S} s" if status is None else f"exit status {status}"
+        raise NodesDiffer(
+            f"--launch reached {len(answers)} of {launch.nnodes} nodes through {out} ({what}; missing: "
+            f"{', '.join(map(str, missing)) or 'none'}). Every node has to see that folder and have its own "
+            f"PET_NODE_RANK. The log ends: {said[-400:] or '-'}"
+        )
+    return [answers[rank] for rank in range(launch.nnodes)]
+
+
+def _read_answers(folder, num_expected):
+    # A network file system may show what another node has written only after seconds.
+    deadline = time.monotonic() + LATE_S
+    while len(paths := list(folder.glob("*.json"))) < num_expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return {int(path.stem): json.loads(path.read_text()) for path in paths}
+
+
+def _require_alike(answers, here, launch):
+    for rank, answer in enumerate(answers):
+        fault = _fault(answer, answers[0], launch) or ("" if rank else _fault_of_first(answer, here))
+        if fault:
+            raise NodesDiffer(f"node {rank} ({answer['name']}): {fault}")
+
+
+def _fault(answer, first, launch) -> str:
+    for key in ALIKE:
+        if answer["env"][key] != first["env"][key]:
+            return f"{key} is {answer['env'][key]}, on node 0 it is {first['env'][key]}"
+    names, first_names = answer["gpus"]["names"], first["gpus"]["names"]
+    if set(names) != set(first_names):
+        return f"its GPUs are {', '.join(names) or 'none'}, those of node 0 {', '.join(first_names) or 'none'}"
+    if names and len(names) < launch.ngpu:
+        return f"--ngpu {launch.ngpu}: it shows {len(names)}"
+    return "" if answer["seen"] else f"--launch does not pass the environment on ({SEEN} is missing)"
+
+
+def _fault_of_first(answer, here) -> str:
+    if answer["env"]["boot_id"] != here["env"]["boot_id"]:
+        return f"is another machine than this ({here['name']}), where rank 0 has to run: start this command there"
+    if not answer["sees"]:
+        return f"does not see {answer['seen']}: {SOCKET_DIR} has to name a folder that a container mounts"
+    return ""
+
+
 def describe_here() -> dict:
     """Return the environment of this machine and source as a resumed run compares it, and its GPUs."""
     found = gpus.find_gpus()
     env = environment.describe_environment("cpu", 1)
     return {"name": socket.gethostname(), "env": env | {"driver": found.driver}, "gpus": asdict(found)}
+
+
+def main(argv=None) -> int:
+    """Answer for this node; return the exit status."""
+    parser = parser_of("launch", "Describe this node, for a run on several nodes.")
+    parser.add_argument("--answer", metavar="FOLDER", required=True, help="folder for this node's answer")
+    args = parser.parse_args(argv)
+    rank = os.environ.get("PET_NODE_RANK", "0")
+    if not rank.isdigit():
+        print(f"{parser.prog}: PET_NODE_RANK is {rank!r}, not the number of this node", file=sys.stderr)
+        return 2
+    seen, path = os.environ.get(SEEN, ""), Path(args.answer, f"{rank}.json")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        # A folder that is not there is not made: all nodes have to share it.
+        temporary.write_text(json.dumps(describe_here() | {"seen": seen, "sees": os.path.isdir(seen)}))
+        temporary.rename(path)
+    except OSError as error:
+        print(f"{parser.prog}: {socket.gethostname()}: {args.answer}: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

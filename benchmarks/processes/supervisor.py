@@ -29,7 +29,12 @@ class _Stop(Exception):
 
 
 def command_of(command: list[str], asks: bool = False) -> list[str]:
-    """Return `command` under a supervisor of this process. `asks`: it gets a SIGTERM and ASK_S before it is killed."""
+    """Return `command` under a supervisor of this process.
+
+    Args:
+        command: words.
+        asks: the command gets a SIGTERM and ASK_S before it is killed.
+    """
     ask = ["--ask"] if asks else []
     return [sys.executable, "-m", "benchmarks.processes.supervisor", str(os.getpid()), *ask, "--", *command]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks import run
 from benchmarks.files import partial, run_file
 from benchmarks.processes import supervisor
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, start, wait_for, workers
+from tests.helpers.made_run import put
 from tests.helpers.processes import until
 from tests.lying_model.variants import BREAKS, LIARS
 from tests.lying_model.variants import SOUND as ALL_SOUND
@@ -191,3 +193,17 @@ def test_ranks_measure_the_same_blocks(tmp_path):
 def test_a_rank_that_dies_is_named(tmp_path):
     done = bench(tmp_path, ["eager"], "--ngpu", 2, "--cycles", 1, "--no-control", flags=["--die-rank", "1"])
     assert done.returncode == 1 and "rank 1" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_suite_that_was_stopped_goes_on_with_the_model_that_is_left(tmp_path, capsys):
+    args = run.parse(["--model", f"{MODEL},{MODEL}", "--out", str(tmp_path)])
+    asked = SimpleNamespace(name="a/tiny", root=tmp_path, host={"env": {"boot_id": "b", "source_hash": "s"}})
+    other = SimpleNamespace(**{**vars(asked), "name": "b/tiny"})
+    path = put(tmp_path, 0)
+    suite = run.Suite([asked, other], args)
+    suite.note(asked, (run_file.read(path), path))
+    again = run.Suite([asked, other], args)
+    assert again.measured(asked)[1] == path and again.measured(other) is None
+    assert "was measured before" in capsys.readouterr().out
+    again.end()
+    assert run.Suite([asked, other], args).measured(asked) is None

@@ -24,15 +24,7 @@ time.sleep(600)
 
 
 def logged(command, log, limit_s=60):
-    """The exit status of a command; None where it was ended at its limit."""
-    with open(log, "ab") as file:
-        process = children.start(command, asks=True, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        children.end(process, 60)
+    return children.run_logged(command, log, limit_s, dict(os.environ))
 
 
 def test_output_and_exit_status_of_a_command(tmp_path):
@@ -65,10 +57,11 @@ signal.signal(signal.SIGTERM, lambda *_: (os.kill(int(far), signal.SIGKILL), sys
 open(ready, "w").close()
 time.sleep(600)
 """
-PARENT = """
-import sys
+RUN_LOGGED = """
+import os, sys
+from pathlib import Path
 from benchmarks.processes import children
-children.start(sys.argv[1:], asks=True).wait()
+children.run_logged(sys.argv[2:], Path(sys.argv[1]), 600.0, dict(os.environ))
 sys.exit(8)
 """
 
@@ -76,10 +69,10 @@ sys.exit(8)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, None])
 def test_a_launcher_is_asked_to_end_what_it_has_elsewhere(tmp_path, number):
     """Also where the supervisor between is killed (None)."""
-    ready = tmp_path / "ready"
+    ready, log = tmp_path / "ready", tmp_path / "log"
     far = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     command = [sys.executable, "-c", ENDS_FAR, str(far.pid), str(ready)]
-    process = subprocess.Popen([sys.executable, "-c", PARENT, *command], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", RUN_LOGGED, str(log), *command], cwd=ROOT)
     try:
         assert until(ready.exists) and far.poll() is None
         if number is not None:

@@ -1,9 +1,10 @@
-"""How a training script is started: commands, mistakes, and runs through a launcher.
+"""How a training script is started: commands, mistakes, differences between nodes, and runs through a launcher.
 
 The launchers are small scripts; two nodes are two torchrun agents on this machine.
 """
 
 import argparse
+import json
 import re
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.processes import launch
+from benchmarks.processes import children, launch
 from tests.helpers.bench_process import bench, only_run, only_variants
 from tests.helpers.processes import TWO_NODES, program
 from tests.helpers.slurm_cluster import free_ports
@@ -63,6 +64,75 @@ def test_mistakes_name_the_flag(values, expected):
 
 
 # ------------------------------------------------------------------------------------------------
+# The answers of the nodes
+
+
+def ask(tmp_path, text):
+    prefix = program(tmp_path / "launcher", text)
+    return launch.machine(arguments(nnodes=2, launch=prefix, out=str(tmp_path / "out")))
+
+
+def test_every_node_is_asked_and_nothing_is_left(tmp_path):
+    seen = tmp_path / "seen"
+    here = ask(tmp_path, TWO_NODES.replace('"$@"', f'bash -c \'echo "$0 $*" >>{seen}; exec "$0" "$@"\' "$@"'))
+    assert here == launch.describe_here()
+    assert seen.read_text().count("benchmarks.processes.launch --answer") == 2
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # One node only; two that are both the first; none.
+        ('#!/bin/bash\n"$@"\n', "reached 1 of 2 nodes .* missing: 1"),
+        ('#!/bin/bash\n"$@"; "$@"\n', "reached 1 of 2 nodes .* PET_NODE_RANK"),
+        ("#!/bin/bash\necho the cluster is closed; exit 3\n", "0 of 2 .*exit status 3.* the cluster is closed"),
+        ('#!/bin/bash\nPET_NODE_RANK=first "$@"\n', "PET_NODE_RANK is 'first'"),
+        # As ssh does.
+        (TWO_NODES.replace('"$@"', f'env -u {launch.SEEN} "$@"'), "does not pass the environment on"),
+        # As a container does that mounts nothing.
+        (TWO_NODES.replace('"$@"', f'env {launch.SEEN}=/none "$@"'), "node 0 .* does not see /none: GRAPH_SOCKET_DIR"),
+    ],
+)
+def test_a_launcher_that_does_not_do_its_part(tmp_path, monkeypatch, text, expected):
+    monkeypatch.setattr(launch, "LATE_S", 0.3)
+    with pytest.raises(launch.NodesDiffer, match=expected):
+        ask(tmp_path, text)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "value", "expected"),
+    [
+        (1, ("env", "source_hash"), "other", r"node 1 \(n1\): source_hash is other, on node 0 it is"),
+        (1, ("gpus", "names"), ["NVIDIA A100"] * 8, "its GPUs are NVIDIA A100"),
+        (1, ("gpus", "names"), ["NVIDIA H200"], "--ngpu 2: it shows 1"),
+        # Rank 0 has to run where the command runs.
+        (0, ("env", "boot_id"), "other", r"node 0 \(n0\): is another machine than this"),
+        (1, ("env", "boot_id"), "other", None),
+    ],
+)
+def test_nodes_that_differ_are_named(tmp_path, monkeypatch, rank, where, value, expected):
+    first = launch.describe_here() | {"gpus": {"names": ["NVIDIA H200"] * 2, "uuids": []}, "seen": "/s", "sees": True}
+    answers = [json.loads(json.dumps(first | {"name": name})) for name in ("n0", "n1")]
+    answers[rank][where[0]][where[1]] = value
+
+    def answer(command, log, limit_s, environment):
+        for each, text in enumerate(answers):
+            (log.parent / f"{each}.json").write_text(json.dumps(text))
+        log.touch()
+        return 0
+
+    monkeypatch.setattr(children, "run_logged", answer)
+    asked = arguments(nnodes=2, ngpu=2, launch="env", out=str(tmp_path))
+    if expected is None:
+        launch.machine(asked)
+        return
+    with pytest.raises(launch.NodesDiffer, match=expected):
+        launch.machine(asked)
+
+
+# ------------------------------------------------------------------------------------------------
 # benchmarks.run through a launcher
 
 
@@ -86,8 +156,9 @@ def test_a_launcher_of_one_node_measures_and_the_socket_lies_where_it_is_told(tm
     more = ["--cycles", 1, "--no-control", "--launch", prefix]
     done = bench(tmp_path / "out", ["graph_step"], *more, **{launch.SOCKET_DIR: str(sockets)})
     assert done.returncode == 0, done.stdout + done.stderr
-    workers = seen.read_text().splitlines()
-    assert workers and all(re.search(f"--worker {sockets}/worker-[^/]+/s$", line) for line in workers)
+    asked, *workers = seen.read_text().splitlines()
+    assert "--answer" in asked and workers
+    assert all(re.search(f"--worker {sockets}/worker-[^/]+/s$", line) for line in workers)
     assert not list(sockets.iterdir()) and only_variants(tmp_path / "out")["graph_step"].blocks
 
 
