@@ -21,15 +21,17 @@ kernels on buffers allocated once: `handwritten layers` (layers/handwritten.py).
 
 Captured:
     graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, in one pool of memory
-    graph_step    the whole loop body after the window's copy: one graph
+    graph_step    the loop body after the window's copy: one graph. On several ranks it ends with the backward
 
 Not captured, and why:
     the window's copy          each window lies at another host address, and a graph reads from fixed ones
-    embedding, head and loss   graph_layer only: a few kernels, on which a graph saves next to nothing
-    the loop's last line       graph_layer: as few, on flat buffers. graph_step captures it on one rank; on several it
-                               stays eager, after the replay, with the step's one all-reduce
+    embedding, head and loss   in graph_layer: a few kernels, on which a graph saves next to nothing
+    the loop's last line       in graph_layer: a few kernels over flat buffers, so as little to save. In graph_step on
+                               several ranks: the step's one all-reduce would bring NCCL into the graph and save one
+                               launch; clipping and AdamW need its result
+    the loss's history         loss and gradient norm go to another place in each step, and a graph writes to fixed ones
 
-A capture, its replay and its end come to
+In plain torch, what `Pool` does is
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -39,9 +41,11 @@ A capture, its replay and its end come to
 
 Copied in      the window, from host memory into static inputs (`load_window`). Nothing else: weights, adapters, FP8
                scales, optimizer state and the buffers between layers never move, and a graph reads them where they lie.
-Read in time   the next step overwrites loss and gradient norm, so `keep_loss` copies them after each step. In
-               graph_layer the next replays overwrite the adapters' gradients; `update` has read them by then.
-Freed          `close` releases all graphs and the pool. The pool holds attention's output and temporary tensors.
+Read in time   the next step overwrites loss and gradient norm, so `keep_loss` copies them after each step. Where
+               `update` is not captured, the next replays overwrite the adapters' gradients, which it has read. All of
+               it is launched on one stream, so its order is the order of these lines.
+Freed          `close`, which a run calls at its end, releases all graphs and the pool. The pool holds attention's
+               output and temporary tensors.
 
     python -m llama2_lora.train --preset tiny --variant graph_layer
     python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
@@ -62,8 +66,9 @@ from functools import partial
 # A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again.
 from common.capture.pool import Pool
 
-# The harness. section: names a part of the step in a profile. mark: where the harness may time the host, needed every
-# 800 launches. Capture: what it reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
+# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures; where
+# the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there. Capture: what a
+# run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.variant import Capture, Unsupported, warm_up
@@ -126,8 +131,9 @@ def update(state: State):
 class GraphedLayers:
     """The eager step with replays in the place of the layers.
 
-    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. A
-    forward leaves attention's output there for its backward, which frees it for later captures.
+    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. The
+    capture of a forward leaves attention's output there, and the capture of its backward drops it, so that later
+    captures use its memory. The graphs are right in the order of their capture only: that of a step.
     """
 
     def __init__(self, state: State):
@@ -139,8 +145,8 @@ class GraphedLayers:
         # `state.reset`, which a run calls before its first step, undoes that.
         warm_up(state, self.capture, eager_step)
         stack, layers = state.stack, range(state.config.layers)
-        # pool.capture(fn, static): each replay checks that the tensors of `static`, which others fill, have kept
-        # address and shape. All layers read one window, so the first graph of a step checks it for all.
+        # pool.capture(fn, static) gives (graph, what fn returned). Each replay checks that the tensors of `static`,
+        # which others fill, have kept address and shape. The first graph of a step checks the window for all layers.
         window = tuple(stack.inputs.values())
         with self.capture.timed("capture_s"):  # in the order of a step, in which they will be replayed
             self.forward = [

@@ -1,14 +1,14 @@
 """Stable Diffusion v2: the whole training iteration in one CUDA graph.
 
-The training loop without graphs. `main`, called at the end of this file, runs it; its body is `eager_step`, or the
-`step` of a variant below:
+The training loop without graphs. `main` (common/script/main.py), called at the end of this file, runs it; its body is
+`eager_step`, or the `step` of a variant below:
 
     for step in range(num_steps):
-        moments, text = next(batches)                            # VAE moments, text-encoder output, precomputed
+        moments, context = next(batches)                         # VAE moments, text-encoder output, precomputed
         latents, noise, t = sample(moments), randn(), randint(1000)
         x = sqrt(a[t]) * latents + sqrt(1 - a[t]) * noise
-        v = sqrt(a[t]) * noise - sqrt(1 - a[t]) * latents
-        loss = mse(unet(x, t, text), v)
+        target = sqrt(a[t]) * noise - sqrt(1 - a[t]) * latents
+        loss = mse(unet(x, t, context), target)
         grads = all_reduce(grad(loss * loss_scale, parameters))
         if all_finite(grads):                                    # decided on the GPU
             adamw(grads / loss_scale, learning_rate(step))
@@ -28,8 +28,8 @@ capture below comes to this:
 Not captured, and why:
     the batch's copy     each batch lies at another address of the host's memory; it is copied into static inputs
     the learning rate    a schedule on the host computes it; it is written into the device number that AdamW reads
-    the report           loss, gradient norm and overflows: the next replay overwrites them, so they are copied to the
-                         host before, and read in a later step
+    the report           loss, gradient norm and overflows, which the next replay overwrites. Each step copies them to
+                         another place on the host, on the same stream, and a later step reads them without waiting
 
 Between the batch's copy and the report the host needs no value, so the whole step fits one graph.
 
@@ -56,8 +56,8 @@ import torch.nn.functional as F
 from common.capture.pool import Pool
 from common.machine import host_state
 
-# The harness launches nothing in a timed step. section: names a part of the step in a profile. mark: a place where the
-# harness may wait for the GPU, needed every 800 launches. A replay is one launch: steps of a few replays have no marks.
+# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures; where
+# the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.training import flops
@@ -76,7 +76,7 @@ def eager_step(state: State, index: int):
 
 
 def training_step(state: State):
-    """From the batch in the static inputs to new weights: what `graph_step` captures. Nothing waits for the device."""
+    """From the batch in the static inputs to new weights: what `graph_step` captures. It reads nothing back."""
     with section("noise"):
         x, t, target = state.noisy_latents(state.inputs["moments"])
     with section("forward"):
@@ -109,15 +109,15 @@ class GraphedStep:
     and offset that torch writes before it. It writes weights, optimizer state, loss scale and report. All of these lie
     outside the graph's pool, which holds activations and gradients.
 
-    The whole process runs on one stream that is not the default one: on that capture is forbidden, and autograd runs a
-    backward on the stream of its forward.
+    CUDA forbids captures on the default stream, and autograd runs a backward on the stream of its forward. So the whole
+    process, warm-up and eager steps too, runs on one other stream, which the harness sets.
     """
 
     def __init__(self, state: State):
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="full iteration", pools=[self.pool])
         # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. Warm-up steps
-        # train; `state.reset`, which a run calls before its first step, undoes that.
+        # train; `state.reset`, which a run calls before its first step, undoes that in place.
         warm_up(state, self.capture, eager_step)
         static = tuple(state.inputs.buffers.values())  # moments and context
         with self.capture.timed("capture_s"):
@@ -134,7 +134,7 @@ class GraphedStep:
         return 1
 
     def close(self):
-        self.pool.release()  # frees the graph and the pool's memory
+        self.pool.release()  # frees the graph and the pool's memory; a run calls it at its end
 
 
 # ------------------------------------------------------------------------------------------------
@@ -144,8 +144,9 @@ class GraphedStep:
 class GraphedNetworks:
     """`graph_networks`: forward and backward of the UNet, two graphs of one pool; the rest of the step is eager.
 
-    Beyond `graph_step` it needs buffers for x, t and grad_v, the gradient of the UNet's output v, and a copy into
-    each of them a step. The forward keeps activations for the backward in the pool, from one replay to the other.
+    It stands here to be compared: what is outside of the graphs could be inside. It needs buffers for x, t and grad_v,
+    the gradient of the UNet's output v, and a copy into each of them a step. The forward leaves activations for the
+    backward in the pool. They, v and the gradients must be read before the next replays.
     """
 
     def __init__(self, state: State):
@@ -161,7 +162,7 @@ class GraphedNetworks:
             self.backward, self.grads = self.pool.capture(
                 lambda: torch.autograd.grad(v, state.parameters, self.grad_v), (self.grad_v,)
             )
-        self.v = v.detach()
+        self.v = v.detach()  # the memory that a replay writes, without the autograd graph of the capture
 
     def step(self, index: int):
         """`training_step` with two replays in the place of the UNet."""
