@@ -1,6 +1,6 @@
 """GPT-3 175B, one GPU's share: a CUDA graph for each layer's forward and backward in each microbatch.
 
-The loop that is trained, without graphs:
+The loop that is trained, without graphs; `main` (common/script/main.py) runs it, and its body is `eager_step`:
 
     for step in range(num_steps):
         zero(main_grads)                                      # an FP32 buffer for each parameter
@@ -20,17 +20,21 @@ In plain PyTorch the capture of one layer in one microbatch comes to:
     with torch.cuda.graph(backward, pool=pool):
         y.backward(grad_y)                                    # fills x.grad, adds to main_grads
     x.copy_(hidden), forward.replay()                         # in a step: y then holds layer(hidden)
+    grad_y.copy_(gradient), backward.replay()                 # x.grad then holds the gradient of hidden
 
 Not captured, and why:
-    the batch                     it comes from the host
+    the batch                     each step's lies elsewhere on the host; the eager embedding and loss read it
     embedding, final norm, loss   a few kernels a microbatch, so there is little to gain; autograd runs them
     FP8 scale updates             one update follows all layers of a pass, so no layer's graph can hold it
-    all-reduce, clipping, Adam    eager as in the submission; `graph_layer_optimizer` captures clipping and Adam
+    clipping, Adam                a few kernels over flat buffers; `graph_layer_optimizer` captures them, too
+    all-reduce over data ranks    one call a step, so a graph saves one launch
+    zero(main_grads), the loss    a step begins with the first and ends by storing the second, at its own place
 There is no dropout, so no graph draws random numbers.
 
-Copied in before a replay: the batch to state.inputs, the embedding's output to x, the gradient of the loss to grad_y.
-Read before the next replay overwrites it: the last layer's y, and grad_x of the first layer.
-Freed: a layer's activations, for later captures, once its backward is captured; the pool in `close`.
+Copied in before a replay: the embedding's output to x, the gradient of the loss to grad_y. The rest is read in place.
+Read in the same step, before these graphs or others that share their memory are replayed in the next: each microbatch's
+y, by the loss, and its grad_x, by the embedding's backward.
+Freed: a layer's activations, for later captures, once its backward is captured; graphs and pool in `close`.
 
 Several data and tensor ranks run this step, too: the collectives of --tp are in the layers, and so in their graphs.
 With several stages or chunks gpt3/pipeline/stage.py makes the step and gpt3/pipeline/stage_graphs.py its graphs.
@@ -56,7 +60,8 @@ from typing import NamedTuple
 import torch
 
 # The harness: Pool makes graphs that share memory (without a GPU it records operators), Capture reports them, warm_up
-# runs three eager steps. mark and section compute nothing: the host is timed at marks, a profile shows sections.
+# runs three eager steps. section names a part of the step in a profile. mark does nothing in timed steps and captures;
+# where the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
@@ -102,8 +107,8 @@ class Microbatch(NamedTuple):
 class Graphed:
     """A forward and a backward graph for each layer in each microbatch, all in one pool.
 
-    They are captured in the order in which a step replays them, so that each microbatch reuses the memory of the last
-    one's activations. The first microbatch's graphs also cast the weights to FP8, and overwrite main_grads where later
+    They are captured in the order in which a step replays them, so that each microbatch reuses the memory of the
+    activations of the one before. The first microbatch's graphs also cast the weights to FP8, and overwrite main_grads where later
     ones add. The harness runs everything on one stream that is not the default stream, on which nothing can be
     captured. Weights, main_grads and FP8 scales lie outside of the pool and keep their addresses.
     """
@@ -113,7 +118,7 @@ class Graphed:
     def __init__(self, state: State):
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="layer x microbatch, forward and backward", pools=[self.pool])
-        # Libraries allocate at first use, which must not be in a graph. Warm-up trains; `state.reset` undoes that.
+        # Libraries allocate at first use, which must not be in a graph. Warm-up trains; a run begins with `state.reset`.
         warm_up(state, self.capture, eager_step)
         # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
@@ -141,7 +146,8 @@ class Graphed:
             with section("backward"):
                 loss.backward()  # of the loss only: it ends at hidden.grad
                 self.grad_y.copy_(hidden.grad)
-                # Called layers ask for their scale update in their backward; a replay runs no Python.
+                # In an eager step Python code in a layer's backward asks for the update of FP8 scales. A replay runs no
+                # Python, so `replayed` asks in its place.
                 with state.fp8.backward(replayed=True):
                     replay(graphs.backward)  # gradients go to main_grads inside of the graphs
                 embedded.backward(graphs.grad_x)
@@ -164,9 +170,10 @@ def replay(graphs):
 def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = False):
     """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
 
-    x: [s, b, hidden], the first layer's input. is_chained: whether an earlier graph writes it. Else the step does, and
-    `pool.capture(fn, (x,))` lets each replay check that x has kept its address and shape. Returns the graphs in order,
-    (input, output) of each layer for `capture_backward`, and the last layer's output.
+    x: [s, b, hidden], the first layer's input. Here the step copies into it, and `pool.capture(fn, (x,))` lets each
+    replay check that it has kept its address and shape. is_chained: an earlier graph writes it (a pipeline's chunks), so
+    there is nothing to check. Returns the graphs in order, (input, output) of each layer for `capture_backward`, and the
+    last layer's output.
     """
     graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
     for layer in layers:
