@@ -108,8 +108,8 @@ class Graphed:
     """A forward and a backward graph for each layer in each microbatch, all in one pool.
 
     They are captured in the order in which a step replays them, so that each microbatch reuses the memory of the
-    activations of the one before. The first microbatch's graphs also cast the weights to FP8, and overwrite main_grads where later
-    ones add. The harness runs everything on one stream that is not the default stream, on which nothing can be
+    activations of the one before. The first microbatch's graphs also cast the weights to FP8, and overwrite main_grads
+    where later ones add. The harness runs everything on one stream that is not the default stream, on which nothing can be
     captured. Weights, main_grads and FP8 scales lie outside of the pool and keep their addresses.
     """
 
@@ -118,7 +118,7 @@ class Graphed:
     def __init__(self, state: State):
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="layer x microbatch, forward and backward", pools=[self.pool])
-        # Libraries allocate at first use, which must not be in a graph. Warm-up trains; a run begins with `state.reset`.
+        # Libraries allocate at first use, which must not be in a graph. Warm-up trains; a run begins by `state.reset`.
         warm_up(state, self.capture, eager_step)
         # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
@@ -171,9 +171,9 @@ def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = F
     """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
 
     x: [s, b, hidden], the first layer's input. Here the step copies into it, and `pool.capture(fn, (x,))` lets each
-    replay check that it has kept its address and shape. is_chained: an earlier graph writes it (a pipeline's chunks), so
-    there is nothing to check. Returns the graphs in order, (input, output) of each layer for `capture_backward`, and the
-    last layer's output.
+    replay check that it has kept its address and shape. is_chained: an earlier graph writes it (a pipeline's chunks),
+    so there is nothing to check. Returns the graphs in order, (input, output) of each layer for `capture_backward`, and
+    the last layer's output.
     """
     graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
     for layer in layers:

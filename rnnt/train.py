@@ -19,8 +19,8 @@ copied into static buffers and padded there to a bucket, one of a few lengths of
 That does not change the loss: LSTMs run forwards in time, and the loss reads the utterances' lengths on the GPU.
 Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
 
-Captured by `graph_step`: everything from g to loss_scale.update(), LAMB's communication too. In plain torch the capture
-comes to
+Captured by `graph_step`: everything from g to loss_scale.update(), LAMB's communication too, and the report (loss,
+gradient norm, loss scale) on the GPU. In plain torch the capture comes to
 
     for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the largest first
         graphs[shape] = torch.cuda.CUDAGraph()
@@ -33,18 +33,19 @@ and the body of the loop to
     graphs[shape].replay()
 
 Captured by `graph_networks`: encoder and prediction network, a forward and a backward graph of each per bucket, as in
-MLPerf's submission. Joint, loss, LAMB and loss scale stay eager there: joint and loss depend on both lengths, and the
-submission's 50 buckets a network make hundreds of pairs.
+MLPerf's submission. Joint and loss stay eager there: their shapes depend on both lengths, and 50 buckets a network make
+up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager.
 
 Not captured by either, and why:
     the batch's copy and padding    each batch has its own length and its own address in host memory
-    the learning rate               a schedule on the host computes it and writes it where LAMB reads it
-    the report                      the host reads loss, gradient norm and loss scale steps later
+    the learning rate               a schedule on the host computes it; it is written to the GPU, where LAMB reads it
+    the report's copy to the host   it goes to another place in each step; the host reads it steps later, without waiting
 
 Copied in before a replay: the batch to the static buffers and the learning rate to the GPU, both by `load_batch`; in
 `graph_networks` also the gradients of f and g, to the buffers that the backward graphs read.
-Read before the next replay overwrites it: the report; in `graph_networks` also f, g and the parameters' gradients.
-Freed: each variant's `close` releases its pools and with them activations and gradients of its graphs.
+Read before the next replay overwrites it: the report of `graph_step`; f, g, their lengths and the parameters' gradients
+of `graph_networks`. All is launched on one stream, so its order is that of the lines below.
+Freed: each variant's `close`, which a run calls at its end, releases its graphs and pools.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
@@ -66,8 +67,8 @@ import torch
 # checks that their addresses and shapes are those of the capture.
 from common.capture.pool import Pool
 
-# The harness launches nothing in a timed step. section: names a part of the step in a profile. mark: a place where the
-# harness may wait for the GPU to time the host, needed every 800 launches.
+# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures; where
+# the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
 from common.measuring.marks import mark, section
 from common.script.main import main
 
