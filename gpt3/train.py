@@ -109,8 +109,8 @@ class Graphed:
 
     They are captured in the order in which a step replays them, so that each microbatch reuses the memory of the
     activations of the one before. The first microbatch's graphs also cast the weights to FP8, and overwrite main_grads
-    where later ones add. The harness runs everything on one stream that is not the default stream, on which nothing can be
-    captured. Weights, main_grads and FP8 scales lie outside of the pool and keep their addresses.
+    where later ones add. The harness runs everything on one stream that is not the default stream, on which nothing can
+    be captured. Weights, main_grads and FP8 scales lie outside of the pool and keep their addresses.
     """
 
     update = None

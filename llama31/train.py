@@ -1,6 +1,6 @@
 """Llama 3.1: forward and backward of all microbatches of a step in one CUDA graph, a second graph for validation.
 
-What is trained, without graphs:
+What is trained, without graphs; `main` (common/script/main.py) runs the loop, and its body is `eager_step`:
 
     for step in range(num_steps):
         zero(main_grad)
@@ -25,12 +25,17 @@ PyTorch the capture and a step come to:
 Not captured, and why:
     the batch           it comes from the host, each time from another address
     zero(main_grad)     one kernel a buffer, so there is little to gain
-    clip, Adam          a schedule stays plain Python while they are eager; `graph_step` captures them
-    reading losses      the host reads them when a person or a log asks, not in each step
+    clip, Adam          by choice: the learning rate may then be a number of Python, which a graph would freeze;
+                        `graph_step` captures them with the learning rate on the GPU
+    adding up losses    each step stores their sum at its own place, and a graph writes to fixed ones
+    validation          it runs in some steps only: a graph of its own
 
-Copied in before a replay: tokens and targets of all microbatches to state.inputs, on a side stream.
-Read before the next replay overwrites it: state.microbatch_losses, which end_step adds up, and main_grad.
-Freed: activations, for the next microbatch in the same capture, once its backward is recorded; the pool in `close`.
+Copied in before a replay: tokens and targets of all microbatches to state.inputs, on a side stream, for which the
+step's stream waits before the replay; `graph_step` also reads the learning rate, `graph_microbatch` the loss's share.
+Read in time: state.microbatch_losses, by end_step, before the next replay overwrites them; main_grad, by clip and Adam,
+before the next step zeroes it.
+Freed: once a microbatch's backward is recorded, the next one in the same capture takes the memory of its activations.
+Graphs and pool go in `close`, which a run calls at its end.
 Layers may keep less and run again in the backward: a plan that all variants share decides (memory/plan.py).
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
@@ -52,7 +57,8 @@ from functools import partial
 import torch
 
 # The harness: Pool makes graphs that share memory (without a GPU it records operators), Capture reports them,
-# warm_up_all runs eager steps. mark and section compute nothing: the host is timed at marks, a profile shows sections.
+# warm_up_all runs eager steps. section names a part of the step in a profile. mark does nothing in timed steps and
+# captures; where the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
@@ -90,7 +96,7 @@ def forward_and_backward(state: State, count: int):
 def train_microbatch(state: State, microbatch: int):
     with section("forward"):
         hidden = state.embedding(state.inputs["tokens"][microbatch])
-        # The first microbatch casts the weights to FP8, which change once a step.
+        # Weights change once a step, so only the first microbatch casts them to FP8.
         hidden = state.run_layers(hidden, first=microbatch == 0)
     with section("loss"):
         loss = state.microbatch_loss(hidden, microbatch)  # kept in state.microbatch_losses
@@ -107,7 +113,8 @@ def train_microbatch(state: State, microbatch: int):
 class Graphed:
     """One graph for forward and backward of all microbatches, and one for the validation.
 
-    They share a pool because they never run at the same time, and nothing in it is read after a replay of the other.
+    They share a pool to save memory. They never run at the same time, and what is read after a replay, losses and
+    main_grad, lies outside of the pool.
     """
 
     strategy = "forward and backward of all microbatches; validation"
@@ -117,7 +124,8 @@ class Graphed:
         self.pool = Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
         # Libraries allocate and communicators connect at first use, which must not be in a graph. Warm-up trains;
-        # `state.reset` undoes that. Everything runs on one stream that is not the default stream, which cannot capture.
+        # `state.reset` undoes that. All but the batch's copy runs on one stream, not the default one, which cannot
+        # capture.
         warm_up_all(state, self.capture, eager_step)
         barrier()  # no rank captures while another one waits for what it sends
         with self.capture.timed("capture_s"):

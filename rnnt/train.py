@@ -39,7 +39,7 @@ up to 2,500 pairs. LAMB and loss scale could be captured; the submission left th
 Not captured by either, and why:
     the batch's copy and padding    each batch has its own length and its own address in host memory
     the learning rate               a schedule on the host computes it; it is written to the GPU, where LAMB reads it
-    the report's copy to the host   it goes to another place in each step; the host reads it steps later, without waiting
+    the report's copy to the host   it goes to another place in each step; the host reads it some steps later
 
 Copied in before a replay: the batch to the static buffers and the learning rate to the GPU, both by `load_batch`; in
 `graph_networks` also the gradients of f and g, to the buffers that the backward graphs read.
