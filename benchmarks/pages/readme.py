@@ -27,8 +27,8 @@ NOTHING = "Nothing has been measured on a GPU yet."
 # Bounds of issue / busy, in words, and what to do.
 BANDS = (
     (1.2, float("inf"), "above 1.2", "Capture the whole step, or as much of it as you can."),
-    (0.9, 1.2, "0.9 to 1.2", "Capture: a few per cent, more on a slower host."),
-    (0.0, 0.9, "below 0.9", "Leave it eager, unless a noisy host makes steps late."),
+    (0.9, 1.2, "0.9 to 1.2", "Try it: up to 20 %, more on a slower host."),
+    (0.0, 0.9, "below 0.9", "Leave it eager, unless host noise delays steps."),
 )
 
 
