@@ -19,16 +19,20 @@ Ctrl-C.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
-from benchmarks import ROOT, command, run, statistics
+from benchmarks import ROOT, command, report, run, statistics
 from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files.run_file import Build, Run, Variant
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import launch
 from common.config import flag_of
 from common.your_step import step_file
+from common.your_step.variants import VARIANTS
 
 MODEL = "common.your_step"
 FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
@@ -40,8 +44,12 @@ WHAT = {
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
 }
 DOCTOR_LIMIT_S = 300
+FAILED = ("failed", "numerics_failed")
+# Reasons of checks that compare what was computed, and not how (benchmarks/measuring/checks.py).
+NUMBERS = re.compile("parity|loss|moved the training state|still changed")
 # A step of which a graph can remove less than this share of the time is not worth a capture.
 LEAST_GAIN = 1.01
+HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -77,11 +85,13 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
     words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
     handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
     words += [f"{flag_of(name)}={value}" for name, value in handed_on.items() if value]
+    unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
+    if unknown:
+        raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")
     if args.quick:
         words += ["--variants=eager", "--cycles=1", "--no-control"]
     elif args.variants:
         words += [f"--variants={args.variants}"]
-    words += [] if args.quick else ["--report"]
     return run.parse([*words, "--", "--step", step, "--step-digest", digest])
 
 
@@ -94,7 +104,7 @@ def verdict(measured: Run) -> tuple[int, str]:
     (build,) = measured.builds.values()
     graphs = {name: own for name, own in build.variants.items() if own.kind in ("graph", "compile")}
     passed = {name: own for name, own in graphs.items() if own.status == "pass"}
-    wrong = {name: own for name, own in graphs.items() if own.status in ("failed", "numerics_failed")}
+    wrong = {name: own for name, own in graphs.items() if own.status in FAILED and NUMBERS.search(own.reason)}
     if graphs and not passed:
         return _none_passed(graphs, wrong)
     if measured.device == "cpu" or not graphs:
@@ -156,16 +166,26 @@ def _measured(build: Build, passed: dict, wrong: dict) -> tuple[int, str]:
 
 
 def doctor(asked: argparse.Namespace) -> tuple[int, str]:
-    """Print what stands against a graph of the step; return the doctor's exit status and what it said."""
+    """Print what stands against a graph of the step; return the doctor's exit status and its text.
+
+    Raises:
+        Mistake: the interpreter of the step has no torch.
+    """
     python = launch.parse(asked).python
-    command = [python, "-m", "common.your_step.doctor", asked.flags[asked.flags.index("--step") + 1]]
-    try:
-        done = subprocess.run(command, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, stdout=subprocess.PIPE, text=True)
-    except subprocess.TimeoutExpired:
-        print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s")
-        return 1, ""
-    print(done.stdout, flush=True)
-    return done.returncode, done.stdout
+    if subprocess.run([python, "-c", HAS_TORCH], check=False).returncode:
+        raise Mistake(f"--python {python} has no torch")
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "findings"
+        step = asked.flags[asked.flags.index("--step") + 1]
+        command = [python, "-m", "common.your_step.doctor", step, str(text)]
+        print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
+        try:
+            status = subprocess.run(command, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
+            return 0, ""
+        print(flush=True)
+        return status, text.read_text() if text.is_file() else ""
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -173,10 +193,10 @@ def measure(args: argparse.Namespace) -> int:
     asked = request(args)
     if args.ngpu > 1:
         print("The doctor looks at one process and is left out with several ranks.")
-    found, said = (0, "") if args.quick or args.ngpu > 1 else doctor(asked)
-    if args.doctor or found in (1, 2):
+    is_left_out = args.ngpu > 1 or (args.quick and not args.doctor)
+    found, said = (0, "") if is_left_out else doctor(asked)
+    if args.doctor or found not in (0, WRONG, NO_CAPTURE):
         return found
-    asked.findings = said
     ((measured, path),), _ = run.measured(asked)
     if path is None:
         print("The eager step failed, so nothing was timed.")
@@ -184,6 +204,8 @@ def measure(args: argparse.Namespace) -> int:
     status, sentence = verdict(measured)
     if found == WRONG and status != NO_CAPTURE:
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
+    if not args.quick:
+        print(command.shown(report.write(path, findings=said, verdict=sentence)))
     print(sentence)
     return status
 

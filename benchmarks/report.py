@@ -23,12 +23,13 @@ TEMPLATE = "report.html.j2"
 GIB = 2**30
 
 
-def page_of(run: Run, findings: str = "") -> str:
+def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     """Return the page of a run.
 
     Args:
         run: of `benchmarks.files.run_file`.
         findings: the doctor's text, or "".
+        verdict: in a sentence, in the place of the one that the run's numbers give.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=select_autoescape(default=True)
@@ -38,7 +39,11 @@ def page_of(run: Run, findings: str = "") -> str:
         "run": run,
         "machine": f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.get('cores', '?')} cores",
         "findings": findings,
-        "builds": [_build(run, name, build) for name, build in run.builds.items() if build.base in build.variants],
+        "builds": [
+            _build(run, name, build) | ({"verdict": verdict} if verdict else {})
+            for name, build in run.builds.items()
+            if build.base in build.variants
+        ],
     }
     return environment.get_template(TEMPLATE).render(facts)
 
@@ -146,14 +151,14 @@ def _timeline(build: Build, name: str) -> dict | None:
     return {"name": name, "spans": spans, "width": length_us / longest * 600, "text": milliseconds(length_us / 1e3)}
 
 
-def write(path: Path, out: Path | None = None, findings: str = "") -> Path:
+def write(path: Path, out: Path | None = None, findings: str = "", verdict: str = "") -> Path:
     """Write the page of a run file, beside it unless told, and return its path.
 
     Raises:
         benchmarks.files.run_file.Damaged: the file is no run.
     """
     target = out or path.with_suffix(".html")
-    write_text(target, page_of(run_file.read(path), findings))
+    write_text(target, page_of(run_file.read(path), findings, verdict))
     return target
 
 

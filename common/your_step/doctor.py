@@ -13,18 +13,21 @@ import contextlib
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from common.capture.pool import CaptureError
 from common.config import mistakes_in_one_line
+from common.files import write_text
 from common.measuring import torch_settings
-from common.your_step import on_host, parity, step_file
+from common.your_step import on_host, parity, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.errors import explained
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
 from common.your_step.train import GraphedForwardBackward, GraphedStep, eager_step
+from common.your_step.uninitialised import filled_with_zeros
 from common.your_step.watch import Watched
 
 EQUAL = "trains as eager does"
@@ -72,7 +75,8 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     if device.type == "cuda":
         # cuBLAS is deterministic with it alone.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    state = StepState(text, device, "doctor")
+    with filled_with_zeros():
+        state = StepState(text, device, "doctor")
     with on_host.one_hot_as_on_gpu() if device.type == "cpu" else contextlib.nullcontext():
         return _diagnosed(state)
 
@@ -266,16 +270,31 @@ def _collect(path, module, bad, inside, total, found):
         _collect(f"{path}.{name}" if path else name, child, bad, inside, total, found)
 
 
+def _of_users_file(text: str, device: torch.device) -> Diagnosis:
+    """`diagnose`, where an error of a later step of the user's file is a ValueError with its line."""
+    try:
+        return diagnose(text, device)
+    except (ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        place = user_file.where(error, step_file.split(text)[0])
+        if ":" not in place:
+            raise
+        raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
+
+
 def main(argv=None) -> int:
     """Print the diagnosis of the step that the command line names; return the exit status."""
     words = sys.argv[1:] if argv is None else argv
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with mistakes_in_one_line("common.your_step", "doctor"):
-        if len(words) != 1:
-            raise ValueError(f"takes one word, {step_file.FORM}")
+        if len(words) not in (1, 2):
+            raise ValueError(f"takes {step_file.FORM}, and a file for its text")
         torch_settings.prepare(device)
-        found = diagnose(words[0], device)
+        found = _of_users_file(words[0], device)
     print(found.text())
+    if len(words) > 1:
+        write_text(Path(words[1]), found.text())
     levels = {finding.level for finding in found.findings}
     return 6 if STOPS in levels else 5 if WRONG in levels else 0
 

@@ -50,7 +50,7 @@ class GraphedModules:
         warm_up(state, self.capture, lambda own, index: own.keep_loss(index, own.step(own.batch(index))))
         chosen = _chosen(state)
         if not chosen:
-            raise Unsupported("no module of the step can be captured by itself")
+            raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
         self.capture.strategy = f"forward and backward of {', '.join(name for name, _, _ in chosen)}"
         state.reset()
         with self.capture.timed("capture_s"):

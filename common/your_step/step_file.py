@@ -1,9 +1,12 @@
 """The text that names a step, FILE.py:FUNCTION, without torch."""
 
+import contextlib
 import hashlib
+import itertools
 import re
 from pathlib import Path
 
+MOST_FILES = 500
 FORM = "FILE.py:FUNCTION, as in my_step.py:build"
 
 
@@ -22,11 +25,19 @@ def split(text: str) -> tuple[Path, str]:
     if not path.is_file():
         raise ValueError(f"--step {text}: there is no file {name}, it takes {FORM}")
     source = path.read_text(errors="replace")
-    if not re.search(rf"(?m)^(def {re.escape(function)}\s*\(|{re.escape(function)}\s*=)", source):
+    own = re.escape(function)
+    if not re.search(rf"(?m)^(def {own}\s*\(|{own}\s*=|from .*\b{own}\b)", source):
         raise ValueError(f"--step {text}: {name} has no function {function}(device), it takes {FORM}")
     return path, function
 
 
 def digest(text: str) -> str:
-    """Return 16 hex digits of the content of the file that STEP names."""
-    return hashlib.sha256(split(text)[0].read_bytes()).hexdigest()[:16]
+    """Return 16 hex digits of the file that STEP names and of the Python files beside it and in folders beside it."""
+    path = split(text)[0].resolve()
+    found = {path, *itertools.islice((each for each in path.parent.glob("*.py")), MOST_FILES)}
+    found |= set(itertools.islice((each for each in path.parent.glob("[!.]*/*.py")), MOST_FILES))
+    total = hashlib.sha256()
+    for each in sorted(found):
+        with contextlib.suppress(OSError):
+            total.update(str(each).encode(errors="replace") + b"\0" + each.read_bytes())
+    return total.hexdigest()[:16]

@@ -160,7 +160,7 @@ class _Noted:
         self._addresses = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._calls, self._originals = calls, []
         for each in owned:
-            names = ("step", "update", "zero_grad") if _is_stepped(each) else ()
+            names = ("step", "update", "zero_grad", "unscale_") if _is_stepped(each) else ()
             self._originals += [(each, name, vars(each).get(name)) for name in names if hasattr(each, name)]
         self._is_over = False
 
@@ -185,6 +185,8 @@ class _Noted:
 
     def _noting(self, name, original):
         def note(*args, **kwargs):
+            if name == "unscale_":
+                raise Unsupported("unscale_ comes before what a graph up to the optimizer holds, such as clipping")
             if name == "zero_grad" and not self._is_over:
                 return original(*args, **kwargs)
             self._is_over = True

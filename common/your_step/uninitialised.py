@@ -19,13 +19,19 @@ def read_before_written(state, index: int) -> tuple[Place, str] | None:
         index: of the batch.
     """
     state.reset()
-    if _has_nan(state, state.step(state.batch(index))):
-        return None
+    with filled_with_zeros():
+        if _has_nan(state, state.step(state.batch(index))):
+            return None
     state.reset()
-    filled = _Filled()
+    filled = _Filled(float("nan"))
     with filled:
         loss = state.step(state.batch(index))
     return filled.found if _has_nan(state, loss) else None
+
+
+def filled_with_zeros() -> TorchDispatchMode:
+    """Return a context in which fresh memory holds zeros, so that what reads it gives the same each time."""
+    return _Filled(0.0)
 
 
 def _has_nan(state, loss) -> bool:
@@ -38,10 +44,11 @@ def _nan(tensor) -> bool:
 
 
 class _Filled(TorchDispatchMode):
-    """Fills what is allocated with NaN, and notes the first operator that takes it into a tensor of its own."""
+    """Fills what is allocated, and notes the first operator that takes NaN of it into a tensor of its own."""
 
-    def __init__(self):
+    def __init__(self, value: float):
         super().__init__()
+        self._value = value
         self.found: tuple[Place, str] | None = None
         self._allocated: dict[int, tuple[Place, torch.UntypedStorage]] = {}
 
@@ -50,7 +57,7 @@ class _Filled(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func._schema.name in ALLOCATIONS:
             if isinstance(result, torch.Tensor) and result.is_floating_point() and result.layout == torch.strided:
-                result.fill_(float("nan"))
+                result.fill_(self._value)
                 storage = result.untyped_storage()
                 self._allocated[storage._cdata] = (place_of_call(), storage)
         elif self.found is None and self._allocated:

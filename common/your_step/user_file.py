@@ -50,13 +50,16 @@ def load(text: str, device: torch.device) -> Handed:
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
+    words, sys.argv = sys.argv, [str(path)]
     try:
         spec.loader.exec_module(module)
         made = getattr(module, name)(device)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        sys.argv = words
         raise ValueError(f"{where(error, path)}: {name}(device) raised {said(error)}") from error
+    sys.argv = words
     return _checked(made, f"{path.name}: {name}(device)", device)
 
 

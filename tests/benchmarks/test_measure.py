@@ -105,3 +105,17 @@ def test_a_file_without_a_step_is_refused_in_one_line(tmp_path, monkeypatch, cap
     assert measure.main(["--step", step]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_variant_that_failed_otherwise_has_no_wrong_numbers():
+    run = made_run(ms={"graph_layer": 8.0})
+    own = run.builds[""].variants["graph_layer"]
+    own.status, own.reason, own.blocks = "failed", "graphs launch 1.3 % of the kernels, at least 20 % are expected", []
+    assert measure.verdict(run)[0] == measure.NO_CAPTURE
+
+
+def test_a_variant_that_nobody_has_is_refused_before_anything_runs(tmp_path, capsys):
+    (tmp_path / "my_step.py").write_text(STEP)
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--variants", "nonsense"]) == 2
+    said = capsys.readouterr()
+    assert "takes some of eager, graph_step" in said.err and not said.out

@@ -241,3 +241,27 @@ def test_the_exit_status_says_what_stands_against_a_graph(tmp_path, capsys):
             text = text.replace(old, new)
         path.write_text(text)
         assert doctor.main([f"{path}:build"]) == status, capsys.readouterr().out
+
+
+def test_a_scaler_that_unscales_leaves_the_eager_step_as_it_was(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text(
+        "import torch\n"
+        "def build(device):\n"
+        "    torch.manual_seed(0)\n"
+        "    model = torch.nn.Linear(32, 32).to(device)\n"
+        "    optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
+        "    scaler = torch.amp.GradScaler(device.type)\n"
+        "    def step(batch):\n"
+        "        optimizer.zero_grad()\n"
+        "        loss = model(batch).square().mean()\n"
+        "        scaler.scale(loss).backward()\n"
+        "        scaler.unscale_(optimizer)\n"
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        scaler.step(optimizer)\n"
+        "        scaler.update()\n"
+        "        return loss\n"
+        "    return step, [torch.randn(8, 32)], [model, optimizer, scaler]\n"
+    )
+    found = diagnose(f"{path}:build", torch.device("cpu"))
+    assert found.whole == "trains as eager does" and "unscale_" in found.without_optimizer

@@ -1,12 +1,13 @@
 """Files that cannot be used, each with one line that says why."""
 
 import multiprocessing
+import sys
 import time
 
 import pytest
 import torch
 
-from common.your_step import user_file
+from common.your_step import step_file, user_file
 from common.your_step.doctor import diagnose
 from common.your_step.state import StepState
 
@@ -98,3 +99,20 @@ def test_a_file_is_found_with_what_lies_beside_it(tmp_path):
     handed = user_file.load(written(tmp_path, text), CPU)
 
     assert len(handed.batches) == 2 and handed.step(handed.batches[0]).item() > 0
+
+
+def test_a_change_in_a_file_beside_the_step_is_another_step(tmp_path):
+    (tmp_path / "step.py").write_text("def build(device): ...\n")
+    (tmp_path / "helper.py").write_text("LR = 0.5\n")
+    before = step_file.digest(str(tmp_path / "step.py"))
+    (tmp_path / "helper.py").write_text("LR = 50\n")
+    assert step_file.digest(str(tmp_path / "step.py")) != before
+
+
+def test_a_build_that_exits_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text("import sys\ndef build(device):\n    sys.exit(0)\n")
+    words = list(sys.argv)
+    with pytest.raises(ValueError, match=r"step\.py:3: build\(device\) raised SystemExit"):
+        user_file.load(f"{path}:build", torch.device("cpu"))
+    assert sys.argv == words
