@@ -17,7 +17,7 @@ from common.variant import Unsupported
 from llama2_lora.config import Config
 from llama2_lora.data.windows import open_windows
 from llama2_lora.kernels.attention import attention_for
-from llama2_lora.kernels.operators import operators_for
+from llama2_lora.kernels.operators import Operators, TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
@@ -192,3 +192,12 @@ def hyperparameters(config: Config, data_ranks: int) -> dict:
         "lora_rank": config.rank,
         "lora_alpha": config.alpha,
     }
+
+
+def operators_for(device) -> type[Operators]:
+    """The class for a device: Triton's on a GPU."""
+    if device.type != "cuda":
+        return TorchOperators
+    from llama2_lora.kernels.triton_operators import TritonOperators
+
+    return TritonOperators

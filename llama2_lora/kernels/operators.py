@@ -218,12 +218,3 @@ class TorchOperators(Operators):
             torch.mm(a, b.t(), out=out)
         else:
             out.copy_((a.float() * scale_a) @ (b.float() * scale_b).t())
-
-
-def operators_for(device) -> type[Operators]:
-    """The class for a device: Triton's on a GPU."""
-    if device.type != "cuda":
-        return TorchOperators
-    from llama2_lora.kernels.triton_operators import TritonOperators
-
-    return TritonOperators
