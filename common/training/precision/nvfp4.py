@@ -5,8 +5,8 @@ and stochastic rounding, as MLPerf v5.1's llama2_70b_lora runs it): E2M1 values,
 along the dimension that a GEMM sums over, one FP32 scale a tensor, amax / (6 * 448), with which the largest block has
 the scale 448. Rounding is to nearest, ties to even, in values and in scales.
 
-    forward_weight, backward_weight = frozen_weight(weight)      once, the weight does not change
-    y = linear(x, forward_weight, backward_weight)               a GEMM in the dtype of x, differentiable in x
+    forward_weight, backward_weight = frozen_weight(weight)      once for each value of the weight
+    y = F.linear(emulate(x), forward_weight)                     a GEMM in the dtype of x
 
 No function reads a number on the host, so all of them can be captured.
 """
@@ -15,7 +15,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 BLOCK = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
@@ -72,12 +71,9 @@ def quantize(tensor: torch.Tensor, amax: torch.Tensor | None = None) -> Quantize
 
 
 @torch.no_grad()
-def emulate(tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`tensor` [..., n] rounded to NVFP4, in its own dtype again (in bf16 the scaled value is rounded once more).
-
-    out: where it is written, which may be `tensor` itself; default: a new tensor.
-    """
-    out = torch.empty_like(tensor) if out is None else out
+def emulate(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` [..., n] rounded to NVFP4, in its own dtype (in bf16 the scaled value is rounded once more)."""
+    out = torch.empty_like(tensor)
     amax = torch.linalg.vector_norm(tensor, math.inf).float()
     rows, places = torch.atleast_2d(tensor), torch.atleast_2d(out)
     num_rows = max(1, CHUNK * len(rows) // max(1, rows.numel()))
@@ -86,30 +82,6 @@ def emulate(tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tens
     return out
 
 
-def frozen_weight(weight: torch.Tensor, forward=None, backward=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight [out, in] rounded for y = x W^T, in blocks along `in`, and for dx = dy W, in blocks along `out`.
-
-    forward, backward: where they are written, [out, in]; default: new tensors.
-    """
-    return emulate(weight, forward), emulate(weight.t(), None if backward is None else backward.t()).t()
-
-
-def linear(x: torch.Tensor, forward_weight: torch.Tensor, backward_weight: torch.Tensor) -> torch.Tensor:
-    """Multiply x [..., in] by a frozen weight: [..., out].
-
-    x and the gradient of the output are rounded to NVFP4 before the GEMMs. Weights: [out, in], as `frozen_weight` makes
-    them; they get no gradient.
-    """
-    return _Linear.apply(x, forward_weight, backward_weight)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, forward_weight, backward_weight):
-        ctx.save_for_backward(backward_weight)
-        return F.linear(emulate(x), forward_weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (backward_weight,) = ctx.saved_tensors
-        return emulate(grad) @ backward_weight, None, None
+def frozen_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [out, in] rounded for y = x W^T, in blocks along `in`, and for dx = dy W, in blocks along `out`."""
+    return emulate(weight), emulate(weight.t()).t()

@@ -102,43 +102,29 @@ def test_a_dimension_that_16_does_not_divide_is_refused():
         nvfp4.quantize(torch.ones(4, 24))
 
 
-def test_linear_rounds_each_operand_along_the_dimension_that_is_summed_over():
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(32, 64, generator=generator).bfloat16().requires_grad_()
-    weight = torch.randn(48, 64, generator=generator).bfloat16()
-    grad = torch.randn(32, 48, generator=generator).bfloat16()
-    y = nvfp4.linear(x, *nvfp4.frozen_weight(weight))
-    y.backward(grad)
-    assert torch.equal(y, nvfp4.emulate(x.detach()) @ nvfp4.emulate(weight).t())
-    by_columns = nvfp4.emulate(weight.t().contiguous()).t()
-    assert torch.equal(x.grad, nvfp4.emulate(grad) @ by_columns)
-    assert not torch.equal(by_columns, nvfp4.emulate(weight))
+def test_a_weight_is_rounded_along_the_dimension_that_each_gemm_sums_over():
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    forward, backward = nvfp4.frozen_weight(weight)
+    assert torch.equal(forward, nvfp4.emulate(weight)) and not torch.equal(forward, backward)
+    assert torch.equal(backward, nvfp4.emulate(weight.t().contiguous()).t())
 
 
 @pytest.mark.parametrize("shape", [(40, 64), (5, 6, 64)])
 def test_a_chunk_of_rows_is_rounded_as_in_the_whole_tensor(monkeypatch, shape):
-    """Also in place and by columns; the largest element is in the last chunk."""
+    """The largest element is in the last chunk."""
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(6)).bfloat16()
     tensor.view(-1)[-1] = 50.0
     whole = nvfp4.quantize(tensor).dequantize().bfloat16()
     monkeypatch.setattr(nvfp4, "CHUNK", 3 * 64)
     assert torch.equal(nvfp4.emulate(tensor), whole)
-    if len(shape) == 2:
-        weight = tensor[:32].clone()
-        forward, backward = torch.zeros_like(weight), torch.zeros_like(weight)
-        nvfp4.frozen_weight(weight, forward, backward)
-        assert torch.equal(backward, nvfp4.quantize(weight.t()).dequantize().bfloat16().t())
-        assert torch.equal(forward, nvfp4.quantize(weight).dequantize().bfloat16())
-    assert nvfp4.emulate(tensor, out=tensor) is tensor and torch.equal(tensor, whole)
 
 
 def test_it_can_be_captured_and_replayed():
-    weights = nvfp4.frozen_weight(torch.randn(32, 64, generator=torch.Generator().manual_seed(3)))
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
-    graph, y = Pool(torch.device("cpu")).capture(lambda: nvfp4.linear(x, *weights), (x,))
+    graph, y = Pool(torch.device("cpu")).capture(lambda: nvfp4.emulate(x), (x,))
     x.mul_(torch.linspace(0.1, 9, 64))
     graph.replay()
-    assert torch.equal(y, nvfp4.linear(x, *weights))
+    assert torch.equal(y, nvfp4.emulate(x))
 
 
 @pytest.mark.gpu
