@@ -286,7 +286,7 @@ def _of_users_file(text: str, device: torch.device) -> Diagnosis:
 def main(argv=None) -> int:
     """Print the diagnosis of the step that the command line names; return the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     with mistakes_in_one_line("common.your_step", "doctor"):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")

@@ -374,7 +374,7 @@ def test_lightning_frees_no_workspace_that_graphs_captured_before_still_use(monk
 @pytest.mark.gpu
 def test_graphs_replay_after_lightning_has_captured_its_own():
     pytest.importorskip("greenlet")
-    state = State(TINY, torch.device("cuda"))
+    state = State(PRESETS["tiny"], torch.device("cuda"))
     with torch.cuda.stream(torch.cuda.Stream()):
         made = [construct(VARIANTS[name], state) for name in ("graph_step", "graph_networks", "graph_step_lightning")]
         losses = []
