@@ -36,6 +36,7 @@ from common.your_step.variants import VARIANTS
 
 MODEL = "common.your_step"
 FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
+MISTAKE = 2
 STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}
 WHAT = {
     "graph_step": "capture the whole step",
@@ -195,8 +196,10 @@ def measure(args: argparse.Namespace) -> int:
         print("The doctor looks at one process and is left out with several ranks.")
     is_left_out = args.ngpu > 1 or (args.quick and not args.doctor)
     found, said = (0, "") if is_left_out else doctor(asked)
-    if args.doctor or found not in (0, WRONG, NO_CAPTURE):
+    if args.doctor or found == MISTAKE:
         return found
+    if found not in (0, WRONG, NO_CAPTURE):
+        print("The doctor itself failed and is left out.")
     ((measured, path),), _ = run.measured(asked)
     if path is None:
         print("The eager step failed, so nothing was timed.")

@@ -25,6 +25,8 @@ SEED = 1234
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 # Kernels of attention, the fastest first; each is taken where it can run.
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Below it the smallest feature map has one pixel, and cuDNN's gradients of its weights are not channels_last.
+LEAST_SIZE = 16
 HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 288 * 10**6  # the submission's bucket_cap
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_diffusion"
@@ -35,6 +37,8 @@ class State:
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank = config, device, rank
+        if device.type == "cuda" and config.latent_size < LEAST_SIZE:
+            raise ValueError(f"--latent-size {config.latent_size}: a GPU needs {LEAST_SIZE} or more")
         memory.require_batch(config.batch, predicted_bytes(config), device)
         # For as long as the state is open: compiles and captures come later.
         self.opened = contextlib.ExitStack()
