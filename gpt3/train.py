@@ -1,9 +1,10 @@
 """GPT-3 175B, one GPU's share: a CUDA graph for each layer's forward and backward in each microbatch.
 
-The loop that is trained, without graphs; `main` (common/script/main.py) runs it, and its body is `eager_step`:
+The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
+`step` of a variant below:
 
     for step in range(num_steps):
-        zero(main_grads)                                      # an FP32 buffer for each parameter
+        zero(main_grads)                                      # the FP32 gradient of each parameter
         for microbatch in range(num_microbatches):
             hidden = embedding(tokens[microbatch])
             for layer in layers:
@@ -11,33 +12,35 @@ The loop that is trained, without graphs; `main` (common/script/main.py) runs it
             loss(hidden, targets[microbatch]).backward()      # adds the gradients to main_grads
         all_reduce(main_grads), clip(main_grads), adam(parameters, main_grads)
 
-Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs in one pool of memory, replayed in
-the order of this loop. The layers are nearly all of the work. NVIDIA submitted this scope (MLPerf v4.1, 11,616 GPUs).
-In plain PyTorch the capture of one layer in one microbatch comes to:
+Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory, a pool, and are
+replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same (MLPerf v4.1, 11,616
+GPUs). In plain torch, one layer's capture and replays in one microbatch are:
 
     with torch.cuda.graph(forward, pool=pool):
         y = layer(x)                                          # recorded, not run
     with torch.cuda.graph(backward, pool=pool):
-        y.backward(grad_y)                                    # fills x.grad, adds to main_grads
+        y.backward(grad_y)                                    # recorded, too: fills x.grad, adds to main_grads
     x.copy_(hidden), forward.replay()                         # in a step: y then holds layer(hidden)
     grad_y.copy_(gradient), backward.replay()                 # x.grad then holds the gradient of hidden
 
 Not captured, and why:
-    the batch                     each step's lies elsewhere on the host; the eager embedding and loss read it
+    the batch's copy              each batch lies at another host address; a graph always reads the same addresses
     embedding, final norm, loss   a few kernels a microbatch, so there is little to gain; autograd runs them
     FP8 scale updates             one update follows all layers of a pass, so no layer's graph can hold it
+    zero(main_grads)              a few kernels a step, so there is little to gain
+    all-reduce over data ranks    one launch for each bucket of gradients, so there is little to gain
     clipping, Adam                a few kernels over flat buffers; `graph_layer_optimizer` captures them, too
-    all-reduce over data ranks    one call a step, so a graph saves one launch
-    zero(main_grads), the loss    a step begins with the first and ends by storing the second, at its own place
+    storing the loss              each step stores it at another address; a graph always writes to the same ones
 There is no dropout, so no graph draws random numbers.
 
-Copied in before a replay: the embedding's output to x, the gradient of the loss to grad_y. The rest is read in place.
-Read in the same step, before these graphs or others that share their memory are replayed in the next: each microbatch's
-y, by the loss, and its grad_x, by the embedding's backward.
-Freed: a layer's activations, for later captures, once its backward is captured; graphs and pool in `close`.
+Copied in      the embedding's output to x, and the gradient of the loss to grad_y. All else is read where it lies.
+Read in time   the loss reads y, and the embedding's backward reads grad_x, both in the microbatch that wrote them. A
+               replay in the next step may overwrite them.
+Freed          once a layer's backward is captured, later captures may use the memory of its activations. `close`, which
+               a run calls at its end, releases all graphs and their pool.
 
-Several data and tensor ranks run this step, too: the collectives of --tp are in the layers, and so in their graphs.
-With several stages or chunks gpt3/pipeline/stage.py makes the step and gpt3/pipeline/stage_graphs.py its graphs.
+The step is the same on several data and tensor ranks: the collectives of --tp are in the layers, and so in the graphs.
+A pipeline has another step and other graphs: gpt3/pipeline/stage.py and gpt3/pipeline/stage_graphs.py.
 
     python -m gpt3.train --preset tiny --variant graph_layer
     python -m gpt3.train --preset bench --variant graph_layer --steps 20
@@ -59,9 +62,10 @@ from typing import NamedTuple
 
 import torch
 
-# The harness: Pool makes graphs that share memory (without a GPU it records operators), Capture reports them, warm_up
-# runs three eager steps. section names a part of the step in a profile. mark does nothing in timed steps and captures;
-# where the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
+# Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
+# Capture: what a run reports of a capture. warm_up: three eager steps. section: names a part of the step in a profile.
+# mark: does nothing in timed steps and in captures. Where the host's launch time is measured, the host waits for the
+# GPU at each mark, for its queue holds some 1,000 launches. main: the loop, timing, checks.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
@@ -75,13 +79,14 @@ from gpt3.workload import workload
 
 def eager_step(state: State, index: int):
     """Train on batch `index`. Nothing in it waits for the GPU."""
-    state.begin_step(index)  # copies the batch to state.inputs, zeroes main_grads except those of the layers' weights
+    state.begin_step(index)  # copies the batch to state.inputs; zeroes main_grads that microbatch 0 does not overwrite
     for microbatch in range(state.config.microbatches):
         with section("embedding"):
             hidden = state.embedding(state.inputs["tokens"][microbatch])
         with section("forward"), state.fp8.forward():  # new FP8 scales at the end of the block
             for layer in state.layers:
-                # Microbatch 0 casts the weights to FP8, since they change once a step, and overwrites their main_grads.
+                # Microbatch 0 casts the weights to FP8, since they change once a step. It overwrites the main_grads
+                # of the layers' weights, and later microbatches add to them.
                 hidden = layer(hidden, is_first_microbatch=microbatch == 0)
         loss = state.microbatch_loss(hidden, microbatch)  # cross-entropy / microbatches; also added to state.loss
         mark()
@@ -107,10 +112,9 @@ class Microbatch(NamedTuple):
 class Graphed:
     """A forward and a backward graph for each layer in each microbatch, all in one pool.
 
-    They are captured in the order in which a step replays them, so that each microbatch reuses the memory of the
-    activations of the one before. The first microbatch's graphs also cast the weights to FP8, and overwrite main_grads
-    where later ones add. The harness runs everything on one stream that is not the default stream, on which nothing can
-    be captured. Weights, main_grads and FP8 scales lie outside of the pool and keep their addresses.
+    The order of capture is the order of replay. So a microbatch takes the memory of the activations before it.
+    The first microbatch's graphs also cast the weights to FP8. Nothing can be captured on the default stream, so the
+    harness runs everything on another one. Weights, main_grads and FP8 scales lie outside the pool and never move.
     """
 
     update = None
@@ -118,7 +122,8 @@ class Graphed:
     def __init__(self, state: State):
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="layer x microbatch, forward and backward", pools=[self.pool])
-        # Libraries allocate at first use, which must not be in a graph. Warm-up trains; a run begins by `state.reset`.
+        # Libraries allocate at first use, which must not happen in a capture. Warm-up steps train; `state.reset`, which
+        # a run calls before its first step, undoes that.
         warm_up(state, self.capture, eager_step)
         # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
@@ -144,15 +149,15 @@ class Graphed:
             loss = state.microbatch_loss(hidden, microbatch)
             mark()
             with section("backward"):
-                loss.backward()  # of the loss only: it ends at hidden.grad
+                loss.backward()  # fills hidden.grad and ends there: y was detached
                 self.grad_y.copy_(hidden.grad)
-                # In an eager step Python code in a layer's backward asks for the update of FP8 scales. A replay runs no
-                # Python, so `replayed` asks in its place.
+                # In an eager step, Python code in a layer's backward updates the FP8 scales. A replay runs no Python.
+                # So with `replayed` the end of the block updates them.
                 with state.fp8.backward(replayed=True):
-                    replay(graphs.backward)  # gradients go to main_grads inside of the graphs
+                    replay(graphs.backward)  # the graphs add the weights' gradients to main_grads
                 embedded.backward(graphs.grad_x)
             mark()
-        state.end_step(index, self.update)  # self.update: what clips and runs Adam, None for the eager functions
+        state.end_step(index, self.update)  # update: the replay that clips and runs Adam; None: eager
 
     def replays_of(self, index: int) -> int:
         return 2 * self.state.config.layers * self.state.config.microbatches
@@ -170,17 +175,17 @@ def replay(graphs):
 def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = False):
     """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
 
-    x: [s, b, hidden], the first layer's input. Here the step copies into it, and `pool.capture(fn, (x,))` lets each
-    replay check that it has kept its address and shape. is_chained: an earlier graph writes it (a pipeline's chunks),
-    so there is nothing to check. Returns the graphs in order, (input, output) of each layer for `capture_backward`, and
-    the last layer's output.
+    x: [s, b, hidden], the first layer's input, which the step fills. pool.capture(fn, static) returns (graph, result of
+    fn). Each replay of the graph checks that the tensors of `static`, here x, have kept address and shape. is_chained:
+    an earlier graph fills x (a pipeline's chunks), so there is nothing to check. Returns the graphs in order, (input,
+    output) of each layer for `capture_backward`, and the last layer's output.
     """
     graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
     for layer in layers:
         graph, output = pool.capture(partial(layer, hidden, is_first_microbatch=microbatch == 0), static)
         graphs.append(graph)
         saved.append((hidden, output))
-        # Cut from this layer's autograd graph: each layer's backward is captured by itself.
+        # detach: the next layer's backward ends at its input, so each layer's backward is a graph of its own.
         hidden, static = output.detach().requires_grad_(), ()
     return graphs, saved, hidden.detach()
 
@@ -188,7 +193,7 @@ def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = F
 def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
     """Capture the backward of each layer, the last layer first. Buffers are chained as in `capture_forward`.
 
-    saved: of `capture_forward`. It is emptied: with its last references activations go, and later captures may use
+    saved: from `capture_forward`. Each pop drops the last reference to a layer's activations, so later captures may use
     their memory. grad_y: gradient of the last layer's output. Returns the graphs in order of replay, and the gradient
     of the first layer's input.
     """
@@ -201,7 +206,7 @@ def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
 
 
 def input_gradient(x, output, grad):
-    """Run the backward from `output` to x. Not by autograd.grad: the hooks that fill main_grads run in backward()."""
+    """Return x's gradient, and fill main_grads: by hooks, which run in backward() and not in autograd.grad."""
     x.grad = None
     output.backward(grad)
     grad, x.grad = x.grad, None
@@ -214,14 +219,14 @@ def input_gradient(x, output, grad):
 
 class GraphedOptimizer(Graphed):
     """Numbers that change from step to step are on the GPU, where a replay reads them: the learning rate, Adam's count
-    of steps, the gradient norm. A schedule fills `state.adam.lr` before the step. Eager remain the all-reduce of the
-    gradients, and storing the loss, whose place depends on the step's number.
+    of steps, the gradient norm. A schedule would fill `state.adam.lr` before the step. The all-reduce of the gradients
+    and storing the loss stay eager.
     """
 
     def __init__(self, state: State):
         super().__init__(state)
         self.capture.strategy += "; clipping and Adam"
-        # Last in the step and last in the pool: it may take memory that the layers' graphs no longer need.
+        # Captured last because replayed last: it may use memory that the layers' graphs no longer need.
         with self.capture.timed("capture_s"):
             graph, _ = self.pool.capture(state.adam.step)
         self.update = graph.replay

@@ -1,6 +1,6 @@
 """Llama 2 70B LoRA: a CUDA graph for the forward and one for the backward of every layer, or one for the whole step.
 
-The training loop without graphs. `main`, called at the end of this file, runs it; its body is `eager_step`, or the
+The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
 `step` of a variant below:
 
     for step in range(num_steps):
@@ -11,45 +11,50 @@ The training loop without graphs. `main`, called at the end of this file, runs i
         loss = sum(weights * cross_entropy(head(hidden), targets))  # weights: 0 if masked, else 1 / unmasked tokens
         gradient = d loss / d hidden
         for layer in reversed(layers):
-            gradient = layer.backward(gradient)                     # and the gradients of the layer's adapters
+            gradient = layer.backward(gradient)                     # and its adapters' gradients
         all_reduce(gradients), clip(gradients), adamw(adapters), update(fp8_scales)
 
 The 69 billion base weights are frozen, so a layer's backward only has to compute its adapters' gradients and the
-gradient of its input. For that it reads five tensors of the forward, each of which it may compute again. Autograd would
-keep many more, too many for one GPU. So we wrote a layer's forward and backward by hand, two functions that call
-kernels on buffers allocated once: `handwritten layers` (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
+gradient of its input. For that it reads the layer's input, which is kept, and four more tensors of the forward, which
+are kept or computed again. Autograd would keep many more, too many for one GPU. So we wrote a layer's forward and
+backward by hand, two functions that call kernels on buffers allocated once: the `handwritten` layers
+(layers/handwritten.py). All 80 fit on one GPU of 141 GB.
 
 Captured:
-    graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, in one pool of memory
+    graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, which share memory, a pool
     graph_step    the loop body after the window's copy: one graph. On several ranks it ends with the backward
 
 Not captured, and why:
-    the window's copy          each window lies at another host address, and a graph reads from fixed ones
-    embedding, head and loss   in graph_layer: a few kernels, on which a graph saves next to nothing
-    the loop's last line       in graph_layer: a few kernels over flat buffers, so as little to save. In graph_step on
-                               several ranks: the step's one all-reduce would bring NCCL into the graph and save one
-                               launch; clipping and AdamW need its result
-    the loss's history         loss and gradient norm go to another place in each step, and a graph writes to fixed ones
+    the window's copy          each window lies at another host address; a graph always reads the same addresses
+    embedding, head and loss   in graph_layer: a few kernels, so a graph would save next to nothing
+    all_reduce to update       in graph_layer: a few kernels over flat buffers, so as little to save. In graph_step only
+                               on several ranks: an all-reduce is one launch, and the rest needs its result
+    storing the loss           each step stores loss and gradient norm at another address; a graph always writes to the
+                               same ones
 
-In plain torch, what `Pool` does is
+In plain torch, `Pool` does this:
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may call CUDA
         stack.forward(layer)                # kernels are recorded, none runs
     graph.replay()                          # in each step: the same kernels on the same memory
-    del graph                               # frees it; with the pool's last graph goes the pool's memory
+    del graph                               # the pool's memory is freed with its last graph
 
-Copied in      the window, from host memory into static inputs (`load_window`). Nothing else: weights, adapters, FP8
-               scales, optimizer state and the buffers between layers never move, and a graph reads them where they lie.
-Read in time   the next step overwrites loss and gradient norm, so `keep_loss` copies them after each step. Where
-               `update` is not captured, the next replays overwrite the adapters' gradients, which it has read. All of
-               it is launched on one stream, so its order is the order of these lines.
-Freed          `close`, which a run calls at its end, releases all graphs and the pool. The pool holds attention's
-               output and temporary tensors.
+Copied in      the window: `load_window` copies it from host memory into the static inputs, buffers that never move, and
+               computes the tokens' weights there. Nothing else is copied: a graph reads base weights, adapters, FP8
+               scales, optimizer state and the buffers between layers where they lie.
+Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. In graph_layer `update`
+               reads the adapters' gradients before the next replays overwrite them. Everything runs on one stream, so
+               the GPU keeps the order of the code.
+Freed          `close`, which a run calls at its end, releases all graphs and their pool, which holds attention's
+               outputs and temporary tensors.
 
     python -m llama2_lora.train --preset tiny --variant graph_layer
     python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
-    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer   # data parallel
+
+On several GPUs each trains on windows of its own (data parallel), or with --cp on a part of each window:
+
+    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --cp 2
 """
 
@@ -63,12 +68,12 @@ if __name__ == "__main__":
 
 from functools import partial
 
-# A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again.
+# CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
 from common.capture.pool import Pool
 
-# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures; where
-# the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there. Capture: what a
-# run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
+# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where
+# the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+# Capture: what a run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.variant import Capture, Unsupported, warm_up
@@ -93,7 +98,7 @@ def eager_step(state: State, index: int):
 def forward_and_backward(state: State):
     """Compute the loss of the loaded window, stack.loss, and the adapters' gradients, adapters.grads."""
     stack, layers = state.stack, range(state.config.layers)
-    if state.kind != "handwritten":
+    if state.kind != "handwritten":  # --layer te or torch
         stack.forward_and_backward()  # modules under autograd, loss.backward(): layers/module_stack.py
         return
     with section("embedding"):
@@ -108,20 +113,20 @@ def forward_and_backward(state: State):
         stack.compute_loss()  # final norm, logits, cross-entropy, and the gradient of the last layer's output
     with section("backward"):
         for layer in reversed(layers):
-            stack.backward(layer)  # reads the gradient of its output; writes that of its input, and its adapters'
+            stack.backward(layer)  # from its output's gradient to its input's and its adapters'
             if layer % MARK_EVERY == 0:
                 mark()
     mark()
 
 
 def update(state: State):
-    """The loop's last line."""
+    """Reduce, clip and apply the adapters' gradients, update FP8 scales: the loop's last line."""
     with section("reduction"):
         state.adapters.collect()  # from bf16 grads to FP32 main_grad
         state.reduce_gradients()  # over the ranks
     with section("optimizer"):
-        state.adam.step()  # AdamW: clips, updates FP32 masters, copies them to the adapters; its rate lies on the GPU
-        state.stack.update_scales()  # of FP8, from the largest magnitudes that the step has seen
+        state.adam.step()  # AdamW: clips, updates FP32 masters, copies them to the adapters. Its rate is on the GPU
+        state.stack.update_scales()  # FP8 scales, from the largest magnitudes of this step
 
 
 # ------------------------------------------------------------------------------------------------
@@ -131,9 +136,9 @@ def update(state: State):
 class GraphedLayers:
     """The eager step with replays in the place of the layers.
 
-    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. The
-    capture of a forward leaves attention's output there, and the capture of its backward drops it, so that later
-    captures use its memory. The graphs are right in the order of their capture only: that of a step.
+    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. A
+    forward leaves attention's output there. Once the layer's backward is captured, later captures may use its memory.
+    So the graphs must be replayed in the order of their capture, which is that of a step.
     """
 
     def __init__(self, state: State):
@@ -141,12 +146,12 @@ class GraphedLayers:
             raise Unsupported("graph_layer captures handwritten layers: take --layer handwritten, or graph_step")
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="layer, forward and backward", pools=[self.pool])
-        # Libraries allocate and choose kernels at first use, which must not be in a graph. Warm-up steps train;
+        # Libraries allocate and choose kernels at first use, which must not happen in a capture. Warm-up steps train;
         # `state.reset`, which a run calls before its first step, undoes that.
         warm_up(state, self.capture, eager_step)
         stack, layers = state.stack, range(state.config.layers)
-        # pool.capture(fn, static) gives (graph, what fn returned). Each replay checks that the tensors of `static`,
-        # which others fill, have kept address and shape. The first graph of a step checks the window for all layers.
+        # pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of
+        # `static`, here filled by load_window, have kept address and shape. Layer 0's forward checks for all graphs.
         window = tuple(stack.inputs.values())
         with self.capture.timed("capture_s"):  # in the order of a step, in which they will be replayed
             self.forward = [

@@ -1,9 +1,10 @@
 """Llama 3.1: forward and backward of all microbatches of a step in one CUDA graph, a second graph for validation.
 
-What is trained, without graphs; `main` (common/script/main.py) runs the loop, and its body is `eager_step`:
+The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
+`step` of a variant below:
 
     for step in range(num_steps):
-        zero(main_grad)
+        zero(main_grad)                                       # the gradient of each parameter
         for microbatch in range(num_microbatches):
             hidden = embedding(tokens[microbatch])
             for layer in layers:
@@ -12,9 +13,9 @@ What is trained, without graphs; `main` (common/script/main.py) runs the loop, a
         average(main_grad)                                    # over the ranks that hold equal parameters
         clip(main_grad), adam(main_grad)
 
-Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average behind it,
+Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average after it,
 with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. In plain
-PyTorch the capture and a step come to:
+torch, the capture and a step are:
 
     with torch.cuda.graph(graph, pool=pool):
         forward_and_backward(state, num_microbatches)         # recorded, not run
@@ -23,20 +24,21 @@ PyTorch the capture and a step come to:
     clip(main_grad), adam(main_grad)                          # eager
 
 Not captured, and why:
-    the batch           it comes from the host, each time from another address
-    zero(main_grad)     one kernel a buffer, so there is little to gain
-    clip, Adam          by choice: the learning rate may then be a number of Python, which a graph would freeze;
-                        `graph_step` captures them with the learning rate on the GPU
-    adding up losses    each step stores their sum at its own place, and a graph writes to fixed ones
-    validation          it runs in some steps only: a graph of its own
+    the batch's copy    each batch lies at another host address; a graph always reads the same addresses
+    zero(main_grad)     one kernel for each bucket of gradients, so there is little to gain
+    clip, Adam          by choice: the learning rate may then be a Python number; a graph would repeat its first value.
+                        `graph_step` captures them, with the learning rate on the GPU
+    storing the loss    each step stores it at another address; a graph always writes to the same ones
+The validation does not run in each step, so it is not in this graph. It has a graph of its own (validation.py).
 
-Copied in before a replay: tokens and targets of all microbatches to state.inputs, on a side stream, for which the
-step's stream waits before the replay; `graph_step` also reads the learning rate, `graph_microbatch` the loss's share.
-Read in time: state.microbatch_losses, by end_step, before the next replay overwrites them; main_grad, by clip and Adam,
-before the next step zeroes it.
-Freed: once a microbatch's backward is recorded, the next one in the same capture takes the memory of its activations.
-Graphs and pool go in `close`, which a run calls at its end.
-Layers may keep less and run again in the backward: a plan that all variants share decides (memory/plan.py).
+Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step. A side stream copies, and the
+               step's stream waits for it. begin_step also writes each microbatch's share of the loss, 1 / their number.
+               Before a replay of the validation, its batch is copied to state.inputs.
+Read in time   end_step reads state.microbatch_losses before the next replay overwrites them. Clip and Adam read
+               main_grad before the next step zeroes it.
+Freed          once a microbatch's backward is recorded, later captures may use the memory of its activations. `close`,
+               which a run calls at its end, releases all graphs and their pool.
+A plan that all variants share says which activations are kept and which are computed again (memory/plan.py).
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
     python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B
@@ -56,9 +58,10 @@ from functools import partial
 
 import torch
 
-# The harness: Pool makes graphs that share memory (without a GPU it records operators), Capture reports them,
-# warm_up_all runs eager steps. section names a part of the step in a profile. mark does nothing in timed steps and
-# captures; where the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
+# Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
+# Capture: what a run reports of a capture. warm_up_all: three eager steps and a validation. section: names a part of
+# the step in a profile. mark: does nothing in timed steps and in captures. Where the host's launch time is measured,
+# the host waits for the GPU at each mark, for its queue holds some 1,000 launches. main: the loop, timing, checks.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
@@ -75,11 +78,11 @@ from llama31.workload import workload
 
 def eager_step(state: State, index: int):
     """One training step. Nothing in it waits for the device."""
-    count = state.begin_step(index)  # pulls all microbatches into state.inputs, zeroes main_grad
+    count = state.begin_step(index)  # copies all microbatches to state.inputs, zeroes main_grad
     forward_and_backward(state, count)
     state.end_step(index)  # clips, Adam, keeps loss and gradient norm
     if state.validates(index):  # --validate-every
-        validate(state)
+        validate(state)  # the mean loss of a held-out batch
 
 
 def forward_and_backward(state: State, count: int):
@@ -113,8 +116,8 @@ def train_microbatch(state: State, microbatch: int):
 class Graphed:
     """One graph for forward and backward of all microbatches, and one for the validation.
 
-    They share a pool to save memory. They never run at the same time, and what is read after a replay, losses and
-    main_grad, lies outside of the pool.
+    They share a pool to save memory. They may, for they never run at the same time, and losses and main_grad, which are
+    read after a replay, lie outside the pool.
     """
 
     strategy = "forward and backward of all microbatches; validation"
@@ -123,19 +126,19 @@ class Graphed:
         self.state, self.count = state, state.num_microbatches(0)
         self.pool = Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
-        # Libraries allocate and communicators connect at first use, which must not be in a graph. Warm-up trains;
-        # `state.reset` undoes that. All but the batch's copy runs on one stream, not the default one, which cannot
-        # capture.
+        # Libraries allocate and communicators connect at first use, which must not happen in a capture. Warm-up steps
+        # train; `state.reset`, which a run calls before its first step, undoes that. Nothing can be captured on the
+        # default stream, so the harness runs everything on another one.
         warm_up_all(state, self.capture, eager_step)
-        barrier()  # no rank captures while another one waits for what it sends
+        barrier()  # a rank that captures sends nothing, so no other may still wait for it
         with self.capture.timed("capture_s"):
             self.graphs = self.capture_training()
             self.validation = GraphedValidation(state, self.pool)
         barrier()
 
     def capture_training(self) -> list:
-        # Weights, main_grad, losses and state.inputs lie outside of the pool and keep their addresses. Each replay
-        # checks that the inputs, state.static, have kept address and shape.
+        # Weights, main_grad, losses and state.inputs lie outside the pool and never move. pool.capture(fn, static)
+        # returns (graph, result of fn). Each replay checks that `static`, here state.inputs, kept address and shape.
         graph, _ = self.pool.capture(lambda: forward_and_backward(self.state, self.count), self.state.static)
         return [graph]
 
@@ -143,7 +146,7 @@ class Graphed:
         """`eager_step` with one replay in the place of all microbatches."""
         count = self.state.begin_step(index)
         self.replay(count)
-        self.update(index)  # and keeps the losses, before the next replay overwrites them
+        self.update(index)  # also copies the losses, before the next replay overwrites them
         if self.state.validates(index):
             self.validation.run()
 
@@ -183,7 +186,7 @@ def barrier():
 
 
 class GraphedStep(Graphed):
-    """Clipping and Adam in the graph as well: the host zeroes, copies and replays.
+    """Clipping and Adam in the graph as well: the host copies the batch, zeroes main_grad, replays and keeps the loss.
 
     Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. With
     several ranks the graph holds the norm's reduction too, and with ZeRO the gathering of the parameters.
@@ -211,7 +214,7 @@ def nothing():
 class GraphedMicrobatches(Graphed):
     """A graph per microbatch: a step of fewer microbatches (--ramp) replays fewer of them, none is captured again.
 
-    What a microbatch counts for in the mean, one over their number, is read from the device (state.share).
+    Each replay reads its share of the loss, 1 / the number of microbatches in this step, from the GPU (state.share).
     """
 
     strategy = "a microbatch, forward and backward; validation"
@@ -219,6 +222,7 @@ class GraphedMicrobatches(Graphed):
     def capture_training(self) -> list:
         state, graphs = self.state, []
         for microbatch in range(state.config.microbatches):
+            # The lambda is called at once, so it reads this microbatch.
             graph, _ = self.pool.capture(lambda: train_microbatch(state, microbatch), state.static)  # noqa: B023
             graphs.append(graph)
         return graphs

@@ -1,10 +1,10 @@
 """RNN-T, MLPerf's speech recogniser: the whole training step in one CUDA graph, or graphs of its two networks.
 
-The loop without graphs. `main`, called at the end of this file, runs it; its body is `eager_step`, or the `step` of a
-variant below:
+The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
+`step` of a variant below:
 
     for step in range(num_steps):
-        features, tokens, lengths = next(batches)       # as long as the longest utterance of the batch
+        features, tokens, lengths = next(batches)       # padded to the batch's longest utterance
         g = prediction(tokens)                          # LSTMs over the tokens of the transcript
         f = encoder(features)                           # LSTMs over the audio
         loss = transducer_loss(joint(f, g), tokens, lengths).mean()
@@ -14,38 +14,40 @@ variant below:
         loss_scale.update()                             # on the GPU, too
         print(loss of an earlier step)                  # whose copy has arrived on the host
 
-A graph repeats kernels with the shapes and addresses of its capture, but batches have any length. So each batch is
-copied into static buffers and padded there to a bucket, one of a few lengths of each network (rnnt/data/buckets.py).
-That does not change the loss: LSTMs run forwards in time, and the loss reads the utterances' lengths on the GPU.
-Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
+A graph repeats kernels with the shapes and addresses of its capture, but batches differ in length. So each batch is
+copied into static buffers, which never move, and padded there to buckets: each network has a few lengths to choose from
+(rnnt/data/buckets.py). Padding does not change the loss, since LSTMs run forwards in time and the loss reads the
+utterances' lengths. Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
 
-Captured by `graph_step`: everything from g to loss_scale.update(), LAMB's communication too, and the report (loss,
-gradient norm, loss scale) on the GPU. In plain torch the capture comes to
+Captured by `graph_step`: everything from g to loss_scale.update() with LAMB's communication, and the report: loss,
+gradient norm and loss scale, written to one GPU tensor. In plain torch the capture is
 
     for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the largest first
         graphs[shape] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[shape], pool=pool):
-            train_on(static_buffers[shape])             # recorded, not run; shapes are views of the same memory
+            train_on(static_buffers[shape])             # recorded, not run; all shapes are views of the same memory
 
-and the body of the loop to
+and the body of the loop is
 
     shape = copy_into_static_buffers(next(batches))     # padded to the smallest buckets that hold it
     graphs[shape].replay()
 
-Captured by `graph_networks`: encoder and prediction network, a forward and a backward graph of each per bucket, as in
-MLPerf's submission. Joint and loss stay eager there: their shapes depend on both lengths, and 50 buckets a network make
-up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager.
+Captured by `graph_networks`: encoder and prediction network, each with a forward and a backward graph per bucket, as
+in MLPerf's submission. Joint and loss stay eager there: their shapes depend on both lengths, and 50 buckets a network
+make up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager.
 
 Not captured by either, and why:
     the batch's copy and padding    each batch has its own length and its own address in host memory
-    the learning rate               a schedule on the host computes it; it is written to the GPU, where LAMB reads it
-    the report's copy to the host   it goes to another place in each step; the host reads it some steps later
+    the learning rate               a schedule on the host computes it, and a graph would repeat its first value
+    storing the report              each step copies it to another address; a graph always writes to the same ones. The
+                                    host reads its copy some steps later
 
-Copied in before a replay: the batch to the static buffers and the learning rate to the GPU, both by `load_batch`; in
-`graph_networks` also the gradients of f and g, to the buffers that the backward graphs read.
-Read before the next replay overwrites it: the report of `graph_step`; f, g, their lengths and the parameters' gradients
-of `graph_networks`. All is launched on one stream, so its order is that of the lines below.
-Freed: each variant's `close`, which a run calls at its end, releases its graphs and pools.
+Copied in      `load_batch` copies the batch to the static buffers, and the learning rate to a GPU number that LAMB
+               reads. In `graph_networks` the gradients of f and g go to buffers that the backward graphs read.
+Read in time   end_step reads the report before the next replay of `graph_step` overwrites it. In `graph_networks` f, g,
+               f's lengths and the parameters' gradients are read in the step that wrote them. Everything runs on one
+               stream, so the GPU keeps the order of the code.
+Freed          `close`, which a run calls at its end, releases a variant's graphs and pools, the memory they share.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
@@ -62,13 +64,13 @@ if __name__ == "__main__":
 
 import torch
 
-# A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
-# pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before a replay; each replay
-# checks that their addresses and shapes are those of the capture.
+# CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
+# pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of `static`,
+# which the step fills before, have kept address and shape.
 from common.capture.pool import Pool
 
-# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures; where
-# the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
+# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where
+# the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
 from common.measuring.marks import mark, section
 from common.script.main import main
 
@@ -92,19 +94,19 @@ def eager_step(state: State, index: int, fit=None):
 
 
 def padded_step(state: State, index: int):
-    """eager_step with the graphs' padding; the graphs are compared with it."""
+    """eager_step with the graphs' padding. A run compares the graphs' numbers with those of this step."""
     eager_step(state, index, state.plan.fit)
 
 
 def load_batch(state: State, index: int, fit=None) -> Batch:
     """Copy the next batch into the static buffers, and this step's learning rate to the GPU. No variant captures this.
 
-    fit: fit(frames, tokens) is the shape that the batch is padded to with zeros; None: no padding.
+    fit: fit(frames, tokens) is the shape of the buckets to pad the batch to, with zeros; None: no padding.
     """
     with section("data"):
         batch, original = state.inputs.load(fit)
         state.lamb.lr.fill_(learning_rate(state.config, index))
-    # Counts padding. The lengths of `original` are in host memory, so tolist() does not wait.
+    # Count the padding, for the report of a run. `original` has its lengths in host memory, so tolist() does not wait.
     state.tally.add(original.shape, batch.shape, original.feature_lengths.tolist(), original.token_lengths.tolist())
     return batch
 
@@ -145,17 +147,18 @@ class GraphedStep:
 
     A replay reads the static batch, the learning rate, the weights, LAMB's state (FP32 masters, moments, averages and
     count of steps) and the loss scale with its counters. It writes weights, LAMB's state, loss scale and report. All of
-    these lie outside the pool, so any graph may follow any other. The pool holds activations and gradients; `close`
-    frees it. Dropout draws new numbers, since torch gives each replay the generator's next offset. Ranks may replay
-    different buckets, since LAMB's collectives are the same in every graph.
+    these lie outside the pool, so the graphs may be replayed in any order. The pool holds activations and gradients;
+    `close` frees it. Dropout draws new numbers, since torch gives each replay the generator's next offset. Ranks may
+    replay different buckets, since LAMB's collectives are the same in every graph.
     """
 
     def __init__(self, state: State):
         self.state, self.pool = state, Pool(state.device)
         pairs = state.plan.require_few_pairs("graph_step")
         self.capture = Capture(strategy=f"full iteration, pairs of buckets: {len(pairs)}", pools=[self.pool])
-        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture: a few padded
-        # steps, then each shape once. They train; `state.reset`, which a run calls before its first step, undoes that.
+        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So run a few
+        # padded steps, then each shape once. They train; `state.reset`, which a run calls before its first step, undoes
+        # that.
         warm_up(state, self.capture, padded_step)
         with self.capture.timed("warmup_s"):
             for shape in reversed(pairs):
@@ -177,7 +180,7 @@ class GraphedStep:
             )
         with section("replay"):
             self.graphs[batch.shape].replay()
-        # Every replay overwrites the report. end_step copies it, in the order of the stream, before the next replay.
+        # Every replay overwrites the report. end_step copies it before the next one.
         self.state.end_step(index)
 
     def replays_of(self, index: int) -> int:
@@ -194,9 +197,9 @@ class GraphedStep:
 class GraphedNetworks:
     """`graph_networks`: forward and backward graphs of encoder and prediction network, four replays a step.
 
-    Autograd ends at the networks' outputs. The eager loss gives the outputs' gradients, which are copied into static
-    buffers that the backward graphs read. A backward graph copies the parameters' gradients to static tensors, which
-    LAMB reads. A replay overwrites outputs and gradients of the one before; each is used up within its step.
+    In a step autograd runs the joint and the loss only, back to f and g. Their gradients are copied into static buffers
+    that the backward graphs read. A backward graph copies the parameters' gradients to static tensors, which LAMB
+    reads. The next step's replays overwrite outputs and gradients, so each must be read in its own step.
     """
 
     def __init__(self, state: State):
@@ -212,6 +215,7 @@ class GraphedNetworks:
             pools=[self.encoder.pool, self.prediction.pool],
         )
         warm_up(state, self.capture, padded_step)
+        # The encoder's graphs need no tokens and the prediction network's no frames: 1 stands for the other length.
         buckets = [(self.encoder, frames, (frames, 1)) for frames in reversed(audio)]
         buckets += [(self.prediction, tokens, (1, tokens)) for tokens in reversed(text)]
         with self.capture.timed("warmup_s"):
@@ -254,15 +258,15 @@ class GraphedNetworks:
 class NetworkGraphs:
     """One network's graphs, a forward and a backward per bucket.
 
-    Buckets share a pool, since a step uses one of them. The two networks have a pool each, since both are in use
-    between forward and backward.
+    A step uses one bucket of a network, so the graphs of all its buckets share a pool. Both networks are in use between
+    their forwards and their backwards, so each has a pool of its own.
     """
 
     def __init__(self, state: State, network: torch.nn.Module, run):
         """run(batch): the network's outputs, the first one differentiable."""
         self.run, self.pool, self.parameters = run, Pool(state.device), list(network.parameters())
-        # Outside the pool, one set for all buckets: fifty sets of 87 MB would be 4 GB. The copy out of the pool takes
-        # 40 us a step at 4.3 TB/s.
+        # Outside the pool, one set for all buckets: fifty sets of 87 MB would be 4 GB. The copy from the pool to here
+        # takes 40 us a step at 4.3 TB/s.
         self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.graphs = {}
         self.grad_output = None
@@ -276,7 +280,7 @@ class NetworkGraphs:
         forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
         output = outputs[0]
         if self.grad_output is None:
-            # Smaller buckets use its beginning.
+            # Made for the largest bucket; the smaller ones use its beginning.
             self.grad_output = torch.zeros(output.numel(), dtype=output.dtype, device=output.device)
         grad_output = self.grad_output[: output.numel()].view(output.shape)
         backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
@@ -289,7 +293,7 @@ class NetworkGraphs:
     def forward(self, length: int):
         graph, outputs, _, _ = self.graphs[length]
         graph.replay()
-        # New views: autograd marks them in this step. The next replay of the graph overwrites their memory.
+        # New views, since the step makes them require gradients. The graph's next replay overwrites their memory.
         return [output.detach() for output in outputs]
 
     def backward(self, length: int, gradient):

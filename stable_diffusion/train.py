@@ -1,12 +1,12 @@
 """Stable Diffusion v2: the whole training iteration in one CUDA graph.
 
-The training loop without graphs. `main` (common/script/main.py), called at the end of this file, runs it; its body is
-`eager_step`, or the `step` of a variant below:
+The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
+`step` of a variant below:
 
     for step in range(num_steps):
         moments, context = next(batches)                         # VAE moments, text-encoder output, precomputed
         latents, noise, t = sample(moments), randn(), randint(1000)
-        x = sqrt(a[t]) * latents + sqrt(1 - a[t]) * noise
+        x = sqrt(a[t]) * latents + sqrt(1 - a[t]) * noise        # a: the noise schedule
         target = sqrt(a[t]) * noise - sqrt(1 - a[t]) * latents
         loss = mse(unet(x, t, context), target)
         grads = all_reduce(grad(loss * loss_scale, parameters))
@@ -16,8 +16,8 @@ The training loop without graphs. `main` (common/script/main.py), called at the 
         print(loss of an earlier step)                           # whose copy has arrived on the host
 
 Captured: everything from `sample` to `loss_scale.update()`, the all-reduce too, in one graph, replayed once a step.
-Each replay draws new random numbers, because torch registers its default generator with the graph. In plain torch the
-capture below comes to this:
+Each replay draws new random numbers, because torch registers its default generator with the graph. `graph_networks`
+captures only the UNet's forward and backward, for comparison. In plain torch the capture of the whole step is
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # other threads may call CUDA meanwhile
@@ -26,12 +26,18 @@ capture below comes to this:
     del graph                                                           # frees it and the memory of its pool
 
 Not captured, and why:
-    the batch's copy     each batch lies at another address of the host's memory; it is copied into static inputs
-    the learning rate    a schedule on the host computes it; it is written into the device number that AdamW reads
-    the report           loss, gradient norm and overflows, which the next replay overwrites. Each step copies them to
-                         another place on the host, on the same stream, and a later step reads them without waiting
+    the batch's copy     each batch lies at another host address; a graph always reads the same addresses
+    the learning rate    a schedule on the host computes it, and a graph would repeat its first value
+    storing the report   loss, gradient norm and overflows: each step copies them to another address, and a graph always
+                         writes to the same ones
 
-Between the batch's copy and the report the host needs no value, so the whole step fits one graph.
+Between the batch's copy and the report the host needs no value from the GPU, so the whole step fits one graph.
+
+Copied in      `begin_step` copies the batch to the static inputs, buffers that never move, and the learning rate to a
+               GPU number that AdamW reads.
+Read in time   `end_step` copies the report on the same stream, before the next replay overwrites it. A later step reads
+               the copy without waiting.
+Freed          `close`, which a run calls at its end, releases the graph and its pool, the memory that a graph keeps.
 
     python -m stable_diffusion.train --preset tiny --variant graph_step
     python -m stable_diffusion.train --preset bench --variant graph_step --steps 20
@@ -50,14 +56,15 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-# A pool of CUDA graphs; without a GPU, of host graphs, which record operators and run them again. In
-# pool.capture(fn, static), `static` are tensors that fn reads and that a step overwrites before the replay; each replay
-# checks that their address, shape, strides and dtype are those of the capture.
+# CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
+# pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of `static`,
+# which the step fills before, have kept address, shape, strides and dtype.
 from common.capture.pool import Pool
 from common.machine import host_state
 
-# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures; where
-# the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
+# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where
+# the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+# Capture: what a run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.training import flops
@@ -76,7 +83,7 @@ def eager_step(state: State, index: int):
 
 
 def training_step(state: State):
-    """From the batch in the static inputs to new weights: what `graph_step` captures. It reads nothing back."""
+    """From the batch in the static inputs to new weights: `graph_step` captures this. The host reads no result here."""
     with section("noise"):
         x, t, target = state.noisy_latents(state.inputs["moments"])
     with section("forward"):
@@ -88,8 +95,8 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # Overflow check; AdamW (common/training/optimizers/adam.py), unless a gradient overflowed; loss scale; report.
-        # All of it on the device.
+        # Checks for overflows, updates weights by AdamW (common/training/optimizers/adam.py) unless a gradient
+        # overflowed, then the loss scale; fills the report. All of it on the GPU.
         state.update(loss, grads)
 
 
@@ -106,11 +113,11 @@ class GraphedStep:
     """`graph_step`: `training_step` as one graph. It needs no buffers beyond eager's static inputs.
 
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
-    and offset that torch writes before it. It writes weights, optimizer state, loss scale and report. All of these lie
-    outside the graph's pool, which holds activations and gradients.
+    and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
+    these lie outside the graph's pool, which holds activations and gradients.
 
-    CUDA forbids captures on the default stream, and autograd runs a backward on the stream of its forward. So the whole
-    process, warm-up and eager steps too, runs on one other stream, which the harness sets.
+    Nothing can be captured on the default stream, so the harness runs the whole process, warm-up and eager steps too,
+    on another one.
     """
 
     def __init__(self, state: State):
@@ -144,9 +151,9 @@ class GraphedStep:
 class GraphedNetworks:
     """`graph_networks`: forward and backward of the UNet, two graphs of one pool; the rest of the step is eager.
 
-    It stands here to be compared: what is outside of the graphs could be inside. It needs buffers for x, t and grad_v,
-    the gradient of the UNet's output v, and a copy into each of them a step. The forward leaves activations for the
-    backward in the pool. They, v and the gradients must be read before the next replays.
+    It is here for comparison: `graph_step` shows that the rest could be captured, too. Each step copies into buffers of
+    x, t and grad_v, the gradient of the UNet's output v. The forward leaves activations in the pool, and the backward
+    reads them. The step reads v and the gradients before its end; the next replays overwrite them.
     """
 
     def __init__(self, state: State):
@@ -162,7 +169,7 @@ class GraphedNetworks:
             self.backward, self.grads = self.pool.capture(
                 lambda: torch.autograd.grad(v, state.parameters, self.grad_v), (self.grad_v,)
             )
-        self.v = v.detach()  # the memory that a replay writes, without the autograd graph of the capture
+        self.v = v.detach()  # the same memory, which each replay writes, without the autograd graph of the capture
 
     def step(self, index: int):
         """`training_step` with two replays in the place of the UNet."""
