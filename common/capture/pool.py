@@ -31,10 +31,17 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Pool:
-    """Graphs that share memory. `device` is a torch.device of type cuda or cpu."""
+    """Graphs that share memory.
 
-    def __init__(self, device: torch.device):
+    Args:
+        device: of type cuda or cpu.
+        own_workspace: cuBLAS's workspace lies in the pool, too. Else graphs use that of eager calls, which must not be
+            freed then, as torch.compile's mode reduce-overhead does (_cuda_clearCublasWorkspaces).
+    """
+
+    def __init__(self, device: torch.device, own_workspace: bool = False):
         self.device = torch.device(device)
+        self._own_workspace = own_workspace
         self.graphs: list[CudaGraph | HostGraph] = []
         self._host = HostPool() if self.device.type == "cpu" else None
         self._handle = torch.cuda.graph_pool_handle() if self._host is None else None
@@ -61,7 +68,8 @@ class Pool:
             if not self.graphs:
                 _empty_cache()
             graph = CudaGraph(static_inputs)
-            result = graph.capture(fn, self._handle, self._generators)
+            with _new_workspace() if self._own_workspace else contextlib.nullcontext():
+                result = graph.capture(fn, self._handle, self._generators)
         self.graphs.append(graph)
         return graph, result
 
@@ -142,6 +150,16 @@ def _empty_cache():
     """Free the allocator's cache after an eager warm-up: a pool or another stream cannot use it."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _new_workspace():
+    """Within it, and again after it, cuBLAS allocates a workspace when it needs one."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class CudaGraph:

@@ -45,7 +45,7 @@ class GraphedModules:
             raise Unsupported("batches of several shapes: graphs of modules have one")
         if not state.modules:
             raise Unsupported("no module was handed over")
-        self.state, self.pool = state, Pool(state.device)
+        self.state, self.pool = state, Pool(state.device, own_workspace=True)
         self.capture = Capture(strategy="", pools=[self.pool])
         warm_up(state, self.capture, lambda own, index: own.keep_loss(index, own.step(own.batch(index))))
         chosen = _chosen(state)

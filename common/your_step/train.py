@@ -66,7 +66,7 @@ class GraphedStep:
     def __init__(self, state: StepState):
         if state.device.type == "cpu" and torch.distributed.is_initialized():
             raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
-        self.state, self.pool = state, Pool(state.device)
+        self.state, self.pool = state, Pool(state.device, own_workspace=True)
         for generator in state.snapshot.generators:
             self.pool.register_generator(generator)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])

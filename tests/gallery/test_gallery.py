@@ -27,7 +27,7 @@ PAGE = FOLDER.parents[1] / "docs" / "doctor.md"
 
 @pytest.fixture(scope="module")
 def device():
-    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     kept = torch.backends.cudnn.benchmark
     torch_settings.prepare(chosen)
     yield chosen

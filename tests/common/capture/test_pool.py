@@ -270,3 +270,19 @@ def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
         foreign.capture_begin(pool=(7, 7))
         foreign.capture_end()
     assert pool.bytes() == 23 << 20
+
+
+@pytest.mark.gpu
+def test_a_graph_with_its_own_workspace_outlives_that_of_eager_calls():
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        a, b = torch.randn(2048, 2048, device=device), torch.randn(2048, 2048, device=device)
+        expected = a @ b
+        pool = Pool(device, own_workspace=True)
+        graph, product = pool.capture(lambda: a @ b)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(product, expected)
+        pool.release()
