@@ -104,8 +104,9 @@ def load_batch(state: State, index: int, fit=None) -> Batch:
     with section("data"):
         batch, original = state.inputs.load(fit)
         state.lamb.lr.fill_(learning_rate(state.config, index))
-    # Counts padding. The lengths of `original` are in host memory, so tolist() does not wait.
-    state.tally.add(original.shape, batch.shape, original.feature_lengths.tolist(), original.token_lengths.tolist())
+        # Counts padding. The lengths of `original` are in host memory, so tolist() does not wait.
+        lengths = original.feature_lengths.tolist(), original.token_lengths.tolist()
+        state.tally.add(original.shape, batch.shape, *lengths)
     return batch
 
 

@@ -40,6 +40,8 @@ REMEDIES = {
     "not handed over": "hand over every object that training changes",
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",
     "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
+    "not finite": "look at that batch, at the learning rate and at the precision: the step fails without a graph, too",
+    "memory": "smaller batches or fewer shapes, or graphs of parts: graph_fwd_bwd, graph_modules",
     "capture": "see docs/doctor.md for the message",
 }
 

@@ -47,7 +47,7 @@ class GraphedModules:
             raise Unsupported("no module was handed over")
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="", pools=[self.pool])
-        warm_up(state, self.capture, lambda own, index: own.keep_loss(index, own.step(own.batch(index))))
+        warm_up(state, self.capture, StepState.train)
         chosen = _chosen(state)
         if not chosen:
             raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
@@ -72,7 +72,7 @@ class GraphedModules:
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
-        self.state.keep_loss(index, self.state.step(self.state.batch(index)))
+        self.state.train(index)
 
     def replays_of(self, index: int) -> int:
         """Return the graphs of all modules: each is replayed once in a step."""

@@ -27,6 +27,11 @@ class StepState:
         ValueError: the file cannot be used, its step raises, or gives no loss.
     """
 
+    # Gradients may be set to None between its steps.
+    binds_gradients = True
+    # Of each training that is compared with another.
+    parity_steps = 8
+
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device
         self.path = step_file.split(text)[0]
@@ -50,7 +55,7 @@ class StepState:
 
     def _first_step(self, index):
         try:
-            self.keep_loss(index, self.step(self.batches[index % len(self.batches)]))
+            self.train(index)
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -69,6 +74,10 @@ class StepState:
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""
         return self.batches[index % len(self.batches)]
+
+    def train(self, index: int) -> None:
+        """Train on batch `index` as the file does."""
+        self.keep_loss(index, self.step(self.batch(index)))
 
     def keep_loss(self, index: int, loss) -> None:
         """Remember the loss of a step without waiting for the device.
