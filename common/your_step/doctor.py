@@ -20,6 +20,7 @@ import torch
 
 from common.config import mistakes_in_one_line
 from common.files import write_text
+from common.machine.memory import explain_oom
 from common.measuring import torch_settings
 from common.your_step import memory, on_host, step_file, user_file
 from common.your_step.eager import EagerSteps
@@ -32,6 +33,8 @@ from common.your_step.watch import Watched
 
 __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
+# Steps of a diagnosis, roughly.
+NUM_STEPS_IN_ALL = 70
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
 
 
@@ -115,7 +118,13 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     """
     prepare(device)
     with filled_with_zeros():
-        state = StepState(text, device, "doctor")
+        state = StepState(text, device, "the doctor")
+    minutes = NUM_STEPS_IN_ALL * state.step_s / 60
+    if minutes > 1:
+        print(
+            f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}: about {minutes:.0f} minutes",
+            flush=True,
+        )
     return diagnosed(state, [WHOLE, UP_TO_OPTIMIZER])
 
 
@@ -218,14 +227,22 @@ def main(argv=None) -> int:
     """Print the diagnosis of the step that the command line names; return the exit status."""
     words = sys.argv[1:] if argv is None else argv
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    with mistakes_in_one_line("common.your_step", "doctor"):
+    # The program that the user has started.
+    with mistakes_in_one_line("benchmarks", "measure"):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
         torch_settings.prepare(device)
-        found = _of_users_file(words[0], device)
-    print(found.text())
-    if len(words) > 1:
-        write_text(Path(words[1]), found.text())
+        try:
+            found = _of_users_file(words[0], device)
+        except torch.OutOfMemoryError as error:
+            print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
+            return 1
+        print(found.text())
+        if len(words) > 1:
+            try:
+                write_text(Path(words[1]), found.text())
+            except OSError as error:
+                raise ValueError(f"{words[1]}: {error.strerror}") from None
     return found.status
 
 

@@ -1,8 +1,12 @@
 """The state of a step that somebody hands over: its batches, what it changes, and the losses that it gave."""
 
+import time
+
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from common import variant as variants
+from common.capture.pool import CaptureError
 from common.measuring import marks
 from common.your_step import step_file, user_file
 from common.your_step.snapshot import Snapshot
@@ -41,7 +45,11 @@ class StepState:
             self.losses: dict[int, torch.Tensor | float] = {}
             has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.owned)
             for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
-                self._first_step(index)
+                start = time.monotonic()
+                self.train(index)
+                variants.synchronize()
+            # Seconds of the last of these steps.
+            self.step_s = time.monotonic() - start
         self.snapshot = Snapshot(self.owned, device)
         self.layers = _layers(self.modules)
         signatures = [signature_of(batch) for batch in self.batches]
@@ -52,14 +60,6 @@ class StepState:
                 f"{MOST_CLASSES}"
             )
         self.classes = [known.index(each) for each in signatures]
-
-    def _first_step(self, index):
-        try:
-            self.train(index)
-        except (ValueError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -76,8 +76,21 @@ class StepState:
         return self.batches[index % len(self.batches)]
 
     def train(self, index: int) -> None:
-        """Train on batch `index` as the file does."""
-        self.keep_loss(index, self.step(self.batch(index)))
+        """Train on batch `index` as the file does.
+
+        Raises:
+            ValueError: the step raises; the text has the line of the user's file.
+        """
+        batch = self.batch(index)
+        try:
+            loss = self.step(batch)
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "deterministic" in str(error):
+                raise  # of torch, which was asked for such kernels
+            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
+        self.keep_loss(index, loss)
 
     def keep_loss(self, index: int, loss) -> None:
         """Remember the loss of a step without waiting for the device.
