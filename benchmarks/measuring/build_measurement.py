@@ -196,7 +196,8 @@ class BuildMeasurement:
         else:
             left_s = math.ceil((self.settings.least_cycles - number) * took_s)
             text += f" of {self.settings.least_cycles}, about {left_s} s left"
-        return f"{text}: {'  '.join(f'{name} {ratios[name].ratio:.3f}x' for name in names[:3])}"
+        found = "  ".join(f"{name} {ratios[name].ratio:.3f}x" for name in names[:3])
+        return f"{text}: {found}" if found else text
 
     def _ratios(self, without_last: int = 0) -> dict[str, statistics.Ratio]:
         """Ratios of the variants in the quiet cycles so far, less the last ones, without the control."""

@@ -137,6 +137,29 @@ def test_a_step_that_fails_later_is_named_with_its_line_and_no_internal_names(tm
     assert "what the script printed" not in done.stdout
 
 
+DDP = "model = torch.nn.parallel.DistributedDataParallel(model)"
+FSDP = "torch.distributed.fsdp.fully_shard(model)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [DDP, FSDP])
+def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_path, shares):
+    path = tmp_path / "my_step.py"
+    text = STEP.replace("SCALE", "1.0").replace(
+        "optimizer = torch.optim.SGD(", f"{shares}\n    optimizer = torch.optim.SGD("
+    )
+    path.write_text(text.replace("import torch\n", "import torch, torch.distributed.fsdp\n", 1))
+    words = ["--step", str(path), "--out", str(tmp_path / "runs"), "--ngpu", "2", "--cycles", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measure", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
+    assert "several ranks are captured on GPUs alone" in done.stdout.splitlines()[-1]
+    (found,) = (tmp_path / "runs").rglob("*.json")
+    (build,) = run_file.read(found).builds.values()
+    assert build.variants["eager"].parity.result == "bitwise"
+
+
 @pytest.mark.slow
 def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finished(tmp_path):
     (tmp_path / "my_step.py").write_text(STEP.replace("SCALE", "1.0"))
