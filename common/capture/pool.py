@@ -73,8 +73,8 @@ class Pool:
         if self._host is not None:
             return self._host.borrow(tensor)
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        memory = _Memory(tensor.data_ptr(), (last + 1) * tensor.element_size())
-        memory = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+        place = _Memory(tensor.data_ptr(), (last + 1) * tensor.element_size())
+        memory = torch.as_tensor(place, device=tensor.device).view(tensor.dtype)
         return memory.as_strided(tensor.shape, tensor.stride())
 
     @contextlib.contextmanager

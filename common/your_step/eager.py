@@ -16,7 +16,7 @@ from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.source import Source
 from common.your_step.state import StepState
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import Watched, watch
+from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
@@ -118,7 +118,12 @@ class EagerSteps:
     # --- one step
 
     def _refused(self):
+        # A blocking copy waits, which is said of the copy, or does not matter: a graph has its batch on the GPU.
+        batch = self._batch_storages()
+        copied = {place.line for place, storage, pinned in self.first.copies if storage in batch or not pinned}
         for refused in self.first.refused:
+            if refused.name == A_CUDA_OPERATION and refused.place.line in copied:
+                continue
             place, evidence = refused.place, f"{compare.short(refused.name)} {refused.reason}"
             if place.through:
                 evidence = f"{compare.short(refused.name)} in torch's {place.through} reads a number on the host"
@@ -140,13 +145,19 @@ class EagerSteps:
         line = self.source.made(*(scalers or {type(each).__name__ for each in self.state.optimizers}))
         return self.source.at(line) if line else place.own
 
+    def _batch_storages(self):
+        leaves = tree_leaves(self.state.batch(self.batches[0]))
+        return {_storage(leaf) for leaf in leaves if _is_tensor(leaf)}
+
     def _streams(self):
         for text, place in self.first.unjoined:
             yield Finding("side stream", STOPS, place.own, text, place.module)
 
     def _copies(self):
-        batch = {_storage(leaf) for leaf in tree_leaves(self.state.batch(self.batches[0])) if _is_tensor(leaf)}
-        for place, storage in self.first.copies:
+        batch = self._batch_storages()
+        for place, storage, pinned in self.first.copies:
+            if pinned:
+                continue
             if storage in batch:
                 evidence = "the batch is copied from unpinned memory inside of the step, while the host waits"
                 yield Finding("unpinned copy", SLOW, place.own, evidence, place.module)

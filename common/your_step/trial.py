@@ -73,7 +73,7 @@ class Trial:
             variant = make(state)
         except (CaptureError, torch.OutOfMemoryError) as error:
             return self._failed(error, STOPS)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return Outcome(f"not possible: {str(error).splitlines()[0]}")
         finally:
             state.reset()
@@ -135,7 +135,8 @@ class Trial:
         return self._wrong("uninitialised memory", f"{evidence}filled, {differs.text}; the capture is at fault")
 
     def _difference(self, step):
-        return parity.difference(*self._eager, parity.course(self.state, step), self.names)
+        eager, again = self._eager
+        return parity.difference(eager, again, parity.course(self.state, step), self.names)
 
     def _wrong(self, kind, evidence, prefix="wrong numbers: "):
         return Outcome(prefix + evidence, finding=Finding(kind, WRONG, str(self.state.path), evidence))

@@ -30,6 +30,7 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 
 WAITS = "waits for the GPU"
+A_CUDA_OPERATION = "a CUDA operation"
 PINS = "allocates pinned memory"
 _COPIES_TO_HOST = "copies to the host, which waits for the GPU"
 
@@ -98,7 +99,7 @@ class Watched:
         operators: in order.
         refused: calls that no graph can hold.
         generators: those that operators drew from, with the place of the first call.
-        copies: (place, storage) of copies from unpinned memory of the host to the GPU.
+        copies: (place, storage, whether it is pinned) of copies from memory of the host to the GPU.
         made: storage -> place of the operator that made it.
         written: storage from outside of the step -> place of the first operator that writes it.
         from_host: storages of tensors that the step has made from data of the host.
@@ -111,7 +112,7 @@ class Watched:
     operators: list[Operator] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     generators: dict[int, tuple[torch.Generator, Place]] = field(default_factory=dict)
-    copies: list[tuple[Place, int]] = field(default_factory=list)
+    copies: list[tuple[Place, int | None, bool]] = field(default_factory=list)
     made: dict[int, Place] = field(default_factory=dict)
     written: dict[int, Place] = field(default_factory=dict)
     from_host: set[int] = field(default_factory=set)
@@ -245,14 +246,12 @@ class _Watcher:
         return is_current_stream_capturing
 
     def warned(self, message, category, filename, lineno, file=None, line=None):
-        text = str(message)
-        if self.is_on_host:
-            return
+        text = "" if self.is_on_host else str(message)
         if "synchronizing CUDA operation" in text:
             place = self.place()
             if all(refused.place.line != place.line for refused in self.found.refused):
-                self.found.refused.append(Refused("a CUDA operation", WAITS, place))
-        else:
+                self.found.refused.append(Refused(A_CUDA_OPERATION, WAITS, place))
+        elif text:
             self.found.warned.append((text, self.place()))
 
 
@@ -329,15 +328,15 @@ class _Operators(TorchDispatchMode):
         if name not in ("aten::_to_copy", "aten::copy_") or self.watcher.is_inside:
             return
         source, target = (args[0], result) if name == "aten::_to_copy" else (args[1], args[0])
-        if target.is_cuda and source.device.type == "cpu" and source.dim() and not source.is_pinned():
-            self.watcher.found.copies.append((place, _storage(source)))
+        if target.is_cuda and source.device.type == "cpu" and source.dim():
+            self.watcher.found.copies.append((place, _storage(source), source.is_pinned()))
         elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
             self.watcher.found.refused.append(Refused(str(func), _COPIES_TO_HOST, place))
 
 
 def _is_for_host(reason, values) -> bool:
     """Say whether a call reads nothing but tensors of the host on a machine with a GPU, for which nothing waits."""
-    if not torch.cuda.is_available() or reason not in (rules.READS, rules.SHAPE):
+    if reason not in (rules.READS, rules.SHAPE) or not torch.cuda.is_available():
         return False
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
