@@ -20,7 +20,7 @@ from_make = @$(python) -m benchmarks.from_make
 
 bench_takes = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL ARGS
 measure_takes = STEP VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT ARGS
-doctor_takes = STEP ARGS
+doctor_takes = STEP MODEL PRESET ARGS
 publish_takes = RUN ARGS
 sweep_takes = MODEL PRESET CYCLES MINUTES NGPU HOST_LOAD OUT OVER VALUES VARIANT ARGS
 submit_takes = $(sweep_takes) VARIANTS NODES PARTITION ACCOUNT TIME IMAGE MOUNTS SBATCH
@@ -48,8 +48,8 @@ help: ## this list
 	@echo
 	@echo "models: $(models)"
 
-# MODEL      ## bench, sweep, submit: the folder of the model, as in MODEL=gpt3; bench, submit: a,b; bench: all
-# PRESET     ## bench, sweep, submit: tiny, bench, or another of the model's (bench where there is a GPU, else tiny)
+# MODEL      ## bench, sweep, submit, doctor: the folder of the model, as in MODEL=gpt3; bench, submit: a,b; bench: all
+# PRESET     ## bench, sweep, submit, doctor: tiny, bench, or another of the model's (bench where there is a GPU, else tiny)
 # VARIANTS   ## bench, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
 # CYCLES     ## bench, sweep, submit: number of cycles, or auto: until +-0.5 % (8; tiny: 3)
 # MINUTES    ## bench, submit: go on with cycles for so many; sweep, submit with OVER: start no point that would end later
@@ -84,8 +84,8 @@ measure: ## measure your own training STEP, eager against graphs, in two minutes
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make measure || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
 
-doctor: ## what stands against a graph of your own training STEP, each with file and line
-	$(check)$(call need,STEP,my_step.py:build)
+doctor: ## what stands against a graph of your own training STEP, or of MODEL's, each with file and line
+	$(check)$(if $(strip $(make_MODEL)),,$(call need,STEP,my_step.py:build))
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make doctor || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from benchmarks import ROOT, script
 from benchmarks.command import RUNS, Mistake, words_of
+from benchmarks.files import run_file
 from benchmarks.measuring.request import BuildRequest
 from benchmarks.processes import launch
 from benchmarks.processes.gpus import Gpus
@@ -49,8 +50,8 @@ class Ask:
 
     @property
     def name(self) -> str:
-        """Model and preset, as in gpt3/bench."""
-        return f"{self.model}/{self.preset}"
+        """Model and preset, as in gpt3/bench, or the label of a step of the user's own."""
+        return run_file.title_of(self.model, self.preset, self.label)
 
     @property
     def ranks(self) -> int:
@@ -60,8 +61,8 @@ class Ask:
     @property
     def group(self) -> Path:
         """The folder of the model's runs, as in runs/h200x1/gpt3-bench."""
-        name = "-".join(filter(None, [self.model, self.preset, self.label]))
-        return self.root / f"{self.gpus.slug}x{self.ranks}" / name
+        folder = run_file.folder_of(self.model, self.preset, self.label)
+        return self.root / f"{self.gpus.slug}x{self.ranks}" / folder
 
 
 def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:

@@ -3,6 +3,7 @@
     python -m benchmarks.measure --step my_step.py:build
     python -m benchmarks.measure --step my_step.py:build --quick          issue and busy alone, in half a minute
     python -m benchmarks.measure --step my_step.py:build --doctor         what stands against a graph, with lines
+    python -m benchmarks.measure --model rnnt --doctor                    the same of a model of this repository
     python -m benchmarks.measure --step my_step.py:build --python PATH    the step runs in that interpreter
 
 my_step.py imports nothing of this repository:
@@ -20,21 +21,23 @@ Ctrl-C.
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import ROOT, command, report, run, statistics
+from benchmarks import ROOT, command, report, run, script, statistics
 from benchmarks.command import Mistake, amount, count, positive
+from benchmarks.files import run_file
 from benchmarks.files.run_file import Build, Run, Variant
 from benchmarks.pages.run_table import milliseconds
-from benchmarks.processes import launch
+from benchmarks.processes import gpus, launch
 from common.config import flag_of
 from common.your_step import step_file
 from common.your_step.variants import VARIANTS
 
-MODEL = "common.your_step"
+MODEL = run_file.OWN_STEP
 FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
 MISTAKE = 2
 STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}
@@ -57,7 +60,10 @@ def parse(argv=None) -> argparse.Namespace:
     """Return the command line. Mistakes end the program with one line."""
     parser = command.parser_of("measure", "Your own training step, eager against graphs.")
     add = parser.add_argument
-    add("--step", metavar="FILE.py:BUILD", required=True, help="the file and its function build(device)")
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--step", metavar="FILE.py:BUILD", help="the file and its function build(device)")
+    of.add_argument("--model", metavar="NAME", help=f"with --doctor: one of {', '.join(script.models())}")
+    add("--preset", metavar="NAME", help="with --model: bench where a GPU is found, else tiny")
     add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch (this one)")
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
@@ -67,7 +73,12 @@ def parse(argv=None) -> argparse.Namespace:
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
     add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
     add("--out", metavar="DIR", help="root of the runs (runs)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model is not None and not args.doctor:
+        parser.error("--model is looked at by --doctor; python -m benchmarks.run --model measures it")
+    if args.preset is not None and args.model is None:
+        parser.error("--preset is one of a model's, and takes --model")
+    return args
 
 
 def request(args: argparse.Namespace) -> argparse.Namespace:
@@ -189,8 +200,31 @@ def doctor(asked: argparse.Namespace) -> tuple[int, str]:
         return status, text.read_text() if text.is_file() else ""
 
 
+def _is_seen(measured: Run) -> bool:
+    """Say whether the run itself found the graph of the whole step wrong, so that the others may be trusted."""
+    (build,) = measured.builds.values()
+    return "graph_step" in build.variants and build.variants["graph_step"].status in FAILED
+
+
+def doctor_of_model(args: argparse.Namespace) -> int:
+    """Let a model's script say what stands against a graph of its step; return its exit status.
+
+    Raises:
+        Mistake: there is no such model or preset, or no such interpreter.
+    """
+    model = script.find_model(args.model)
+    preset = script.choose_preset(args.preset, script.describe(model, []), gpus.find_gpus())
+    python = shutil.which(args.python or sys.executable)
+    if python is None:
+        raise Mistake(f"--python {args.python}: no such command")
+    words = [os.path.abspath(python), "-m", f"{model}.train", "--preset", preset, "--doctor"]
+    return subprocess.run(words, cwd=ROOT, check=False).returncode
+
+
 def measure(args: argparse.Namespace) -> int:
     """Measure the step that the command line names; return the exit status."""
+    if args.model is not None:
+        return doctor_of_model(args)
     asked = request(args)
     if args.ngpu > 1:
         print("The doctor looks at one process and is left out with several ranks.")
@@ -205,10 +239,13 @@ def measure(args: argparse.Namespace) -> int:
         print("The eager step failed, so nothing was timed.")
         return 1
     status, sentence = verdict(measured)
-    if found == WRONG and status != NO_CAPTURE:
+    if found == WRONG and status != NO_CAPTURE and not _is_seen(measured):
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
     if not args.quick:
-        print(command.shown(report.write(path, findings=said, verdict=sentence)))
+        try:
+            print(command.shown(report.write(path, findings=said, verdict=sentence)))
+        except OSError as error:
+            print(f"no page about the run: {error.strerror}")
     print(sentence)
     return status
 

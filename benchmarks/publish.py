@@ -70,7 +70,7 @@ def publish(path: Path, results: Path) -> Path:
 def folders_of(run: Run) -> tuple[str, str]:
     """("h200x1", "gpt3-bench"), of what the run says of itself."""
     slug = Gpus(names=tuple(gpu["name"] for gpu in run.host["gpus"])).slug
-    return f"{slug}x{run.ranks}", "-".join(filter(None, [run.model, run.preset, run.label]))
+    return f"{slug}x{run.ranks}", run_file.folder_of(run.model, run.preset, run.label)
 
 
 def why_not(run: Run) -> str:

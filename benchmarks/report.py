@@ -157,8 +157,9 @@ def write(path: Path, out: Path | None = None, findings: str = "", verdict: str 
     Raises:
         benchmarks.files.run_file.Damaged: the file is no run.
     """
+    page = page_of(run_file.read(path), findings, verdict)
     target = out or path.with_suffix(".html")
-    write_text(target, page_of(run_file.read(path), findings, verdict))
+    write_text(target, page)
     return target
 
 

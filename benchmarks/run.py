@@ -223,7 +223,8 @@ def _measure_one(asked, args) -> tuple[run_file.Run, Path | None]:
     """Measure and seal one model's run; where nothing could be timed there is no file."""
     start, gpus = time.monotonic(), asked.gpus
     where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
-    _say("  ".join(filter(None, [asked.name, where, f"torch {asked.host['env']['torch']}", " ".join(asked.flags)])))
+    flags = "" if asked.model == run_file.OWN_STEP else " ".join(asked.flags)
+    _say("  ".join(filter(None, [asked.name, where, f"torch {asked.host['env']['torch']}", flags])))
     facts = open_run(asked, args)
     log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
     measure_run(asked, args, facts, log)
@@ -231,7 +232,8 @@ def _measure_one(asked, args) -> tuple[run_file.Run, Path | None]:
         run = partial.folded(facts.facts)
         facts.close()
         facts.path.unlink()
-        _say(f"\n{run_table.report(run)}\nnothing was timed; what the script printed is in {shown(log)}\n")
+        printed = f"; what the script printed is in {shown(log)}" if log.is_file() and log.stat().st_size else ""
+        _say(f"\n{run_table.report(run)}\nnothing was timed{printed}\n")
         return run, None
     path = partial.seal(facts)
     run = run_file.read(path)

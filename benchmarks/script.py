@@ -12,7 +12,7 @@ from benchmarks.processes.gpus import Gpus
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}
-RESERVED_FLAGS |= {"--mllog", "--profile", "--worker"}
+RESERVED_FLAGS |= {"--mllog", "--profile", "--worker", "--doctor"}
 # Eager once more, beside eager: it shows how far two equal programs differ on this host.
 CONTROL = "control"
 

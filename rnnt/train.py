@@ -106,8 +106,9 @@ def load_batch(state: State, index: int, fit=None) -> Batch:
     with section("data"):
         batch, original = state.inputs.load(fit)
         state.lamb.lr.fill_(learning_rate(state.config, index))
-    # Count the padding, for the report of a run. `original` has its lengths in host memory, so tolist() does not wait.
-    state.tally.add(original.shape, batch.shape, original.feature_lengths.tolist(), original.token_lengths.tolist())
+        # Counts padding. The lengths of `original` are in host memory, so tolist() does not wait.
+        lengths = original.feature_lengths.tolist(), original.token_lengths.tolist()
+        state.tally.add(original.shape, batch.shape, *lengths)
     return batch
 
 

@@ -18,6 +18,9 @@ from typing import Annotated
 
 from benchmarks import statistics
 
+# The model of a step that a user hands over.
+OWN_STEP = "common.your_step"
+
 SCHEMA = 3
 MAX_BYTES = 8 * 2**20
 PASSED_OVER = ("archive", "figures")
@@ -210,6 +213,21 @@ class Run:
     whole: bool
     seconds: dict
     builds: dict[Name, Build]
+
+    @property
+    def title(self) -> str:
+        """The name for people, see title_of."""
+        return title_of(self.model, self.preset, self.label)
+
+
+def title_of(model: str, preset: str, label: str) -> str:
+    """Return gpt3/bench, or the label of a step of the user's own."""
+    return label if model == OWN_STEP else f"{model}/{preset}"
+
+
+def folder_of(model: str, preset: str, label: str) -> str:
+    """Return the name of the folder of a model's runs, as gpt3-bench."""
+    return "-".join(filter(None, [model.removeprefix("common."), preset, label]))
 
 
 def read(path: Path) -> Run:

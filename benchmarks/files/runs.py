@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import ROOT, statistics
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Block, Build, Run, Variant
+from benchmarks.files.run_file import Block, Build, Run, Variant, title_of
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.statistics import Ratio
 
@@ -38,10 +38,11 @@ class Workload:
     @property
     def name(self) -> str:
         """The name in tables: gpt3/bench, followed by label, build and busy processes."""
-        more = [self.label, self.build and f"({self.build})"]
+        title = title_of(self.model, self.preset, self.label)
+        more = [self.label if title != self.label else "", self.build and f"({self.build})"]
         if self.busy and f"load{self.busy}" not in self.label:
             more.append(f"load{self.busy}")
-        return " ".join(filter(None, [f"{self.model}/{self.preset}", *more]))
+        return " ".join(filter(None, [title, *more]))
 
     @property
     def machine(self) -> str:

@@ -139,6 +139,7 @@ class BuildMeasurement:
                 self._hold(variant)
                 paces[variant] = self.worker.paces[variant]
             steps = block_plan.steps_of_block(paces, self.worker.facts, self.settings)
+            self._foretell(paces, sum(steps[each] for each in ("untimed", "timed", "drained")))
             eagers = [name for name in remaining if self._is_eager(name)]
             candidates = [name for name in eagers if name in self.request.eagers] or eagers
             times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -153,6 +154,12 @@ class BuildMeasurement:
                         times[variant].append(statistics.block_ms(answer["ms"], answer["mean_ms"], answer["steps"]))
         base = block_plan.choose_base(times)
         return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces)
+
+    def _foretell(self, paces, steps_of_block):
+        """Say before the first cycle how long the cycles will take, where steps are slow."""
+        minutes = self.settings.least_cycles * steps_of_block * sum(pace["ms"] for pace in paces.values()) / 60e3
+        if minutes > 5:
+            self.say(f"  {self.settings.least_cycles} cycles will take about {minutes:.0f} minutes")
 
     def _hold(self, variant):
         """Have a warm worker with all variants, or with this one where each block has a process of its own."""
@@ -189,7 +196,8 @@ class BuildMeasurement:
         else:
             left_s = math.ceil((self.settings.least_cycles - number) * took_s)
             text += f" of {self.settings.least_cycles}, about {left_s} s left"
-        return f"{text}: {'  '.join(f'{name} {ratios[name].ratio:.3f}x' for name in names[:3])}"
+        found = "  ".join(f"{name} {ratios[name].ratio:.3f}x" for name in names[:3])
+        return f"{text}: {found}" if found else text
 
     def _ratios(self, without_last: int = 0) -> dict[str, statistics.Ratio]:
         """Ratios of the variants in the quiet cycles so far, less the last ones, without the control."""

@@ -43,7 +43,7 @@ def suite(runs: list[Run]) -> str:
             for name, own in build.variants.items():
                 ratio = build.ratio_of(name) if own.headline and own.status == "pass" else None
                 if ratio is not None:
-                    rows.append((f"{run.model}/{run.preset} {build_name}".rstrip(), name, *_cells(ratio)))
+                    rows.append((f"{run.title} {build_name}".rstrip(), name, *_cells(ratio)))
     return "\n".join(_aligned(rows, 2))
 
 

@@ -187,6 +187,12 @@ class HostPool:
         place = View(address, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         return self.owned[address].tensor(place)
 
+    def poison_free(self) -> None:
+        """Fill every storage of the graphs that nobody outside holds."""
+        for storage in self.owned.values():
+            if not storage.held_outside():
+                storage.poison()
+
     def bytes(self) -> int:
         """Bytes of the storages that the graphs produced, each once."""
         return sum(storage.num_bytes for storage in self.owned.values())

@@ -80,7 +80,9 @@ class Pool:
         """
         if self._host is not None:
             return self._host.borrow(tensor)
-        memory = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        place = _Memory(tensor.data_ptr(), (last + 1) * tensor.element_size())
+        memory = torch.as_tensor(place, device=tensor.device).view(tensor.dtype)
         return memory.as_strided(tensor.shape, tensor.stride())
 
     @contextlib.contextmanager
@@ -120,6 +122,19 @@ class Pool:
         finally:
             torch.cuda.CUDAGraph = original  # type: ignore[misc]
 
+    def fill_free_memory(self) -> None:
+        """Fill what is free in the pool with NaN, between steps: no graph may depend on it."""
+        if self._host is not None:
+            self._host.poison_free()
+            return
+        for segment in self._segments():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "inactive":
+                    # All bits set is NaN in every format.
+                    torch.as_tensor(_Memory(address, block["size"]), device=self.device).fill_(0xFF)
+                address += block["size"]
+
     @property
     def num_replays(self) -> int:
         """Replays of all graphs of the pool since their capture."""
@@ -129,13 +144,13 @@ class Pool:
         """Device memory that the pool holds, counted by its allocator segments (host: by storages)."""
         if self._host is not None:
             return self._host.bytes()
+        return sum(segment["total_size"] for segment in self._segments())
+
+    def _segments(self) -> list[dict]:
+        """The allocator's segments in which the graphs have their memory."""
         graphs = [graph.graph for graph in self.graphs if isinstance(graph, CudaGraph)]
         handles = {graph.pool() for graph in graphs if graph is not None}
-        return sum(
-            segment["total_size"]
-            for handle in handles
-            for segment in torch.cuda.memory.memory_snapshot(mempool_id=handle)
-        )
+        return [segment for handle in handles for segment in torch.cuda.memory.memory_snapshot(mempool_id=handle)]
 
     def release(self) -> None:
         """Drop the graphs and their memory. Needed before a process group ends: graphs hold its resources."""
@@ -219,14 +234,13 @@ class CudaGraph:
 
 
 class _Memory:
-    """The memory of a tensor, from its first to its last element, as bytes for torch.as_tensor."""
+    """Bytes of the GPU's memory, for torch.as_tensor."""
 
-    def __init__(self, tensor):
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    def __init__(self, address: int, num_bytes: int):
         self.__cuda_array_interface__ = {
-            "shape": ((last + 1) * tensor.element_size(),),
+            "shape": (num_bytes,),
             "typestr": "|u1",
-            "data": (tensor.data_ptr(), False),
+            "data": (address, False),
             "version": 3,
         }
 

@@ -37,6 +37,13 @@ def train(args, workload, require=None) -> dict:
         if args.run.worker:
             worker.serve(made, args, device, rank, world_size)
             return {"status": "pass"}
+        if args.run.doctor:
+            # The doctor makes a training script of a file that hands over its own step, so it imports this module.
+            from common.your_step import of_model
+
+            if world_size > 1:
+                raise ValueError("--doctor looks at one process: start it without torchrun")
+            return of_model.run(made, args.config, device, f"python -m {made.model}.train")
         return by_hand.run(made, args, device, rank, world_size)
     finally:
         collectives.shutdown()
@@ -46,8 +53,10 @@ def main(model: str, args, workload, require=None) -> NoReturn:
     """Call `train`, then exit.
 
     The status is 0 where the run passed, or could not run here and says so; 1 where it failed; 2 for a mistake in the
-    arguments, which is one line on stderr.
+    arguments, which is one line on stderr. With --doctor it is the doctor's.
     """
     with mistakes_in_one_line(model):
         result = train(args, workload, require)
+    if "exit_status" in result:
+        sys.exit(result["exit_status"])
     sys.exit(0 if result["status"] in ("pass", "unsupported", "oom") else 1)

@@ -12,28 +12,51 @@ Exit status: 0 where nothing stands against a graph, 5 where it would train wron
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from common.capture.pool import CaptureError
 from common.config import mistakes_in_one_line
 from common.files import write_text
+from common.machine.memory import explain_oom
 from common.measuring import torch_settings
-from common.your_step import on_host, parity, step_file, user_file
+from common.your_step import memory, on_host, step_file, user_file
 from common.your_step.eager import EagerSteps
-from common.your_step.errors import explained
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
-from common.your_step.train import GraphedForwardBackward, GraphedStep, eager_step
+from common.your_step.train import GraphedForwardBackward, GraphedStep
+from common.your_step.trial import EQUAL, Outcome, Trial
 from common.your_step.uninitialised import filled_with_zeros
 from common.your_step.watch import Watched
 
-EQUAL = "trains as eager does"
-# Between two eager trainings whose kernels are not deterministic; more is state that is not put back.
-MOST_NOISE = 1e-2
+__all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
+
+# Steps of a diagnosis, roughly.
+NUM_STEPS_IN_ALL = 70
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph to try.
+
+    Attributes:
+        title: of its line.
+        make: its class, as GraphedStep.
+        outside: kinds of findings that concern what it leaves eager.
+        reference: the eager step that it is compared with, where it is not the state's.
+    """
+
+    title: str
+    make: Callable
+    outside: tuple[str, ...] = ()
+    reference: Callable[[int], None] | None = None
+
+
+WHOLE = Graph("graph of the whole step", GraphedStep)
+UP_TO_OPTIMIZER = Graph("graph up to the optimizer", GraphedForwardBackward, _OF_OPTIMIZER)
 
 
 @dataclass
@@ -42,23 +65,44 @@ class Diagnosis:
 
     Attributes:
         findings: those that stop a capture come first.
-        whole: the result of a graph of the whole step, in one line.
-        without_optimizer: the same of a graph up to the optimizer.
-        parts: the largest modules without a finding inside, with their share of the operators.
+        outcomes: title of each graph -> its result in one line.
+        parts: the largest modules without a finding inside, with their share of the operators, the largest first.
+        memory: the graph's predicted memory beside the free one in words, or "".
     """
 
     findings: list[Finding] = field(default_factory=list)
-    whole: str = ""
-    without_optimizer: str = ""
+    outcomes: dict[str, str] = field(default_factory=dict)
     parts: list[tuple[str, float]] = field(default_factory=list)
+    memory: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The result of a graph of the whole step."""
+        return self.outcomes[WHOLE.title]
+
+    @property
+    def without_optimizer(self) -> str:
+        """The result of a graph up to the optimizer."""
+        return self.outcomes[UP_TO_OPTIMIZER.title]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 6 where the step cannot be captured, 5 where a graph would train wrongly, else 0."""
+        levels = {finding.level for finding in self.findings}
+        return 6 if STOPS in levels else 5 if WRONG in levels else 0
 
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
         lines = [finding.text() for finding in self.findings] or ["Nothing stands against a graph."]
-        lines += [f"graph of the whole step: {self.whole}", f"graph up to the optimizer: {self.without_optimizer}"]
-        if self.parts and any(finding.level == STOPS and finding.module for finding in self.findings):
-            parts = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.parts)
-            lines.append(f"modules that can be captured, with their share of the step's operators: {parts}")
+        lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
+        lines += [self.memory] if self.memory else []
+        alone = [finding.module for finding in self.findings if finding.level == STOPS and finding.module]
+        if alone:
+            lines.append(f"smallest modules that fail alone: {', '.join(dict.fromkeys(alone))}")
+        if alone and self.parts:
+            plan = ", then ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.parts)
+            lines.append("plan: the modules that can be captured, each with its share of the forward pass's operators,")
+            lines.append(f"which is about its share of the time that the GPU waits: {plan}")
         return "\n".join(lines)
 
 
@@ -72,176 +116,72 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     Raises:
         ValueError: the file cannot be used, or its step fails eagerly.
     """
+    prepare(device)
+    with filled_with_zeros():
+        state = StepState(text, device, "the doctor")
+    minutes = NUM_STEPS_IN_ALL * state.step_s / 60
+    if minutes > 1:
+        print(
+            f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}: about {minutes:.0f} minutes",
+            flush=True,
+        )
+    return diagnosed(state, [WHOLE, UP_TO_OPTIMIZER])
+
+
+def prepare(device: torch.device) -> None:
+    """Set what the trainings need to be equal, before anything runs on the device."""
     if device.type == "cuda":
         # cuBLAS is deterministic with it alone.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with filled_with_zeros():
-        state = StepState(text, device, "doctor")
-    with on_host.one_hot_as_on_gpu() if device.type == "cpu" else contextlib.nullcontext():
-        return _diagnosed(state)
 
 
-def _diagnosed(state: StepState) -> Diagnosis:
-    eager = EagerSteps(state)
-    found = Diagnosis(findings=list(eager.findings()), parts=_parts(state.modules, eager.first))
-    is_known = any(finding.level == WRONG for finding in found.findings)
-    obstacles = [finding for finding in found.findings if finding.level == STOPS]
-    whole, without_optimizer = _tried(state, is_known or bool(eager.host_values()), obstacles)
-    found.whole, found.without_optimizer = whole.text, without_optimizer.text
-    if whole.is_equal:
+def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
+    """Return the diagnosis of a step from its state.
+
+    Args:
+        state: of the step.
+        graphs: that are tried.
+    """
+    with on_host.one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
+        eager = EagerSteps(state)
+        found = Diagnosis(findings=list(eager.findings()), parts=_parts(state.modules, eager.first))
+        found.memory, full = memory.predicted(state, eager.peak_bytes)
+        found.findings += full
+        is_known = any(finding.level == WRONG for finding in found.findings)
+        outcomes = _tried(state, is_known or bool(eager.host_values()), found.findings, graphs)
+    found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
+    failed = [outcome.finding for outcome in outcomes if outcome.finding]
+    if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
         # Its numbers are eager's: what changes on the host does not matter.
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
-    elif whole.finding and not _is_explained(found.findings, whole.finding):
-        found.findings += [whole.finding, *(eager.host_values() if whole.finding.level == WRONG else [])]
+    elif failed and not _is_explained(found.findings, failed[0]):
+        found.findings += [failed[0], *(eager.host_values() if failed[0].level == WRONG else [])]
     found.findings = ordered(found.findings)
     return found
 
 
-def _tried(state, changes_host, obstacles):
-    """The outcomes of a graph of the whole step and of one up to the optimizer."""
-    is_gpu = state.device.type == "cuda"
-    stops = [finding for finding in obstacles if finding.kind not in _OF_OPTIMIZER]
+def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
+    """The outcomes of graphs."""
     # On a GPU a capture that fails keeps its memory and may spoil the process.
-    whole, part = (GraphedStep, obstacles if is_gpu else []), (GraphedForwardBackward, stops if is_gpu else [])
+    stops = [finding for finding in findings if finding.level == STOPS and state.device.type == "cuda"]
+
+    def outcomes(is_exact):
+        trials = {graph.reference: Trial(state, changes_host, is_exact, graph.reference) for graph in graphs}
+        obstacles = [[each for each in stops if each.kind not in graph.outside] for graph in graphs]
+        return [trials[graph.reference].of(graph.make, own) for graph, own in zip(graphs, obstacles, strict=True)]
+
     with torch_settings.deterministic_kernels():
-        trial = Trial(state, changes_host)
-        outcomes = [trial.of(*each) for each in (whole, part)]
-    if any("deterministic" in outcome.text for outcome in outcomes):
+        found = outcomes(is_exact=True)
+    if any("deterministic" in outcome.text for outcome in found):
         # An operator has no deterministic kernel: two eager trainings say how much is noise.
-        trial = Trial(state, changes_host, is_exact=False)
-        outcomes = [trial.of(*each) for each in (whole, part)]
-    return outcomes
+        found = outcomes(is_exact=False)
+    return found
 
 
 def _is_explained(findings, of_graph):
     """Say whether a failed capture, or wrong numbers, have their cause among the findings."""
     levels = {finding.level for finding in findings}
     return of_graph.kind != "wrong copy" and (of_graph.level in levels or STOPS in levels)
-
-
-# ------------------------------------------------------------------------------------------------
-# Graphs
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one graph.
-
-    Attributes:
-        text: the result in one line.
-        is_equal: the graph trained as eager does.
-        finding: the failure, else None.
-    """
-
-    text: str
-    is_equal: bool = False
-    finding: Finding | None = None
-
-
-class Trial:
-    """Graphs of a step beside two eager trainings.
-
-    Args:
-        state: of the step.
-        changes_host: the step changes what a reset does not put back, so that trainings differ for that reason.
-        is_exact: kernels give the same bits each time.
-    """
-
-    def __init__(self, state: StepState, changes_host: bool, is_exact: bool = True):
-        self.state, self._changes_host, self._is_exact = state, changes_host, is_exact
-        self.names = [name for name, _ in state.snapshot.tensors]
-        self._eager: list[parity.Course] = []
-
-    def of(self, make, obstacles: list[Finding]) -> Outcome:
-        """Return how a variant goes.
-
-        Args:
-            make: its class, as GraphedStep.
-            obstacles: findings for which it is not tried.
-        """
-        state = self.state
-        if obstacles:
-            return Outcome(f"not tried: {obstacles[0].kind} at {obstacles[0].where}")
-        try:
-            variant = make(state)
-        except CaptureError as error:
-            return self._failed(error, STOPS)
-        except RuntimeError as error:
-            return Outcome(f"not possible: {str(error).splitlines()[0]}")
-        finally:
-            state.reset()
-        try:
-            return self._judged(variant)
-        except CaptureError as error:
-            return self._failed(error, WRONG)
-        finally:
-            variant.close()
-            state.reset()
-
-    def _failed(self, error, level) -> Outcome:
-        cause, remedy = explained(str(error))
-        finding = Finding(
-            "capture", level, _place_in(str(error)), f"{cause or error}" + (f"; {remedy}" if remedy else "")
-        )
-        return Outcome(f"failed: {cause or str(error)}", finding=finding)
-
-    def _judged(self, variant) -> Outcome:
-        state = self.state
-        if not self._eager:
-            self._eager = [parity.course(state, lambda index: eager_step(state, index)) for _ in range(2)]
-        eager, again = self._eager
-        unlike = parity.difference(eager, eager, again, self.names)
-        if unlike and (self._is_exact or parity.scatter(eager, again) > MOST_NOISE):
-            evidence = f"two eager trainings from one start differ: {unlike.text}"
-            return Outcome(evidence, finding=Finding("not repeatable", WRONG, str(state.path), evidence))
-        differs = parity.difference(eager, again, parity.course(state, variant.step), self.names)
-        if not differs:
-            return Outcome(EQUAL, is_equal=True)
-        copied = None
-        if not self._changes_host:
-            copied = parity.difference(eager, again, parity.course(state, parity.through_copies(state)), self.names)
-        if copied:
-            evidence = f"the step itself trains otherwise on a copy of its batch: {copied.text}"
-            return Outcome(
-                f"wrong numbers: {evidence}", finding=Finding("wrong copy", WRONG, str(state.path), evidence)
-            )
-        text = differs.text + self._module(type(variant), differs.step)
-        return Outcome(f"wrong numbers: {text}", finding=Finding("wrong numbers", WRONG, str(state.path), text))
-
-    def _module(self, make, step) -> str:
-        """The module whose outputs differ first in the first step that differs, in words."""
-        state = self.state
-        original = state.step
-        # Outputs that are kept lie where nothing else does: so this is a graph of its own, of the step that differs.
-        with parity.Outputs(state.modules) as outputs:
-            state.step = outputs.kept_of(original)
-            try:
-                eager = self._outputs_after(step, lambda index: eager_step(state, index), outputs)
-                variant = make(state)
-                try:
-                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, outputs)
-                finally:
-                    variant.close()
-            except (CaptureError, torch.OutOfMemoryError):
-                return ""
-            finally:
-                state.step = original
-        if not graph:
-            return ""
-        name = parity.first_module(eager, graph)
-        return f"; the outputs of {name} differ first" if name else "; the outputs of all modules are eager's there"
-
-    def _outputs_after(self, step, make_step, outputs):
-        self.state.reset()
-        for index in range(step + 1):
-            make_step(index)
-        return outputs.copies()
-
-
-def _place_in(message):
-    """file:line in a message, or an empty text."""
-    words = [word.strip("()") for word in message.replace(" cannot ", " ").split()]
-    return next((word for word in words if ".py:" in word), "the step")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -256,7 +196,7 @@ def _parts(modules, watched: Watched) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
     for module in modules:
         _collect("", module, bad, inside, total, found)
-    return found
+    return sorted(found, key=lambda part: -part[1])
 
 
 def _collect(path, module, bad, inside, total, found):
@@ -287,16 +227,23 @@ def main(argv=None) -> int:
     """Print the diagnosis of the step that the command line names; return the exit status."""
     words = sys.argv[1:] if argv is None else argv
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    with mistakes_in_one_line("common.your_step", "doctor"):
+    # The program that the user has started.
+    with mistakes_in_one_line("benchmarks", "measure"):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
         torch_settings.prepare(device)
-        found = _of_users_file(words[0], device)
-    print(found.text())
-    if len(words) > 1:
-        write_text(Path(words[1]), found.text())
-    levels = {finding.level for finding in found.findings}
-    return 6 if STOPS in levels else 5 if WRONG in levels else 0
+        try:
+            found = _of_users_file(words[0], device)
+        except torch.OutOfMemoryError as error:
+            print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
+            return 1
+        print(found.text())
+        if len(words) > 1:
+            try:
+                write_text(Path(words[1]), found.text())
+            except OSError as error:
+                raise ValueError(f"{words[1]}: {error.strerror}") from None
+    return found.status
 
 
 if __name__ == "__main__":

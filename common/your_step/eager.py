@@ -5,17 +5,18 @@ another, operator by operator: another operator, another number, or another addr
 replay gets wrong.
 """
 
+import itertools
 import os
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.your_step import compare, host_values, user_file
+from common.your_step import compare, host_values, memory, user_file
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.source import Source
 from common.your_step.state import StepState
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import Watched, watch
+from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
@@ -48,10 +49,9 @@ class EagerSteps:
 
     def __init__(self, state: StepState):
         self.state, self.source = state, Source(state.path)
-        classes = state.classes
-        # Batches of one shape, so that operators can be compared: the first, and the next one of its shape, in turn.
-        same = [index for index in range(2 * len(classes)) if state.batch_class(index) == classes[0]]
-        self.batches = [same[0], same[1 % len(same)]]
+        # Batches of one shape, so that operators can be compared; one more for what asks whether a stream captures.
+        same = (index for index in itertools.count() if state.batch_class(index) == state.batch_class(0))
+        self.batches = list(itertools.islice(same, NUM_STEPS + 1))
         state.reset()
         self.watched: list[Watched] = []
         self.values: list[dict] = []
@@ -61,14 +61,15 @@ class EagerSteps:
         self.homes: list[set] = []
         self.rates: list[list] = []
         self._look()
-        for index in range(NUM_STEPS):
-            self.watched.append(self._step(index % 2))
+        for index in self.batches[:NUM_STEPS]:
+            self.watched.append(self._step(index))
             self._look()
         self.of_batches = {_storage(leaf) for leaf in tree_leaves(state.batches) if _is_tensor(leaf)}
         self.capturing = None
         if self.first.asked_capturing is not None:
-            self.capturing = self._step(0, is_capturing=True)
+            self.capturing = self._step(self.batches[-1], is_capturing=True)
         self.unwritten = read_before_written(state, self.batches[0])
+        self.peak_bytes = memory.peak_of(state, self.batches[0])
         state.reset()
 
     @property
@@ -76,10 +77,10 @@ class EagerSteps:
         """The first step."""
         return self.watched[0]
 
-    def _step(self, which, is_capturing=False) -> Watched:
+    def _step(self, index, is_capturing=False) -> Watched:
         state = self.state
         try:
-            return watch(state.step, state.batch(self.batches[which]), state.modules, is_capturing)
+            return watch(state.step, state.batch(index), state.modules, is_capturing)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -117,7 +118,12 @@ class EagerSteps:
     # --- one step
 
     def _refused(self):
+        # A blocking copy waits, which is said of the copy, or does not matter: a graph has its batch on the GPU.
+        batch = self._batch_storages()
+        copied = {place.line for place, storage, pinned in self.first.copies if storage in batch or not pinned}
         for refused in self.first.refused:
+            if refused.name == A_CUDA_OPERATION and refused.place.line in copied:
+                continue
             place, evidence = refused.place, f"{compare.short(refused.name)} {refused.reason}"
             if place.through:
                 evidence = f"{compare.short(refused.name)} in torch's {place.through} reads a number on the host"
@@ -139,13 +145,19 @@ class EagerSteps:
         line = self.source.made(*(scalers or {type(each).__name__ for each in self.state.optimizers}))
         return self.source.at(line) if line else place.own
 
+    def _batch_storages(self):
+        leaves = tree_leaves(self.state.batch(self.batches[0]))
+        return {_storage(leaf) for leaf in leaves if _is_tensor(leaf)}
+
     def _streams(self):
         for text, place in self.first.unjoined:
             yield Finding("side stream", STOPS, place.own, text, place.module)
 
     def _copies(self):
-        batch = {_storage(leaf) for leaf in tree_leaves(self.state.batch(self.batches[0])) if _is_tensor(leaf)}
-        for place, storage in self.first.copies:
+        batch = self._batch_storages()
+        for place, storage, pinned in self.first.copies:
+            if pinned:
+                continue
             if storage in batch:
                 evidence = "the batch is copied from unpinned memory inside of the step, while the host waits"
                 yield Finding("unpinned copy", SLOW, place.own, evidence, place.module)

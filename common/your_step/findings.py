@@ -17,7 +17,8 @@ REMEDIES = {
     "collective": "call torch.distributed on NCCL and warm it up before the capture",
     "unknown generator": "hand the generator over with what training changes: return step, batches, [model, generator]",
     "optimizer": "AdamW(..., fused=True, capturable=True), or leave the optimizer eager: graph_fwd_bwd",
-    "learning rate": "make it a tensor, lr=torch.tensor(1e-3, device=device), and call the schedule after the replay",
+    "learning rate": "leave optimizer and schedule eager, graph_fwd_bwd; or make lr a tensor, "
+    "lr=torch.tensor(1e-3, device=device), and call schedule.step() outside of the step: it fills the tensor",
     "loss scaler": "use bfloat16, which needs no scaler, or a fused optimizer, which takes found_inf on the GPU",
     "control flow": "compute both branches and choose with torch.where, or capture a graph for each branch",
     "shapes of batches": "pad to a few lengths; each shape needs a graph and its memory",
@@ -40,6 +41,8 @@ REMEDIES = {
     "not handed over": "hand over every object that training changes",
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",
     "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
+    "not finite": "look at that batch, at the learning rate and at the precision: the step fails without a graph, too",
+    "memory": "smaller batches or fewer shapes, or graphs of parts: graph_fwd_bwd, graph_modules",
     "capture": "see docs/doctor.md for the message",
 }
 

@@ -45,9 +45,11 @@ class GraphedModules:
             raise Unsupported("batches of several shapes: graphs of modules have one")
         if not state.modules:
             raise Unsupported("no module was handed over")
+        if any(hasattr(parameter, "to_local") for module in state.modules for parameter in module.parameters()):
+            raise Unsupported("FSDP gathers a module's weights around its forward, and a graph of the module has none")
         self.state, self.pool = state, Pool(state.device, own_workspace=True)
         self.capture = Capture(strategy="", pools=[self.pool])
-        warm_up(state, self.capture, lambda own, index: own.keep_loss(index, own.step(own.batch(index))))
+        warm_up(state, self.capture, StepState.train)
         chosen = _chosen(state)
         if not chosen:
             raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
@@ -72,7 +74,7 @@ class GraphedModules:
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
-        self.state.keep_loss(index, self.state.step(self.state.batch(index)))
+        self.state.train(index)
 
     def replays_of(self, index: int) -> int:
         """Return the graphs of all modules: each is replayed once in a step."""

@@ -4,6 +4,7 @@ One more training tells causes apart: the step runs eagerly on the copies of bat
 training differs from eager as well, the copies are wrong, and not the capture.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from common.your_step.state import StepState, copy_batch, static_copy
 
-PARITY_STEPS = 8
+# Of all memory, for copies of the state.
+MOST_SHARE = 0.25
+# Trainings whose copies are kept at the same time.
+NUM_COURSES = 4
 # Losses are floats of float32 tensors: two that differ by less are equal.
 _LOSS_SCATTER = 1e-6
 # Less than the rounding of a tensor's largest value: an operator may take another way while it is recorded.
@@ -21,9 +25,10 @@ _ROUNDING = torch.finfo(torch.float32).eps
 
 @dataclass
 class Course:
-    """A training from the start: losses, and copies of the state after each step."""
+    """A training from the start: losses, and copies of the state after those steps for which there is memory."""
 
     losses: list[float]
+    steps: list[int]
     states: list[list[torch.Tensor]]
 
 
@@ -43,11 +48,24 @@ def course(state: StepState, make_step: Callable[[int], None]) -> Course:
         make_step: trains on the batch of an index.
     """
     state.reset()
-    states = []
-    for index in range(PARITY_STEPS):
+    (kept, device), states = _kept(state), []
+    for index in range(state.parity_steps):
         make_step(index)
-        states.append([tensor.detach().clone() for _, tensor in state.snapshot.tensors])
-    return Course(state.read_losses(PARITY_STEPS), states)
+        if index in kept:
+            states.append([tensor.detach().to(device, copy=True) for _, tensor in state.snapshot.tensors])
+    return Course(state.read_losses(state.parity_steps), kept, states)
+
+
+def _kept(state) -> tuple[list[int], torch.device]:
+    """The last steps for whose copies there is memory, at least the very last one, and the device of these copies."""
+    size = NUM_COURSES * sum(tensor.nbytes for _, tensor in state.snapshot.tensors)
+    is_gpu = state.device.type == "cuda"
+    total = (
+        torch.cuda.mem_get_info(state.device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    count = int(MOST_SHARE * total // max(size, 1))
+    steps = list(range(state.parity_steps))[-max(1, count) :]
+    return steps, state.device if count else torch.device("cpu")
 
 
 def scatter(eager: Course, again: Course) -> float:
@@ -66,12 +84,14 @@ def difference(eager: Course, again: Course, other: Course, names: list[str]) ->
         names: of the tensors of the state.
     """
     allowed = max(2 * scatter(eager, again), _ROUNDING)
-    for index, (wanted, found) in enumerate(zip(eager.states, other.states, strict=True)):
-        for name, a, b in zip(names, wanted, found, strict=True):
+    for index, loss in enumerate(eager.losses):
+        place = eager.steps.index(index) if index in eager.steps else None
+        wanted, found = ([], []) if place is None else (eager.states[place], other.states[place])
+        for name, a, b in zip(names, wanted, found, strict=False):
             if not torch.equal(a, b) and _relative(a, b) > allowed:
                 text = f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
                 return Difference(index, text)
-        loss, own = eager.losses[index], other.losses[index]
+        own = other.losses[index]
         if loss != own and not abs(loss - own) <= max(allowed, _LOSS_SCATTER) * max(abs(loss), 1e-30):
             return Difference(index, f"the loss of step {index} is {own:.7g}, eager's {loss:.7g}")
     return None

@@ -33,7 +33,7 @@ class Snapshot:
         self._parameters: list[torch.nn.Parameter] = []
         for name, each in zip(_names(owned), owned, strict=True):
             self._add(name, each)
-        self.tensors = _without_doubles(self.tensors)
+        self.tensors = [(name, own_part(tensor)) for name, tensor in _without_doubles(self.tensors)]
         self._values = [tensor.detach().clone() for _, tensor in self.tensors]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
@@ -122,6 +122,11 @@ class Snapshot:
     def generators(self) -> list[torch.Generator]:
         """Generators besides torch's own, which a graph has to know."""
         return self._generators
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that FSDP has spread over ranks, which lies where the tensor does."""
+    return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
 
 
 def _names(owned) -> list[str]:

@@ -1,8 +1,12 @@
 """The state of a step that somebody hands over: its batches, what it changes, and the losses that it gave."""
 
+import time
+
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from common import variant as variants
+from common.capture.pool import CaptureError
 from common.measuring import marks
 from common.your_step import step_file, user_file
 from common.your_step.snapshot import Snapshot
@@ -27,6 +31,11 @@ class StepState:
         ValueError: the file cannot be used, its step raises, or gives no loss.
     """
 
+    # Gradients may be set to None between its steps.
+    binds_gradients = True
+    # Of each training that is compared with another.
+    parity_steps = 8
+
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device
         self.path = step_file.split(text)[0]
@@ -36,7 +45,11 @@ class StepState:
             self.losses: dict[int, torch.Tensor | float] = {}
             has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.owned)
             for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
-                self._first_step(index)
+                start = time.monotonic()
+                self.train(index)
+                variants.synchronize()
+            # Seconds of the last of these steps.
+            self.step_s = time.monotonic() - start
         self.snapshot = Snapshot(self.owned, device)
         self.layers = _layers(self.modules)
         signatures = [signature_of(batch) for batch in self.batches]
@@ -47,14 +60,6 @@ class StepState:
                 f"{MOST_CLASSES}"
             )
         self.classes = [known.index(each) for each in signatures]
-
-    def _first_step(self, index):
-        try:
-            self.keep_loss(index, self.step(self.batches[index % len(self.batches)]))
-        except (ValueError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -69,6 +74,23 @@ class StepState:
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""
         return self.batches[index % len(self.batches)]
+
+    def train(self, index: int) -> None:
+        """Train on batch `index` as the file does.
+
+        Raises:
+            ValueError: the step raises; the text has the line of the user's file.
+        """
+        batch = self.batch(index)
+        try:
+            loss = self.step(batch)
+        except (CaptureError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "deterministic" in str(error):
+                raise  # of torch, which was asked for such kernels
+            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
+        self.keep_loss(index, loss)
 
     def keep_loss(self, index: int, loss) -> None:
         """Remember the loss of a step without waiting for the device.

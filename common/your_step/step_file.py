@@ -22,9 +22,12 @@ def split(text: str) -> tuple[Path, str]:
     name, colon, function = text.rpartition(":")
     name, function = (name, function) if colon and not function.endswith(".py") else (text, "build")
     path = Path(name)
-    if not path.is_file():
-        raise ValueError(f"--step {text}: there is no file {name}, it takes {FORM}")
-    source = path.read_text(errors="replace")
+    try:
+        if not path.is_file():
+            raise ValueError(f"--step {text}: there is no file {name}, it takes {FORM}")
+        source = path.read_text(errors="replace")
+    except OSError as error:
+        raise ValueError(f"--step {text}: {error.strerror}") from None
     own = re.escape(function)
     if not re.search(rf"(?m)^(def {own}\s*\(|{own}\s*=|from .*\b{own}\b)", source):
         raise ValueError(f"--step {text}: {name} has no function {function}(device), it takes {FORM}")

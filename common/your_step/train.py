@@ -28,12 +28,13 @@ from common.measuring import marks
 from common.script.main import main
 from common.variant import Capture, Compiled, Unsupported, Workload, warm_up
 from common.your_step import step_file
+from common.your_step.snapshot import own_part
 from common.your_step.state import StepState, copy_batch, marked, static_copy
 
 
 def eager_step(state: StepState, index: int) -> None:
     """Train on batch `index` as the file does."""
-    state.keep_loss(index, state.step(state.batch(index)))
+    state.train(index)
 
 
 class EagerStep:
@@ -157,7 +158,7 @@ class _Noted:
 
     def __init__(self, owned, parameters, calls):
         self.uses = ""
-        self._addresses = {parameter.untyped_storage()._cdata for parameter in parameters}
+        self._addresses = {own_part(parameter).untyped_storage()._cdata for parameter in parameters}
         self._calls, self._originals = calls, []
         for each in owned:
             names = ("step", "update", "zero_grad", "unscale_") if _is_stepped(each) else ()
@@ -180,7 +181,7 @@ class _Noted:
         """Look at an operator of the step."""
         if self._is_over and not self.uses:
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
-            if any(tensor.untyped_storage()._cdata in self._addresses for tensor in tensors):
+            if any(own_part(tensor).untyped_storage()._cdata in self._addresses for tensor in tensors):
                 self.uses = str(func)
 
     def _noting(self, name, original):

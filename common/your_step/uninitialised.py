@@ -40,6 +40,8 @@ def _has_nan(state, loss) -> bool:
 
 
 def _nan(tensor) -> bool:
+    if tensor.element_size() == 1:
+        tensor = tensor.float()  # FP8 has no isnan
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 

@@ -4,6 +4,7 @@ The rules are those of host graphs (common/capture/host_graph_rules.py). A host 
 refuses; here every one is noted and the step goes on.
 """
 
+import contextlib
 import os
 import sys
 import warnings
@@ -16,17 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
+from common.measuring import marks
 from common.your_step.streams import StreamWatch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _AMP = os.path.join(_TORCH, "amp") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
+_COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 
 WAITS = "waits for the GPU"
+A_CUDA_OPERATION = "a CUDA operation"
 PINS = "allocates pinned memory"
 _COPIES_TO_HOST = "copies to the host, which waits for the GPU"
 
@@ -95,7 +99,7 @@ class Watched:
         operators: in order.
         refused: calls that no graph can hold.
         generators: those that operators drew from, with the place of the first call.
-        copies: (place, storage) of copies from unpinned memory of the host to the GPU.
+        copies: (place, storage, whether it is pinned) of copies from memory of the host to the GPU.
         made: storage -> place of the operator that made it.
         written: storage from outside of the step -> place of the first operator that writes it.
         from_host: storages of tensors that the step has made from data of the host.
@@ -108,7 +112,7 @@ class Watched:
     operators: list[Operator] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     generators: dict[int, tuple[torch.Generator, Place]] = field(default_factory=dict)
-    copies: list[tuple[Place, int]] = field(default_factory=list)
+    copies: list[tuple[Place, int | None, bool]] = field(default_factory=list)
     made: dict[int, Place] = field(default_factory=dict)
     written: dict[int, Place] = field(default_factory=dict)
     from_host: set[int] = field(default_factory=set)
@@ -140,7 +144,8 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
         if has_gpu:
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            with watcher.hooks(), _Functions(watcher), _Operators(watcher):
+            opened = marks.opening_sections(watcher.section)
+            with opened, watcher.hooks(), _Functions(watcher), _Operators(watcher):
                 step(batch)
         finally:
             if has_gpu:
@@ -164,7 +169,7 @@ def place_of_call(module: str = "") -> Place:
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
         elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
-            is_installed = any(part in path for part in _PACKAGES)
+            is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
             if path.startswith(_STANDARD_LIBRARY) and not is_installed:
                 frame = frame.f_back
                 continue
@@ -197,7 +202,8 @@ class _patched:
 class _Watcher:
     def __init__(self, modules):
         self.found, self.stack, self.modules = Watched(), [], modules
-        self.is_inside = self.stores_number = False
+        # Inside of a call that was noted, or in a part of the step that no graph holds.
+        self.is_inside = self.is_on_host = self.stores_number = False
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
     def hooks(self):
@@ -209,9 +215,19 @@ class _Watcher:
     def refuse(self, name, reason):
         self.found.refused.append(Refused(str(name), reason, self.place()))
 
+    @contextlib.contextmanager
+    def section(self, name):
+        before = self.is_inside, self.is_on_host
+        if name in marks.ON_HOST:
+            self.is_inside = self.is_on_host = True
+        try:
+            yield
+        finally:
+            self.is_inside, self.is_on_host = before
+
     def noting(self, original, name, reason):
         def note(*args, **kwargs):
-            if self.is_inside:
+            if self.is_inside or _is_for_host(reason, args):
                 return original(*args, **kwargs)
             self.refuse(name, reason)
             self.is_inside = True
@@ -230,12 +246,12 @@ class _Watcher:
         return is_current_stream_capturing
 
     def warned(self, message, category, filename, lineno, file=None, line=None):
-        text = str(message)
+        text = "" if self.is_on_host else str(message)
         if "synchronizing CUDA operation" in text:
             place = self.place()
             if all(refused.place.line != place.line for refused in self.found.refused):
-                self.found.refused.append(Refused("a CUDA operation", WAITS, place))
-        else:
+                self.found.refused.append(Refused(A_CUDA_OPERATION, WAITS, place))
+        elif text:
             self.found.warned.append((text, self.place()))
 
 
@@ -246,8 +262,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         watcher = self.watcher
-        if func in rules.FORBIDDEN_FUNCTIONS and not watcher.is_inside:
-            watcher.refuse(*rules.FORBIDDEN_FUNCTIONS[func])
+        name, reason = rules.FORBIDDEN_FUNCTIONS.get(func, ("", ""))
+        if reason and not watcher.is_inside and not _is_for_host(reason, args):
+            watcher.refuse(name, reason)
             watcher.is_inside = True
             try:
                 return func(*args, **(kwargs or {}))
@@ -270,7 +287,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         watcher = self.watcher
-        if func.namespace in ("profiler", "prim"):
+        if watcher.is_on_host or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         place, found = watcher.place(), watcher.found
         watcher.streams.launched(place)
@@ -281,7 +298,7 @@ class _Operators(TorchDispatchMode):
             reason = None  # NCCL's are captured
         # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
         is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
-        if reason and not watcher.is_inside and not is_fill:
+        if reason and not watcher.is_inside and not is_fill and not _is_for_host(reason, leaves):
             watcher.refuse(func, reason)
         for leaf in leaves:
             if isinstance(leaf, torch.Generator):
@@ -311,10 +328,18 @@ class _Operators(TorchDispatchMode):
         if name not in ("aten::_to_copy", "aten::copy_") or self.watcher.is_inside:
             return
         source, target = (args[0], result) if name == "aten::_to_copy" else (args[1], args[0])
-        if target.is_cuda and source.device.type == "cpu" and source.dim() and not source.is_pinned():
-            self.watcher.found.copies.append((place, _storage(source)))
+        if target.is_cuda and source.device.type == "cpu" and source.dim():
+            self.watcher.found.copies.append((place, _storage(source), source.is_pinned()))
         elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
             self.watcher.found.refused.append(Refused(str(func), _COPIES_TO_HOST, place))
+
+
+def _is_for_host(reason, values) -> bool:
+    """Say whether a call reads nothing but tensors of the host on a machine with a GPU, for which nothing waits."""
+    if reason not in (rules.READS, rules.SHAPE) or not torch.cuda.is_available():
+        return False
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
 
 
 def _shape(tensor):

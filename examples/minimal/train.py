@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common.capture.pool import Pool
+from common.measuring.marks import section
 from common.script.main import main
 from common.variant import Capture, Workload, warm_up
 
@@ -106,7 +107,8 @@ def training_step(state: State):
 
 
 def eager_step(state: State, index: int):
-    state.load(index)
+    with section("data"):  # never in a graph
+        state.load(index)
     state.reports[index] = training_step(state)
 
 

@@ -8,14 +8,16 @@ import dataclasses
 import importlib
 import io
 import itertools
+import subprocess
 from unittest import mock
 
 import pytest
 
-from benchmarks import ask, command, compare, gate, publish, run, submit, sweep
+from benchmarks import ask, command, compare, gate, measure, publish, report, run, submit, sweep
 from benchmarks.processes import launch
 from benchmarks.script import models
 from common import config
+from common.your_step import doctor, step_file
 from tests.helpers.made_run import put
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -33,6 +35,9 @@ FLAGS = {
     "compare": ["wide", "model"],
     "gate": ["against"],
     "publish": ["into"],
+    "measure": ["step", "model", "preset", "python", "variants", "cycles", "minutes", "ngpu", "host-load", "out"],
+    "report": ["out"],
+    "doctor": ["step"],
 }
 
 
@@ -44,6 +49,9 @@ ENOUGH = {
     "compare": ["root"],
     "gate": ["root", "--against", "root"],
     "publish": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
+    "measure": ["--step", "my_step.py:build"],
+    "report": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
+    "doctor": ["my_step.py:build"],
 }
 
 
@@ -79,7 +87,31 @@ def checked_sweep(argv):
         return sweep.main(argv)
 
 
+def checked_measure(argv):
+    """All of make measure but the doctor and the measuring."""
+    args = measure.parse([*argv, *(["--doctor"] if "--model" in argv else [])])
+
+    def work():
+        if args.model is not None:
+            measure.doctor_of_model(args)
+        else:
+            measure.request(args)
+        return 0
+
+    with mock.patch.object(measure.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, "", "")):
+        return command.exit_status("measure", work, run.FAILURES)
+
+
+def checked_doctor(argv):
+    """All of the doctor but the diagnosis."""
+    with mock.patch.object(doctor, "diagnose", lambda text, device: step_file.split(text) and doctor.Diagnosis()):
+        return doctor.main(argv)
+
+
 PROGRAMS = {
+    "measure": checked_measure,
+    "report": report.main,
+    "doctor": checked_doctor,
     "run": checked_run,
     "sweep": checked_sweep,
     "submit": lambda argv: submit.main(["--dry-run", *argv]),
@@ -109,6 +141,7 @@ for model in models():
 def try_lines(program, folder, examples):
     put(folder / "root", 0)
     (folder / "loop").symlink_to("loop")
+    (folder / "my_step.py").write_text("def build(device): ...")
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
     @given(words_for(program))

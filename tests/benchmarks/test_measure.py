@@ -1,5 +1,6 @@
 """make measure: the verdict on a run, and a step from its file to a verdict on the CPU."""
 
+import errno
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from benchmarks import ROOT, measure
 from benchmarks.files import run_file
+from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
 STEP = """
@@ -105,6 +107,99 @@ def test_a_file_without_a_step_is_refused_in_one_line(tmp_path, monkeypatch, cap
     assert measure.main(["--step", step]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [(-9, "The doctor itself failed"), (1, "The doctor itself failed"), (0, "")]
+)
+def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_page(
+    tmp_path, monkeypatch, capsys, found, said
+):
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: (found, ""))
+    monkeypatch.setattr(measure.run, "measured", lambda asked: ([(made_run(ms={"graph_layer": 8.0}), tmp_path)], False))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(measure.report, "write", full)
+    assert measure.main(["--step", str(tmp_path / "my_step.py")]) == measure.FASTER
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "no page about the run: No space left on device" and lines[-1].startswith("Faster")
+    assert said in lines[0]
+
+
+def test_a_step_that_fails_later_is_named_with_its_line_and_no_internal_names(tmp_path):
+    done = measured(tmp_path, "(1.0 if count[0] < 5 else 1 / 0)", "--quick")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "my_step.py:13: the step raised ZeroDivisionError: division by zero" in done.stdout
+    assert "common.your_step" not in done.stdout + done.stderr and "digest" not in done.stdout
+    assert "what the script printed" not in done.stdout
+
+
+DDP = "model = torch.nn.parallel.DistributedDataParallel(model)"
+FSDP = "torch.distributed.fsdp.fully_shard(model)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [DDP, FSDP])
+def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_path, shares):
+    path = tmp_path / "my_step.py"
+    text = STEP.replace("SCALE", "1.0").replace(
+        "optimizer = torch.optim.SGD(", f"{shares}\n    optimizer = torch.optim.SGD("
+    )
+    path.write_text(text.replace("import torch\n", "import torch, torch.distributed.fsdp\n", 1))
+    words = ["--step", str(path), "--out", str(tmp_path / "runs"), "--ngpu", "2", "--cycles", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measure", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
+    assert "several ranks are captured on GPUs alone" in done.stdout.splitlines()[-1]
+    (found,) = (tmp_path / "runs").rglob("*.json")
+    (build,) = run_file.read(found).builds.values()
+    assert build.variants["eager"].parity.result == "bitwise"
+
+
+@pytest.mark.slow
+def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finished(tmp_path):
+    (tmp_path / "my_step.py").write_text(STEP.replace("SCALE", "1.0"))
+    words = [sys.executable, "-m", "benchmarks.measure", "--step", str(tmp_path / "my_step.py")]
+    words += ["--out", str(tmp_path / "runs"), "--cycles", "4"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    first = subprocess.Popen(words, **options)
+    wait_for(first, "cycle 2 of 4")
+    first.kill()
+    first.wait()
+    again = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert "cycles so far: 2" in again.stdout, again.stdout + again.stderr
+    (path,) = (tmp_path / "runs").rglob("*.json")
+    (build,) = run_file.read(path).builds.values()
+    assert [block.cycle for block in build.variants["graph_step"].blocks] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "rnnt"], "is looked at by --doctor"),
+        (["--step", "a.py", "--preset", "tiny"], "takes --model"),
+        (["--step", "a.py", "--model", "rnnt", "--doctor"], "not allowed with"),
+    ],
+)
+def test_a_model_is_for_the_doctor_alone(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        measure.main(words)
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_doctor_of_a_model_is_its_script(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        measure.subprocess, "run", lambda words, **more: seen.append(words) or subprocess.CompletedProcess(words, 6)
+    )
+    monkeypatch.setattr(measure.gpus, "find_gpus", measure.gpus.Gpus)
+    monkeypatch.setattr(measure.script, "describe", lambda model, flags: {"presets": {"tiny": {}, "bench": {}}})
+    assert measure.main(["--doctor", "--model", "examples/minimal", "--preset", "tiny"]) == measure.NO_CAPTURE
+    assert seen[-1][1:] == ["-m", "examples.minimal.train", "--preset", "tiny", "--doctor"]
 
 
 def test_a_variant_that_failed_otherwise_has_no_wrong_numbers():

@@ -1,0 +1,179 @@
+"""Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured.
+
+Two more trainings tell causes apart. The step runs eagerly on the copies of batches that a graph reads: if that goes
+wrong as well, the copies are at fault and not the capture. And a graph replays with its free memory filled.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common import variant as variants
+from common.capture.pool import CaptureError
+from common.your_step import parity
+from common.your_step.errors import explained
+from common.your_step.findings import STOPS, WRONG, Finding
+from common.your_step.state import StepState
+
+EQUAL = "trains as eager does"
+# Between two eager trainings whose kernels are not deterministic; more is state that is not put back.
+MOST_NOISE = 1e-2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one graph.
+
+    Attributes:
+        text: the result in one line.
+        is_equal: the graph trained as eager does.
+        finding: the failure, else None.
+    """
+
+    text: str
+    is_equal: bool = False
+    finding: Finding | None = None
+
+
+class Trial:
+    """Graphs of a step beside two eager trainings.
+
+    Args:
+        state: of the step.
+        changes_host: the step changes what a reset does not put back, so that trainings differ for that reason.
+        is_exact: kernels give the same bits each time.
+        reference: the eager step of an index; the state's own unless told.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        changes_host: bool,
+        is_exact: bool = True,
+        reference: Callable[[int], None] | None = None,
+    ):
+        self.state, self._changes_host, self._is_exact = state, changes_host, is_exact
+        self._reference = reference or state.train
+        self.names = [name for name, _ in state.snapshot.tensors]
+        self._eager: list[parity.Course] = []
+
+    def of(self, make, obstacles: list[Finding]) -> Outcome:
+        """Return how a variant goes.
+
+        Args:
+            make: its class, as GraphedStep.
+            obstacles: findings for which it is not tried.
+        """
+        state = self.state
+        if obstacles:
+            return Outcome(f"not tried: {obstacles[0].kind} at {obstacles[0].where}")
+        try:
+            variant = make(state)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            return self._failed(error, STOPS)
+        except (RuntimeError, ValueError) as error:
+            return Outcome(f"not possible: {str(error).splitlines()[0]}")
+        finally:
+            state.reset()
+        try:
+            variants.enter(variant)
+            return self._judged(variant)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            return self._failed(error, WRONG)
+        finally:
+            variants.leave(variant)
+            variant.close()
+            state.reset()
+
+    def _failed(self, error, level) -> Outcome:
+        is_full = isinstance(error, torch.OutOfMemoryError)
+        said = variants.status_of(error, self.state.device)[1] if is_full else str(error)
+        cause, remedy = explained(said)
+        evidence = (said if is_full else cause or said) + (f"; {remedy}" if remedy else "")
+        finding = Finding("memory" if is_full else "capture", STOPS if is_full else level, _place_in(said), evidence)
+        return Outcome(f"failed: {said if is_full else cause or said}", finding=finding)
+
+    def _judged(self, variant) -> Outcome:
+        if not self._eager:
+            variants.leave(variant)
+            self._eager = [parity.course(self.state, self._reference) for _ in range(2)]
+            variants.enter(variant)
+        eager, again = self._eager
+        bad = next((index for index, loss in enumerate(eager.losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            return self._wrong(
+                "not finite", f"eager's loss of step {bad} is {eager.losses[bad]}: nothing is compared", ""
+            )
+        unlike = parity.difference(eager, eager, again, self.names)
+        if unlike and (self._is_exact or parity.scatter(eager, again) > MOST_NOISE):
+            return self._wrong("not repeatable", f"two eager trainings from one start differ: {unlike.text}", "")
+        differs = self._difference(variant.step)
+        if not differs:
+            return self._judged_with_filled_memory(variant)
+        cause = ""
+        if not self._changes_host:
+            copied = self._difference(parity.through_copies(self.state))
+            if copied:
+                return self._wrong(
+                    "wrong copy", f"the step itself trains otherwise on a copy of its batch: {copied.text}"
+                )
+            cause = "; run eagerly on the same copies of its batches the step is right, so the capture is at fault"
+        return self._wrong("wrong numbers", differs.text + self._module(type(variant), differs.step) + cause)
+
+    def _judged_with_filled_memory(self, variant) -> Outcome:
+        def step(index):
+            variant.step(index)
+            for pool in variant.capture.pools:
+                pool.fill_free_memory()
+
+        differs = self._difference(step)
+        if not differs:
+            return Outcome(EQUAL, is_equal=True)
+        evidence = "replays read memory of the graph that is free between them, or that they have not written: with it "
+        return self._wrong("uninitialised memory", f"{evidence}filled, {differs.text}; the capture is at fault")
+
+    def _difference(self, step):
+        eager, again = self._eager
+        return parity.difference(eager, again, parity.course(self.state, step), self.names)
+
+    def _wrong(self, kind, evidence, prefix="wrong numbers: "):
+        return Outcome(prefix + evidence, finding=Finding(kind, WRONG, str(self.state.path), evidence))
+
+    def _module(self, make, step) -> str:
+        """The module whose outputs differ first in the first step that differs, in words."""
+        state = self.state
+        if not isinstance(state, StepState):
+            return ""  # a variant of a model does not call state.step
+        original = state.step
+        # Outputs that are kept lie where nothing else does: so this is a graph of its own, of the step that differs.
+        with parity.Outputs(state.modules) as outputs:
+            state.step = outputs.kept_of(original)
+            try:
+                eager = self._outputs_after(step, state.train, outputs)
+                variant = make(state)
+                try:
+                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, outputs)
+                finally:
+                    variant.close()
+            except (CaptureError, torch.OutOfMemoryError):
+                return ""
+            finally:
+                state.step = original
+        if not graph:
+            return ""
+        name = parity.first_module(eager, graph)
+        return f"; the outputs of {name} differ first" if name else "; the outputs of all modules are eager's there"
+
+    def _outputs_after(self, step, make_step, outputs):
+        self.state.reset()
+        for index in range(step + 1):
+            make_step(index)
+        return outputs.copies()
+
+
+def _place_in(message):
+    """file:line in a message, or an empty text."""
+    words = [word.strip("()") for word in message.replace(" cannot ", " ").split()]
+    return next((word for word in words if ".py:" in word), "the step")
