@@ -146,7 +146,7 @@ def deviation(values: Sequence[float]) -> float:
     """Return the standard deviation of two or more values."""
     import numpy
 
-    return numpy.std(values, ddof=1)
+    return float(numpy.std(values, ddof=1))
 
 
 def enough(ratios: Sequence[Ratio]) -> bool:
