@@ -13,9 +13,6 @@ import math
 import sys
 from dataclasses import dataclass
 
-import numpy
-from scipy.stats import t as student_t
-
 from benchmarks import command, statistics
 from benchmarks.command import Mistake
 from benchmarks.compare import found_in
@@ -71,7 +68,7 @@ def _change(old, new, both):
     variance = sum(error**2 for error, _ in sides)
     # Welch and Satterthwaite.
     freedom = variance**2 / sum(error**4 / free for error, free in sides) if variance else 1.0
-    factor = student_t.ppf(1 - (1 - statistics.CONFIDENCE) / both / 2, freedom)
+    factor = statistics.student_t(1 - (1 - statistics.CONFIDENCE) / both / 2, freedom)
     return Change(name, old, new, new.ratio / old.ratio - 1, math.expm1(min(factor * math.sqrt(variance), 50.0)))
 
 
@@ -80,12 +77,12 @@ def _spread(row):
     ratios = [point.ratio for point in row.points if point.ratio is not None]
     if len(ratios) > 1:
         logs = [math.log(ratio.ratio) for ratio in ratios]
-        return numpy.std(logs, ddof=1) / math.sqrt(len(logs)), len(logs) - 1
+        return statistics.deviation(logs) / math.sqrt(len(logs)), len(logs) - 1
     (ratio,) = ratios
     if ratio.cycles < 2:
         return 50.0, 1
     freedom = ratio.cycles - 1
-    return math.log1p(ratio.half_width) / student_t.ppf((1 + statistics.CONFIDENCE) / 2, freedom), freedom
+    return math.log1p(ratio.half_width) / statistics.student_t((1 + statistics.CONFIDENCE) / 2, freedom), freedom
 
 
 def parse(argv=None):

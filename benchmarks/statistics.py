@@ -12,9 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy
-from scipy.stats import t as student_t
-
 CONFIDENCE = 0.95
 SAME = 0.005  # two programs whose times differ by less are the same for our purpose
 LEAST_CYCLES = 8  # before `auto` ends a run
@@ -137,6 +134,21 @@ def predicted_gain(issue_ms: float, busy_ms: float) -> float:
     return max(1.0, issue_ms / busy_ms)
 
 
+def student_t(share: float, freedom: float) -> float:
+    """Return the quantile of Student's t distribution: `share` of it lies below."""
+    # Most commands compute no interval, and scipy.stats, which calls this function too, takes a second to import.
+    from scipy.special import stdtrit
+
+    return stdtrit(freedom, share)
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of two or more values."""
+    import numpy
+
+    return float(numpy.std(values, ddof=1))
+
+
 def enough(ratios: Sequence[Ratio]) -> bool:
     """Return whether `auto` may end the run: every ratio has LEAST_CYCLES and a half-width of at most SAME.
 
@@ -160,5 +172,4 @@ def _half_width(logs):
     count = len(logs)
     if count == 1:
         return math.inf
-    factor = student_t.ppf((1 + CONFIDENCE) / 2, count - 1)
-    return float(factor * numpy.std(logs, ddof=1) / math.sqrt(count))
+    return float(student_t((1 + CONFIDENCE) / 2, count - 1) * deviation(logs) / math.sqrt(count))

@@ -115,7 +115,8 @@ class State(Protocol):
     """The tensors that a step reads and writes.
 
     A run resets them before its steps, may hash them, and reads them afterwards. A state that does more is also one of
-    `Evaluates`, `Finishes`, `Closes`; its `hyperparameters`, a dict, are what only the data tell to --mllog.
+    `Evaluates`, `Finishes`, `Closes`; its `hyperparameters`, a dict, are what only the data tell to --mllog. Subclasses
+    inherit the methods that have a default here.
     """
 
     def reset(self) -> None:
@@ -128,13 +129,15 @@ class State(Protocol):
         """Losses of steps 0 to count - 1. May wait for the device."""
 
     def read_grad_norms(self, count: int) -> list[float]:
-        """Gradient norms of steps 0 to count - 1."""
+        """Gradient norms of steps 0 to count - 1; none by default."""
+        return []
 
     def batch_class(self, index: int) -> int:
-        """Return the class of batch that step `index` has: batches of one shape are one class.
+        """Return the class of batch that step `index` has: batches of one shape are one class, 0 by default.
 
         Where no class comes again, the first min_steps steps are a class each, and all later ones one.
         """
+        return 0
 
 
 @runtime_checkable
@@ -208,7 +211,8 @@ class Variant(Protocol):
         """Train on batch `index`."""
 
     def replays_of(self, index: int) -> int:
-        """Graph replays that step `index` must make."""
+        """Graph replays that step `index` must make; one by default."""
+        return 1
 
     def close(self) -> None:
         """Release the graphs."""

@@ -35,38 +35,28 @@ if __name__ == "__main__":
     args = parse("examples.minimal", Config, PRESETS, VARIANTS, about=about(VARIANTS))  # needs no torch
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from common.capture.pool import Pool
 from common.measuring.marks import section
 from common.script.main import main
-from common.variant import Capture, Workload, warm_up
+from common.variant import Capture, State, Variant, Workload, warm_up
 
 
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-
+class Layer(nn.TransformerEncoderLayer):
     def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)  # one head
-        future = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).triu(1)
-        weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(future, float("-inf")).softmax(-1)
-        x = x + self.out(weights @ v)
-        return x + self.mlp(self.norm2(x))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+        return super().forward(x, mask, is_causal=True)
 
 
-class State:
+class Training(State):
     """All that a step reads and writes. Tensors stay where they are, for a graph holds their addresses."""
 
     def __init__(self, config: Config, device: torch.device):
         torch.manual_seed(0)
-        layers = Layer(config.width), Layer(config.width)
+        layers = [Layer(config.width, 4, 4 * config.width, dropout=0.0, batch_first=True) for _ in range(2)]
         self.model = nn.Sequential(nn.Embedding(256, config.width), *layers, nn.Linear(config.width, 256)).to(device)
-        self.device, self.reports, self.parameters = device, {}, list(self.model.parameters())
+        self.device, self.losses, self.parameters = device, {}, list(self.model.parameters())
         self.batch = torch.zeros(config.batch, config.tokens + 1, dtype=torch.int64, device=device)
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -83,50 +73,41 @@ class State:
         return [(str(index), tensor) for index, tensor in enumerate(self.tensors)]
 
     def read_losses(self, count):
-        return [float(self.reports[index][0]) for index in range(count)]
-
-    def read_grad_norms(self, count):
-        return [float(self.reports[index][1]) for index in range(count)]
-
-    def batch_class(self, index):
-        return 0  # all batches have one shape
+        return [float(self.losses[index]) for index in range(count)]
 
     def load(self, index):
         tokens = torch.randint(256, self.batch.shape, generator=torch.Generator().manual_seed(index))
         self.batch.copy_(tokens, non_blocking=True)
 
 
-def training_step(state: State):
+def training_step(state: Training):
     """Train one step, from the batch to new weights. `graph_step` captures it; nothing in it waits for the device."""
     state.optimizer.zero_grad(set_to_none=False)  # gradients keep their addresses
-    loss = F.cross_entropy(state.model(state.batch[:, :-1]).flatten(0, 1), state.batch[:, 1:].flatten())
+    loss = nn.functional.cross_entropy(state.model(state.batch[:, :-1]).flatten(0, 1), state.batch[:, 1:].flatten())
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(state.parameters, 1.0)
+    nn.utils.clip_grad_norm_(state.parameters, 1.0)
     state.optimizer.step()
-    return loss.detach(), norm
+    return loss.detach()
 
 
-def eager_step(state: State, index: int):
+def eager_step(state: Training, index: int):
     with section("data"):  # never in a graph
         state.load(index)
-    state.reports[index] = training_step(state)
+    state.losses[index] = training_step(state)
 
 
-class GraphedStep:
-    def __init__(self, state: State):
+class GraphedStep(Variant):
+    def __init__(self, state: Training):
         self.state, self.pool = state, Pool(state.device)  # as torch.cuda.graph; without a GPU a host graph
         self.capture = Capture(strategy="the whole step", pools=[self.pool])
         warm_up(state, self.capture, eager_step)  # libraries choose their kernels
         with self.capture.timed("capture_s"):
-            self.graph, self.report = self.pool.capture(lambda: training_step(state), (state.batch,))
+            self.graph, self.loss = self.pool.capture(lambda: training_step(state), (state.batch,))
 
     def step(self, index: int):
         self.state.load(index)
         self.graph.replay()
-        self.state.reports[index] = tuple(tensor.clone() for tensor in self.report)  # the next replay overwrites it
-
-    def replays_of(self, index: int) -> int:
-        return 1
+        self.state.losses[index] = self.loss.clone()  # the next replay overwrites it
 
     def close(self):
         self.pool.release()
@@ -134,7 +115,7 @@ class GraphedStep:
 
 def workload(args, device: torch.device, rank: int, world_size: int):
     step = {"reference": eager_step, "items_per_step": args.config.batch, "unit": "sequences"}
-    return args, Workload(model="examples.minimal", build=State, variants=VARIANTS, **step)
+    return args, Workload(model="examples.minimal", build=Training, variants=VARIANTS, **step)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ def test_the_verdict_follows_the_interval(ms, status, word):
         ("numerics_failed", "loss is not finite", measure.WRONG),
         ("capture_failed", "Tensor.item at my_step.py:9 cannot be captured", measure.NO_CAPTURE),
         ("oom", "needs 9 GiB more", measure.NO_CAPTURE),
+        ("unsupported", "several ranks are captured on GPUs alone", measure.NOT_MEASURED),
     ],
 )
 def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
@@ -67,11 +68,12 @@ def test_on_a_cpu_nothing_is_measured():
     assert found == measure.NOT_MEASURED and "there is no GPU" in sentence and "graph_layer" in sentence
 
 
-def test_the_quick_answer_names_issue_busy_and_what_a_graph_can_gain():
-    run = made_run(issue=(15.0, 10.0))
+@pytest.mark.parametrize(("issue", "words"), [(15.0, "may gain up to 1.50x"), (9.0, "has little to remove")])
+def test_the_quick_answer_names_issue_busy_and_what_a_graph_can_gain(issue, words):
+    run = made_run(issue=(issue, 10.0))
     del run.builds[""].variants["graph_layer"]
     found, sentence = measure.verdict(run)
-    assert found == measure.NOT_MEASURED and "up to 1.50x" in sentence and "15.00 ms" in sentence
+    assert found == measure.NOT_MEASURED and words in sentence and f"issues a step in {issue:.2f}" in sentence
 
 
 def measured(tmp_path, scale, *more):
@@ -214,3 +216,12 @@ def test_a_variant_that_nobody_has_is_refused_before_anything_runs(tmp_path, cap
     assert measure.main(["--step", str(tmp_path / "my_step.py"), "--variants", "nonsense"]) == 2
     said = capsys.readouterr()
     assert "takes some of eager, graph_step" in said.err and not said.out
+
+
+def test_an_interpreter_without_torch_is_refused(tmp_path, capsys):
+    (tmp_path / "my_step.py").write_text(STEP)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--python", str(python)]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"--python {python} has no torch")

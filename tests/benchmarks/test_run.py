@@ -12,6 +12,7 @@ from benchmarks.files import partial, run_file
 from benchmarks.processes import supervisor
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, start, wait_for, workers
 from tests.helpers.made_run import put
+from tests.helpers.once import once
 from tests.helpers.processes import until
 from tests.lying_model.variants import BREAKS, LIARS
 from tests.lying_model.variants import SOUND as ALL_SOUND
@@ -24,8 +25,13 @@ DISTURBING = ("late_work", "late_update", "leak", "threads", "clock", "few_steps
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     """All sound variants, in two quiet cycles and two beside a busy process."""
-    out = tmp_path_factory.mktemp("sound")
-    return bench(out, ["eager", *SOUND], "--host-load", 1, "--cycles", 2), out
+
+    def make(out):
+        done = bench(out, ["eager", *SOUND], "--host-load", 1, "--cycles", 2)
+        return {name: getattr(done, name) for name in ("returncode", "stdout", "stderr")}
+
+    out, done = once(tmp_path_factory, "sound", make)
+    return SimpleNamespace(**done), out
 
 
 def test_sound_variants_pass_and_train_alike(sound):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy
-from scipy.stats import t as student_t
 
-from benchmarks.statistics import CONFIDENCE, LEAST_CYCLES, SAME
+from benchmarks.statistics import CONFIDENCE, LEAST_CYCLES, SAME, student_t
 
 RUNS, SEED, MOST_CYCLES, MORE_CYCLES = 10_000, 1, 24, 4
 TICK_S, DEAD_TICKS, TIMED_TICKS = 0.1, 5, 10
@@ -135,7 +134,7 @@ def intervals(logs):
     count = numpy.arange(1, len(logs) + 1).reshape(-1, *[1] * (logs.ndim - 1))
     mean = logs.cumsum(axis=0) / count
     variance = ((logs**2).cumsum(axis=0) - count * mean**2).clip(0) / (count - 1).clip(1)
-    half = student_t.ppf((1 + CONFIDENCE) / 2, (count - 1).clip(1)) * numpy.sqrt(variance / count)
+    half = student_t((1 + CONFIDENCE) / 2, (count - 1).clip(1)) * numpy.sqrt(variance / count)
     return mean, numpy.where(count == 1, numpy.inf, half)
 
 

@@ -21,7 +21,8 @@ from benchmarks.files import partial, run_file
 from tests.helpers.processes import processes_with, until
 from tests.helpers.slurm_cluster import Cluster, free_ports
 
-pytestmark = pytest.mark.slurm
+# One cluster serves all of them, so one of pytest's processes runs them.
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("slurm")]
 
 # The same model under two names.
 MODELS = (MODEL := "tests.lying_model", "tests.other_model")

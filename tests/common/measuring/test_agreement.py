@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.once import once
 from tests.helpers.rank_job import KINDS, PHASES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,11 +22,17 @@ SAID = {
 }
 
 
-def run_jobs(folder, jobs):
+def run_jobs(tmp_path_factory, name, jobs):
+    """{job: (its answer, path of its result)}."""
+    folder, answers = once(tmp_path_factory, name, lambda folder: _run(folder, jobs))
+    return {job: (answer, folder / job / "graph.json") for job, answer in answers.items()}
+
+
+def _run(folder, jobs):
     environment = os.environ | {"RANK_STALL_S": str(STALL_S), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.helpers.rank_job", str(folder), *jobs]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
-    return {job: (json.loads((folder / f"{job}.json").read_text()), folder / job / "graph.json") for job in jobs}
+    return {job: json.loads((folder / f"{job}.json").read_text()) for job in jobs}
 
 
 FEW = ("none:steps:0:2", "killed:steps:1:2", "oom:capture:1:4", "raised:profile:0:2")
@@ -36,12 +43,12 @@ ALONE = ["killed:build:1:2:alone", "killed:steps:1:4:alone"]
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    return run_jobs(tmp_path_factory.mktemp("ranks"), FEW)
+    return run_jobs(tmp_path_factory, "few-ranks", FEW)
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    return run_jobs(tmp_path_factory.mktemp("ranks"), [ROOT_DIED, STALL, *FAULTS, *ALONE])
+    return run_jobs(tmp_path_factory, "many-ranks", [ROOT_DIED, STALL, *FAULTS, *ALONE])
 
 
 def check(job, answer, path):

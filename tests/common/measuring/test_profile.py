@@ -11,6 +11,7 @@ from common.measuring import trace
 from common.measuring.marks import section
 from tests.helpers import forked
 from tests.helpers.by_hand import ByHand, Variant
+from tests.helpers.once import once
 
 SECTIONS = ["data", "zero gradients", "embedding", "forward", "loss", "backward", "optimizer"]
 VARIANTS = {"eager": "eager.json", "graph_layer_overlap": "new folder/overlap.json"}
@@ -24,18 +25,24 @@ def train(*flags):
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
     """variant -> (path of its trace, the trace, stdout, the result)."""
-    folder, beside = tmp_path_factory.mktemp("profile"), tmp_path_factory.mktemp("results")
 
-    def traced(item):
-        return train("--variant", item[0], "--profile", folder / item[1], "--record", beside / f"{item[0]}.json")
+    def make(folder):
+        (folder / "results").mkdir()
 
-    with ThreadPoolExecutor(2) as pool:
-        runs = pool.map(traced, VARIANTS.items())
+        def traced(item):
+            files = "--profile", folder / item[1], "--record", folder / "results" / f"{item[0]}.json"
+            return train("--variant", item[0], *files)
+
+        with ThreadPoolExecutor(2) as pool:
+            runs = list(pool.map(traced, VARIANTS.items()))
+        assert not any(run.returncode for run in runs), [run.stderr for run in runs]
+        return dict(zip(VARIANTS, (run.stdout for run in runs), strict=True))
+
+    folder, said = once(tmp_path_factory, "profiles", make)
     found = {}
-    for (variant, name), run in zip(VARIANTS.items(), runs, strict=True):
-        assert run.returncode == 0, run.stderr
-        content = json.loads((folder / name).read_text())
-        found[variant] = folder / name, content, run.stdout, json.loads((beside / f"{variant}.json").read_text())
+    for variant, name in VARIANTS.items():
+        result = json.loads((folder / "results" / f"{variant}.json").read_text())
+        found[variant] = folder / name, json.loads((folder / name).read_text()), said[variant], result
     return found
 
 
