@@ -48,6 +48,8 @@ WHAT = {
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
 }
 DOCTOR_LIMIT_S = 300
+# A graph of the whole step leaves nothing that a graph of a part would remove.
+WHOLE, WHOLE_IS_RIGHT = "graph_step,reduce_overhead", "graph of the whole step: trains as eager does"
 FAILED = ("failed", "numerics_failed")
 # Reasons of checks that compare what was computed, and not how (benchmarks/measuring/checks.py).
 NUMBERS = re.compile("parity|loss|moved the training state|still changed")
@@ -67,7 +69,11 @@ def parse(argv=None) -> argparse.Namespace:
     add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch (this one)")
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
-    add("--variants", metavar="A,B", help="some of graph_step, graph_fwd_bwd, graph_modules, reduce_overhead (all)")
+    add(
+        "--variants",
+        metavar="A,B",
+        help="some of graph_step, graph_fwd_bwd, graph_modules, reduce_overhead (those that can be best)",
+    )
     add("--cycles", metavar="N", help="cycles (8; on a CPU 3), or auto: until +-0.5 %%")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
@@ -234,6 +240,10 @@ def measure(args: argparse.Namespace) -> int:
         return found
     if found not in (0, WRONG, NO_CAPTURE):
         print("The doctor itself failed and is left out.")
+    if not args.variants and WHOLE_IS_RIGHT in said and gpus.find_gpus().names:
+        print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
+        args.variants = WHOLE
+        asked = request(args)
     ((measured, path),), _ = run.measured(asked)
     if path is None:
         print("The eager step failed, so nothing was timed.")

@@ -1,6 +1,7 @@
 """Two steps, operator by operator: where they part, in words and with a place."""
 
-from common.your_step.watch import Operator, Place
+from common.your_step.place import Place
+from common.your_step.watch import Operator
 
 
 def first_difference(a: list[Operator], b: list[Operator]) -> tuple[Operator, Operator | None] | None:

@@ -65,9 +65,12 @@ class EagerSteps:
             self.watched.append(self._step(index))
             self._look()
         self.of_batches = {_storage(leaf) for leaf in tree_leaves(state.batches) if _is_tensor(leaf)}
-        self.capturing = None
+        self.capturing, self.objection = None, ""
         if self.first.asked_capturing is not None:
-            self.capturing = self._step(self.batches[-1], is_capturing=True)
+            try:
+                self.capturing = self._step(self.batches[-1], is_capturing=True)
+            except ValueError as error:
+                self.objection = str(error)
         self.unwritten = read_before_written(state, self.batches[0])
         self.peak_bytes = memory.peak_of(state, self.batches[0])
         state.reset()
@@ -94,7 +97,10 @@ class EagerSteps:
         self.random.append(host_values.random_states())
         self.gradients.append({name: _address(parameter.grad) for name, parameter in self._parameters()})
         self.homes.append({_storage(parameter) for _, parameter in self._parameters()})
-        self.rates.append([_number(group["lr"]) for each in self.state.optimizers for group in each.param_groups])
+        self.rates.append([_number(group["lr"]) for group in self._groups()])
+
+    def _groups(self):
+        return [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
 
     def _parameters(self):
         return [(name, p) for module in self.state.modules for name, p in module.named_parameters()]
@@ -181,6 +187,9 @@ class EagerSteps:
 
     def _differences(self):
         found: dict[tuple[str, str], Finding] = {}
+        if self.objection and not any(group.get("capturable") is False for group in self._groups()):
+            evidence = f"while a stream captures, {self.objection}"
+            found["objection", ""] = Finding("capture-aware code", STOPS, str(self.state.path), evidence)
         for index, other in enumerate(self.watched[1:], 1):
             for finding in self._compared(index, other):
                 found.setdefault((finding.kind, finding.where), finding)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture.host_graph_rules import ALLOCATIONS
-from common.your_step.watch import Place, place_of_call
+from common.your_step.place import Place, place_of_call
 
 
 def read_before_written(state, index: int) -> tuple[Place, str] | None:

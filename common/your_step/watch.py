@@ -5,11 +5,8 @@ refuses; here every one is noted and the step goes on.
 """
 
 import contextlib
-import os
-import sys
 import warnings
 from dataclasses import dataclass, field
-from types import FrameType
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,16 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
+from common.your_step.place import Place, place_of_call
 from common.your_step.streams import StreamWatch
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_AMP = os.path.join(_TORCH, "amp") + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-_COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_PACKAGES = ("site-packages", "dist-packages")
 
 WAITS = "waits for the GPU"
 A_CUDA_OPERATION = "a CUDA operation"
@@ -44,23 +35,6 @@ def calls_of_gpu() -> list:
         *((event, name, WAITS) for name in ("synchronize", "query", "elapsed_time")),
         (torch.Tensor, "pin_memory", PINS),
     ]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The origin of a call.
-
-    Attributes:
-        line: file:line of the innermost frame outside of torch.
-        own: file:line of the innermost frame outside of all installed packages, or the same.
-        through: "optimizer", "schedule" or "loss scaler" where the call comes from one of torch's.
-        module: path of the innermost module that is running.
-    """
-
-    line: str
-    own: str
-    through: str = ""
-    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,33 +126,6 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
                 torch.cuda.set_sync_debug_mode("default")
     watcher.found.unjoined = watcher.streams.unjoined()
     return watcher.found
-
-
-def place_of_call(module: str = "") -> Place:
-    """Return the place in the user's code that is running.
-
-    Args:
-        module: path of the innermost module that is running.
-    """
-    line = own = through = ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_OPTIM):
-            through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
-        elif path.startswith(_AMP):
-            through = "loss scaler" if "grad_scaler" in path else through
-        elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
-            is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
-            if path.startswith(_STANDARD_LIBRARY) and not is_installed:
-                frame = frame.f_back
-                continue
-            line = line or f"{path}:{frame.f_lineno}"
-            if not is_installed:
-                own = f"{path}:{frame.f_lineno}"
-                break
-        frame = frame.f_back
-    return Place(line or "unknown line", own or line or "unknown line", through, module)
 
 
 class _patched:
@@ -296,6 +243,8 @@ class _Operators(TorchDispatchMode):
         reason = rules.reason_against(func, args, kwargs)
         if is_collective and any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves):
             reason = None  # NCCL's are captured
+        if func is torch.ops.aten.set_.source_Storage and _storage(args[0]) in found.made:
+            reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
         # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
         is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
         if reason and not watcher.is_inside and not is_fill and not _is_for_host(reason, leaves):

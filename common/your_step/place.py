@@ -1,0 +1,70 @@
+"""Places in the user's code: where a call came from."""
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_AMP = os.path.join(_TORCH, "amp") + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+_COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = ("site-packages", "dist-packages")
+
+UNKNOWN = "unknown line"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The origin of a call.
+
+    Attributes:
+        line: file:line of the innermost frame outside of torch.
+        own: file:line of the innermost frame outside of all installed packages, or the same.
+        through: "optimizer", "schedule" or "loss scaler" where the call comes from one of torch's.
+        module: path of the innermost module that is running.
+    """
+
+    line: str
+    own: str
+    through: str = ""
+    module: str = ""
+
+
+def place_of_call(module: str = "") -> Place:
+    """Return the place in the user's code that is running.
+
+    Args:
+        module: path of the innermost module that is running.
+    """
+    place = _place_above(sys._getframe(1), module)
+    if place.line == UNKNOWN:
+        # The backward pass of a GPU runs in a thread of its own, while the user's code waits in the main one.
+        place = _place_above(sys._current_frames().get(threading.main_thread().ident or 0), module)
+    return place
+
+
+def _place_above(frame: FrameType | None, module) -> Place:
+    line = own = through = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_OPTIM):
+            through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
+        elif path.startswith(_AMP):
+            through = "loss scaler" if "grad_scaler" in path else through
+        elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
+            is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
+            if path.startswith(_STANDARD_LIBRARY) and not is_installed:
+                frame = frame.f_back
+                continue
+            line = line or f"{path}:{frame.f_lineno}"
+            if not is_installed:
+                own = f"{path}:{frame.f_lineno}"
+                break
+        frame = frame.f_back
+    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module)
