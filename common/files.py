@@ -1,5 +1,6 @@
 """Files that appear whole: a reader sees the old file or the new one, never a half; and JSON without NaN."""
 
+import errno
 import json
 import os
 import tempfile
@@ -10,9 +11,13 @@ def write_whole(path, write) -> int:
     """Let `write(file)` fill a new binary file beside `path`, then move it there; returns its size in bytes.
 
     Missing folders are made. Processes that write the same file at once each move a whole one. Raises OSError, whose
-    filename is `path`, where the disk is full or the folder cannot be written; the old file is then as it was.
+    filename is `path`, where the disk is full, the folder cannot be written, or a device or pipe has that name; what
+    was there is then as it was.
     """
     path, temporary = Path(path), None
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        # A device such as /dev/null, whose place root could take.
+        raise OSError(errno.EINVAL, "this is no regular file", str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -81,3 +81,10 @@ def test_numbers_keep_every_digit_and_what_json_cannot_hold_is_an_error():
     assert json.loads(json_line(values)) == values
     with pytest.raises(TypeError):
         json_line({"handle": object()})
+
+
+def test_a_pipe_or_device_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        write_text(tmp_path / "pipe", "text")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
