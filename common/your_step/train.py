@@ -65,7 +65,7 @@ class GraphedStep:
     strategy = "the whole step"
 
     def __init__(self, state: StepState):
-        if state.device.type == "cpu" and torch.distributed.is_initialized():
+        if state.device.type == "cpu" and _num_ranks() > 1:
             raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
         self.state, self.pool = state, Pool(state.device, own_workspace=True)
         for generator in state.snapshot.generators:
@@ -207,6 +207,10 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._noted.see(func, tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+
+def _num_ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _is_stepped(each):

@@ -45,8 +45,7 @@ from common.variant import Capture, State, Variant, Workload, warm_up
 
 class Layer(nn.TransformerEncoderLayer):
     def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-        return super().forward(x, mask, is_causal=True)
+        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device), is_causal=True)
 
 
 class Training(State):
@@ -76,8 +75,8 @@ class Training(State):
         return [float(self.losses[index]) for index in range(count)]
 
     def load(self, index):
-        tokens = torch.randint(256, self.batch.shape, generator=torch.Generator().manual_seed(index))
-        self.batch.copy_(tokens, non_blocking=True)
+        with section("data"):  # never in a graph
+            self.batch.copy_(torch.randint(256, self.batch.shape, generator=torch.Generator().manual_seed(index)))
 
 
 def training_step(state: Training):
@@ -91,8 +90,7 @@ def training_step(state: Training):
 
 
 def eager_step(state: Training, index: int):
-    with section("data"):  # never in a graph
-        state.load(index)
+    state.load(index)
     state.losses[index] = training_step(state)
 
 

@@ -243,6 +243,7 @@ def test_other_precisions_and_strategies_are_refused():
         fit(CUDAGraphCallback(), plugins=[scaled])
     with pytest.raises(ValueError, match=r"not with DDPStrategy.*Trainer\(devices=1\)"):
         fit(CUDAGraphCallback(), strategy="ddp")
+    torch.distributed.destroy_process_group()  # Lightning's, which it leaves
 
 
 def _with_step(body):
