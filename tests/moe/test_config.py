@@ -27,6 +27,10 @@ def test_flops_are_megatrons():
     # All layers see all tokens.
     assert flops_per_step(replace(PRESETS["gpt_oss"], window=0)) / 1e12 == pytest.approx(98.5, abs=0.05)
     assert flops_per_step(PRESETS["gpt_oss"]) < flops_per_step(replace(PRESETS["gpt_oss"], window=0))
+    # In a window of two of four tokens they see 1, 2, 2 and 2 keys, of all four 1, 2, 3 and 4, counted as half of four.
+    short = replace(PRESETS["tiny_gpt_oss"], sequence=4, microbatches=1, window=2)
+    seen = [6 * 2 * short.heads * short.head_dim * keys for keys in (1 + 2 + 2 + 2, 4 * 4 / 2)]
+    assert flops_per_step(replace(short, window=0)) - flops_per_step(short) == seen[1] - seen[0]
     # A window of the whole sequence is the causal half with the diagonal.
     widest = replace(PRESETS["gpt_oss"], window=4096)
     assert flops_per_step(widest) == pytest.approx(flops_per_step(replace(widest, window=0)), rel=1e-4)

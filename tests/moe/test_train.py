@@ -58,6 +58,38 @@ def test_with_enough_capacity_nothing_is_dropped():
     torch.testing.assert_close(logits(state), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("preset, is_padded", [("tiny", True), ("tiny_gpt_oss", True), ("tiny_gpt_oss", False)])
+def test_experts_add_up_for_each_token(preset, is_padded):
+    """Against a loop over choices in their order, each dropped once its expert is full."""
+    state = make(preset, dtype=torch.float32, capacity_factor=1.0)
+    layer, config = state.layers[0], state.config
+    for name in ("bias1", "bias2"):
+        if getattr(layer, name) is not None:
+            getattr(layer, name).data.normal_()
+    x = torch.randn(config.tokens, config.hidden, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y, routed = layer.route(x)
+        ours = layer.mix(x, y, routed, layer.preprocess(routed, is_padded))
+        expected, taken = x.clone(), [0] * config.experts
+        for token, (weights, experts) in enumerate(zip(routed.weights, routed.experts.tolist(), strict=True)):
+            for weight, expert in zip(weights, experts, strict=True):
+                taken[expert] += 1
+                if not is_padded or taken[expert] <= config.capacity:
+                    expected[token] += weight * of_expert(layer, expert, y[token])
+    assert max(taken) > config.capacity
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def of_expert(layer, expert, y):
+    z = y @ layer.w1[expert]
+    if layer.bias1 is None:
+        gate, up = z.chunk(2)
+        return (torch.nn.functional.silu(gate) * up) @ layer.w2[expert]
+    gate, up = (z + layer.bias1[expert]).chunk(2)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ layer.w2[expert] + layer.bias2[expert]
+
+
 def test_forward_and_backward_alone_leave_the_weights():
     state = make("tiny", update=False)
     names = [name for name, _ in state.named_state()]
@@ -118,8 +150,9 @@ def test_changing_packings_are_replayed_without_another_capture(name):
     assert difference(follow_variant(state, name, 8), expected, state) == ""
 
 
-def test_documents_of_a_packed_sequence_do_not_see_one_another():
-    state = make("tiny_packed", dtype=torch.float32)
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_documents_of_a_packed_sequence_do_not_see_one_another(microbatch):
+    state = make("tiny_packed", dtype=torch.float32, microbatch=microbatch)
     bounds = state.inputs["bounds"][0].tolist()
     first = logits(state)
     state.inputs["tokens"][0, : bounds[1]] = 0  # another first document
