@@ -118,7 +118,9 @@ def _model(rows, page, argument):
     own = [row for row in _on_gpu(rows) if row.workload.model == argument]
     timed = [row for row in own if row.status == "pass"]
     if not timed:
-        return "Not measured in blocks on a GPU yet; [the archive](../results/archive/README.md) has earlier runs."
+        has_notes = (page.parents[1] / "results" / "archive" / f"notes-{argument}.md").is_file()
+        earlier = "; [the archive](../results/archive/README.md) has earlier runs" if has_notes else ""
+        return f"Not measured in blocks on a GPU yet{earlier}."
     left = tables.not_timed_as_markdown(own)
     return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
 

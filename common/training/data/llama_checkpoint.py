@@ -7,18 +7,14 @@ Names and shapes: transformers, models/llama/modeling_llama.py (Llama 2 and 3 al
 that of rotate_half: element i of a head turns with element i + head_dim / 2.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from common.training.data import safetensors_file
-from common.training.data.limits import MAX_HEADER_BYTES, open_regular, shown
-
-FLAG = "--checkpoint"
-_READABLE = ("BF16", "F16", "F32")
+from common.training.data import hugging_face
+from common.training.data.hugging_face import FLAG
 
 
 class Llama(Protocol):
@@ -88,10 +84,10 @@ def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> 
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{FLAG} {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
-    described = _read_json(folder / "config.json")
+    described = hugging_face.read_json(folder / "config.json")
     _require_llama(folder, described, rope_scaling)
     _require_sizes(folder, described, config)
-    entries = _all_entries(folder)
+    entries = hugging_face.all_entries(folder)
     shapes = {"model.embed_tokens.weight": (config.vocab, config.hidden), "model.norm.weight": (config.hidden,)}
     # Files of tied models often hold the head as well; it is the same tensor.
     tied = bool(described.get("tie_word_embeddings", False))
@@ -100,7 +96,7 @@ def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> 
     for index in range(config.layers):
         for parts in _layer_shapes(config, index).values():
             shapes.update(parts)
-    _require_tensors(folder, entries, shapes)
+    hugging_face.require_tensors(folder, entries, shapes)
     return Checkpoint(config, {name: entries[name] for name in shapes}, described["num_hidden_layers"], tied)
 
 
@@ -120,17 +116,6 @@ def _layer_shapes(config, index):
         ours: {f"model.layers.{index}.{module}.weight": shape for module, shape in parts.items()}
         for ours, parts in modules.items()
     }
-
-
-def _read_json(path):
-    try:
-        with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
-            content = json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError(f"{FLAG}: {path} is damaged, it is not JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{FLAG}: {path} is damaged, it is not a JSON object")
-    return content
 
 
 def _require_llama(folder, described, rope_scaling):
@@ -183,37 +168,3 @@ def _require_sizes(folder, described, config):
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in differing.items())
         ours = ", ".join(f"{name} {getattr(config, name)}" for name in differing)
         raise ValueError(f"{FLAG} {folder}: does not fit {ours}: take {flags}")
-
-
-def _all_entries(folder):
-    """Name -> the opened file that holds it, from the index or the single file."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file():
-        if not single.is_file():
-            raise ValueError(f"{FLAG} {folder}: neither model.safetensors.index.json nor model.safetensors")
-        file = safetensors_file.open_file(single, FLAG)
-        return dict.fromkeys(file.entries, file)
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ValueError(f"{FLAG}: {index} is damaged, its weight_map does not name files")
-    for name in weight_map.values():
-        if Path(name).name != name:
-            raise ValueError(f"{FLAG}: {index} names {shown(name[:100])}, which is no file of its folder")
-    files = {name: safetensors_file.open_file(folder / name, FLAG) for name in sorted(set(weight_map.values()))}
-    for name, file in weight_map.items():
-        if name not in files[file].entries:
-            raise ValueError(f"{FLAG}: {index} looks for {name} in {file}, which does not hold it")
-    return {name: files[file] for name, file in weight_map.items()}
-
-
-def _require_tensors(folder, entries, shapes):
-    missing = [name for name in shapes if name not in entries]
-    if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        raise ValueError(f"{FLAG} {folder}: holds no tensor {missing[0]}{more}")
-    for name, shape in shapes.items():
-        entry = entries[name].entries[name]
-        if entry.shape != shape:
-            raise ValueError(f"{FLAG} {folder}: {name} has the shape {entry.shape}, the flags say {shape}")
-        if entry.dtype not in _READABLE:
-            raise ValueError(f"{FLAG} {folder}: {name} has dtype {entry.dtype}, not {', '.join(_READABLE)}")

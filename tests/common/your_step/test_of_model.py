@@ -17,6 +17,7 @@ MODELS = {
     "gpt3": (["graph_layer"], "", []),
     "llama2_lora": (["graph_layer", "graph_step"], "", []),
     "llama31": (["graph_fwd_bwd", "graph_step"], "", []),
+    "moe": (["graph_layer", "graph_step"], "", []),
     # Eager trains on batches of any length, for which the graphs have buckets.
     "rnnt": (["graph_networks", "graph_step"], "shapes of batches, costs time", []),
     "stable_diffusion": (["graph_step"], "", ["--latent-size", "8", "--workers", "0"]),

@@ -1,0 +1,77 @@
+"""A folder of a Hugging Face model: its config.json and its tensors by name, in one file or several.
+
+Nothing of a tensor is read here. Every mistake is a ValueError in one line that begins with --checkpoint.
+"""
+
+import json
+from pathlib import Path
+
+from common.training.data import safetensors_file
+from common.training.data.limits import MAX_HEADER_BYTES, open_regular, shown
+
+FLAG = "--checkpoint"
+_READABLE = ("BF16", "F16", "F32")
+
+
+def read_json(path) -> dict:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: The file is missing, too large or damaged.
+    """
+    try:
+        with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
+            content = json.load(file)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError(f"{FLAG}: {path} is damaged, it is not JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{FLAG}: {path} is damaged, it is not a JSON object")
+    return content
+
+
+def all_entries(folder: Path) -> dict[str, safetensors_file.File]:
+    """Name -> the opened file that holds the tensor, from the index or the single file.
+
+    Raises:
+        ValueError: Files are missing or damaged, or the index names what they do not hold.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        if not single.is_file():
+            raise ValueError(f"{FLAG} {folder}: neither model.safetensors.index.json nor model.safetensors")
+        file = safetensors_file.open_file(single, FLAG)
+        return dict.fromkeys(file.entries, file)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{FLAG}: {index} is damaged, its weight_map does not name files")
+    for name in weight_map.values():
+        if Path(name).name != name:
+            raise ValueError(f"{FLAG}: {index} names {shown(name[:100])}, which is no file of its folder")
+    files = {name: safetensors_file.open_file(folder / name, FLAG) for name in sorted(set(weight_map.values()))}
+    for name, file in weight_map.items():
+        if name not in files[file].entries:
+            raise ValueError(f"{FLAG}: {index} looks for {name} in {file}, which does not hold it")
+    return {name: files[file] for name, file in weight_map.items()}
+
+
+def require_tensors(folder: Path, entries: dict[str, safetensors_file.File], shapes: dict) -> None:
+    """Check that the files hold tensors of these shapes, in 16 or 32 bits.
+
+    Args:
+        folder: Of the model.
+        entries: Of `all_entries`.
+        shapes: Name -> shape.
+
+    Raises:
+        ValueError: A tensor is missing, or has another shape or a dtype that is not read.
+    """
+    missing = [name for name in shapes if name not in entries]
+    if missing:
+        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise ValueError(f"{FLAG} {folder}: holds no tensor {missing[0]}{more}")
+    for name, shape in shapes.items():
+        entry = entries[name].entries[name]
+        if entry.shape != shape:
+            raise ValueError(f"{FLAG} {folder}: {name} has the shape {entry.shape}, the flags say {shape}")
+        if entry.dtype not in _READABLE:
+            raise ValueError(f"{FLAG} {folder}: {name} has dtype {entry.dtype}, not {', '.join(_READABLE)}")

@@ -1,0 +1,261 @@
+"""Mixture of experts: what can be set, the presets, and arithmetic on them (no torch here)."""
+
+import math
+from dataclasses import dataclass, replace
+
+from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common.training.memory_fit import fit_layers
+from common.variant_table import about
+from moe.variants import VARIANTS
+
+GIB = 2**30
+# What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
+CONTEXT_BYTES = 2 * GIB
+# Tokens whose logits the loss has at a time.
+LOSS_TOKENS = 2048
+_COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "top_k", "ffn", "vocab", "sequence")
+_COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "batches", "min_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Timing):
+    """A decoder whose feed-forward layers are experts, or one GPU's share of it.
+
+    Widths are the whole model's; properties named local_* are this GPU's after --share-tp and --share-ep, which no rank
+    stands for. Attention has its heads over all tokens, the experts have their part of the sequence (sequence
+    parallelism). A share's router chooses among the local experts, which so get as many rows as a balanced exchange
+    would bring.
+    """
+
+    family: str = option(
+        "qwen3",
+        "qwen3: norms of queries and keys, SwiGLU; gpt_oss: biases, attention sinks, sliding windows, clamped SwiGLU",
+        ("qwen3", "gpt_oss"),
+    )
+    layers: int = option(8, "transformer layers")
+    hidden: int = option(2048, "hidden size")
+    heads: int = option(32, "attention heads")
+    kv_heads: int = option(4, "groups of keys and values, which several heads share")
+    head_dim: int = option(128, "size of one attention head")
+    experts: int = option(128, "experts of a layer")
+    top_k: int = option(8, "experts that a token chooses")
+    ffn: int = option(768, "width of an expert, of the gate and of the up projection each")
+    vocab: int = option(151936, "rows of embedding and head")
+    window: int = option(0, "tokens that every second layer sees, from layer 0 on (0: all layers see all)")
+    sequence: int = option(4096, "tokens in a sequence")
+    documents: int = option(0, "documents packed into a sequence, at most; bounds on the device (0: one causal run)")
+    microbatch: int = option(1, "sequences in a microbatch")
+    microbatches: int = option(1, "microbatches in a step")
+    share_tp: int = option(1, "a tensor-parallel share without ranks: divides heads, vocabulary and experts' tokens")
+    share_ep: int = option(1, "an expert-parallel share without ranks: divides the experts")
+    routing: str = option(
+        "real",
+        "real: the router chooses; balanced: every expert gets as many tokens, as published rows have it",
+        ("real", "balanced"),
+    )
+    capacity_factor: float = option(1.25, "of the padded variants: an expert's rows over those of a balanced router")
+    aux_loss: float = option(0.001, "coefficient of the load-balancing loss (0: none)")
+    update: bool = option(True, "clip and Adam behind the backward; false: forward and backward alone")
+    moments: str = option("bf16", "format of Adam's moments", ("bf16", "fp32"))
+    rope_theta: float = option(1000000.0, "base of the rotary position embedding")
+    norm_eps: float = option(1e-6, "epsilon of RMSNorm")
+    lr: float = option(2e-6, "learning rate of Adam")
+    data: str = option(
+        "", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)", is_path=True
+    )
+    checkpoint: str = option("", "folder of a Hugging Face checkpoint (empty: random weights)", is_path=True)
+    batches: int = option(8, "different batches that rotate")
+
+    def __post_init__(self):
+        require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
+        require_fields(self, ("window", "documents"), lambda value: value >= 0, "a number from 0 up")
+        require_fields(self, ("lr", "aux_loss"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
+        require_fields(self, ("capacity_factor",), lambda value: 1 <= value < math.inf, "a finite number from 1 up")
+        for name in ("data", "checkpoint"):
+            require_folder_of_its_own(f"--{name}", getattr(self, name))
+        for flag, size, by, parts in (
+            ("--heads", self.heads, "--kv-heads", self.kv_heads),
+            ("--kv-heads", self.kv_heads, "--share-tp", self.share_tp),
+            ("--vocab", self.vocab, "--share-tp", self.share_tp),
+            ("--sequence", self.sequence, "--share-tp", self.share_tp),
+            ("--experts", self.experts, "--share-ep", self.share_ep),
+        ):
+            if size % parts:
+                raise ValueError(f"{flag} {size}: takes a multiple of {by} {parts}")
+        if self.head_dim % 2:
+            raise ValueError(f"--head-dim {self.head_dim}: takes an even number")
+        if self.hidden % 8 or self.ffn % 8:
+            raise ValueError(f"--hidden {self.hidden} --ffn {self.ffn}: take multiples of 8, which grouped GEMMs need")
+        if self.top_k > self.local_experts:
+            raise ValueError(f"--top-k {self.top_k}: a token can choose among {self.local_experts} experts")
+        for name in ("window", "documents"):
+            if getattr(self, name) > self.sequence:
+                raise ValueError(f"--{name} {getattr(self, name)}: takes at most --sequence {self.sequence}")
+        if self.checkpoint and self.share_tp * self.share_ep > 1:
+            raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-ep 1")
+
+    @property
+    def local_heads(self) -> int:
+        return self.heads // self.share_tp
+
+    @property
+    def local_kv_heads(self) -> int:
+        return self.kv_heads // self.share_tp
+
+    @property
+    def local_vocab(self) -> int:
+        return self.vocab // self.share_tp
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.share_ep
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch."""
+        return self.microbatch * self.sequence
+
+    @property
+    def routed_tokens(self) -> int:
+        """Tokens of a microbatch that this GPU's router sees."""
+        return self.tokens // self.share_tp
+
+    @property
+    def rows(self) -> int:
+        """Rows that the experts multiply in a microbatch where none is dropped or padded."""
+        return self.routed_tokens * self.top_k
+
+    @property
+    def capacity(self) -> int:
+        """Rows of one expert where rows are dropped and padded, in whole tiles of 8."""
+        return -(-math.ceil(self.rows * self.capacity_factor / self.local_experts) // 8) * 8
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a layer's attention sees, its own included; 0 for all."""
+        return self.window if layer % 2 == 0 else 0
+
+
+# Qwen3-30B-A3B: 48 layers. bench is the slice that fits one GPU with its optimizer.
+_QWEN3 = Config()
+# GPT-OSS-20B: 24 layers; GPT-OSS-120B: 36 layers and 128 experts, alike otherwise.
+_GPT_OSS = replace(
+    _QWEN3,
+    family="gpt_oss",
+    layers=24,
+    hidden=2880,
+    heads=64,
+    kv_heads=8,
+    head_dim=64,
+    experts=32,
+    top_k=4,
+    ffn=2880,
+    vocab=201088,
+    window=128,
+    rope_theta=150000.0,
+    norm_eps=1e-5,
+    # The flash backward, which windows and sinks need, adds atomically: steps that are larger magnify its rounding.
+    lr=5e-7,
+    min_steps=20,
+)
+_TINY = {
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "experts": 8,
+    "top_k": 2,
+    "ffn": 32,
+    "vocab": 256,
+    "sequence": 64,
+    "microbatches": 2,
+    "lr": 2e-3,
+    "batches": 4,
+    "min_steps": 50,
+}
+PRESETS = {
+    "tiny": replace(_QWEN3, **_TINY),
+    "bench": _QWEN3,
+    "qwen3_slice_1k": replace(_QWEN3, sequence=1024),
+    "qwen3_slice_fwd_bwd": replace(_QWEN3, update=False),
+    # One GPU of Megatron Bridge's 16 (tensor 2, pipeline 2, expert 4; global batch 8, microbatch 1).
+    "qwen3_share": replace(_QWEN3, layers=24, share_tp=2, share_ep=4, microbatches=2),
+    "gpt_oss": _GPT_OSS,
+    "gpt_oss_fwd_bwd": replace(_GPT_OSS, update=False),
+    "gpt_oss_l8": replace(_GPT_OSS, layers=8),
+    "gpt_oss_120b": replace(_GPT_OSS, layers=36, experts=128),
+    "qwen3_packed": replace(_QWEN3, documents=16),
+    "tiny_gpt_oss": replace(_GPT_OSS, **_TINY | {"window": 16}),
+    "tiny_packed": replace(_QWEN3, **_TINY | {"documents": 4}),
+}
+
+ABOUT = {
+    **about(VARIANTS),
+    "sweeps": {"sequence": ["sequence"], "layers": ["layers"], "batch": ["microbatch"]},
+    "presets_need": lambda preset, config: needs(not preset.startswith("tiny")),
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def layer_parameters(config: Config) -> int:
+    """Elements of one layer on this GPU."""
+    c = config
+    q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
+    attention = c.hidden * (2 * q + 2 * kv)
+    experts = c.local_experts * (c.hidden + 3 * c.hidden * c.ffn)
+    if c.family == "qwen3":
+        return attention + experts + 2 * c.hidden + 2 * c.head_dim
+    biases = q + 2 * kv + c.hidden + c.local_heads + c.local_experts * (1 + 2 * c.ffn + c.hidden)
+    return attention + experts + 2 * c.hidden + biases
+
+
+def num_parameters(config: Config) -> int:
+    """Elements on this GPU: 30,532,122,624 of Qwen3-30B-A3B, 20,914,757,184 of GPT-OSS-20B."""
+    return config.layers * layer_parameters(config) + 2 * config.local_vocab * config.hidden + config.hidden
+
+
+def flops_per_step(config: Config) -> float:
+    """Model FLOP of a step on one GPU by Megatron-LM's formula (num_floating_point_operations in its training.py).
+
+    The causal half of attention is counted, a window of w tokens as w - w (w - 1) / (2 s) keys a token; the experts
+    that a token chooses, not the router; the logits.
+    """
+    c = config
+    q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
+    flop = 6.0 * c.tokens * c.hidden * c.local_vocab
+    for layer in range(c.layers):
+        window = c.window_of(layer)
+        keys = window - window * (window - 1) / (2 * c.sequence) if window else c.sequence / 2
+        flop += 6.0 * c.tokens * (c.hidden * (2 * q + 2 * kv) + 2 * q * keys)
+        flop += 6.0 * c.rows * 3 * c.hidden * c.ffn
+    return flop * c.microbatches
+
+
+def activation_bytes(config: Config) -> int:
+    """Bytes that the layers keep of a microbatch for its backward, in bf16."""
+    c = config
+    q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
+    layer = c.tokens * (4 * c.hidden + 3 * q + 4 * kv) + c.rows * (c.hidden + 2 * c.ffn)
+    return 2 * c.layers * layer
+
+
+def needed_bytes(config: Config, num_pools: int = 3) -> int:
+    """Bytes that torch reserves: parameters with all that is kept of them, and activations in eager and in the pools.
+
+    A parameter takes 4 bytes (bf16 weight and gradient), with Adam 8 more (FP32 master, two bf16 moments). A tenth of
+    what is not parameters on top. num_pools: variants with graphs in one process.
+    """
+    c = config
+    each = 4 + (4 + (4 if c.moments == "bf16" else 8) if c.update else 0)
+    logits = 2 * 2 * min(LOSS_TOKENS, c.tokens) * c.local_vocab
+    running = 2 * c.rows * (3 * c.hidden + 4 * c.ffn)
+    return each * num_parameters(c) + (activation_bytes(c) + logits + running) * (1 + num_pools) * 110 // 100
+
+
+def fit(config: Config, budget_bytes: int) -> Config:
+    """The config with as many layers as fit. ValueError where not one does."""
+    return fit_layers(config, PRESETS, needed_bytes, budget_bytes)

@@ -1,0 +1,1 @@
+"""Triton kernels of the mixture of experts, each with plain torch beside it for a machine without a GPU."""

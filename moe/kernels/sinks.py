@@ -1,0 +1,93 @@
+"""Attention sinks on top of a flash kernel's output and log-sum-exp: one kernel each way, a program for each token."""
+
+import functools
+
+import torch
+
+from common.training.triton_launch import Launch
+from moe.kernels.rows import in_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # a machine without a GPU
+    triton = None
+
+
+def add_sinks_(out, lse, sinks):
+    """Make attention's output and log-sum-exp those of a softmax with one more logit a head, in place.
+
+    Args:
+        out: [..., s, heads, d], contiguous.
+        lse: FP32 [..., heads, s], contiguous.
+        sinks: [heads], the logits, which have no value.
+    """
+    if in_triton(out):
+        _launch(False, lse.shape[-1], *out.shape[-2:], out.dtype)((_tokens(out), 1, 1), (out, lse, sinks))
+        return
+    with_sink = torch.logaddexp(lse, sinks.float()[:, None])
+    out.mul_(torch.exp(lse - with_sink).transpose(-1, -2)[..., None].to(out.dtype))
+    lse.copy_(with_sink)
+
+
+def sink_gradient(grad, out, lse, sinks):
+    """The gradient of sinks for that of the output; out and lse are those of `add_sinks_`."""
+    if in_triton(out):
+        partial = torch.empty(_tokens(out), out.shape[-2], dtype=torch.float32, device=out.device)
+        launch = _launch(True, lse.shape[-1], *out.shape[-2:], out.dtype)
+        launch((_tokens(out), 1, 1), (grad, out, lse, sinks, partial))
+        return partial.sum(0).to(sinks.dtype)
+    row_sums = (grad.float() * out.float()).sum(-1).transpose(-1, -2)
+    of_tokens = -torch.exp(sinks.float()[:, None] - lse) * row_sums
+    return of_tokens.transpose(-1, -2).flatten(0, -2).sum(0).to(sinks.dtype)
+
+
+def _tokens(out):
+    return out.numel() // (out.shape[-1] * out.shape[-2])
+
+
+@functools.cache
+def _launch(is_backward, length, heads, dim, dtype):
+    blocks = (triton.next_power_of_2(heads), triton.next_power_of_2(dim))
+    return Launch(_gradient if is_backward else _add, length, heads, dim, *blocks, num_warps=4)
+
+
+if triton:
+
+    @triton.jit
+    def _place(lse, length, heads: tl.constexpr, block_heads: tl.constexpr):
+        token, head = tl.program_id(0), tl.arange(0, block_heads)
+        return head, lse + (token // length * heads + head) * length + token % length
+
+    @triton.jit
+    def _add(
+        out, lse, sinks, length: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
+        block_heads: tl.constexpr, block: tl.constexpr,
+    ):  # fmt: skip
+        head, place = _place(lse, length, heads, block_heads)
+        column = tl.arange(0, block)
+        own = tl.load(place, mask=head < heads, other=0.0)
+        sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
+        top = tl.maximum(own, sink)
+        both = top + tl.log(tl.exp(own - top) + tl.exp(sink - top))
+        tl.store(place, both, mask=head < heads)
+        inside = (head < heads)[:, None] & (column < dim)[None, :]
+        target = out + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * dim + column[None, :]
+        values = tl.load(target, mask=inside, other=0.0).to(tl.float32) * tl.exp(own - both)[:, None]
+        tl.store(target, values.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _gradient(
+        grad, out, lse, sinks, partial, length: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
+        block_heads: tl.constexpr, block: tl.constexpr,
+    ):  # fmt: skip
+        head, place = _place(lse, length, heads, block_heads)
+        column = tl.arange(0, block)
+        inside = (head < heads)[:, None] & (column < dim)[None, :]
+        offset = (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * dim + column[None, :]
+        g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(out + offset, mask=inside, other=0.0).to(tl.float32)
+        sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
+        probability = tl.exp(sink - tl.load(place, mask=head < heads, other=0.0))
+        row = partial + tl.program_id(0).to(tl.int64) * heads + head
+        tl.store(row, -probability * tl.sum(g * values, axis=1), mask=head < heads)

@@ -1,0 +1,81 @@
+"""The experts' weight gradients, written or added to buffers of fixed addresses.
+
+torch._grouped_mm returns a new tensor, which a pass of its own would copy or add to the buffer: of 128 experts that is
+as much memory traffic as the products themselves. It also leaves open what an expert without rows gets, here zeros.
+Each element is summed over the expert's rows in their order: runs repeat bit for bit.
+"""
+
+import functools
+
+import torch
+
+from common.training.triton_launch import Launch
+from moe.kernels.rows import in_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # a machine without a GPU
+    triton = None
+
+# Rows of x's columns, grad's columns, and the rows taken at a time.
+TILE_M, TILE_N, TILE_K = 128, 256, 64
+NUM_WARPS, NUM_STAGES = 8, 3
+SMALL = (16, 16, 16)
+
+
+def grouped_weight_gradient_(out, x, grad, offsets, adds: bool):
+    """Put x^T grad of each expert's rows into out [experts, m, n], or add it.
+
+    Args:
+        out: Contiguous; x and grad have its dtype.
+        x: [rows, m], ordered by expert.
+        grad: [rows, n].
+        offsets: int32 [experts], the end of each expert's rows, on the device.
+        adds: Whether to add to what out holds.
+    """
+    if not in_triton(x):
+        products = torch._grouped_mm(x.t(), grad, offs=offsets)
+        return out.add_(products) if adds else out.copy_(products)
+    num_experts, m, n = out.shape
+    tiles = SMALL if m * n < TILE_M * TILE_N else (TILE_M, TILE_N, TILE_K)
+    grid = (triton.cdiv(m, tiles[0]) * triton.cdiv(n, tiles[1]), num_experts, 1)
+    _launch(m, n, adds, tiles, out.dtype)(grid, (x.contiguous(), grad.contiguous(), offsets, out))
+    return out
+
+
+@functools.cache
+def _launch(m, n, adds, tiles, dtype):
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES} if tiles != SMALL else {"num_warps": 4}
+    return Launch(_kernel, m, n, adds, *tiles, **options)
+
+
+if triton:
+
+    @triton.jit
+    def _kernel(
+        x, grad, offsets, out, m: tl.constexpr, n: tl.constexpr, adds: tl.constexpr,
+        tile_m: tl.constexpr, tile_n: tl.constexpr, tile_k: tl.constexpr,
+    ):  # fmt: skip
+        expert = tl.program_id(1)
+        num_columns: tl.constexpr = (n + tile_n - 1) // tile_n
+        i = tl.program_id(0) // num_columns * tile_m + tl.arange(0, tile_m)
+        j = tl.program_id(0) % num_columns * tile_n + tl.arange(0, tile_n)
+        # Columns beyond the edge are read from the start and not stored.
+        i_read = tl.max_contiguous(tl.multiple_of(tl.where(i < m, i, 0), 8), 8) if m % tile_m else i
+        j_read = tl.max_contiguous(tl.multiple_of(tl.where(j < n, j, 0), 8), 8) if n % tile_n else j
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        total = tl.zeros((tile_m, tile_n), tl.float32)
+        for first in range(start, end, tile_k):
+            row = first + tl.arange(0, tile_k)
+            inside = (row < end)[:, None]
+            place = row.to(tl.int64)[:, None]
+            a = tl.load(x + place * m + i_read[None, :], mask=inside, other=0.0)
+            b = tl.load(grad + place * n + j_read[None, :], mask=inside, other=0.0)
+            total = tl.dot(tl.trans(a), b, total)
+        target = out + expert.to(tl.int64) * m * n + i.to(tl.int64)[:, None] * n + j[None, :]
+        inside = (i < m)[:, None] & (j < n)[None, :]
+        if adds:
+            total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,251 @@
+"""The layers, ends and loss of the mixture of experts, in bf16 on [tokens, hidden].
+
+Every parameter p has p.main_grad, a buffer of its shape at a fixed address. The backward of a step's first microbatch
+writes it, later ones add (`Accumulation`): matrices inside of their GEMM, small parameters by a hook.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe.attention import Sequences, attend
+from moe.config import LOSS_TOKENS, Config
+from moe.kernels import activation, rows
+from moe.kernels.cross_entropy import cross_entropy_
+from moe.kernels.heads import split_heads
+from moe.kernels.order import Plan, order_rows
+from moe.kernels.routing import Routed, route
+from moe.kernels.weight_gradient import grouped_weight_gradient_
+
+# GPT-OSS's stretched rotary embedding (config.json, rope_parameters of type yarn).
+YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+
+
+@dataclass
+class Accumulation:
+    """Whether the backward that runs adds to main_grad, or overwrites what is there."""
+
+    adds: bool = False
+
+
+class Inputs(NamedTuple):
+    """What layers read of a microbatch beside its activations: rope is (cos, sin), FP32 [t, head_dim / 2] each."""
+
+    microbatch: int
+    rope: tuple[torch.Tensor, torch.Tensor]
+    sequences: Sequences
+
+
+def rope_table(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cos, sin) FP32 [sequence, head_dim / 2] on the host; GPT-OSS's by YaRN, scaled for its longer context."""
+    c, scale = config, 1.0
+    frequency = c.rope_theta ** (-torch.arange(0, c.head_dim, 2, dtype=torch.float64) / c.head_dim)
+    if c.family == "gpt_oss":
+        # Dimensions that turn often keep their frequency, slow ones have it divided, those between are mixed.
+        context, half = YARN["original_max_position_embeddings"], c.head_dim / 2
+
+        def dimension(turns):
+            return half * math.log(context / (turns * 2 * math.pi)) / math.log(c.rope_theta)
+
+        low, high = max(dimension(YARN["beta_fast"]), 0), min(dimension(YARN["beta_slow"]), c.head_dim - 1)
+        ramp = ((torch.arange(half, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        frequency = frequency * (1 - ramp) + frequency / YARN["factor"] * ramp
+        scale = 0.1 * math.log(YARN["factor"]) + 1
+    angles = torch.arange(c.sequence, dtype=torch.float64)[:, None] * frequency
+    return (angles.cos() * scale).float(), (angles.sin() * scale).float()
+
+
+# ------------------------------------------------------------------------------------------------
+# Products whose weight gradients go to main_grad
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, accumulation):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.has_bias, ctx.accumulation = weight, bias is not None, accumulation
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), main_grad = ctx.saved_tensors, ctx.weight.main_grad
+        if ctx.accumulation.adds:
+            main_grad.addmm_(grad.t(), x)
+        else:
+            torch.mm(grad.t(), x, out=main_grad)
+        return grad @ ctx.weight, None, grad.sum(0) if ctx.has_bias else None, None
+
+
+def multiply_by_expert(x, weight, plan: Plan):
+    """[rows, n]: each expert's rows of x [rows, m] times its matrix of weight [experts, m, n]."""
+    if plan.offsets is None:
+        return torch.bmm(x.view(weight.shape[0], -1, x.shape[1]), weight).flatten(0, 1)
+    return torch._grouped_mm(x, weight, offs=plan.offsets)
+
+
+class _Experts(torch.autograd.Function):
+    """activation(x w1) w2 of rows in expert order. The two weight gradients go to main_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation):
+        z = multiply_by_expert(x, w1, plan)
+        ctx.save_for_backward(x, z, weights, bias, *plan)
+        ctx.w1, ctx.w2, ctx.accumulation = w1, w2, accumulation
+        return multiply_by_expert(activation.activate(z, bias, weights, plan), w2, plan)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, z, weights, bias, *plan = ctx.saved_tensors
+        plan, grad = Plan(*plan), grad.contiguous()
+        grad_out = multiply_by_expert(grad, ctx.w2.mT, plan)
+        grad_z, out, grad_weights = activation.activate_backward(grad_out, z, bias, weights, plan)
+        _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
+        _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
+        grad_bias = None
+        if bias is not None:
+            experts = torch.arange(bias.shape[0], dtype=torch.int32, device=grad.device)
+            grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ grad_z
+        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None
+
+
+def _add_weight_gradient(weight, x, grad, plan, accumulation):
+    out, count = weight.main_grad, weight.shape[0]
+    if plan.offsets is not None:
+        grouped_weight_gradient_(out, x, grad, plan.offsets, accumulation.adds)
+        return
+    x, grad = (each.view(count, -1, each.shape[1]) for each in (x, grad))
+    if accumulation.adds:
+        out.baddbmm_(x.mT, grad)
+    else:
+        torch.bmm(x.mT, grad, out=out)
+
+
+class _LossOfLogits(torch.autograd.Function):
+    """Mean cross-entropy of hidden weight^T, times scale, LOSS_TOKENS tokens at a time: no pass keeps all logits.
+
+    The forward computes the gradients too, so the loss's own gradient must be 1.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, scale, accumulation):
+        grad, losses = torch.empty_like(hidden), torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), LOSS_TOKENS):
+            part = slice(start, start + LOSS_TOKENS)
+            logits = F.linear(hidden[part], weight)
+            cross_entropy_(logits, targets[part], losses[part], scale / len(hidden))
+            torch.mm(logits, weight, out=grad[part])
+            if start or accumulation.adds:
+                weight.main_grad.addmm_(logits.t(), hidden[part])
+            else:
+                torch.mm(logits.t(), hidden[part], out=weight.main_grad)
+        ctx.save_for_backward(grad)
+        return losses.mean() * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------
+# Modules
+
+
+def parameter(*shape, dtype, device):
+    """A parameter that `State` fills."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+class Layer(nn.Module):
+    """One decoder layer in four parts, called one after the other; a scope of capture is the first few of them."""
+
+    def __init__(self, config: Config, number: int, accumulation: Accumulation, dtype, device):
+        super().__init__()
+        c, self.config, self.accumulation = config, config, accumulation
+        self.window = c.window_of(number)
+        self.shape = (c.local_heads, c.local_kv_heads, c.head_dim)
+        width, rows_of_qkv = c.local_heads * c.head_dim, (c.local_heads + 2 * c.local_kv_heads) * c.head_dim
+        experts, shapes = c.local_experts, {}
+        shapes |= {"norm1": (c.hidden,), "qkv": (rows_of_qkv, c.hidden), "proj": (c.hidden, width)}
+        shapes |= {"norm2": (c.hidden,), "router": (experts, c.hidden)}
+        shapes |= {"w1": (experts, c.hidden, 2 * c.ffn), "w2": (experts, c.ffn, c.hidden)}
+        if c.family == "qwen3":
+            shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+        else:
+            shapes |= {"qkv_bias": (rows_of_qkv,), "proj_bias": (c.hidden,), "sinks": (c.local_heads,)}
+            shapes |= {"router_bias": (experts,), "bias1": (experts, 2 * c.ffn), "bias2": (experts, c.hidden)}
+        names = ("q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
+        for name in (*shapes, *(name for name in names if name not in shapes)):
+            made = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
+            self.register_parameter(name, made)
+
+    def attention(self, x, inputs: Inputs):
+        """x plus attention's output, [t, hidden]."""
+        y = F.rms_norm(x, self.norm1.shape, self.norm1, self.config.norm_eps)
+        qkv = _Linear.apply(y, self.qkv, self.qkv_bias, self.accumulation)
+        norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
+        q, k, v = split_heads(qkv, self.shape, inputs.rope, norms, self.config.norm_eps)
+        out = attend(q, k, v, inputs.sequences, self.window, self.sinks)
+        return x + _Linear.apply(out.flatten(1), self.proj, self.proj_bias, self.accumulation)
+
+    def route(self, x) -> tuple[torch.Tensor, Routed]:
+        """(normalised tokens [t, hidden], their choice of experts)."""
+        c = self.config
+        own = x if c.share_tp == 1 else x[: c.routed_tokens]
+        y = F.rms_norm(own, self.norm2.shape, self.norm2, c.norm_eps)
+        logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
+        return y, route(logits, c.top_k, c.aux_loss / c.microbatches, c.routing == "balanced")
+
+    def preprocess(self, routed: Routed, is_padded: bool) -> Plan:
+        """The order of the experts' rows, from integers alone: nothing is differentiated, nothing read on the host."""
+        return order_rows(routed.experts, routed.counts, self.config.capacity if is_padded else 0)
+
+    def mix(self, x, y, routed: Routed, plan: Plan):
+        """x plus the output of the experts, [t, hidden]."""
+        chosen = rows.gather(y, plan)
+        z = _Experts.apply(chosen, routed.weights, self.bias1, self.w1, self.w2, plan, self.accumulation)
+        # A tensor-parallel share's experts have the first part of the sequence.
+        own = x if len(y) == len(x) else x[: len(y)]
+        if self.bias2 is not None:
+            own = own + self._bias_of_outputs(routed, plan)
+        out = rows.combine(z, own, plan)
+        return out if len(y) == len(x) else torch.cat((out, x[len(y) :]))
+
+    def _bias_of_outputs(self, routed, plan):
+        """The chosen experts' second biases by weight, [t, hidden]: a product with the weights of all experts."""
+        weights = routed.weights * (plan.row_of_choice >= 0) if plan.offsets is None else routed.weights
+        of_all = torch.zeros(len(weights), len(self.bias2), dtype=weights.dtype, device=weights.device)
+        return of_all.scatter(1, routed.experts.long(), weights).to(self.bias2.dtype) @ self.bias2
+
+
+class Ends(nn.Module):
+    """Embedding, final norm, and the head with the loss."""
+
+    def __init__(self, config: Config, accumulation: Accumulation, dtype, device):
+        super().__init__()
+        c, self.eps, self.accumulation = config, config.norm_eps, accumulation
+        self.embedding = parameter(c.local_vocab, c.hidden, dtype=dtype, device=device)
+        self.final_norm = parameter(c.hidden, dtype=dtype, device=device)
+        self.head = parameter(c.local_vocab, c.hidden, dtype=dtype, device=device)
+
+    def embed(self, tokens):
+        """[t] int64 -> [t, hidden]."""
+        return F.embedding(tokens, self.embedding)
+
+    def loss(self, hidden, targets, scale: float):
+        """Mean cross-entropy times scale; its backward takes the gradient 1."""
+        y = F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.eps)
+        return _LossOfLogits.apply(y, self.head, targets, scale, self.accumulation)
+
+    def mean_loss(self, hidden, targets):
+        """Mean cross-entropy, without gradients."""
+        parts = [slice(start, start + LOSS_TOKENS) for start in range(0, len(hidden), LOSS_TOKENS)]
+        losses = [F.cross_entropy(self.logits(hidden[own]).float(), targets[own], reduction="sum") for own in parts]
+        return torch.stack(losses).sum() / len(hidden)
+
+    def logits(self, hidden):
+        """[t, vocab]."""
+        return F.linear(F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.eps), self.head)

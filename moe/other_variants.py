@@ -1,0 +1,59 @@
+"""The padded variants: an expert has a fixed number of rows, rows beyond it are dropped, missing ones are zeros.
+
+Megatron captures the experts in this mode alone. It trains another model, so the two are compared with each other.
+"""
+
+from common.variant import Eager
+from moe.state import State
+
+
+class Padded:
+    """enter() and leave() around the steps of a variant that pads."""
+
+    state: State
+
+    def enter(self):
+        """Give each expert its capacity."""
+        self.state.is_padded = True
+
+    def leave(self):
+        """Give each expert the rows that chose it, as all other variants do."""
+        self.state.is_padded = False
+
+
+class EagerPadded(Padded, Eager):
+    """Eager with padding."""
+
+    def __init__(self, state: State, step):
+        self.state = state
+        self.enter()
+        try:
+            super().__init__(state, step)
+        finally:
+            self.leave()
+
+
+class GraphedPadded(Padded):
+    """`graph_layer` with padding. parts: the variant that captures it."""
+
+    def __init__(self, state: State, parts):
+        self.state = state
+        self.enter()
+        try:
+            self.graphs = parts(state, "layer")
+        finally:
+            self.leave()
+        self.capture = self.graphs.capture
+        self.capture.strategy = "layer x microbatch, forward and backward, rows dropped and padded"
+
+    def step(self, index: int):
+        """One training step."""
+        self.graphs.step(index)
+
+    def replays_of(self, index: int) -> int:
+        """Return the replays of a step."""
+        return self.graphs.replays_of(index)
+
+    def close(self):
+        """Release the graphs."""
+        self.graphs.close()

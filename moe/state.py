@@ -1,0 +1,275 @@
+"""The state that the training reads and writes: built once, reset in place, the same for every variant."""
+
+import contextlib
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.capture.pool import StaticInputs
+from common.measuring.marks import mark, section
+from common.training.data import token_files
+from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.parallel.groups import fill_
+from common.variant import Unsupported
+from moe.attention import Sequences
+from moe.checkpoint import open_checkpoint
+from moe.config import Config
+from moe.model import Accumulation, Ends, Inputs, Layer, rope_table
+
+SEED = 1234
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+INIT_STD = 0.02
+# Kernels of attention without windows and sinks, the fastest first; each is taken where it can run.
+ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MARK_EVERY = 4
+CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Parameters whose gradient the backward puts into main_grad by itself; autograd brings those of all others.
+IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head")
+
+
+class State:
+    """Layers, ends, optimizer, rotating batches and the losses seen.
+
+    dtype: of parameters, gradients and activations.
+    """
+
+    num_losses = 4096
+
+    def __init__(self, config: Config, device: torch.device, dtype=torch.bfloat16):
+        self.config, self.device, self.dtype = config, device, dtype
+        self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        # For as long as the state is open.
+        self.opened = contextlib.ExitStack()
+        self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
+        # Whether experts have a fixed number of rows; the padded variants say so for their steps.
+        self.is_padded = False
+        self.accumulation = Accumulation()
+        self._make_modules()
+        self.microbatch_losses = torch.zeros(config.microbatches, device=device)
+        self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
+        self.rope_table = tuple(each.to(device) for each in rope_table(config))
+        self.source = token_files.open_tokens(config.data, CACHE)
+        self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
+        self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
+        # Without packed documents all microbatches have the same positions.
+        self.rope = tuple(each.repeat(config.microbatch, 1) for each in self.rope_table)
+        self.adam = self._make_adam() if config.update else None
+        self.reset()
+
+    def _make_modules(self):
+        c, made = self.config, (self.accumulation, self.dtype, self.device)
+        self.layers = torch.nn.ModuleList(Layer(c, number, *made) for number in range(c.layers))
+        self.ends = Ends(c, *made)
+        self.parts = [(name, None, each) for name, each in self.ends.named_parameters()]
+        self.parts += [
+            (name, i, each) for i, layer in enumerate(self.layers) for name, each in layer.named_parameters()
+        ]
+        for name, _, parameter in self.parts:
+            parameter.main_grad = torch.zeros_like(parameter)
+            if name not in IN_PLACE:
+                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
+
+    def _make_adam(self):
+        parameters = [parameter for _, _, parameter in self.parts]
+        return MixedAdam(
+            map(Weight, parameters),
+            [parameter.main_grad for parameter in parameters],
+            Hyperparameters(lr=self.config.lr, **ADAM),
+            moments=DTYPES[self.config.moments],
+        )
+
+    # ------------------------------------------------------------------------------------------------
+    # What a step is made of
+
+    def begin_step(self, index: int) -> None:
+        """Copy batch `index` into the static inputs."""
+        with section("data"):
+            self.inputs.load(self.batches[index % len(self.batches)])
+
+    @property
+    def static(self) -> tuple[torch.Tensor, ...]:
+        """Return the buffers that a replay reads and the host overwrites before it."""
+        return tuple(self.inputs.buffers.values())
+
+    def inputs_of(self, microbatch: int) -> Inputs:
+        """What the layers read of a microbatch. Packed documents: positions and bounds are read on the device."""
+        c = self.config
+        if not c.documents:
+            return Inputs(microbatch, self.rope, Sequences(c.sequence))
+        places = self.inputs["positions"][microbatch]
+        rope = tuple(each.index_select(0, places) for each in self.rope_table)
+        return Inputs(microbatch, rope, Sequences(c.sequence, self.inputs["bounds"][microbatch]))
+
+    def embed(self, microbatch: int):
+        return self.ends.embed(self.inputs["tokens"][microbatch])
+
+    def loss(self, hidden, microbatch: int):
+        """This microbatch's part of the step's mean loss; its value is kept."""
+        loss = self.ends.loss(hidden, self.inputs["targets"][microbatch], 1.0 / self.config.microbatches)
+        self.microbatch_losses[microbatch].copy_(loss.detach())
+        return loss
+
+    def run_layer(self, number: int, hidden, inputs: Inputs):
+        """One layer. A variant with graphs puts replays in the place of its first parts."""
+        layer = self.layers[number]
+        hidden = layer.attention(hidden, inputs)
+        y, routed = layer.route(hidden)
+        plan = layer.preprocess(routed, self.is_padded)
+        hidden = layer.mix(hidden, y, routed, plan)
+        self.mark(number, hidden)
+        return hidden
+
+    def mark(self, number: int, hidden) -> None:
+        """Mark every few layers, in forward and backward."""
+        if (number + 1) % MARK_EVERY == 0:
+            mark(hidden)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Clip, Adam, new weights. Can be captured."""
+        if self.adam:
+            self.adam.step()
+
+    @torch.no_grad()
+    def end_step(self, index: int) -> None:
+        """Keep the step's loss and gradient norm, at a place that depends on its number."""
+        with section("losses"):
+            place = min(index, self.num_losses - 1)
+            torch.sum(self.microbatch_losses, 0, out=self.losses[place])
+            if self.adam:
+                self.grad_norms[place].copy_(self.adam.grad_norm)
+
+    # ------------------------------------------------------------------------------------------------
+    # What a run asks of any state
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss of a held-out batch, eager. Raises Unsupported where the text is too short to hold one out."""
+        c = self.config
+        try:
+            rows = self.source.held_out(*self._sizes, c.batches, self._sizes[0])
+        except LookupError:
+            raise Unsupported(f"{self.source.name} is too short to hold a batch out") from None
+        self.inputs.load(self._batch(c.batches, rows))
+        losses = []
+        for microbatch in range(c.microbatches):
+            inputs, hidden = self.inputs_of(microbatch), self.embed(microbatch)
+            for number in range(c.layers):
+                hidden = self.run_layer(number, hidden, inputs)
+            losses.append(self.ends.mean_loss(hidden, self.inputs["targets"][microbatch]))
+        return float(torch.stack(losses).mean())
+
+    def reset(self):
+        torch.manual_seed(SEED)
+        self._initialise()
+        if self.adam:
+            self.adam.reset()
+        torch._foreach_zero_([parameter.main_grad for _, _, parameter in self.parts])
+        torch._foreach_zero_([self.losses, self.grad_norms, self.microbatch_losses])
+
+    @torch.no_grad()
+    def _initialise(self):
+        """Masters, or without an optimizer the weights, become seeded values or the checkpoint's, in place."""
+        targets = self.adam.masters if self.adam else [parameter for _, _, parameter in self.parts]
+        for (name, layer, _), target in zip(self.parts, targets, strict=True):
+            if self.checkpoint:
+                self.checkpoint.read_into(name, layer, target)
+            elif "norm" in name:
+                target.fill_(1.0)
+            elif name.startswith("bias") or name.endswith("_bias"):
+                target.zero_()
+            else:
+                full = name if layer is None else f"layers.{layer}.{name}"
+                fill_(target, full, SEED, tuple(target.shape), (slice(None),) * target.dim(), INIT_STD)
+
+    def named_state(self):
+        for name, layer, parameter in self.parts:
+            full = name if layer is None else f"layers.{layer}.{name}"
+            yield (full, parameter) if self.adam else (f"{full}.main_grad", parameter.main_grad)
+        if self.adam:
+            yield from self.adam.named_state()
+
+    def read_losses(self, count: int) -> list[float]:
+        return self.losses[: min(count, self.num_losses)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        return self.grad_norms[: min(count, self.num_losses)].tolist()
+
+    def batch_class(self, index: int) -> int:
+        return 0  # packed or not, all batches have one shape
+
+    def close(self):
+        self.opened.close()
+
+    # ------------------------------------------------------------------------------------------------
+    # Data
+
+    @property
+    def _sizes(self):
+        """(Sequences of a step, tokens of a sequence.)"""
+        return self.config.microbatches * self.config.microbatch, self.config.sequence
+
+    def _batch(self, index, rows):
+        """Tokens and targets [microbatches, t] of the text's rows, and positions and bounds of packed documents.
+
+        index: what the packing depends on.
+        """
+        c, count = self.config, len(rows)
+        rows = torch.from_numpy(rows % c.local_vocab)
+        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        if c.documents:
+            bounds = np.stack([packing(c, index * count + row) for row in range(count)])
+            batch["positions"] = torch.from_numpy(np.stack([positions(row) for row in bounds]))
+            # Bounds of all sequences of a microbatch, which lie one behind the other.
+            starts = bounds[:, :-1].reshape(c.microbatches, c.microbatch, -1)
+            starts = starts + np.arange(c.microbatch)[:, None] * c.sequence
+            ends = np.full((c.microbatches, 1), c.tokens)
+            joined = np.concatenate((starts.reshape(c.microbatches, -1), ends), 1)
+            batch["bounds"] = torch.from_numpy(joined.astype(np.int32))
+        batch = {name: rows.reshape(c.microbatches, -1).contiguous() for name, rows in batch.items()}
+        return {name: rows.pin_memory() for name, rows in batch.items()} if self.device.type == "cuda" else batch
+
+
+def _keep_gradient(accumulation: Accumulation, parameter) -> None:
+    """What autograd brings goes to main_grad. No method: a parameter would hold the state for as long as it lives."""
+    if accumulation.adds:
+        parameter.main_grad.add_(parameter.grad)
+    else:
+        parameter.main_grad.copy_(parameter.grad)
+    parameter.grad = None
+
+
+def packing(config: Config, index: int) -> np.ndarray:
+    """int64 [documents + 1]: the start of each document of sequence `index`, and the sequence's end.
+
+    There are 1 to config.documents documents of random lengths; the end is repeated for those that are missing.
+    """
+    draw = np.random.default_rng([SEED, index])
+    count = draw.integers(1, config.documents + 1)
+    cuts = np.sort(draw.choice(np.arange(1, config.sequence), count - 1, replace=False))
+    return np.concatenate(([0], cuts, np.full(config.documents + 1 - count, config.sequence)))
+
+
+def positions(bounds: np.ndarray) -> np.ndarray:
+    """int64 [sequence]: the place of each token in its document."""
+    places = np.arange(bounds[-1])
+    return places - bounds[np.searchsorted(bounds, places, side="right") - 1]
+
+
+def hyperparameters(config: Config) -> dict:
+    """Return the hyperparameters of this training for the MLPerf log."""
+    samples = config.microbatches * config.microbatch
+    return {
+        "seed": SEED,
+        "global_batch_size": samples,
+        "gradient_accumulation_steps": config.microbatches,
+        "max_sequence_length": config.sequence,
+        "train_samples": samples * config.batches,
+        "eval_samples": samples,
+        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
+    }

@@ -1,0 +1,80 @@
+"""The mixture of experts as it can run on this device, and what a run is told of it."""
+
+from dataclasses import replace
+
+import torch
+
+from common.machine import host_state
+from common.training import flops
+from common.training.memory_fit import require_host
+from common.variant import Workload
+from moe import config as moe_config
+from moe.checkpoint import open_checkpoint
+from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config
+from moe.state import State, hyperparameters
+from moe.variants import VARIANTS
+
+# (hidden, experts) -> name, layers, experts of the whole model.
+KNOWN = {(2048, 128): ("Qwen3-30B-A3B", 48), (2880, 32): ("GPT-OSS-20B", 24), (2880, 128): ("GPT-OSS-120B", 36)}
+
+
+def workload(args, device: torch.device, rank: int, world_size: int, eager_step):
+    """(arguments as they can run on `device`, Workload), for `common.script.main`."""
+    if world_size > 1:
+        raise ValueError("moe runs on one rank: its expert-parallel share is --share-ep")
+    args, notes = resolve(args, device)
+    config = args.config
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return args, Workload(
+        model="moe",
+        build=lambda config, device: State(config, device),
+        variants=VARIANTS,
+        reference=eager_step,
+        card=card(config),
+        notes=notes,
+        flops_per_step=moe_config.flops_per_step(config),
+        flops_convention=flops.CAUSAL_HALF,
+        items_per_step=config.tokens * config.microbatches,
+        unit="tokens",
+        peak_flops=flops.peak_flops(gpu, "bf16"),
+        hyperparameters=hyperparameters(config),
+    )
+
+
+def resolve(args, device: torch.device):
+    """(Arguments with as many layers as fit, notes). ValueError where they cannot run: nothing is on the GPU then."""
+    config, run, notes = args.config, args.run, []
+    if config.checkpoint:
+        open_checkpoint(config)
+    if device.type == "cpu":
+        require_host(config, PRESETS, moe_config.needed_bytes, host_state.available_host_bytes())
+    else:
+        budget = (torch.cuda.mem_get_info(device)[0] - CONTEXT_BYTES) // GIB
+        fitted = moe_config.fit(config, budget * GIB)
+        if fitted.layers < config.layers:
+            run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
+            notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {budget} GiB")
+        config = fitted
+    if config.routing == "balanced":
+        notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
+    if not config.update:
+        notes.append("forward and backward alone: no clipping, no Adam")
+    moments = f", masters fp32, moments {config.moments}" if config.update else ""
+    notes.append(f"formats: weights bf16, main_grad bf16{moments}")
+    return replace(args, config=config, run=run), notes
+
+
+def card(config: Config) -> list[str]:
+    """Lines that say what runs."""
+    c = config
+    name, layers = KNOWN.get((c.hidden, c.experts), ("toy widths", c.layers))
+    slice_of = f"{c.layers} of {layers} layers of " if c.layers != layers else ""
+    share = f", a GPU's share at TP{c.share_tp} EP{c.share_ep}" if c.share_tp * c.share_ep > 1 else ""
+    packed = f", up to {c.documents} documents packed into a sequence" if c.documents else ""
+    return [
+        f"{c.layers} layers, hidden {c.hidden}, heads {c.local_heads} ({c.local_kv_heads} groups), {c.local_experts} "
+        f"experts of width {c.ffn}, {c.top_k} a token, {moe_config.num_parameters(c) / 1e6:,.1f} M parameters: "
+        f"{slice_of}{name}{share}",
+        f"{c.microbatches} microbatches of {c.microbatch} x {c.sequence} tokens{packed} | bf16, {c.routing} routing | "
+        f"{moe_config.flops_per_step(c) / 1e12:.4g} TFLOP/step",
+    ]

@@ -1,0 +1,24 @@
+"""Small mixtures of experts for the tests."""
+
+from dataclasses import replace
+
+import torch
+
+from moe.config import PRESETS
+from moe.state import State
+
+CPU = torch.device("cpu")
+
+
+def make(preset="tiny", dtype=torch.bfloat16, **changes) -> State:
+    """The state of a preset with some fields changed."""
+    return State(replace(PRESETS[preset], **changes), CPU, dtype)
+
+
+def logits(state: State, microbatch: int = 0) -> torch.Tensor:
+    """Logits [t, vocab] of a microbatch of the static inputs."""
+    with torch.no_grad():
+        inputs, hidden = state.inputs_of(microbatch), state.embed(microbatch)
+        for number in range(state.config.layers):
+            hidden = state.run_layer(number, hidden, inputs)
+        return state.ends.logits(hidden)

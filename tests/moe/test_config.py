@@ -1,0 +1,73 @@
+"""moe/config: sizes and FLOP of the published models, and flags that do not fit together."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe.config import PRESETS, Config, fit, flops_per_step, needed_bytes, num_parameters
+from tests.helpers.moe_case import make
+
+WHOLE_QWEN3 = replace(PRESETS["bench"], layers=48)
+
+
+def test_parameters_of_the_published_models():
+    assert num_parameters(WHOLE_QWEN3) == 30_532_122_624
+    assert num_parameters(PRESETS["gpt_oss"]) == 20_914_757_184
+    assert num_parameters(PRESETS["gpt_oss_120b"]) == 116_829_156_672
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny_gpt_oss"])
+def test_parameters_are_those_of_the_state(preset):
+    assert num_parameters(PRESETS[preset]) == sum(parameter.numel() for _, _, parameter in make(preset).parts)
+
+
+def test_flops_are_megatrons():
+    """94.2 TFLOP a sequence of 4,096 tokens, of Megatron's own formula with attention's causal half."""
+    assert flops_per_step(WHOLE_QWEN3) / 1e12 == pytest.approx(94.2, abs=0.05)
+    # All layers see all tokens.
+    assert flops_per_step(replace(PRESETS["gpt_oss"], window=0)) / 1e12 == pytest.approx(98.5, abs=0.05)
+    assert flops_per_step(PRESETS["gpt_oss"]) < flops_per_step(replace(PRESETS["gpt_oss"], window=0))
+    # In a window of two of four tokens they see 1, 2, 2 and 2 keys, of all four 1, 2, 3 and 4, counted as half of four.
+    short = replace(PRESETS["tiny_gpt_oss"], sequence=4, microbatches=1, window=2)
+    seen = [6 * 2 * short.heads * short.head_dim * keys for keys in (1 + 2 + 2 + 2, 4 * 4 / 2)]
+    assert flops_per_step(replace(short, window=0)) - flops_per_step(short) == seen[1] - seen[0]
+    # A window of the whole sequence is the causal half with the diagonal.
+    widest = replace(PRESETS["gpt_oss"], window=4096)
+    assert flops_per_step(widest) == pytest.approx(flops_per_step(replace(widest, window=0)), rel=1e-4)
+
+
+def test_as_many_layers_are_built_as_fit():
+    config = PRESETS["gpt_oss"]
+    fitted = fit(config, 139 * 2**30)
+    assert 1 < fitted.layers < config.layers
+    assert needed_bytes(fitted) <= 139 * 2**30 < needed_bytes(replace(fitted, layers=fitted.layers + 1))
+    assert fit(PRESETS["gpt_oss_fwd_bwd"], 139 * 2**30).layers == 24
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"capacity_factor": 0.9}, "--capacity-factor 0.9: takes a finite number from 1 up"),
+        ({"share_ep": 3}, "--experts 8: takes a multiple of --share-ep 3"),
+        ({"window": 65}, "--window 65: takes at most --sequence 64"),
+        ({"documents": 65}, "--documents 65: takes at most --sequence 64"),
+        ({"top_k": 9}, "--top-k 9: a token can choose among 8 experts"),
+        ({"top_k": 3, "share_ep": 4}, "--top-k 3: a token can choose among 2 experts"),
+        ({"ffn": 30}, "--ffn 30"),
+        ({"head_dim": 15}, "--head-dim 15: takes an even number"),
+        ({"checkpoint": "somewhere", "share_tp": 2}, "--checkpoint takes a whole model"),
+        ({"lr": float("nan")}, "--lr nan"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(changes, words):
+    with pytest.raises(ValueError) as error:
+        replace(PRESETS["tiny"], **changes)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_share_has_its_part_of_everything():
+    share = PRESETS["qwen3_share"]
+    assert (share.local_heads, share.local_kv_heads, share.local_experts, share.local_vocab) == (16, 2, 32, 75968)
+    # 8 choices of half of the sequence: what a balanced exchange over 4 ranks brings.
+    assert share.rows == 4096 // 2 * 8
+    assert isinstance(share, Config)

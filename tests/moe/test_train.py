@@ -1,0 +1,172 @@
+"""moe: variants against eager bit for bit, routing, padding and packed sequences."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+
+from common.variant import enter, leave
+from common.variant_table import construct
+from moe import train
+from moe.attention import Sequences, attend
+from moe.variants import VARIANTS
+from tests.helpers.followed import difference, follow
+from tests.helpers.moe_case import logits, make
+
+
+def follow_variant(state, name, count=3):
+    variant = construct(VARIANTS[name], state)
+    enter(variant)
+    try:
+        return follow(state, variant.step, count)
+    finally:
+        leave(variant)
+        variant.close()
+
+
+@functools.cache
+def eager(preset, **changes):
+    return follow_variant(make(preset, **changes), "eager")
+
+
+@pytest.mark.parametrize("name", ["graph_attn_router", "graph_layer", "graph_step"])
+def test_gpt_oss_trains_alike_in_graphs(name):
+    state = make("tiny_gpt_oss")
+    assert difference(follow_variant(state, name), eager("tiny_gpt_oss"), state) == ""
+
+
+def test_a_share_trains_alike_in_graphs():
+    changes = {"share_tp": 2, "share_ep": 2}
+    state = make("tiny", **changes)
+    assert difference(follow_variant(state, "graph_layer"), eager("tiny", **changes), state) == ""
+
+
+def test_padded_experts_leave_the_state_as_eager_needs_it():
+    state = make("tiny")
+    padded = follow_variant(state, "graph_moe_padded")
+    assert difference(padded, eager("tiny"), state) != ""  # rows were dropped
+    assert difference(follow_variant(state, "eager"), eager("tiny"), state) == ""
+
+
+def test_with_enough_capacity_nothing_is_dropped():
+    """Experts of twelve times the balanced load take all rows: as dropless, but for the order of sums."""
+    state = make("tiny", dtype=torch.float32, capacity_factor=12.0)
+    expected = logits(state)
+    state.is_padded = True
+    torch.testing.assert_close(logits(state), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset, is_padded", [("tiny", True), ("tiny_gpt_oss", True), ("tiny_gpt_oss", False)])
+def test_experts_add_up_for_each_token(preset, is_padded):
+    """Against a loop over choices in their order, each dropped once its expert is full."""
+    state = make(preset, dtype=torch.float32, capacity_factor=1.0)
+    layer, config = state.layers[0], state.config
+    for name in ("bias1", "bias2"):
+        if getattr(layer, name) is not None:
+            getattr(layer, name).data.normal_()
+    x = torch.randn(config.tokens, config.hidden, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y, routed = layer.route(x)
+        ours = layer.mix(x, y, routed, layer.preprocess(routed, is_padded))
+        expected, taken = x.clone(), [0] * config.experts
+        for token, (weights, experts) in enumerate(zip(routed.weights, routed.experts.tolist(), strict=True)):
+            for weight, expert in zip(weights, experts, strict=True):
+                taken[expert] += 1
+                if not is_padded or taken[expert] <= config.capacity:
+                    expected[token] += weight * of_expert(layer, expert, y[token])
+    assert max(taken) > config.capacity
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def of_expert(layer, expert, y):
+    z = y @ layer.w1[expert]
+    if layer.bias1 is None:
+        gate, up = z.chunk(2)
+        return (torch.nn.functional.silu(gate) * up) @ layer.w2[expert]
+    gate, up = (z + layer.bias1[expert]).chunk(2)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ layer.w2[expert] + layer.bias2[expert]
+
+
+def test_forward_and_backward_alone_leave_the_weights():
+    state = make("tiny", update=False)
+    names = [name for name, _ in state.named_state()]
+    assert all(name.endswith("main_grad") for name in names)
+    assert difference(follow_variant(state, "graph_fwd_bwd"), eager("tiny", update=False), state) == ""
+    weights = [parameter.detach().clone() for _, _, parameter in state.parts]
+    train.eager_step(state, 0)
+    assert all(map(torch.equal, weights, [parameter for _, _, parameter in state.parts]))
+
+
+def test_balanced_routing_gives_all_experts_as_many_tokens():
+    state = make("tiny", routing="balanced")
+    with torch.no_grad():
+        _, routed = state.layers[0].route(state.embed(0))
+    assert routed.counts.tolist() == [64 * 2 // 8] * 8
+    torch.testing.assert_close(routed.weights.sum(1), torch.ones(64))
+
+
+def test_gradients_of_microbatches_add_up():
+    """Two microbatches of one sequence are one of two, whose loss is the mean."""
+    changes = {"dtype": torch.float32, "update": False, "aux_loss": 0.0}
+    split, joined = make("tiny", **changes), make("tiny", microbatches=1, microbatch=2, **changes)
+    for state in (split, joined):
+        train.eager_step(state, 0)
+    assert split.read_losses(1) == pytest.approx(joined.read_losses(1))
+    for (name, ours), (_, expected) in zip(split.named_state(), joined.named_state(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_evaluation_leaves_the_training_as_it_is():
+    state = make("tiny")
+    before = [tensor.clone() for _, tensor in state.named_state()]
+    assert 5 < state.evaluate() < 6  # about ln 256
+    assert all(map(torch.equal, before, [tensor for _, tensor in state.named_state()]))
+
+
+def test_a_state_that_is_gone_holds_no_memory():
+    state = make("tiny")
+    parameter = weakref.ref(state.layers[0].w1)
+    state.close()
+    del state
+    gc.collect()
+    assert parameter() is None
+
+
+# ------------------------------------------------------------------------------------------------
+# Packed sequences
+
+
+@pytest.mark.parametrize("name", ["graph_attn", "graph_step"])
+def test_changing_packings_are_replayed_without_another_capture(name):
+    """Sixteen packings, one after the other."""
+    changes = {"batches": 8, "layers": 1, "documents": 8}
+    state, by_eager = make("tiny_packed", **changes), make("tiny_packed", **changes)
+    packings = {tuple(row.tolist()) for batch in state.batches for row in batch["bounds"]}
+    assert len(packings) == 16
+    expected = follow_variant(by_eager, "eager", 8)
+    assert difference(follow_variant(state, name, 8), expected, state) == ""
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_documents_of_a_packed_sequence_do_not_see_one_another(microbatch):
+    state = make("tiny_packed", dtype=torch.float32, microbatch=microbatch)
+    bounds = state.inputs["bounds"][0].tolist()
+    first = logits(state)
+    state.inputs["tokens"][0, : bounds[1]] = 0  # another first document
+    changed = logits(state)
+    assert bounds[1] < 64 and not torch.equal(changed[: bounds[1]], first[: bounds[1]])
+    torch.testing.assert_close(changed[bounds[1] :], first[bounds[1] :])
+
+
+def test_each_document_is_attended_as_if_it_were_alone():
+    q, k, v = (torch.randn(24, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    sinks = torch.randn(4)
+    bounds = torch.tensor([0, 5, 5, 17, 24, 24], dtype=torch.int32)  # empty ones, too
+    packed = attend(q, k, v, Sequences(24, bounds), 4, sinks)
+    for start, end in ((0, 5), (5, 17), (17, 24)):
+        own = slice(start, end)
+        alone = attend(q[own], k[own], v[own], Sequences(end - start), 4, sinks)
+        torch.testing.assert_close(packed[own], alone)
