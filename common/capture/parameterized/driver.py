@@ -191,14 +191,16 @@ def kernel_arguments(params: KernelParams) -> list[tuple[int, bytes]]:
     if params.kernel_params:
         pointers = (c_void_p * (1 << 12)).from_address(params.kernel_params)
         return [
-            (offset, ctypes.string_at(pointers[index], size)) for index, (offset, size) in enumerate(_layout(params))
+            (offset, ctypes.string_at(pointers[index] or 0, size))
+            for index, (offset, size) in enumerate(_layout(params))
         ]
     if not params.extra:
         return []
-    options, index = {}, 0
-    while key := c_void_p.from_address(params.extra + 8 * index).value:
-        options[key] = c_void_p.from_address(params.extra + 8 * (index + 1)).value
-        index += 2
+    options: dict[int, int] = {}
+    place = params.extra
+    while key := c_void_p.from_address(place).value:
+        options[key] = c_void_p.from_address(place + 8).value or 0
+        place += 16
     if _BUFFER_POINTER not in options:
         return []
     size = c_size_t.from_address(options[_BUFFER_SIZE]).value
@@ -209,7 +211,8 @@ def _layout(params) -> list[tuple[int, int]]:
     """Offset and size of each parameter that a kernel declares."""
     name = "cuFuncGetParamInfo" if params.func else "cuKernelGetParamInfo"
     function = c_void_p(params.func or params.kern)
-    offset, size, layout = c_size_t(), c_size_t(), []
+    offset, size = c_size_t(), c_size_t()
+    layout: list[tuple[int, int]] = []
     while True:
         error = getattr(library(), name)(function, c_size_t(len(layout)), byref(offset), byref(size))
         if error == _INVALID_VALUE:

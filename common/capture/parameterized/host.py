@@ -113,7 +113,7 @@ class HostRegion:
         torch.set_autocast_enabled("cpu", False)
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                for call in self._calls:
+                for call in self._calls or ():
                     torch._C._set_grad_enabled(call.grad_enabled)
                     leaves = [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
                     args, kwargs = tree_unflatten(leaves, call.structure)

@@ -117,7 +117,8 @@ def capture(fn, inputs: list[torch.Tensor], verify: int):
     Raises:
         RegionRefused: with the node and its kernel.
     """
-    from common.capture.parameterized.gpu import GpuRegion, analyse
+    from common.capture.parameterized.analysis import analyse
+    from common.capture.parameterized.gpu import GpuRegion
     from common.capture.parameterized.verify import Verification
 
     device = inputs[0].device

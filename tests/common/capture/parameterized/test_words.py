@@ -7,7 +7,7 @@ import pytest
 
 from common.capture.parameterized import words
 
-# (base in the first capture, base in the second, bytes): two inputs and two segments, one behind the other in the first.
+# (base in the first capture, base in the second, bytes): two inputs, and two segments that touch in the first.
 X = (0x7F00_0000_0000, 0x7F10_0000_0200, 4096)
 Y = (0x7F00_0000_2000, 0x7F10_0000_4000, 512)
 SEGMENT = (0x7F20_0000_0000, 0x7F30_0020_0000, 1 << 21)
