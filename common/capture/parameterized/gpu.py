@@ -29,7 +29,7 @@ class GpuRegion:
         self.device = device
         first = analysis.first
         self._num_inputs = len(first.inputs)
-        self._written = analysis.written
+        self.written = analysis.written
         self._sizes = analysis.plan.sizes
         self._increment = analysis.increment
         self._structure = first.structure
@@ -85,9 +85,9 @@ class GpuRegion:
             self.num_launches += 1
             self.num_patched += len(changed)
         if aligned is not inputs:
-            for index in self._written:
+            for index in self.written:
                 inputs[index].detach().copy_(aligned[index].detach())
-        for index in self._written:
+        for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
         return self._outputs(aligned, arenas), arenas
 

@@ -25,6 +25,7 @@ class HostRegion:
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):
         inputs = [memory.clone(tensor) for tensor in example_inputs]
+        versions = [tensor._version for tensor in inputs]
         state = torch.get_rng_state()
         recorder = Recorder({}, [torch.default_generator])
         try:
@@ -33,6 +34,7 @@ class HostRegion:
             raise RegionRefused(str(error)) from error
         finally:
             torch.set_rng_state(state)
+        self.written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
         self._inputs = [tensor.untyped_storage()._cdata for tensor in inputs]
         self._calls: list[Any] | None = recorder.calls
         constants = {address for address, (_, constant) in recorder.produced.items() if constant}
@@ -87,6 +89,8 @@ class HostRegion:
             return self._outside[view.storage].tensor(view)
 
         self._run(tensor)
+        for index in self.written:
+            torch.autograd.graph.increment_version(inputs[index])
         self.num_launches += 1
         self.num_patched += len(self._calls)
         results = [tensor(place) if isinstance(place, View) else place for place in self._results]

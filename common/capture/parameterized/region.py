@@ -97,19 +97,18 @@ def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
     """
     inputs = list(example_inputs)
     check_examples(inputs)
-    device = inputs[0].device
-    if device.type == "cpu":
-        return Parameterized(HostRegion(fn, inputs), inputs)
-    return Parameterized(capture(fn, inputs, max(verify, untested())), inputs)
+    if inputs[0].device.type == "cuda":
+        verify = max(verify, untested())
+    return Parameterized(capture(fn, inputs, verify), inputs)
 
 
 def capture(fn, inputs: list[torch.Tensor], verify: int):
-    """Capture, explain and verify a region on a GPU.
+    """Capture a region; on a GPU explain and verify it.
 
     Args:
         fn: the region.
-        inputs: examples on one GPU.
-        verify: launches to compare with eager.
+        inputs: examples on one device.
+        verify: launches to compare with eager, on a GPU.
 
     Returns:
         the region.
@@ -117,11 +116,13 @@ def capture(fn, inputs: list[torch.Tensor], verify: int):
     Raises:
         RegionRefused: with the node and its kernel.
     """
+    device = inputs[0].device
+    if device.type == "cpu":
+        return HostRegion(fn, inputs)
     from common.capture.parameterized.analysis import analyse
     from common.capture.parameterized.gpu import GpuRegion
     from common.capture.parameterized.verify import Verification
 
-    device = inputs[0].device
     analysis = analyse(fn, inputs, device)
     try:
         analysis.check()
