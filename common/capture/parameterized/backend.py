@@ -3,8 +3,8 @@
     import common.capture.parameterized.backend
     model = torch.compile(model, backend="parameterized")
 
-Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; `regions()` lists all with
-the reason. Parameters and buffers stay at their addresses in the graph, which each call compares; everything else moves.
+Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; `regions()` lists all
+with the reason. Parameters stay at their addresses in the graph, which each call compares; everything else moves.
 """
 
 import weakref
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from functorch.compile import default_partition
 from torch._dynamo import register_backend
-from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.cudagraphs import find_input_mutations
 
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, check_separate, untested
