@@ -7,6 +7,7 @@ Operators stay eager's, forward and backward. A graph that cannot be launched so
 with the reason. Parameters stay at their addresses in the graph, which each call compares; everything else moves.
 """
 
+import contextlib
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ class Region:
         reason: why it runs eagerly.
         captured: the captured region.
         captures: times that it was captured.
+        fixed: indices of the inputs that stay at their addresses.
+        addresses: of those.
+        earlier: launches of captures that were dropped.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Region:
     captures: int = 0
     fixed: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+    earlier: int = 0
 
     def row(self) -> dict[str, Any]:
         """Return what a table shows.
@@ -55,13 +60,76 @@ class Region:
         if self.captured is not None:
             row |= {
                 **self.captured.report,
-                "launches": self.captured.num_launches,
+                "launches": self.num_replays,
                 "patched": self.captured.num_patched,
             }
         return row
 
+    @property
+    def num_replays(self) -> int:
+        """Launches of the captured region."""
+        return self.earlier + (self.captured.num_launches if self.captured is not None else 0)
+
+    def nodes(self) -> dict[str, int]:
+        """Return {kind: number of nodes} of one launch."""
+        return self.captured.report["nodes"] if self.captured is not None else {}
+
+    def drop(self, state: str, reason: str) -> None:
+        """Free the capture.
+
+        Args:
+            state: the state from now on.
+            reason: why.
+        """
+        self.earlier = self.num_replays
+        if self.captured is not None:
+            self.captured.release()
+        self.captured, self.state, self.reason = None, state, reason
+
+
+class Regions:
+    """The regions that were compiled inside a `collecting` block, with the interface of `common.capture.pool.Pool`."""
+
+    def __init__(self):
+        self.all: list[Region] = []
+
+    @property
+    def graphs(self) -> list[Region]:
+        """The regions that are launched as graphs."""
+        return [region for region in self.all if region.state == "parameterized"]
+
+    @property
+    def num_replays(self) -> int:
+        """Launches of all regions."""
+        return sum(region.num_replays for region in self.all)
+
+    def bytes(self) -> int:
+        """Return 0: what a launch needs comes from the caching allocator and goes back to it."""
+        return 0
+
+    def release(self) -> None:
+        """Free the captures; compiled functions run eagerly from then on."""
+        for region in self.all:
+            region.drop("eager", "released")
+
+
+@contextlib.contextmanager
+def collecting():
+    """Gather the regions that are compiled inside this block.
+
+    Yields:
+        Regions.
+    """
+    regions = Regions()
+    _collectors.append(regions)
+    try:
+        yield regions
+    finally:
+        _collectors.remove(regions)
+
 
 _regions: list[Region] = []
+_collectors: list[Regions] = []
 # Storages that forward regions know to stay: parameters and buffers. Backward regions look for them by address.
 _lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
 
@@ -78,9 +146,7 @@ def regions() -> list[dict[str, Any]]:
 def reset() -> None:
     """Release all captured regions and forget the list; compiled functions run eagerly from then on."""
     for region in _regions:
-        if region.captured is not None:
-            region.captured.release()
-        region.captured, region.state, region.reason = None, "eager", "released"
+        region.drop("eager", "released")
     _regions.clear()
     _lasting.clear()
 
@@ -135,7 +201,8 @@ class _Compiled:
         self._graph = graph
         self._verify = verify
         self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
-        _regions.append(self.region)
+        for regions in (_regions, *(collector.all for collector in _collectors)):
+            regions.append(self.region)
         context = torch._guards.TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
         written = find_input_mutations(graph.graph)
@@ -166,11 +233,8 @@ class _Compiled:
         region = self.region
         now = [args[index].data_ptr() for index in region.fixed]
         self._moves |= {index for index, a, b in zip(region.fixed, region.addresses, now, strict=True) if a != b}
-        region.captured.release()
-        region.captured = None
-        if region.captures == _MAX_CAPTURES:
-            region.state, region.reason = "eager", f"parameters moved again after {_MAX_CAPTURES} captures"
-        else:
+        region.drop("eager", f"parameters moved again after {_MAX_CAPTURES} captures")
+        if region.captures < _MAX_CAPTURES:
             self._capture(args)
 
     def _capture(self, args):
