@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from common.capture.parameterized import arenas, memory, random_state, words
+from common.capture.parameterized import arenas, driver, memory, random_state, words
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 
@@ -53,6 +53,7 @@ class Analysis:
         second: the other one.
         chunks: layout of the parameters.
         blob: parameters of the first capture.
+        other: parameters of the second.
         allocations: (base in the first, base in the second, bytes), the inputs first, then the plan's parts.
         plan: where the parts of the pool go in a launch.
         slots: the addresses.
@@ -66,6 +67,7 @@ class Analysis:
     second: Captured
     chunks: list[words.Chunk]
     blob: np.ndarray
+    other: np.ndarray
     allocations: list[tuple[int, int, int]]
     plan: arenas.Plan
     slots: words.Slots
@@ -82,23 +84,63 @@ class Analysis:
         gc.collect()
         torch.cuda.empty_cache()
 
+    def all_bytes(self) -> list[torch.Tensor]:
+        """Return all bytes of both captures: of their pools and of their inputs.
+
+        Returns:
+            tensors of bytes; they do not own them.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        return [memory.bytes_at(address, size, device) for address, size in self._known() if size]
+
+    def _known(self) -> list[tuple[int, int]]:
+        inputs = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in (*self.first.inputs, *self.second.inputs)]
+        return [*self.first.segments, *self.second.segments, *inputs]
+
     def check(self) -> None:
-        """Check that every word that differs is an address.
+        """Check that no unexplained word may be an address of memory that the captures do not know.
 
         Raises:
-            RegionRefused: some are not; the message names their nodes.
+            RegionRefused: some may be; the message names their nodes.
         """
-        if not self.unexplained:
-            return
+        known = self._known()
+        unknown = [
+            word
+            for word in self.unexplained
+            for value in self.whole(word)
+            if driver.is_address(value) and memory.find(value, known) < 0
+        ]
+        if unknown:
+            raise RegionRefused(f"words differ between two captures and point to other memory: {self.name(unknown)}")
+
+    def whole(self, word: words.Unexplained) -> tuple[int, int]:
+        """Return the 8-byte values of which an unexplained word is a half.
+
+        Args:
+            word: one of `unexplained`.
+
+        Returns:
+            in the first and in the second capture.
+        """
+        place = word.position // 2
+        return int(self.blob.view(np.uint64)[place]), int(self.other.view(np.uint64)[place])
+
+    def name(self, unexplained: list[words.Unexplained]) -> str:
+        """Name words by node, kernel and place.
+
+        Args:
+            unexplained: the words.
+
+        Returns:
+            text for a message, with the first few.
+        """
         named = [
             f"node {word.node} ({self.first.nodes[word.node].name}) byte {word.offset}: "
             f"{word.first:#x} and {word.second:#x}"
-            for word in self.unexplained[:_MAX_NAMED]
+            for word in unexplained[:_MAX_NAMED]
         ]
-        raise RegionRefused(
-            f"{len(self.unexplained)} words of parameters differ between two captures and are no address: "
-            + "; ".join(named)
-        )
+        more = len(unexplained) - len(named)
+        return "; ".join(named) + (f"; and {more} more" if more else "")
 
 
 @functools.cache
@@ -251,7 +293,7 @@ def _compare(first, second, increment, written) -> Analysis:
     plan = arenas.plan(segments, first.blocks, _addresses(first))
     allocations = inputs + plan.parts
     slots, unexplained = words.explain(chunks, (blob, other), allocations)
-    return Analysis(first, second, chunks, blob, allocations, plan, slots, unexplained, increment, written)
+    return Analysis(first, second, chunks, blob, other, allocations, plan, slots, unexplained, increment, written)
 
 
 def _addresses(captured) -> list[int]:

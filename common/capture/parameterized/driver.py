@@ -268,6 +268,19 @@ def is_device_memory(kind: int, address: int | None) -> bool:
     return error == 0 and memory_type.value == 2
 
 
+def is_address(value: int) -> bool:
+    """Return whether the driver knows memory at an address.
+
+    Args:
+        value: any 8-byte value.
+
+    Returns:
+        True for memory of a device, and for pinned memory.
+    """
+    memory_type = c_uint()
+    return library().cuPointerGetAttribute(byref(memory_type), c_int(2), c_ulonglong(value)) == 0
+
+
 def current_context() -> int:
     """Return the context of the calling thread.
 

@@ -46,6 +46,7 @@ class GpuRegion:
             "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
             "slots": len(analysis.slots),
             "arena_bytes": sum(self._sizes),
+            "unread_words": len(analysis.unexplained),
             "random_increment": self._increment,
             "build_s": analysis.build_s,
         }
@@ -90,6 +91,15 @@ class GpuRegion:
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
         return self._outputs(aligned, arenas), arenas
+
+    def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
+        """Write other values in the place of words that are no address, for all later launches.
+
+        Args:
+            unexplained: the words.
+            values: for each.
+        """
+        self._setters.apply(self._patcher.overwrite(unexplained, values))
 
     def unflatten(self, results: list[Any]):
         """Return flat results in the structure that the function returned.

@@ -129,8 +129,9 @@ def capture(fn, inputs: list[torch.Tensor], verify: int):
         region = GpuRegion(analysis, device)
         try:
             check = Verification(region, fn, device)
-            segments = [*analysis.first.segments, *analysis.second.segments]
-            check.spoil([memory.bytes_at(address, size, device) for address, size in segments] if verify else [])
+            if verify or analysis.unexplained:
+                check.spoil(analysis.all_bytes())
+            check.prove_unread(analysis, inputs)
             for _ in range(verify):
                 check.run(inputs)
         except BaseException:

@@ -60,12 +60,14 @@ class Unexplained:
         offset: offset in the node's parameters.
         first: value in the first capture.
         second: value in the second.
+        position: index into the blob as 4-byte words.
     """
 
     node: int
     offset: int
     first: int
     second: int
+    position: int
 
 
 def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarray]:
@@ -203,7 +205,7 @@ def explain(
     rest[position[hit]] = False
     slots = _slots(found, chunks, owner)
     return slots, [
-        Unexplained(chunk.node, chunk.offset + int(p) * 4 - chunk.start, int(first[p]), int(second[p]))
+        Unexplained(chunk.node, chunk.offset + int(p) * 4 - chunk.start, int(first[p]), int(second[p]), int(p))
         for p in np.flatnonzero(rest)
         for chunk in (chunks[owner[p]],)
     ]
@@ -286,6 +288,20 @@ class Patcher:
             wide = slots.width[odd] == 8
             self._words[position[wide] + 1] = (value[wide] >> np.uint64(32)).astype(np.uint32)
         return np.flatnonzero(np.bincount(slots.node[which], minlength=self._num_nodes)).tolist()
+
+    def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
+        """Write other values in the place of unexplained words.
+
+        Args:
+            words: the words.
+            values: for each.
+
+        Returns:
+            indices of the nodes whose parameters changed.
+        """
+        for word, value in zip(words, values, strict=True):
+            self._words[word.position] = value
+        return sorted({word.node for word in words})
 
     def forget(self) -> None:
         """Write all addresses at the next call, after an error."""
