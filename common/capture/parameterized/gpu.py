@@ -90,7 +90,7 @@ class GpuRegion:
                 inputs[index].detach().copy_(aligned[index].detach())
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
-        return self._outputs(aligned, arenas), arenas
+        return self._outputs(inputs, arenas), arenas
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, for all later launches.
@@ -135,6 +135,10 @@ class GpuRegion:
             if index < self._num_inputs:
                 source = inputs[index]
                 view = source.detach()
+                if result.offset == 0 and memory.describe(source).items() <= metadata.items():
+                    # With the input's own count of versions: autograd sees where it is overwritten.
+                    outputs.append(view)
+                    continue
                 at = source.storage_offset() * source.element_size() + result.offset
                 metadata = {**metadata, "storage_offset": at // metadata["dtype"].itemsize}
                 storage = view.untyped_storage()
