@@ -217,6 +217,14 @@ def _capture(fn, example_inputs) -> Captured:
     leaves, structure = tree_flatten(result)
     segments = [(part["address"], part["total_size"]) for part in _snapshot(graph)]
     known = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs] + segments
+    outputs, static = _describe(leaves, known)
+    del result, leaves
+    _check_kept(graph)
+    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, segments, blocks, outputs, structure, static)
+
+
+def _describe(leaves, known):
+    """The results as places, and those in memory that the capture does not know. It leaves no reference behind."""
     outputs: list[Any] = []
     static: dict[int, torch.Tensor] = {}
     for index, leaf in enumerate(leaves):
@@ -228,9 +236,7 @@ def _capture(fn, example_inputs) -> Captured:
         if leaf.numel() and memory.find(leaf.data_ptr(), known) < 0:
             static[index] = leaf.detach()
         outputs.append(memory.Found(leaf.data_ptr(), memory.describe(leaf)))
-    del result, leaves
-    _check_kept(graph)
-    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, segments, blocks, outputs, structure, static)
+    return outputs, static
 
 
 def _record(graph, fn, inputs):
