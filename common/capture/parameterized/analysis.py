@@ -54,7 +54,7 @@ class Analysis:
         chunks: layout of the parameters.
         blob: parameters of the first capture.
         other: parameters of the second.
-        allocations: (base in the first, base in the second, bytes), the inputs first, then the plan's parts.
+        allocations: (base in the first, base in the second, bytes), the inputs, then the tensors of the pool.
         plan: where the parts of the pool go in a launch.
         slots: the addresses.
         unexplained: words that differ and are no address.
@@ -212,10 +212,11 @@ def _capture(fn, example_inputs) -> Captured:
     gc.collect()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    result, blocks = _record(graph, fn, inputs)
+    result, made = _record(graph, fn, inputs)
     torch._C._cuda_clearCublasWorkspaces()
     leaves, structure = tree_flatten(result)
     segments = [(part["address"], part["total_size"]) for part in _snapshot(graph)]
+    blocks = [(address, size) for address, size in made if memory.find(address, segments) >= 0]
     known = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs] + segments
     outputs, static = _describe(leaves, known)
     del result, leaves
@@ -287,18 +288,18 @@ def _compare(first, second, increment, written) -> Analysis:
     check_alike(first.nodes, second.nodes)
     if first.structure != second.structure:
         raise RegionRefused("two runs return results of different structure")
+    if [size for _, size in first.blocks] != [size for _, size in second.blocks]:
+        raise RegionRefused("two captures allocate different tensors")
     chunks, blob = words.layout([node.parameters for node in first.nodes])
     _, other = words.layout([node.parameters for node in second.nodes])
-    both = words.differing(blob, other)
-    addresses = [
-        np.concatenate([values, np.array(_addresses(captured), np.uint64)])
-        for values, captured in zip(both, (first, second), strict=True)
+    allocations = [
+        (a.data_ptr(), b.data_ptr(), memory.extent(a)) for a, b in zip(first.inputs, second.inputs, strict=True)
     ]
-    inputs = [(a.data_ptr(), b.data_ptr(), memory.extent(a)) for a, b in zip(first.inputs, second.inputs, strict=True)]
-    segments = words.pair_segments(first.segments, second.segments, (addresses[0], addresses[1]))
-    plan = arenas.plan(segments, first.blocks, _addresses(first))
-    allocations = inputs + plan.parts
+    # The n-th tensor of one capture is the n-th of the other, wherever their allocators put it.
+    pairs = [(a, b, size) for (a, size), (b, _) in zip(first.blocks, second.blocks, strict=True)]
+    allocations += dict.fromkeys(pairs)
     slots, unexplained = words.explain(chunks, (blob, other), allocations)
+    plan = arenas.plan(first.segments, first.blocks, _addresses(first))
     return Analysis(first, second, chunks, blob, other, allocations, plan, slots, unexplained, increment, written)
 
 

@@ -5,6 +5,7 @@ together; between such parts a segment may be cut. A part with a result in it be
 other parts of a segment share one, which is free again once the launch is queued.
 """
 
+import bisect
 from dataclasses import dataclass
 
 _ROUND = 512
@@ -15,36 +16,48 @@ class Plan:
     """Where the parts of the pool go.
 
     Attributes:
-        parts: (address in the first capture, in the second, bytes).
+        parts: (start, end) addresses in the capture, sorted.
         arena: index of the arena of each part.
         offset: of each part in its arena.
         sizes: bytes of the arenas.
     """
 
-    parts: list[tuple[int, int, int]]
+    parts: list[tuple[int, int]]
     arena: list[int]
     offset: list[int]
     sizes: list[int]
 
+    def place(self, address: int) -> tuple[int, int]:
+        """Return where an address of the capture goes.
 
-def plan(segments: list[tuple[int, int, int]], blocks: list[tuple[int, int]], results: list[int]) -> Plan:
+        Args:
+            address: in one of the parts.
+
+        Returns:
+            index of the arena, and the offset there.
+        """
+        index = bisect.bisect_right(self.parts, (address, 1 << 64)) - 1
+        assert index >= 0 and address < self.parts[index][1], "an address of the pool in none of its blocks"
+        return self.arena[index], self.offset[index] + address - self.parts[index][0]
+
+
+def plan(segments: list[tuple[int, int]], blocks: list[tuple[int, int]], results: list[int]) -> Plan:
     """Cut the segments of a pool into parts and give each a place.
 
     Args:
-        segments: (address in the first capture, in the second, bytes).
-        blocks: (address, requested bytes) of all tensors that the first capture ever made.
-        results: addresses of the region's results in the first capture.
+        segments: (address, bytes).
+        blocks: (address, requested bytes) of all tensors that the capture ever made there.
+        results: addresses of the region's results.
 
     Returns:
         the plan.
     """
     made = Plan([], [], [], [])
-    for first, second, size in segments:
-        inside = [(start, bytes_) for start, bytes_ in blocks if first <= start < first + size]
+    for first, size in sorted(segments):
         rest, used = [], 0
-        for start, end in merge(inside):
+        for start, end in merge([block for block in blocks if first <= block[0] < first + size]):
             end = min(end, first + size)
-            made.parts.append((start, second + start - first, end - start))
+            made.parts.append((start, end))
             if any(start <= address < end for address in results):
                 made.arena.append(len(made.sizes))
                 made.offset.append(0)

@@ -42,7 +42,7 @@ class GpuRegion:
         self._lock = threading.Lock()
         self.num_launches = 0
         self.num_patched = 0
-        self.report = {
+        self.report: dict[str, Any] = {
             "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
             "slots": len(analysis.slots),
             "arena_bytes": sum(self._sizes),
@@ -51,11 +51,12 @@ class GpuRegion:
             "build_s": analysis.build_s,
         }
 
-    def launch(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+    def launch(self, inputs: list[torch.Tensor], fill: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
         """Launch on inputs that are known to be like the examples.
 
         Args:
             inputs: tensors of the GPU.
+            fill: byte that new memory holds before; None for whatever it holds.
 
         Returns:
             the flat results, and the arenas that hold them and everything between.
@@ -72,6 +73,9 @@ class GpuRegion:
             aligned = [memory.clone(t) if base & 15 else t for t, base in zip(inputs, bases, strict=True)]
             bases = [tensor.data_ptr() for tensor in aligned]
         arenas = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in self._sizes]
+        if fill is not None:
+            for arena in arenas:
+                arena.fill_(fill)
         bases += [arena.data_ptr() for arena in arenas]
         with self._lock:
             try:
@@ -151,16 +155,19 @@ class GpuRegion:
 
 
 def _in_arenas(analysis) -> words.Slots:
-    """The slots with an arena in the place of each part of the pool."""
-    num_inputs, plan, slots = len(analysis.first.inputs), analysis.plan, analysis.slots
-    arena = np.array([*range(num_inputs), *(num_inputs + index for index in plan.arena)], np.int64)
-    offset = np.array([0] * num_inputs + plan.offset, np.int64)
-    return replace(slots, allocation=arena[slots.allocation], offset=slots.offset + offset[slots.allocation])
+    """The slots with an arena in the place of each tensor of the pool."""
+    num_inputs, slots = len(analysis.first.inputs), analysis.slots
+    places = [(index, 0) for index in range(num_inputs)]
+    for base, _, _ in analysis.allocations[num_inputs:]:
+        arena, offset = analysis.plan.place(base)
+        places.append((num_inputs + arena, offset))
+    table = np.array(places, np.int64).reshape(-1, 2)[slots.allocation]
+    return replace(slots, allocation=table[:, 0], offset=slots.offset + table[:, 1])
 
 
 def _place(index, analysis):
     """A result as a place in an input or an arena, a static tensor, or the value itself."""
-    captured, plan = analysis.first, analysis.plan
+    captured = analysis.first
     output = captured.outputs[index]
     if index in captured.static:
         return captured.static[index]
@@ -169,9 +176,11 @@ def _place(index, analysis):
     address, metadata = output.address, output.metadata
     if 0 in metadata["size"]:
         return memory.Place(-1, 0, metadata)
-    found = memory.find(address, [(base, size) for base, _, size in analysis.allocations])
-    assert found >= 0, "a result in the pool that is in none of its blocks"
-    offset, allocation, part = address - analysis.allocations[found][0], found, found - len(captured.inputs)
-    if part >= 0:
-        offset, allocation = offset + plan.offset[part], len(captured.inputs) + plan.arena[part]
+    num_inputs = len(captured.inputs)
+    allocation = memory.find(address, [(base, size) for base, _, size in analysis.allocations[:num_inputs]])
+    if allocation >= 0:
+        offset = address - analysis.allocations[allocation][0]
+    else:
+        arena, offset = analysis.plan.place(address)
+        allocation = num_inputs + arena
     return memory.Place(allocation, offset, {**metadata, "storage_offset": offset // metadata["dtype"].itemsize})

@@ -134,6 +134,7 @@ def capture(fn, inputs: list[torch.Tensor], verify: int):
             check.prove_unread(analysis, inputs)
             for _ in range(verify):
                 check.run(inputs)
+            region.report["inexact"] = sorted(check.inexact)
         except BaseException:
             region.release()
             raise

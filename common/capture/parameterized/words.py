@@ -90,64 +90,6 @@ def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarra
     return chunks, blob
 
 
-def pair_segments(
-    first: list[tuple[int, int]], second: list[tuple[int, int]], addresses: tuple[np.ndarray, np.ndarray]
-) -> list[tuple[int, int, int]]:
-    """Pair the memory segments of two captures by the addresses that both use.
-
-    Two pools may list the same segments in another order. Words at the same place that have the same offset in their
-    segments vote for the pair.
-
-    Args:
-        first: (address, bytes) of the segments of the first capture.
-        second: of the second.
-        addresses: values at the same places in both captures, uint64.
-
-    Returns:
-        (address in the first, address in the second, bytes) of the pairs with votes.
-    """
-    if not first or not second:
-        return []
-    first, second = sorted(first), sorted(second)
-    index_a, offset_a = _locate(first, addresses[0])
-    index_b, offset_b = _locate(second, addresses[1])
-    agree = (index_a >= 0) & (index_b >= 0) & (offset_a == offset_b)
-    votes = np.zeros((len(first), len(second)), np.int64)
-    np.add.at(votes, (index_a[agree], index_b[agree]), 1)
-    pairs: list[tuple[int, int, int]] = []
-    while votes.max() > 0:
-        a, b = np.unravel_index(votes.argmax(), votes.shape)
-        votes[a, :], votes[:, b] = 0, 0
-        pairs.append((first[a][0], second[b][0], min(first[a][1], second[b][1])))
-    return sorted(pairs)
-
-
-def _locate(ranges, values) -> tuple[np.ndarray, np.ndarray]:
-    """Index and offset of the range that holds each value; -1 for none. Ranges are sorted and disjoint."""
-    bases = np.array([base for base, _ in ranges], np.uint64)
-    sizes = np.array([size for _, size in ranges], np.uint64)
-    index = np.searchsorted(bases, values, side="right").astype(np.int64) - 1
-    inside = index >= 0
-    safe = np.maximum(index, 0)
-    offset = np.where(inside, values - bases[safe], np.uint64(0))
-    inside &= offset < sizes[safe]
-    return np.where(inside, index, -1), offset.astype(np.int64)
-
-
-def differing(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of the 8-byte words that differ, aligned to 4 bytes.
-
-    Args:
-        first: blob of the first capture.
-        second: of the second.
-
-    Returns:
-        values in the first and in the second, uint64.
-    """
-    position = _wide_positions(first.view(np.uint32) != second.view(np.uint32))
-    return _wide(first, position), _wide(second, position)
-
-
 def _wide_positions(differs) -> np.ndarray:
     """4-byte positions at which an 8-byte word begins that differs."""
     either = differs.copy()
@@ -172,7 +114,7 @@ def explain(
     Args:
         chunks: layout of both blobs.
         blobs: parameters of the first and the second capture.
-        allocations: (base in the first, base in the second, bytes); ranges of one capture are disjoint.
+        allocations: (base in the first, base in the second, bytes); those of a pool may overlap, used in turn.
 
     Returns:
         the slots, and the words that nothing explains.

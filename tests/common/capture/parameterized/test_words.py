@@ -2,7 +2,6 @@
 
 import struct
 
-import numpy as np
 import pytest
 
 from common.capture.parameterized import words
@@ -76,21 +75,18 @@ def test_a_word_that_differs_otherwise_is_unexplained_and_named(pair):
     assert unexplained[0].first != unexplained[0].second
 
 
-def test_segments_are_paired_by_votes_whatever_their_order():
-    first = [(SEGMENT[0], SEGMENT[2]), (NEXT[0], NEXT[2])]
-    # The second pool lists them the other way round in memory.
-    second = [(0x7F90_0000_0000, 1 << 21), (0x7F80_0000_0000, 1 << 21)]
-    places = [(0, 0), (0, 512), (1, 1024), (1, 4096), (0, 4096)]
-    values = [np.array([pool[s][0] + offset for s, offset in places], np.uint64) for pool in (first, second)]
-    pairs = words.pair_segments(first, second, (values[0], values[1]))
-    assert pairs == [(SEGMENT[0], 0x7F90_0000_0000, 1 << 21), (NEXT[0], 0x7F80_0000_0000, 1 << 21)]
-
-
-def test_a_segment_without_votes_is_left_out():
-    values = np.array([SEGMENT[0] + 8], np.uint64), np.array([SEGMENT[1] + 8], np.uint64)
-    segments = [[(s[side], s[2]) for s in (SEGMENT, NEXT)] for side in (0, 1)]
-    assert words.pair_segments(*segments, values) == [SEGMENT]
-    assert words.pair_segments([], segments[1], values) == []
+def test_tensors_of_a_pool_that_lay_elsewhere_and_overlap_are_told_apart_by_both_addresses():
+    # The second allocator put two tensors the other way round, and a third one over the first.
+    tensors = [(0x7F20_0000_0000, 0x7F30_0000_0200, 512), (0x7F20_0000_0200, 0x7F30_0000_0000, 512)]
+    tensors.append((0x7F20_0000_0000, 0x7F30_0000_0400, 512))
+    pairs = [tuple(struct.pack("<Q", tensor[side] + 8) for side in (0, 1)) for tensor in tensors]
+    sides = [[[(0, pair[side])] for pair in pairs] for side in (0, 1)]
+    chunks, first = words.layout(sides[0])
+    _, second = words.layout(sides[1])
+    slots, unexplained = words.explain(chunks, (first, second), tensors)
+    assert not unexplained
+    assert slots.allocation.tolist() == [0, 1, 2]
+    assert slots.offset.tolist() == [8, 8, 8]
 
 
 def test_patching_writes_what_a_capture_at_those_addresses_would_hold():
