@@ -251,8 +251,7 @@ def _record(graph, fn, inputs):
         try:
             result = fn(*inputs)
         except BaseException:
-            with contextlib.suppress(Exception):
-                graph.capture_end()
+            _give_up(graph)
             raise
         graph.capture_end()
     except torch.OutOfMemoryError:
@@ -266,6 +265,18 @@ def _record(graph, fn, inputs):
         if not history:
             torch.cuda.memory._record_memory_history(None)
     return result, [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+
+
+def _give_up(graph):
+    """End a capture that failed. torch would leave its pool and its generator as if it went on."""
+    with contextlib.suppress(Exception):
+        graph.capture_end()
+    device = torch.cuda.current_device()
+    with contextlib.suppress(Exception):
+        torch._C._cuda_endAllocateToPool(device, graph.pool())
+        torch._C._cuda_releasePool(device, graph.pool())
+    with contextlib.suppress(RuntimeError):
+        random_state.recover(torch.device("cuda", device))
 
 
 def _snapshot(graph) -> list[dict]:

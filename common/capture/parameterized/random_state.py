@@ -22,21 +22,36 @@ def generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index]
 
 
+def _draw(buffer) -> torch.cuda.CUDAGraph:
+    """Capture a draw into a buffer outside of any pool. The current stream is not the default one."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    buffer.uniform_()
+    graph.capture_end()
+    return graph
+
+
 @cache
 def _anchor(index: int) -> tuple:
-    """A captured draw into a buffer outside of any pool."""
     with torch.cuda.device(index):
-        buffer, graph, side = torch.empty(1, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        buffer, side = torch.empty(1, device="cuda"), torch.cuda.Stream()
         state = torch.cuda.get_rng_state(index)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             buffer.uniform_()
             torch.cuda.synchronize()
-            graph.capture_begin(capture_error_mode="thread_local")
-            buffer.uniform_()
-            graph.capture_end()
+            graph = _draw(buffer)
         torch.cuda.set_rng_state(state, index)
     return graph, buffer
+
+
+def recover(device: torch.device) -> None:
+    """Let the generator draw again after a capture that failed: for torch it goes on until another one ends.
+
+    Args:
+        device: the GPU; its current stream is not the default one.
+    """
+    _draw(_anchor(device.index)[1])
 
 
 def anchor(device: torch.device) -> None:
