@@ -19,7 +19,7 @@ from common.config import Parser, option, parse_with_fields, require_fields
 
 # Those of llama31.train that capture nothing themselves, those that do, and Megatron's.
 NOT_CAPTURING, OURS = (
-    ("eager", "eager_nan_checks", "compile", "reduce_overhead"),
+    ("eager", "eager_nan_checks", "compile", "reduce_overhead", "graph_parameterized"),
     ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step"),
 )
 VARIANTS = (*NOT_CAPTURING, *OURS, "local", "transformer_engine")

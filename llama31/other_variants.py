@@ -1,9 +1,10 @@
-"""The variants beside train.py's: torch.compile, and eager with the checks that no graph can hold.
+"""The variants beside train.py's: torch.compile, with parameterized launches too, and eager with checks on the host.
 
 Each is made of a state and of train.py's eager step.
 """
 
 from common.variant import Compiled, Eager, Unsupported, require_compiler
+from common.variant_parameterized import Parameterized
 from llama31.state import State
 
 
@@ -30,10 +31,20 @@ class CheckedEager(Eager):
 def compiled(state: State, step, mode: str) -> Compiled:
     """torch.compile of each layer, called by the eager step."""
     require_compiler(state.device)
+    return Compiled(state, step, _layers(state), "each layer", mode)
+
+
+def parameterized(state: State, step) -> Parameterized:
+    """Each layer's forward and backward as parameterized launches, called by the eager step."""
+    return Parameterized(state, step, _layers(state), "each layer")
+
+
+def _layers(state):
+    """The functions that the compiler takes."""
     if state.config.layer != "torch" or state.config.precision != "bf16":
         raise Unsupported(
             "te, FP8 and FP4 modules leave the compiler: compare all variants with --layer torch --precision bf16"
         )
     if any(way.recomputes and way.keeps != ("x",) for way in state.plan.configurations.values()):
         raise Unsupported("the compiler takes layers that keep everything or nothing: give another --memory-gib")
-    return Compiled(state, step, [(layer, "forward") for layer in state.layers], "each layer", mode)
+    return [(layer, "forward") for layer in state.layers]

@@ -115,6 +115,17 @@ VARIANTS = table(
         builds=("torch_bf16",),
     ),
     Declared(
+        "graph_parameterized",
+        "forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
+        kind="graph",
+        make="llama31.other_variants:parameterized",
+        options=STEP,
+        graphs=None,
+        replays=None,
+        parity="bitwise",
+        builds=("torch_bf16",),
+    ),
+    Declared(
         "eager_nan_checks",
         "eager, with the NaN checks that a graph over all microbatches forbids",
         kind="eager",

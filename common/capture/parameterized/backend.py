@@ -1,0 +1,287 @@
+"""torch.compile(model, backend="parameterized"): each graph of AOTAutograd is launched on the memory of its caller.
+
+    import common.capture.parameterized.backend
+    model = torch.compile(model, backend="parameterized")
+
+Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; `regions()` lists all
+with the reason. Parameters stay at their addresses in the graph, which each call compares; everything else moves.
+"""
+
+import contextlib
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from functorch.compile import default_partition
+from torch._dynamo import register_backend
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.cudagraphs import find_input_mutations
+
+from common.capture.parameterized.errors import RegionRefused
+from common.capture.parameterized.region import capture, check_separate, untested
+
+_DEVICES = ("cuda", "cpu")
+_OPTIONS = {"verify": 1}
+_MAX_CAPTURES = 3
+
+
+@dataclass
+class Region:
+    """A graph of AOTAutograd and its capture.
+
+    Attributes:
+        name: forward, backward or inference, with a number.
+        state: waiting, parameterized or eager.
+        reason: why it runs eagerly.
+        captured: the captured region.
+        captures: times that it was captured.
+        fixed: indices of the inputs that stay at their addresses.
+        addresses: of those.
+        earlier: launches of captures that were dropped.
+    """
+
+    name: str
+    state: str = "waiting"
+    reason: str = ""
+    captured: Any = None
+    captures: int = 0
+    fixed: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    earlier: int = 0
+
+    def row(self) -> dict[str, Any]:
+        """Return what a table shows.
+
+        Returns:
+            name, state and reason, with the capture's report and launches where there is one.
+        """
+        row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
+        if self.captured is not None:
+            row |= {
+                **self.captured.report,
+                "launches": self.num_replays,
+                "patched": self.captured.num_patched,
+            }
+        return row
+
+    @property
+    def num_replays(self) -> int:
+        """Launches of the captured region."""
+        return self.earlier + (self.captured.num_launches if self.captured is not None else 0)
+
+    def nodes(self) -> dict[str, int]:
+        """Return {kind: number of nodes} of one launch."""
+        return self.captured.report["nodes"] if self.captured is not None else {}
+
+    def drop(self, state: str, reason: str) -> None:
+        """Free the capture.
+
+        Args:
+            state: the state from now on.
+            reason: why.
+        """
+        self.earlier = self.num_replays
+        if self.captured is not None:
+            self.captured.release()
+        self.captured, self.state, self.reason = None, state, reason
+
+
+class Regions:
+    """The regions that were compiled inside a `collecting` block, with the interface of `common.capture.pool.Pool`."""
+
+    def __init__(self):
+        self.all: list[Region] = []
+
+    @property
+    def graphs(self) -> list[Region]:
+        """The regions that are launched as graphs."""
+        return [region for region in self.all if region.state == "parameterized"]
+
+    @property
+    def num_replays(self) -> int:
+        """Launches of all regions."""
+        return sum(region.num_replays for region in self.all)
+
+    def bytes(self) -> int:
+        """Return 0: what a launch needs comes from the caching allocator and goes back to it."""
+        return 0
+
+    def release(self) -> None:
+        """Free the captures; compiled functions run eagerly from then on."""
+        for region in self.all:
+            region.drop("eager", "released")
+
+
+@contextlib.contextmanager
+def collecting():
+    """Gather the regions that are compiled inside this block.
+
+    Yields:
+        Regions.
+    """
+    regions = Regions()
+    _collectors.append(regions)
+    try:
+        yield regions
+    finally:
+        _collectors.remove(regions)
+
+
+_regions: list[Region] = []
+_collectors: list[Regions] = []
+# Storages that forward regions know to stay: parameters and buffers. Backward regions look for them by address.
+_lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
+
+
+def regions() -> list[dict[str, Any]]:
+    """Return a row for each graph that was compiled since `reset`, parameterized or not.
+
+    Returns:
+        name, state (waiting, parameterized or eager), reason, and for a captured one its report.
+    """
+    return [region.row() for region in _regions]
+
+
+def reset() -> None:
+    """Release all captured regions and forget the list; compiled functions run eagerly from then on."""
+    for region in _regions:
+        region.drop("eager", "released")
+    _regions.clear()
+    _lasting.clear()
+
+
+@register_backend(name="parameterized")
+def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any], options: dict[str, Any] | None = None):
+    """Compile a graph of Dynamo.
+
+    Args:
+        graph_module: Dynamo's graph.
+        example_inputs: its inputs, fake.
+        options: `verify`: launches of each region that are compared with eager (1).
+
+    Returns:
+        the compiled function.
+
+    Raises:
+        ValueError: an option is unknown.
+    """
+    unknown = sorted(set(options or ()) - set(_OPTIONS))
+    if unknown:
+        raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
+    verify = {**_OPTIONS, **(options or {})}["verify"]
+
+    def compiler(direction):
+        def compile_graph(graph, inputs):
+            compiled = _Compiled(graph, inputs, direction, verify)
+
+            # A function: what AOTAutograd wraps around it copies the attributes of functions alone.
+            def run(args):
+                return compiled(args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+    compiled = aot_autograd(
+        fw_compiler=compiler("forward"),
+        bw_compiler=compiler("backward"),
+        inference_compiler=compiler("inference"),
+        partition_fn=default_partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiled(graph_module, example_inputs)
+
+
+class _Compiled:
+    """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
+
+    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, verify: int):
+        self._graph = graph
+        self._verify = verify
+        self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
+        for regions in (_regions, *(collector.all for collector in _collectors)):
+            regions.append(self.region)
+        context = torch._guards.TracingContext.try_get()
+        metadata = context.fw_metadata if context is not None else None
+        written = find_input_mutations(graph.graph)
+        lasting = metadata.static_input_indices if metadata is not None and direction != "backward" else ()
+        self.region.fixed = [index for index in lasting if index not in written]
+        self._moves = set(written)
+        reason = _reason_against(graph, inputs)
+        if reason:
+            self.region.state, self.region.reason = "eager", reason
+
+    def __call__(self, args: list[Any]):
+        region = self.region
+        if region.state == "waiting":
+            self._capture(args)
+        if region.state == "parameterized" and region.addresses != [args[index].data_ptr() for index in region.fixed]:
+            self._recapture(args)
+        inputs = list(args)
+        args.clear()
+        if region.state != "parameterized":
+            return self._graph(*inputs)
+        fixed = set(region.fixed)
+        moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
+        results, _ = region.captured.launch(moving)
+        return region.captured.unflatten(results)
+
+    def _recapture(self, args):
+        """Capture again where a parameter has moved: from then on it moves."""
+        region = self.region
+        now = [args[index].data_ptr() for index in region.fixed]
+        self._moves |= {index for index, a, b in zip(region.fixed, region.addresses, now, strict=True) if a != b}
+        region.drop("eager", f"parameters moved again after {_MAX_CAPTURES} captures")
+        if region.captures < _MAX_CAPTURES:
+            self._capture(args)
+
+    def _capture(self, args):
+        region = self.region
+        lasting = {index for index, tensor in enumerate(args) if _lasting.get(tensor.data_ptr()) is not None}
+        region.fixed = sorted((lasting | set(region.fixed)) - self._moves)
+        for index in region.fixed:
+            _lasting[args[index].data_ptr()] = args[index]
+        fixed = {index: args[index].detach() for index in region.fixed}
+        places = [index for index in range(len(args)) if index not in fixed]
+        graph, count = self._graph, len(args)
+
+        def run(*moving):
+            given = dict(zip(places, moving, strict=True)) | fixed
+            return graph(*(given[index] for index in range(count)))
+
+        region.captures += 1
+        try:
+            if not places:
+                raise RegionRefused("all its inputs are parameters: nothing moves")
+            verify = max(self._verify, untested()) if args[0].is_cuda else 0
+            captured = capture(run, [args[index] for index in places], verify)
+            if captured.written:
+                check_separate(args)
+        except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:
+            region.state, region.reason = "eager", str(error).splitlines()[0]
+            return
+        region.captured, region.state, region.reason = captured, "parameterized", ""
+        region.addresses = [args[index].data_ptr() for index in region.fixed]
+
+
+def _reason_against(graph, inputs) -> str:
+    """The reason why a graph cannot be captured, from the graph alone; empty where nothing speaks against it."""
+    if not any(node.op == "call_function" for node in graph.graph.nodes):
+        return "it has no operator"
+    for value in inputs:
+        if not isinstance(value, torch.Tensor):
+            return "a size is symbolic: compile with dynamic=False"
+        if any(not isinstance(size, int) for size in value.shape):
+            return "a shape is symbolic: compile with dynamic=False"
+    devices = {
+        value.device
+        for node in graph.graph.nodes
+        for value in (node.meta.get("val"),)
+        if isinstance(value, torch.Tensor)
+    }
+    if len(devices) != 1:
+        return f"it works on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}"
+    device = devices.pop()
+    return "" if device.type in _DEVICES else f"it works on {device}"

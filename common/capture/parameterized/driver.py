@@ -1,0 +1,335 @@
+"""CUDA's driver by ctypes: the calls on graphs that parameterized launches need, with parameters as raw bytes.
+
+The bindings of cuda-python copy each parameter into Python objects. A launch here changes words in place and hands the
+driver the same structures again.
+"""
+
+import ctypes
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from functools import cache
+
+KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5
+NODE_KINDS = {
+    0: "kernel",
+    1: "memcpy",
+    2: "memset",
+    3: "host function",
+    4: "child graph",
+    5: "empty",
+    6: "event wait",
+    7: "event record",
+    8: "semaphore signal",
+    9: "semaphore wait",
+    10: "memory allocation",
+    11: "memory free",
+    12: "batched memory operation",
+    13: "conditional",
+}
+_INVALID_VALUE = 1
+_BUFFER_POINTER, _BUFFER_SIZE = 1, 2
+
+
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
+
+    _fields_ = (
+        ("func", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("kernel_params", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
+
+
+class MemsetParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS of cuda.h."""
+
+    _fields_ = (
+        ("dst", c_ulonglong),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("element_size", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+def _side(name):
+    return [
+        *((f"{name}_{axis}", c_size_t) for axis in ("x", "y", "z", "lod")),
+        (f"{name}_type", c_uint),
+        *((f"{name}_{place}", c_void_p) for place in ("host", "device", "array", "reserved")),
+        (f"{name}_pitch", c_size_t),
+        (f"{name}_height", c_size_t),
+    ]
+
+
+class MemcpyParams(ctypes.Structure):
+    """CUDA_MEMCPY3D of cuda.h."""
+
+    _fields_ = (
+        *_side("src"),
+        *_side("dst"),
+        ("width", c_size_t),
+        ("height", c_size_t),
+        ("depth", c_size_t),
+    )
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return libcuda, loaded so that a call keeps Python's lock: each takes about a microsecond."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def call(name: str, *args) -> None:
+    """Call a function of the driver.
+
+    Args:
+        name: the function's name in libcuda, with its version suffix.
+        *args: ctypes values.
+
+    Raises:
+        DriverError: the driver refused the call.
+    """
+    check(name, getattr(library(), name)(*args))
+
+
+def check(name: str, error: int) -> None:
+    """Raise for an error code of the driver.
+
+    Args:
+        name: the function that returned it.
+        error: the code, 0 for success.
+
+    Raises:
+        DriverError: the code is not 0.
+    """
+    if error:
+        text = c_char_p()
+        library().cuGetErrorName(error, byref(text))
+        raise DriverError(f"{name}: {text.value.decode() if text.value else error}")
+
+
+def graph_nodes(graph: int) -> list[int]:
+    """Return the handles of a graph's nodes, in the order in which they were made.
+
+    Args:
+        graph: CUgraph.
+
+    Returns:
+        CUgraphNode handles.
+    """
+    count = c_size_t()
+    call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
+    nodes = (c_void_p * count.value)()
+    call("cuGraphGetNodes", c_void_p(graph), nodes, byref(count))
+    return list(nodes)
+
+
+def node_kind(node: int) -> int:
+    """Return a node's CUgraphNodeType.
+
+    Args:
+        node: CUgraphNode.
+
+    Returns:
+        a key of NODE_KINDS.
+    """
+    kind = c_int()
+    call("cuGraphNodeGetType", c_void_p(node), byref(kind))
+    return kind.value
+
+
+def kernel_params(node: int) -> KernelParams:
+    """Return a kernel node's parameters. The memory that they point to belongs to the node.
+
+    Args:
+        node: CUgraphNode of a kernel.
+
+    Returns:
+        the structure, filled by the driver.
+    """
+    params = KernelParams()
+    call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
+    return params
+
+
+def kernel_name(params: KernelParams) -> str:
+    """Return the mangled name of a kernel.
+
+    Args:
+        params: of its node.
+
+    Returns:
+        the name.
+    """
+    name = c_char_p()
+    if params.func:
+        call("cuFuncGetName", byref(name), c_void_p(params.func))
+    else:
+        call("cuKernelGetName", byref(name), c_void_p(params.kern))
+    return (name.value or b"?").decode()
+
+
+def kernel_arguments(params: KernelParams) -> list[tuple[int, bytes]]:
+    """Return a kernel's arguments: each parameter by itself, or the packed buffer as one.
+
+    Args:
+        params: of its node.
+
+    Returns:
+        (offset in the kernel's parameter space, bytes) of each.
+    """
+    if params.kernel_params:
+        pointers = (c_void_p * (1 << 12)).from_address(params.kernel_params)
+        return [
+            (offset, ctypes.string_at(pointers[index] or 0, size))
+            for index, (offset, size) in enumerate(_layout(params))
+        ]
+    if not params.extra:
+        return []
+    options: dict[int, int] = {}
+    place = params.extra
+    while key := c_void_p.from_address(place).value:
+        options[key] = c_void_p.from_address(place + 8).value or 0
+        place += 16
+    if _BUFFER_POINTER not in options:
+        return []
+    size = c_size_t.from_address(options[_BUFFER_SIZE]).value
+    return [(0, ctypes.string_at(options[_BUFFER_POINTER], size))]
+
+
+def _layout(params) -> list[tuple[int, int]]:
+    """Offset and size of each parameter that a kernel declares."""
+    name = "cuFuncGetParamInfo" if params.func else "cuKernelGetParamInfo"
+    function = c_void_p(params.func or params.kern)
+    offset, size = c_size_t(), c_size_t()
+    layout: list[tuple[int, int]] = []
+    while True:
+        error = getattr(library(), name)(function, c_size_t(len(layout)), byref(offset), byref(size))
+        if error == _INVALID_VALUE:
+            return layout
+        check(name, error)
+        layout.append((offset.value, size.value))
+
+
+def memset_params(node: int) -> MemsetParams:
+    """Return a memset node's parameters.
+
+    Args:
+        node: CUgraphNode of a memset.
+
+    Returns:
+        the structure.
+    """
+    params = MemsetParams()
+    call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(params))
+    return params
+
+
+def memcpy_params(node: int) -> MemcpyParams:
+    """Return a copy node's parameters.
+
+    Args:
+        node: CUgraphNode of a copy.
+
+    Returns:
+        the structure.
+    """
+    params = MemcpyParams()
+    call("cuGraphMemcpyNodeGetParams", c_void_p(node), byref(params))
+    return params
+
+
+def is_device_memory(kind: int, address: int | None) -> bool:
+    """Return whether one side of a copy is device memory.
+
+    Args:
+        kind: CUmemorytype of the side.
+        address: the device or unified address.
+
+    Returns:
+        False for host memory and arrays.
+    """
+    if kind == 2:
+        return True
+    if kind != 4 or not address:
+        return False
+    memory_type = c_uint()
+    error = library().cuPointerGetAttribute(byref(memory_type), c_int(2), c_ulonglong(address))
+    return error == 0 and memory_type.value == 2
+
+
+def is_address(value: int) -> bool:
+    """Return whether the driver knows memory at an address.
+
+    Args:
+        value: any 8-byte value.
+
+    Returns:
+        True for memory of a device, and for pinned memory.
+    """
+    memory_type = c_uint()
+    return library().cuPointerGetAttribute(byref(memory_type), c_int(2), c_ulonglong(value)) == 0
+
+
+def current_context() -> int:
+    """Return the context of the calling thread.
+
+    Returns:
+        CUcontext.
+    """
+    context = c_void_p()
+    call("cuCtxGetCurrent", byref(context))
+    return context.value or 0
+
+
+class Executable:
+    """An instantiated copy of a graph, with the copy's nodes in the order of the original's.
+
+    Args:
+        graph: CUgraph; it may be destroyed afterwards.
+        nodes: its nodes.
+    """
+
+    def __init__(self, graph: int, nodes: list[int]):
+        # A launch may wait for room in the queue, and must not hold Python's lock meanwhile.
+        self._launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
+        copy, handle = c_void_p(), c_void_p()
+        call("cuGraphClone", byref(copy), c_void_p(graph))
+        self._copy = copy
+        self.nodes = []
+        for node in nodes:
+            found = c_void_p()
+            call("cuGraphNodeFindInClone", byref(found), c_void_p(node), copy)
+            self.nodes.append(found)
+        call("cuGraphInstantiateWithFlags", byref(handle), copy, c_ulonglong(0))
+        self.handle = handle
+
+    def launch(self, stream: int) -> None:
+        """Launch on a stream.
+
+        Args:
+            stream: CUstream.
+
+        Raises:
+            DriverError: the launch failed.
+        """
+        error = self._launch(self.handle, c_void_p(stream))
+        if error:
+            check("cuGraphLaunch", error)
+
+    def destroy(self) -> None:
+        """Free the executable and the copy. A launch under way is finished by the driver first."""
+        if self.handle:
+            call("cuGraphExecDestroy", self.handle)
+            call("cuGraphDestroy", self._copy)
+        self.handle = c_void_p()

@@ -1,0 +1,141 @@
+"""A region on the CPU: the recorded operators, run on new inputs and new memory in each call."""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from common.capture.checks import CaptureError
+from common.capture.host_graph_memory import ExternalStorage, View
+from common.capture.host_graph_recorder import Recorder, refuse_inside_capture
+from common.capture.parameterized import memory
+from common.capture.parameterized.errors import RegionRefused
+
+
+class HostRegion:
+    """A recorded run that moves to other memory.
+
+    Args:
+        fn: the region; it runs once, on copies of the inputs, and then counts as captured.
+        example_inputs: tensors of the CPU.
+
+    Raises:
+        RegionRefused: fn does what no graph can hold, or keeps a tensor that it made.
+    """
+
+    def __init__(self, fn, example_inputs: list[torch.Tensor]):
+        inputs = [memory.clone(tensor) for tensor in example_inputs]
+        versions = [tensor._version for tensor in inputs]
+        state = torch.get_rng_state()
+        recorder = Recorder({}, [torch.default_generator])
+        try:
+            leaves, self._structure = tree_flatten(recorder.run(lambda: fn(*inputs)))
+        except CaptureError as error:
+            raise RegionRefused(str(error)) from error
+        finally:
+            torch.set_rng_state(state)
+        self.written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
+        self._inputs = [tensor.untyped_storage()._cdata for tensor in inputs]
+        self._calls: list[Any] | None = recorder.calls
+        constants = {address for address, (_, constant) in recorder.produced.items() if constant}
+        self._constants = {address: recorder.storages[address] for address in constants}
+        self._made = {
+            address: recorder.storages[address].nbytes() for address in recorder.produced if address not in constants
+        }
+        self._outside = {
+            address: ExternalStorage(recorder.storages[address], *reader)
+            for address, reader in recorder.read.items()
+            if address not in self._inputs
+        }
+        self._results = [self._place(leaf) for leaf in leaves]
+        # What was read outside is held here, as a GPU region holds its function.
+        self._fn = fn
+        self.num_launches = self.num_patched = 0
+        self.report: dict[str, Any] = {
+            "nodes": {"operator": len(recorder.calls)},
+            "slots": len({leaf for call in recorder.calls for leaf in call.leaves if isinstance(leaf, View)}),
+            "arena_bytes": sum(self._made.values()),
+        }
+
+    def launch(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
+        """Run the operators on inputs that are known to be like the examples.
+
+        Args:
+            inputs: tensors of the CPU.
+
+        Returns:
+            the flat results, and the memory that holds them and everything between.
+
+        Raises:
+            CaptureError: the region was released, or runs inside a host capture.
+        """
+        if self._calls is None:
+            raise CaptureError("call of a parameterized region that was released")
+        refuse_inside_capture("a parameterized region", "runs inside a capture")
+        for outside in self._outside.values():
+            outside.check()
+        arenas = {address: torch.full((size,), 0xFF, dtype=torch.uint8) for address, size in self._made.items()}
+        given = dict(zip(self._inputs, inputs, strict=True))
+
+        def tensor(view):
+            if view.storage in given:
+                source = given[view.storage].detach()
+                offset = source.storage_offset() * source.element_size() // view.dtype.itemsize + view.offset
+                return torch.empty(0, dtype=view.dtype).set_(source.untyped_storage(), offset, view.shape, view.stride)
+            if view.storage in arenas:
+                return view.over(arenas[view.storage].untyped_storage())
+            if view.storage in self._constants:
+                return view.over(self._constants[view.storage])
+            return self._outside[view.storage].tensor(view)
+
+        self._run(tensor)
+        for index in self.written:
+            torch.autograd.graph.increment_version(inputs[index])
+        self.num_launches += 1
+        self.num_patched += len(self._calls)
+        results = [tensor(place) if isinstance(place, View) else place for place in self._results]
+        return results, list(arenas.values())
+
+    def unflatten(self, results: list[Any]):
+        """Return flat results in the structure that the function returned.
+
+        Args:
+            results: of `launch`.
+
+        Returns:
+            tensors and other values in that structure.
+        """
+        return tree_unflatten(results, self._structure)
+
+    def release(self) -> None:
+        """Drop the record. Results of earlier calls stay."""
+        self._calls, self._outside, self._fn = None, {}, None
+
+    def _run(self, tensor):
+        grad_enabled, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        # The casts of a capture under autocast were recorded; they must not be made twice.
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                for call in self._calls or ():
+                    torch._C._set_grad_enabled(call.grad_enabled)
+                    leaves = [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
+                    args, kwargs = tree_unflatten(leaves, call.structure)
+                    value = call.func(*args, **kwargs)
+                    if call.results:
+                        values = (value,) if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
+                        for view, made in zip(call.results, values, strict=True):
+                            if view is not None:
+                                tensor(view).copy_(made)
+        finally:
+            torch._C._set_grad_enabled(grad_enabled)
+            torch.set_autocast_enabled("cpu", autocast)
+
+    def _place(self, leaf):
+        """A result as its place in an input or in new memory; a tensor from outside, or a value, as it is."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        address = leaf.untyped_storage()._cdata
+        if address in self._inputs or address in self._made:
+            return View(address, int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride(), leaf.dtype)
+        return leaf.detach()

@@ -1,0 +1,120 @@
+"""Where tensors lie: ranges of bytes, tensors over ranges, and outputs as places in an allocation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class _Range:
+    """Bytes of the device for torch.as_tensor."""
+
+    def __init__(self, address, size):
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return device memory as a tensor of bytes that does not own it.
+
+    Args:
+        address: of the first byte.
+        size: bytes.
+        device: the GPU.
+
+    Returns:
+        a uint8 tensor.
+    """
+    return torch.as_tensor(_Range(address, size), device=device)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first to its last element.
+
+    Args:
+        tensor: strided.
+
+    Returns:
+        bytes, 0 for a tensor without elements.
+    """
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to memory of its own with the same strides.
+
+    Args:
+        tensor: strided; elements that overlap stay so.
+
+    Returns:
+        a leaf that requires a gradient where `tensor` does.
+    """
+    source = tensor.detach()
+    memory = torch.empty(extent(source) // source.element_size(), dtype=source.dtype, device=source.device)
+    copy = memory.as_strided(source.shape, source.stride())
+    flat = source.as_strided(memory.shape, (1,)) if source.numel() else source.reshape(-1)
+    memory.copy_(flat)
+    return copy.detach().requires_grad_(tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor that a capture returned.
+
+    Attributes:
+        address: of its first element.
+        metadata: size, stride, dtype and device.
+    """
+
+    address: int
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor that a region returns, as a place in one of its allocations.
+
+    Attributes:
+        allocation: index of the allocation; the inputs come first.
+        offset: bytes from the allocation's base.
+        metadata: for torch's constructor: size, stride, dtype, device, and storage_offset in elements.
+    """
+
+    allocation: int
+    offset: int
+    metadata: dict[str, Any]
+
+
+def describe(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what makes a tensor besides its memory.
+
+    Args:
+        tensor: strided.
+
+    Returns:
+        size, stride, dtype and device.
+    """
+    return {
+        "size": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+    }
+
+
+def find(address: int, allocations: list[tuple[int, int]]) -> int:
+    """Return the index of the allocation that holds an address.
+
+    Args:
+        address: of a byte.
+        allocations: (base, bytes).
+
+    Returns:
+        the index, -1 for none.
+    """
+    for index, (base, size) in enumerate(allocations):
+        if base <= address < base + size:
+            return index
+    return -1

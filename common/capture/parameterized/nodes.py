@@ -1,0 +1,159 @@
+"""The nodes of a captured CUDA graph as bytes that can be compared, patched and handed back."""
+
+import ctypes
+from ctypes import byref, c_size_t, c_void_p
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from common.capture.parameterized import driver
+from common.capture.parameterized.errors import RegionRefused
+from common.capture.parameterized.words import Chunk
+
+_COLLECTIVES = ("nccl", "nvshmem")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a graph.
+
+    Attributes:
+        handle: CUgraphNode.
+        kind: CUgraphNodeType.
+        name: the kernel's name, or the kind in words.
+        shape: everything that must be the same in two captures: function, grid, block, shared memory.
+        parameters: (offset, bytes) of each parameter.
+        packed: the kernel takes one buffer instead of an array of pointers.
+    """
+
+    handle: int
+    kind: int
+    name: str
+    shape: tuple = ()
+    parameters: list[tuple[int, bytes]] = field(default_factory=list)
+    packed: bool = False
+
+
+def read_nodes(graph: int) -> list[Node]:
+    """Read all nodes of a graph.
+
+    Args:
+        graph: CUgraph.
+
+    Returns:
+        the nodes in the order in which they were made.
+
+    Raises:
+        RegionRefused: a node cannot be launched on other memory; the message names it.
+    """
+    return [_read(index, handle) for index, handle in enumerate(driver.graph_nodes(graph))]
+
+
+def _read(index, handle) -> Node:
+    kind = driver.node_kind(handle)
+    name = driver.NODE_KINDS.get(kind, f"type {kind}")
+    if kind == driver.EMPTY:
+        return Node(handle, kind, name)
+    if kind == driver.KERNEL:
+        params = driver.kernel_params(handle)
+        name = driver.kernel_name(params)
+        if name.lower().startswith(_COLLECTIVES):
+            raise RegionRefused(f"node {index} is a collective, {name}: leave it outside the region")
+        shape = (params.func, params.kern, tuple(params.grid), tuple(params.block), params.shared_bytes)
+        return Node(handle, kind, name, shape, driver.kernel_arguments(params), not params.kernel_params)
+    if kind == driver.MEMSET:
+        memset = driver.memset_params(handle)
+        return Node(handle, kind, name, (memset.width, memset.height), [(0, bytes(memset))])
+    if kind == driver.MEMCPY:
+        copy = driver.memcpy_params(handle)
+        for side, memory, address in (
+            ("from", copy.src_type, copy.src_device),
+            ("to", copy.dst_type, copy.dst_device),
+        ):
+            if not driver.is_device_memory(memory, address):
+                raise RegionRefused(f"node {index} copies {side} memory of the host: make the copy before the region")
+        return Node(handle, kind, name, (copy.width, copy.height, copy.depth), [(0, bytes(copy))])
+    raise RegionRefused(f"node {index} is a {name} node, which cannot be launched on other memory")
+
+
+def check_alike(first: list[Node], second: list[Node]) -> None:
+    """Check that two captures of one function launch the same work.
+
+    Args:
+        first: nodes of the first capture.
+        second: of the second.
+
+    Raises:
+        RegionRefused: they differ; the message names the node.
+    """
+    if len(first) != len(second):
+        raise RegionRefused(f"two captures differ: {len(first)} and {len(second)} nodes")
+    for index, (a, b) in enumerate(zip(first, second, strict=True)):
+        sizes = [[(offset, len(data)) for offset, data in node.parameters] for node in (a, b)]
+        if (a.kind, a.name, a.shape, sizes[0]) != (b.kind, b.name, b.shape, sizes[1]):
+            raise RegionRefused(
+                f"two captures differ in node {index}: {a.name} {a.shape[2:]} and {b.name} {b.shape[2:]} "
+                "(kernels chosen by address or alignment)"
+            )
+
+
+class Setters:
+    """Hands changed parameters to an executable graph, each node by a call made ready before.
+
+    Args:
+        executable: the graph that is launched.
+        nodes: as read from the capture.
+        chunks: layout of the blob.
+        blob: parameters; the driver copies from its memory at each call.
+    """
+
+    def __init__(self, executable: driver.Executable, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray):
+        self._keep: list = [blob]
+        self._calls: list[partial | None] = []
+        places: list[list[Chunk]] = [[] for _ in nodes]
+        for chunk in chunks:
+            places[chunk.node].append(chunk)
+        address = blob.ctypes.data
+        for node, handle, its_chunks in zip(nodes, executable.nodes, places, strict=True):
+            starts = [address + chunk.start for chunk in its_chunks]
+            self._calls.append(self._setter(executable.handle, node, handle, (starts, its_chunks)))
+
+    def apply(self, changed: list[int]) -> None:
+        """Set the parameters of some nodes for all later launches.
+
+        Args:
+            changed: indices of the nodes.
+
+        Raises:
+            driver.DriverError: the driver refused a node's parameters.
+        """
+        calls = self._calls
+        for index in changed:
+            setter = calls[index]
+            error = setter() if setter else 0
+            if error:
+                driver.check(f"setting the parameters of node {index}", error)
+
+    def _setter(self, executable, node, handle, places) -> partial | None:
+        starts, chunks = places
+        library = driver.library()
+        if not starts:
+            return None
+        if node.kind != driver.KERNEL:
+            name = "cuGraphExecMemsetNodeSetParams" if node.kind == driver.MEMSET else "cuGraphExecMemcpyNodeSetParams"
+            return partial(
+                getattr(library, name), executable, handle, c_void_p(starts[0]), c_void_p(driver.current_context())
+            )
+        params = driver.kernel_params(node.handle)
+        if node.packed:
+            size = c_size_t(chunks[0].size)
+            extra = (c_void_p * 5)(1, starts[0], 2, ctypes.addressof(size), None)
+            params.kernel_params, params.extra = None, ctypes.addressof(extra)
+            self._keep.append((size, extra))
+        else:
+            pointers = (c_void_p * len(starts))(*starts)
+            params.kernel_params, params.extra = ctypes.addressof(pointers), None
+            self._keep.append(pointers)
+        self._keep.append(params)
+        return partial(library.cuGraphExecKernelNodeSetParams_v2, executable, handle, byref(params))

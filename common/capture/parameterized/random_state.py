@@ -1,0 +1,76 @@
+"""Philox state of regions that draw random numbers.
+
+torch's kernels in a capture read seed and offset from two tensors of the generator, which `CUDAGraph.replay` fills. A
+parameterized graph is launched without that object, so a tiny graph of the same generator is replayed before it: its
+replay fills the tensors, and keeps them alive at their addresses.
+"""
+
+from functools import cache
+
+import torch
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """Return torch's own generator of a GPU.
+
+    Args:
+        device: the GPU, with an index.
+
+    Returns:
+        the generator.
+    """
+    return torch.cuda.default_generators[device.index]
+
+
+def _draw(buffer) -> torch.cuda.CUDAGraph:
+    """Capture a draw into a buffer outside of any pool. The current stream is not the default one."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    buffer.uniform_()
+    graph.capture_end()
+    return graph
+
+
+@cache
+def _anchor(index: int) -> tuple:
+    with torch.cuda.device(index):
+        buffer, side = torch.empty(1, device="cuda"), torch.cuda.Stream()
+        state = torch.cuda.get_rng_state(index)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            buffer.uniform_()
+            torch.cuda.synchronize()
+            graph = _draw(buffer)
+        torch.cuda.set_rng_state(state, index)
+    return graph, buffer
+
+
+def recover(device: torch.device) -> None:
+    """Let the generator draw again after a capture that failed: for torch it goes on until another one ends.
+
+    Args:
+        device: the GPU; its current stream is not the default one.
+    """
+    _draw(_anchor(device.index)[1])
+
+
+def anchor(device: torch.device) -> None:
+    """Hold the generator's tensors at their addresses from now on. Call it before captures.
+
+    Args:
+        device: the GPU.
+    """
+    _anchor(device.index)
+
+
+def advance(device: torch.device, increment: int) -> None:
+    """Fill the tensors with the current state, in the order of the current stream, and advance like eager.
+
+    Args:
+        device: the GPU.
+        increment: what the region's eager run adds to the generator's offset.
+    """
+    draws = generator(device)
+    offset = draws.get_offset()
+    _anchor(device.index)[0].replay()
+    draws.set_offset(offset + increment)

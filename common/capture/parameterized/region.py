@@ -1,0 +1,211 @@
+"""`parameterize`: a captured function that runs on any tensors like its examples."""
+
+import itertools
+import warnings
+from typing import Any
+
+import torch
+
+from common.capture.checks import CaptureError
+from common.capture.parameterized import memory
+from common.capture.parameterized.host import HostRegion
+
+# (torch, CUDA) with which launches were verified on a GPU.
+_TESTED = (("2.11", "13.0"),)
+_told: set[str] = set()
+
+
+class Parameterized:
+    """A captured function. Call it with tensors like the examples; the results belong to the caller.
+
+    Made by `parameterize`. `report` says what was captured.
+
+    Args:
+        region: the captured region of a device.
+        example_inputs: the inputs that it was captured with.
+    """
+
+    def __init__(self, region, example_inputs: list[torch.Tensor]):
+        self._region = region
+        self._signatures = [_signature(tensor) for tensor in example_inputs]
+        self._last: list[int] = []
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Nodes, addresses, bytes and build times of the region, launches so far and nodes patched in them."""
+        region = self._region
+        return {**region.report, "launches": region.num_launches, "patched": region.num_patched}
+
+    def __call__(self, *inputs):
+        """Run the region.
+
+        Args:
+            *inputs: tensors of the shapes, strides, dtypes and devices of the examples.
+
+        Returns:
+            new tensors in the structure that the function returned. They carry no autograd history.
+
+        Raises:
+            ValueError: an input is not like its example, or two inputs overlap; nothing is launched.
+            CaptureError: the region was released.
+        """
+        self._check(inputs)
+        results, _ = self._region.launch(list(inputs))
+        return self._region.unflatten(results)
+
+    def release(self) -> None:
+        """Free the graph. Results of earlier calls stay; later calls raise a CaptureError."""
+        self._region.release()
+
+    def _check(self, inputs):
+        if len(inputs) != len(self._signatures):
+            raise ValueError(f"{len(inputs)} inputs where the region was captured with {len(self._signatures)}")
+        for index, (tensor, before) in enumerate(zip(inputs, self._signatures, strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"input {index} is a {type(tensor).__name__}: a region takes tensors alone")
+            now = _signature(tensor)
+            if now != before:
+                names = ("shape", "strides", "dtype", "device")
+                changes = [f"{name} {a} -> {b}" for name, a, b in zip(names, before, now, strict=True) if a != b]
+                raise ValueError(f"input {index} is not as captured: {', '.join(changes)}")
+        bases = [tensor.data_ptr() for tensor in inputs]
+        if bases != self._last:
+            check_separate(inputs)
+            self._last = bases
+
+
+def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
+    """Capture a function once and launch it on other memory from then on.
+
+    On a GPU the launch is a CUDA graph whose addresses are patched: no input is copied, results and everything between
+    come from the caching allocator in each call, and the pools of the captures are dropped. On the CPU the recorded
+    operators run on the new tensors (common/capture/host_graph.py), so that the logic around it can be tested.
+
+    Args:
+        fn: takes tensors and returns tensors in any structure. It runs a few times here on copies of the examples; what
+            it does to memory besides its arguments happens then too. A backward pass inside is fine
+            (torch.autograd.grad).
+        example_inputs: tensors of one device that do not overlap.
+        verify: launches that are compared with eager runs, bit for bit, before this returns.
+
+    Returns:
+        the callable.
+
+    Raises:
+        ValueError: an example is not a strided tensor of this device, or two overlap.
+        RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
+    """
+    inputs = list(example_inputs)
+    check_examples(inputs)
+    if inputs[0].device.type == "cuda":
+        verify = max(verify, untested())
+    return Parameterized(capture(fn, inputs, verify), inputs)
+
+
+def capture(fn, inputs: list[torch.Tensor], verify: int):
+    """Capture a region; on a GPU explain and verify it.
+
+    Args:
+        fn: the region.
+        inputs: examples on one device.
+        verify: launches to compare with eager, on a GPU.
+
+    Returns:
+        the region.
+
+    Raises:
+        RegionRefused: with the node and its kernel.
+    """
+    device = inputs[0].device
+    if device.type == "cpu":
+        return HostRegion(fn, inputs)
+    from common.capture.parameterized.analysis import analyse
+    from common.capture.parameterized.gpu import GpuRegion
+    from common.capture.parameterized.verify import Verification
+
+    analysis = analyse(fn, inputs, device)
+    try:
+        analysis.check()
+        region = GpuRegion(analysis, device)
+        try:
+            check = Verification(region, fn, device)
+            if verify or analysis.unexplained:
+                check.spoil(analysis.all_bytes())
+            check.prove_unread(analysis, inputs)
+            for _ in range(verify):
+                check.run(inputs)
+            region.report["inexact"] = sorted(check.inexact)
+        except BaseException:
+            region.release()
+            raise
+    finally:
+        analysis.release()
+    return region
+
+
+def untested() -> int:
+    """Return the launches to verify because this torch or CUDA was not tested; says so once.
+
+    Returns:
+        0 where it was tested.
+    """
+    torch_version = ".".join(torch.__version__.split(".")[:2])
+    if (torch_version, str(torch.version.cuda)) in _TESTED:
+        return 0
+    if "versions" not in _told:
+        _told.add("versions")
+        warnings.warn(
+            f"parameterized launches were not tested with torch {torch_version} and CUDA {torch.version.cuda}: "
+            "the first launches of each region are compared with eager",
+            stacklevel=3,
+        )
+    return 2
+
+
+def check_examples(inputs: list[Any]) -> None:
+    """Check that examples can be captured.
+
+    Args:
+        inputs: the examples.
+
+    Raises:
+        ValueError: there are none, one is not a strided tensor of the first one's device, or two overlap.
+    """
+    if not inputs:
+        raise ValueError("a region needs at least one input tensor")
+    for index, tensor in enumerate(inputs):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"example {index} is a {type(tensor).__name__}: a region takes tensors alone")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"example {index} is {tensor.layout}: a region takes strided tensors")
+        if tensor.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"example {index} is on {tensor.device}: a region runs on a GPU or on the CPU")
+        if tensor.device != inputs[0].device:
+            raise ValueError(f"example {index} is on {tensor.device}, example 0 on {inputs[0].device}")
+    check_separate(inputs)
+
+
+def check_separate(inputs) -> None:
+    """Check that no two tensors overlap: a launch moves each by itself.
+
+    Args:
+        inputs: tensors of one device.
+
+    Raises:
+        ValueError: two overlap.
+    """
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor), index)
+        for index, tensor in enumerate(inputs)
+        if tensor.numel()
+    )
+    for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            raise ValueError(f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy")
+
+
+def _signature(tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+__all__ = ["CaptureError", "Parameterized", "parameterize"]

@@ -1,0 +1,170 @@
+"""The first launches of a region beside eager, with everything at old addresses spoiled."""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from common.capture.parameterized import driver, memory, random_state
+from common.capture.parameterized.errors import RegionRefused
+
+# All bits set is NaN in every floating-point format, and no address.
+_POISON = 0xFF
+# Share of a tensor's largest element by which two eager runs may differ.
+_MAX_NOISE = 2e-2
+# What new memory holds before two launches: bytes that keep both were not written.
+_FILLS = (0xA5, 0x5A)
+_NUM_REPEATS = 4
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes.
+
+    Args:
+        tensor: strided.
+
+    Returns:
+        a contiguous uint8 tensor.
+    """
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Verification:
+    """Compares launches with eager runs, on the memory of one device.
+
+    Args:
+        region: its `launch(inputs)` gives flat results and arenas; `written` lists the inputs that it writes.
+        fn: the function that was captured.
+        device: the GPU.
+    """
+
+    def __init__(self, region, fn, device: torch.device):
+        self._region = region
+        self._fn = fn
+        self._device = device
+        # Results that eager itself does not repeat, compared by a tolerance.
+        self.inexact: set[str] = set()
+        self._draws = random_state.generator(device)
+        self._spoiled: list[torch.Tensor] = []
+        # Of the launch before, held so that this one gets other addresses.
+        self._before: list[torch.Tensor] = []
+        self._owners: list[Any] = []
+
+    def spoil(self, memory_of: list[torch.Tensor]) -> None:
+        """Fill memory that no launch may touch any more, and watch it.
+
+        Args:
+            memory_of: tensors of bytes.
+        """
+        for tensor in memory_of:
+            tensor.fill_(_POISON)
+        self._spoiled += memory_of
+
+    def run(self, example_inputs: list[torch.Tensor]) -> None:
+        """Launch on copies of the inputs, compare with eager, then spoil this launch's memory too.
+
+        Args:
+            example_inputs: inputs; they stay as they are.
+
+        Raises:
+            RegionRefused: a result differs, or memory was touched that belongs to an earlier launch.
+        """
+        self._state = self._draws.get_state()
+        self._examples = example_inputs
+        eager = self._eager()
+        offset = self._draws.get_offset()
+        self._draws.set_state(self._state)
+        got, num_results, owned = self._launch(_FILLS[0])
+        if self._draws.get_offset() != offset:
+            raise RegionRefused(
+                f"the generator is at {self._draws.get_offset()} after a launch, at {offset} after eager"
+            )
+        wrong = [index for index, pair in enumerate(zip(got, eager, strict=True)) if not _alike(*pair)]
+        if wrong:
+            self._compare(wrong, got, eager, num_results)
+        self._draws.set_state(self._state)
+        for tensor in (*self._spoiled, *self._before):
+            if not bool((tensor == _POISON).all()):
+                raise RegionRefused("a launch wrote to memory of an earlier one: an address was missed")
+        self._before, self._owners = owned, got
+        for tensor in owned:
+            tensor.fill_(_POISON)
+
+    def _eager(self) -> list[Any]:
+        """Results and inputs of an eager run from the same random state."""
+        self._draws.set_state(self._state)
+        inputs = [memory.clone(tensor) for tensor in self._examples]
+        return [*tree_leaves(self._fn(*inputs)), *inputs]
+
+    def _launch(self, fill) -> tuple[list[Any], int, list[torch.Tensor]]:
+        """Results and inputs of a launch from the same random state, and all its memory as bytes."""
+        self._draws.set_state(self._state)
+        inputs = [memory.clone(tensor) for tensor in self._examples]
+        results, arenas = self._region.launch(inputs, fill)
+        owned = [memory.bytes_at(t.data_ptr(), memory.extent(t), self._device) for t in inputs if t.numel()]
+        return [*results, *inputs], len(results), [*arenas, *owned]
+
+    def _compare(self, wrong, got, eager, num_results):
+        """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there.
+
+        A missed address writes to memory that is watched, so a result that it left out is found by that.
+        """
+        again, _, _ = self._launch(_FILLS[1])
+        others = [self._eager() for _ in range(_NUM_REPEATS)]
+        for index in wrong:
+            name = f"result {index}" if index < num_results else f"input {index - num_results}"
+            value, expected = got[index], eager[index]
+            if not isinstance(expected, torch.Tensor):
+                raise RegionRefused(f"{name} is {value}, in eager {expected}: a Python value that changes")
+            first, second = as_bytes(value), as_bytes(again[index])
+            unwritten = (first == _FILLS[0]) & (second == _FILLS[1])
+            differs = (first != as_bytes(expected)) & ~unwritten
+            if not bool(differs.any()):
+                continue
+            words = f"{name} of a launch differs from eager in {int(differs.sum())} of {differs.numel()} bytes"
+            repeats = all(torch.equal(as_bytes(expected), as_bytes(other[index])) for other in others)
+            if repeats or not expected.dtype.is_floating_point:
+                raise RegionRefused(words)
+            # Eager itself does not repeat: atomic additions. A stale address gives NaN or nonsense.
+            plain = expected.detach().double()
+            noise = max(float((other[index].detach().double() - plain).abs().max()) for other in others)
+            error, scale = float((value.detach().double() - plain).abs().max()), float(plain.abs().max())
+            noise = max(noise, torch.finfo(expected.dtype).eps * scale)
+            if not error <= 4 * noise or noise > _MAX_NOISE * scale:
+                raise RegionRefused(f"{words}, by {error:.3g} where eager differs from itself by {noise:.3g}")
+            self.inexact.add(name)
+
+    def prove_unread(self, analysis, example_inputs: list[torch.Tensor]) -> None:
+        """Show that no kernel reads the words that differ and are no address, such as unused bytes of structures.
+
+        They take the values of the second capture, whose memory is spoiled by now, then zero where no half of an
+        address may be. No result may change.
+
+        Args:
+            analysis: of the region; both captures are alive.
+            example_inputs: inputs; they stay as they are.
+
+        Raises:
+            RegionRefused: a result changes; the message names the words.
+        """
+        unexplained = analysis.unexplained
+        if not unexplained:
+            return
+        second = [word.second for word in unexplained]
+        zero = [word.second if any(map(driver.is_address, analysis.whole(word))) else 0 for word in unexplained]
+        try:
+            for values in (second, zero):
+                self._region.overwrite(unexplained, values)
+                self.run(example_inputs)
+        except RegionRefused as error:
+            raise RegionRefused(
+                f"words of parameters differ between two captures, are no address and matter ({error}): "
+                + analysis.name(unexplained)
+            ) from error
+        self._region.overwrite(unexplained, [word.first for word in unexplained])
+
+
+def _alike(value, expected) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(value, torch.Tensor) and torch.equal(as_bytes(value), as_bytes(expected))
+    return value == expected

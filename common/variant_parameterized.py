@@ -1,0 +1,80 @@
+"""The variant of every model that launches compiled regions on the memory of their callers."""
+
+import torch
+
+from common.capture.checks import CaptureError
+from common.variant import Capture, warm_up
+
+
+class Parameterized:
+    """torch.compile(backend="parameterized") of some functions of the model, called by the eager step.
+
+    The operators are eager's. No region has a pool or a static input.
+
+    Args:
+        state: of the run.
+        step: step(state, index), the eager step.
+        functions: (object, attribute) of each function that is replaced.
+        what: the functions in words, for the strategy.
+
+    Raises:
+        CaptureError: every region was refused; the message has the reasons.
+    """
+
+    def __init__(self, state, step, functions, what: str):
+        # Imports the compiler, which takes seconds.
+        from common.capture.parameterized import backend
+
+        self.state, self._step = state, step
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+        self._compiled = [
+            (owner, name, torch.compile(fn, backend="parameterized", dynamic=False, fullgraph=True))
+            for owner, name, fn in self._originals
+        ]
+        self.capture = Capture(strategy=f"parameterized launches of {what}, no pool and no static inputs")
+        self.enter()
+        try:
+            with self.capture.timed("capture_s"), backend.collecting() as self.regions:
+                warm_up(state, Capture(strategy=""), lambda _, index: self.step(index))
+            self.capture.pools.append(self.regions)
+            before = self.regions.num_replays
+            self.step(0)
+            self._num_replays = self.regions.num_replays - before
+        finally:
+            self.leave()
+        if not self.regions.graphs:
+            reasons = sorted({region.reason for region in self.regions.all})
+            raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
+
+    def step(self, index: int):
+        """Train on batch `index`.
+
+        Args:
+            index: of the batch.
+        """
+        self._step(self.state, index)
+
+    def replays_of(self, index: int) -> int:
+        """Return the launches of a step.
+
+        Args:
+            index: of the batch.
+
+        Returns:
+            those of the first step after the captures.
+        """
+        return self._num_replays
+
+    def enter(self):
+        """Put the compiled functions in the place of the model's."""
+        for owner, name, function in self._compiled:
+            setattr(owner, name, function)
+
+    def leave(self):
+        """Put the model's own functions back."""
+        for owner, name, function in self._originals:
+            setattr(owner, name, function)
+
+    def close(self):
+        """Free the graphs."""
+        self.regions.release()

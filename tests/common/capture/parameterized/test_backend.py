@@ -1,0 +1,82 @@
+"""torch.compile(model, backend="parameterized") on the CPU: training like eager, and the list of regions."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.capture.parameterized import backend
+from tests.helpers.host_graph_cases import same
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    backend.reset()
+    yield
+    backend.reset()
+    torch._dynamo.reset()
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+
+def train(model, parameters, num_steps, seed=1):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def states():
+    return [(row["region"], row["state"]) for row in backend.regions()]
+
+
+def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_moved_parameter_is_captured_again():
+    eager, model = build(), build()
+    compiled = torch.compile(model, backend="parameterized")
+    assert same(train(compiled, model.parameters(), 5), train(eager, eager.parameters(), 5))
+    assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
+    assert [row["launches"] for row in backend.regions()] == [5, 5]
+    model[0].weight.data = model[0].weight.data.clone()
+    assert same(train(compiled, model.parameters(), 3, seed=2), train(eager, eager.parameters(), 3, seed=2))
+    assert [row["launches"] for row in backend.regions()] == [8, 8]
+    assert backend._regions[0].captures == 2
+    assert same(model.state_dict().values(), eager.state_dict().values())
+    assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
+
+
+def test_a_graph_that_cannot_be_captured_runs_eagerly_and_is_listed_with_the_reason():
+    @torch.compile(backend="parameterized", dynamic=True)
+    def scaled(x):
+        return x * x.shape[0]
+
+    x = torch.randn(5, 3)
+    assert torch.equal(scaled(x), x * 5)
+    assert [(row["region"], row["state"]) for row in backend.regions()] == [("inference 0", "eager")]
+    assert "symbolic" in backend.regions()[0]["reason"]
+
+
+def test_released_regions_run_eagerly():
+    @torch.compile(backend="parameterized")
+    def double(x):
+        return x * 2
+
+    x = torch.randn(3)
+    double(x)
+    assert states() == [("inference 0", "parameterized")]
+    backend.reset()
+    assert states() == []
+    assert torch.equal(double(x), x * 2)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(Exception, match="no option pool; it has verify"):
+        torch.compile(lambda x: x + 1, backend="parameterized", options={"pool": 1})(torch.ones(2))

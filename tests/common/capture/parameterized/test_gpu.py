@@ -1,0 +1,270 @@
+"""common/capture/parameterized on a GPU: launches on other memory against eager, bit for bit."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from common.capture.parameterized import RegionRefused, memory, parameterize, random_state, region
+from tests.helpers.host_graph_cases import same
+
+F = nn.functional
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """Attention's backward adds in any order otherwise, eager's too."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(batch, time, 3, width // 64, 64).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        x = x + F.dropout(self.out(heads.transpose(1, 2).reshape(batch, time, width)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), self.dropout)
+
+
+def training(device, dropout=0.0, width=256, layers=2):
+    """Forward and backward of blocks, and a maker of inputs."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block(width, dropout) for _ in range(layers)]).to(device, torch.bfloat16)
+    parameters = list(net.parameters())
+
+    def run(x, gradient):
+        x = x.detach().requires_grad_()
+        y = net(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *parameters], gradient)]
+
+    def make():
+        return [torch.randn(2, 128, width, device=device, dtype=torch.bfloat16) for _ in range(2)]
+
+    return run, make
+
+
+def assert_like_eager(parameterized, run, make, times=4):
+    """Calls on fresh inputs, with the allocator shaken in between; all results are kept."""
+    kept, shaken = [], []
+    for index in range(times):
+        inputs = make()
+        copies = [memory.clone(tensor) for tensor in inputs]
+        shaken.append(torch.empty((index + 1) * 3 * MIB, dtype=torch.uint8, device=inputs[0].device))
+        state = torch.cuda.get_rng_state()
+        results = parameterized(*inputs)
+        after = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(state)
+        kept.append((results, run(*copies), inputs, copies))
+        assert torch.equal(after, torch.cuda.get_rng_state())
+    for results, expected, inputs, copies in kept:
+        assert same(results, expected)
+        assert same(inputs, copies)
+
+
+def check(run, make):
+    parameterized = parameterize(run, make())
+    assert_like_eager(parameterized, run, make)
+    return parameterized
+
+
+def test_pointwise(device):
+    check(lambda x, y: [(x.sin() + 2 * y).relu()], lambda: [torch.randn(1000, 33, device=device) for _ in range(2)])
+
+
+def test_linear_with_packed_parameters(device):
+    layer = nn.Linear(1024, 1024, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    check(lambda x: [layer(x)], lambda: [torch.randn(512, 1024, device=device, dtype=torch.bfloat16)])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_two_blocks_forward_and_backward(device, dropout):
+    parameterized = check(*training(device, dropout))
+    assert bool(parameterized.report["random_increment"]) == bool(dropout)
+
+
+def test_foreach_and_a_fused_optimizer_with_tables_of_addresses(device):
+    def run(*inputs):
+        weights, gradients, first, second, steps = (list(inputs[i : i + 8]) for i in range(0, 40, 8))
+        products = torch._foreach_mul(weights, gradients)
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            weights, gradients, first, second, [], steps,
+            lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return products
+
+    def make():
+        large = [torch.rand(1000 + 77 * (index % 8), device=device) for index in range(32)]
+        return large + [torch.zeros((), device=device) for _ in range(8)]
+
+    check(run, make)
+
+
+def test_memsets_and_split_k(device):
+    weight = torch.randn(65536, 64, device=device, dtype=torch.bfloat16)
+
+    def run(x):
+        return [x @ weight, torch.zeros(1000, device=device) + x.float().sum()]
+
+    parameterized = check(run, lambda: [torch.randn(64, 65536, device=device, dtype=torch.bfloat16)])
+    assert parameterized.report["nodes"].get("memset", 0) + parameterized.report["nodes"]["kernel"] > 2
+
+
+def test_copies_between_tensors_and_inputs_written_in_place(device):
+    def run(x, y):
+        scratch = torch.empty_like(x)
+        scratch.copy_(x)
+        y.copy_(scratch)
+        x.add_(1)
+        return [scratch[2:], x[1:], y.t()]
+
+    parameterized = check(run, lambda: [torch.randn(64, 64, device=device) for _ in range(2)])
+    assert parameterized.report["nodes"]["memcpy"] >= 1
+
+
+def test_two_streams_take_turns(device):
+    run, make = training(device, 0.0)
+    parameterized = parameterize(run, make())
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    batches = [make() for _ in range(6)]
+    torch.cuda.synchronize()
+    results = []
+    for index, batch in enumerate(batches):
+        with torch.cuda.stream(streams[index % 2]):
+            results.append(parameterized(*batch))
+    torch.cuda.synchronize()
+    for batch, result in zip(batches, results, strict=True):
+        assert same(result, run(*batch))
+
+
+def test_an_input_at_an_odd_address_is_copied_and_written_back(device):
+    def run(x, y):
+        x.mul_(2)
+        return [x + y]
+
+    parameterized = parameterize(run, [torch.randn(64, 64, device=device) for _ in range(2)])
+    x = torch.randn(64 * 64 + 1, device=device)[1:].view(64, 64)
+    y = torch.randn(64, 64, device=device)
+    assert x.data_ptr() % 16
+    doubled = x * 2
+    (result,) = parameterized(x, y)
+    assert torch.equal(x, doubled)
+    assert torch.equal(result, doubled + y)
+
+
+def test_nothing_is_held_between_calls_but_the_graph(device):
+    run, make = training(device, 0.0, width=1024, layers=4)
+    inputs = make()
+    expected = run(*inputs)
+    torch.cuda.synchronize()
+    activations = torch.cuda.max_memory_allocated()
+    del expected
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    parameterized = parameterize(run, inputs)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before[0] < MIB
+    assert torch.cuda.memory_reserved() - before[1] <= 40 * MIB
+    assert parameterized.report["arena_bytes"] < activations
+    parameterized(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before[0] < MIB
+
+
+def test_results_are_freed_one_by_one(device):
+    parameterized = parameterize(lambda x: [x + 1, x + 2], [torch.ones(MIB, device=device)])
+    before = torch.cuda.memory_allocated()
+    first, second = parameterized(torch.ones(MIB, device=device))
+    assert torch.cuda.memory_allocated() - before == 8 * MIB
+    del first
+    assert torch.cuda.memory_allocated() - before == 4 * MIB
+    assert second.max() == 3
+
+
+def test_addresses_that_stay_are_not_patched_again(device):
+    parameterized = parameterize(lambda x: [x.sin().cos()], [torch.ones(1000, device=device)], verify=0)
+    x = torch.ones(1000, device=device)
+    result = parameterized(x)
+    patched = parameterized.report["patched"]
+    del result
+    result = parameterized(x)
+    assert parameterized.report["patched"] == patched
+    assert torch.equal(result[0], x.sin().cos())
+
+
+def refusals():
+    host = torch.randn(64, 64).pin_memory() if torch.cuda.is_available() else torch.ones(1)
+    counter, kept = [0], []
+
+    def counts(x):
+        counter[0] += 1
+        return x * counter[0]
+
+    def keeps(x):
+        kept[:] = [x * 2]
+        return x + 1
+
+    yield "a value read on the host", lambda x: x * x.sum().item(), "capture failed"
+    yield "a copy from the host", lambda x: x + host.to(x.device, non_blocking=True), "memory of the host"
+    yield "a number that changes", counts, "elementwise"
+    yield "a tensor that is kept", keeps, "keeps 1 tensors"
+
+
+@pytest.mark.parametrize(("run", "message"), [case[1:] for case in refusals()], ids=[case[0] for case in refusals()])
+def test_a_region_that_would_be_wrong_is_refused_and_torch_goes_on(device, run, message):
+    with pytest.raises(RegionRefused, match=message):
+        parameterize(run, [torch.randn(64, 64, device=device)])
+    assert torch.equal(torch.ones(3, device=device) + 1, torch.full((3,), 2.0, device=device))
+    check(lambda x: [F.dropout(x, 0.5)], lambda: [torch.randn(64, 64, device=device)])
+
+
+def test_a_missed_address_is_found_by_the_first_launches(device, monkeypatch):
+    from common.capture.parameterized import gpu
+
+    original = gpu._in_arenas
+
+    def without_the_last(analysis):
+        slots = original(analysis)
+        return gpu.replace(slots, **{name: getattr(slots, name)[:-1] for name in slots.__dataclass_fields__})
+
+    monkeypatch.setattr(gpu, "_in_arenas", without_the_last)
+    with pytest.raises(RegionRefused, match="differs from eager|missed"):
+        parameterize(lambda x: [x.sin().cos()], [torch.randn(1000, device=device)])
+
+
+def test_another_version_is_said_once_and_verified(device, monkeypatch):
+    monkeypatch.setattr(region, "_TESTED", ())
+    monkeypatch.setattr(region, "_told", set())
+    with pytest.warns(UserWarning, match="were not tested with torch"):
+        parameterized = parameterize(lambda x: [x + 1], [torch.ones(3, device=device)], verify=0)
+    assert parameterized.report["launches"] >= 2
+    parameterize(lambda x: [x + 1], [torch.ones(3, device=device)], verify=0)
+
+
+def test_the_generator_is_left_as_it_was(device):
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    parameterize(lambda x: [F.dropout(x, 0.5)], [torch.ones(1000, device=device)])
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert random_state.generator(device).get_offset() == 0

@@ -1,0 +1,126 @@
+"""common/capture/parameterized/verify with a region that is made up: what the first launches find, without a GPU."""
+
+import pytest
+import torch
+
+from common.capture.parameterized import RegionRefused, memory, verify
+
+X = [torch.linspace(-1, 1, 8)]
+
+
+class Generator:
+    """A generator whose offset a launch forgets to advance, or not."""
+
+    def __init__(self):
+        self.offset = 0
+
+    def get_state(self):
+        return self.offset
+
+    def set_state(self, state):
+        self.offset = state
+
+    get_offset = get_state
+
+
+class Region:
+    """launch(inputs, fill) as of a region; `body(inputs, memory)` returns its results."""
+
+    def __init__(self, body):
+        self.body = body
+
+    def launch(self, inputs, fill):
+        arena = torch.full((64,), fill, dtype=torch.uint8)
+        return self.body(inputs, arena.view(torch.float32)), [arena]
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    """Copies on the host, found again by their address."""
+    copies, original, draws = [], memory.clone, Generator()
+
+    def clone(tensor):
+        copies.append(original(tensor))
+        return copies[-1]
+
+    def bytes_at(address, size, device):
+        (found,) = [tensor for tensor in copies if tensor.data_ptr() == address]
+        return found.view(torch.uint8)
+
+    monkeypatch.setattr(memory, "clone", clone)
+    monkeypatch.setattr(memory, "bytes_at", bytes_at)
+    monkeypatch.setattr(verify.random_state, "generator", lambda device: draws)
+    return draws
+
+
+def doubled(x):
+    """Two results; the second one is never written."""
+    return [x * 2, torch.empty(4)]
+
+
+def launched(inputs, memory_):
+    memory_[:8].copy_(inputs[0] * 2)
+    return [memory_[:8], memory_[8:12]]
+
+
+def run(body, fn=doubled, times=2):
+    verification = verify.Verification(Region(body), fn, torch.device("cpu"))
+    for _ in range(times):
+        verification.run(X)
+    return verification
+
+
+def test_a_launch_like_eager_passes_though_a_result_is_unwritten():
+    before = X[0].clone()
+    assert run(launched).inexact == set()
+    assert torch.equal(X[0], before)
+
+
+def test_a_wrong_result_and_a_result_that_is_not_written_are_refused():
+    with pytest.raises(RegionRefused, match="result 0 of a launch differs from eager in"):
+        run(lambda inputs, new: [new[:8].copy_(inputs[0] * 3), new[8:12]])
+
+
+def test_an_input_that_a_launch_changes_is_refused():
+    def body(inputs, new):
+        results = launched(inputs, new)
+        inputs[0].add_(1)
+        return results
+
+    with pytest.raises(RegionRefused, match="input 0 of a launch differs"):
+        run(body)
+
+
+def test_a_launch_that_writes_to_memory_of_an_earlier_one_is_refused():
+    first = []
+
+    def body(inputs, new):
+        first.append(new)
+        first[0][:8].copy_(inputs[0] * 2)
+        return [new[:8], new[8:12]]
+
+    with pytest.raises(RegionRefused, match="wrote to memory of an earlier one"):
+        run(body)
+
+
+def test_a_launch_that_draws_unlike_eager_is_refused(host):
+    def draws(x):
+        host.offset += 4
+        return doubled(x)
+
+    with pytest.raises(RegionRefused, match="generator is at 0 after a launch, at 4 after eager"):
+        run(launched, draws)
+
+
+def test_a_result_that_eager_does_not_repeat_is_compared_by_a_tolerance_and_named():
+    def noisy(scale):
+        return lambda x: [x * 2 + torch.randn(8) * scale, torch.empty(4)]
+
+    assert run(launched, noisy(1e-6)).inexact == {"result 0"}
+    with pytest.raises(RegionRefused, match="eager differs from itself by"):
+        run(launched, noisy(1.0))
+
+
+def test_a_python_value_that_changes_is_refused():
+    with pytest.raises(RegionRefused, match="result 0 is 1, in eager 2"):
+        run(lambda inputs, new: [1], lambda x: [2])

@@ -1,0 +1,121 @@
+"""common/capture/parameterized/words: addresses found in made-up parameters, and the words that are none."""
+
+import struct
+
+import pytest
+
+from common.capture.parameterized import words
+
+# (base in the first capture, base in the second, bytes): two inputs, and two segments that touch in the first.
+X = (0x7F00_0000_0000, 0x7F10_0000_0200, 4096)
+Y = (0x7F00_0000_2000, 0x7F10_0000_4000, 512)
+SEGMENT = (0x7F20_0000_0000, 0x7F30_0020_0000, 1 << 21)
+NEXT = (0x7F20_0020_0000, 0x7F30_0080_0000, 1 << 21)
+ALLOCATIONS = [X, Y, SEGMENT, NEXT]
+
+
+def find(*nodes):
+    """nodes: lists of (bytes in the first capture, bytes in the second), each a parameter."""
+    sides = [[[(0x10 * i, pair[side]) for i, pair in enumerate(node)] for node in nodes] for side in (0, 1)]
+    chunks, first = words.layout(sides[0])
+    _, second = words.layout(sides[1])
+    slots, unexplained = words.explain(chunks, (first, second), ALLOCATIONS)
+    return first, slots, unexplained
+
+
+def moved(form, allocation, offset, *rest):
+    return tuple(struct.pack(form, allocation[side] + offset, *rest) for side in (0, 1))
+
+
+def test_addresses_are_found_in_inputs_segments_and_structures():
+    same = struct.pack("<QI", 0x7E00_0000_0000, 7)
+    inner = tuple(struct.pack("<IIQQI", 1, 2, X[s] + 16, SEGMENT[s] + 4096, 3) for s in (0, 1))
+    _, slots, unexplained = find([moved("<Q", Y, 0), (same, same)], [inner])
+    assert not unexplained
+    assert slots.node.tolist() == [0, 1, 1]
+    assert slots.allocation.tolist() == [1, 0, 2]
+    assert slots.offset.tolist() == [0, 16, 4096]
+    assert slots.width.tolist() == [8, 8, 8]
+
+
+def test_an_address_in_a_packed_structure_and_a_lower_half_are_found():
+    packed = moved("<Q", SEGMENT, 64)
+    packed = tuple(struct.pack("<I", 5) + data + struct.pack("<I", 6) for data in packed)
+    half = tuple(struct.pack("<II", 9, (X[side] + 40) & 0xFFFFFFFF) for side in (0, 1))
+    _, slots, unexplained = find([packed], [half])
+    assert not unexplained
+    assert (slots.position % 2).tolist() == [1, 1]
+    assert slots.width.tolist() == [8, 4]
+    assert slots.offset.tolist() == [64, 40]
+
+
+def test_the_end_of_an_allocation_is_its_own_unless_the_next_one_begins_there():
+    end = moved("<Q", X, X[2])
+    between = tuple(struct.pack("<Q", value) for value in (NEXT[0], NEXT[1]))
+    _, slots, unexplained = find([end, between])
+    assert not unexplained
+    assert list(zip(slots.allocation.tolist(), slots.offset.tolist(), strict=True)) == [(0, 4096), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (struct.pack("<Q", X[0] + 8), struct.pack("<Q", X[1] + 16)),  # another offset
+        (struct.pack("<Q", X[0]), struct.pack("<Q", Y[1])),  # another allocation
+        (struct.pack("<f", 1.5), struct.pack("<f", 2.5)),  # a number that changes
+        (struct.pack("<Q", X[0] - 64), struct.pack("<Q", X[1] - 64)),  # before the allocation
+        (b"\x01\xaa\xbb", b"\x01\xaa\xcc"),  # bytes without a whole word
+    ],
+)
+def test_a_word_that_differs_otherwise_is_unexplained_and_named(pair):
+    same = struct.pack("<Q", 1)
+    _, slots, unexplained = find([(same, same)], [(same, same), pair])
+    assert len(slots) == 0
+    assert {(word.node, word.offset // 8 * 8) for word in unexplained} == {(1, 0x10)}
+    assert unexplained[0].first != unexplained[0].second
+
+
+def test_tensors_of_a_pool_that_lay_elsewhere_and_overlap_are_told_apart_by_both_addresses():
+    # The second allocator put two tensors the other way round, and a third one over the first.
+    tensors = [(0x7F20_0000_0000, 0x7F30_0000_0200, 512), (0x7F20_0000_0200, 0x7F30_0000_0000, 512)]
+    tensors.append((0x7F20_0000_0000, 0x7F30_0000_0400, 512))
+    pairs = [tuple(struct.pack("<Q", tensor[side] + 8) for side in (0, 1)) for tensor in tensors]
+    sides = [[[(0, pair[side])] for pair in pairs] for side in (0, 1)]
+    chunks, first = words.layout(sides[0])
+    _, second = words.layout(sides[1])
+    slots, unexplained = words.explain(chunks, (first, second), tensors)
+    assert not unexplained
+    assert slots.allocation.tolist() == [0, 1, 2]
+    assert slots.offset.tolist() == [8, 8, 8]
+
+
+def test_patching_writes_what_a_capture_at_those_addresses_would_hold():
+    def node(bases):
+        return [
+            struct.pack("<QQ", bases[0] + 16, bases[2] + 4096),
+            struct.pack("<IQI", 5, bases[2] + 8, 6),
+            struct.pack("<II", 9, (bases[1] + 40) & 0xFFFFFFFF),
+        ]
+
+    captured = [[allocation[side] for allocation in ALLOCATIONS] for side in (0, 1)]
+    other = struct.pack("<Q", 11)
+    nodes = [list(zip(*map(node, captured), strict=True)), [(other, other)], [moved("<Q", Y, 8)]]
+    blob, slots, unexplained = find(*nodes)
+    assert not unexplained
+    patcher = words.Patcher(blob, slots, len(ALLOCATIONS))
+    bases = [0x7A00_1234_0000, 0x7B00_FFFF_F000, 0x7C00_0000_0000, 0]
+    assert patcher.patch(bases) == [0, 2]
+    _, expected = words.layout(
+        [[(0, data) for data in node(bases)], [(0, other)], [(0, struct.pack("<Q", bases[1] + 8))]]
+    )
+    assert blob.tobytes() == expected.tobytes()
+
+    assert patcher.patch(list(bases)) == []
+    bases[1] += 512
+    assert patcher.patch(bases) == [0, 2]
+    bases[0] += 512
+    assert patcher.patch(bases) == [0]
+    bases[3] = 1
+    assert patcher.patch(bases) == []
+    patcher.forget()
+    assert patcher.patch(bases) == [0, 2]
