@@ -73,7 +73,7 @@ if triton:
             place = row.to(tl.int64)[:, None]
             a = tl.load(x + place * m + i_read[None, :], mask=inside, other=0.0)
             b = tl.load(grad + place * n + j_read[None, :], mask=inside, other=0.0)
-            total = tl.dot(tl.trans(a), b, total)
+            total = tl.dot(tl.trans(a), b, total, input_precision="ieee")  # of FP32; BF16 has no other
         target = out + expert.to(tl.int64) * m * n + i.to(tl.int64)[:, None] * n + j[None, :]
         inside = (i < m)[:, None] & (j < n)[None, :]
         if adds:
