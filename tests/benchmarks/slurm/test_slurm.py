@@ -254,7 +254,7 @@ def test_of_a_run_that_is_killed_nothing_is_left_on_any_node(cluster, tmp_path, 
             said = process.communicate(timeout=120)[0]
             assert process.returncode == 1 and "timeout: hangs (no answer for 8 s" in said, said
         assert until(lambda: not processes_with(str(sockets)), 60)
-        assert until(lambda: cluster.states() == ["idle", "idle"], 20)
+        assert until(lambda: cluster.states() == ["idle", "idle"], 90)
     finally:
         if process.poll() is None:
             process.terminate()
