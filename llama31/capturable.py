@@ -1,6 +1,6 @@
 """The table of features that a CUDA graph of a training step cannot hold, asked before any work on the GPU.
 
-    refuse(Setting(variant="graph_fwd_bwd", nan_checks=True))        ValueError: what, why, and what to take instead
+    TABLE.refuse(Setting(variant="graph_fwd_bwd", nan_checks=True))     ValueError: what, why, what to take instead
 
     python -m llama31.capturable --variant graph_fwd_bwd --ramp 4,6,8 --nan-checks true        is this one possible?
     python -m llama31.capturable --variant transformer_engine --scope attn,moe         and this one, of Megatron's?
@@ -11,11 +11,10 @@ models (transformer_config.py, cuda_graphs.py, and Bridge's config.py), and this
 docs/what_cannot_be_captured.md is this table.
 """
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import Parser, option, parse_with_fields, require_fields
+from common.config import option, require_fields
+from common.rule_table import Rule, RuleTable
 
 # Those of llama31.train that capture nothing themselves, those that do, and Megatron's.
 NOT_CAPTURING, OURS = (
@@ -85,16 +84,6 @@ def numbers_of(ramp: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"--ramp {ramp}: takes numbers from 1 up with commas between them, such as 4,6,8")
     return tuple(map(int, parts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """what: the thing that is refused; why; instead: what to take, with the flag. refuses(setting): whether it is."""
-
-    what: str
-    why: str
-    instead: str
-    refuses: Callable[[Setting], bool]
 
 
 RULES = (
@@ -182,41 +171,7 @@ RULES = (
 )
 
 
-def faults(setting: Setting) -> list[str]:
-    """A line for each rule of the table that this setting breaks."""
-    return [f"{rule.what}: {rule.why}; take {rule.instead}" for rule in RULES if rule.refuses(setting)]
-
-
-def refuse(setting: Setting) -> None:
-    """ValueError, one line, with all rules of the table that this setting breaks."""
-    found = faults(setting)
-    if found:
-        raise ValueError(f"cannot capture {'. Nor '.join(found)}")
-
-
-def table() -> str:
-    """The rules as Markdown."""
-    rows = [f"| {rule.what} | {rule.why} | {rule.instead} |" for rule in RULES]
-    return "\n".join(["| what | why | take instead |", "| --- | --- | --- |", *rows])
-
-
-def main(argv=None) -> None:
-    given = sys.argv[1:] if argv is None else argv
-    if not given:
-        print(table())
-        return
-    parser = Parser(prog="python -m llama31.capturable", allow_abbrev=False)
-    _, fields = parse_with_fields(parser, Setting, given)
-    try:
-        found = faults(Setting(**fields))
-    except ValueError as error:
-        parser.error(str(error))
-    for fault in found:
-        print(f"python -m llama31.capturable: cannot capture {fault}", file=sys.stderr)
-    if found:
-        sys.exit(2)
-    print("nothing in the table forbids it")
-
+TABLE = RuleTable("python -m llama31.capturable", Setting, RULES)
 
 if __name__ == "__main__":
-    main()
+    TABLE.main()

@@ -9,7 +9,7 @@ from common.training import schedule
 from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
 from common.variant_table import about
-from llama31.capturable import Setting, numbers_of, refuse
+from llama31.capturable import TABLE, Setting, numbers_of
 from llama31.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
@@ -232,7 +232,7 @@ def require_capturable(config: Config, variant: str, environment) -> None:
     """
     allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     several_ranks = environment.get("WORLD_SIZE", "1") != "1"
-    refuse(
+    TABLE.refuse(
         Setting(
             variant=variant,
             nan_checks=config.nan_checks,

@@ -1,6 +1,6 @@
 """Megatron's rules about graphs of a mixture of experts, as one table: who captures x what is captured.
 
-    refuse(Setting(scope="attn,moe_preprocess"))         ValueError: what, why, and what to take instead
+    TABLE.refuse(Setting(scope="attn,moe_preprocess"))         ValueError: what, why, and what to take instead
 
     python -m moe.capturable --scope attn,moe --capacity-factor 1.25        is this one possible in Megatron?
     python -m moe.capturable                                                the table
@@ -9,11 +9,10 @@ The rules are those of Megatron-Core 0.19 (transformer_config.py, cuda_graphs.py
 The variants of moe.train need few of them: they read no count on the host and exchange nothing between ranks.
 """
 
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config import Parser, option, parse_with_fields, require_fields
+from common.config import option, require_fields
+from common.rule_table import Rule, RuleTable
 
 IMPLS = ("none", "local", "transformer_engine", "full_iteration")
 SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
@@ -71,16 +70,6 @@ class Setting:
     def holds_attention(self) -> bool:
         """Return whether a graph of a layer or module holds the attention."""
         return self.of_layers and (not self.scopes or "attn" in self.scopes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """what: the thing that is refused; why; instead: what to take. refuses(setting): whether it is refused."""
-
-    what: str
-    why: str
-    instead: str
-    refuses: Callable[[Setting], bool]
 
 
 RULES = (
@@ -186,37 +175,7 @@ RULES = (
 )
 
 
-def faults(setting: Setting) -> list[str]:
-    """A line for each rule of the table that this setting breaks."""
-    return [f"{rule.what}: {rule.why}; take {rule.instead}" for rule in RULES if rule.refuses(setting)]
-
-
-def refuse(setting: Setting) -> None:
-    """ValueError, one line, with all rules of the table that this setting breaks."""
-    found = faults(setting)
-    if found:
-        raise ValueError(f"cannot capture {'. Nor '.join(found)}")
-
-
-def table() -> str:
-    """The rules as Markdown."""
-    rows = [f"| {rule.what} | {rule.why} | {rule.instead} |" for rule in RULES]
-    return "\n".join(["| what | why | take instead |", "| --- | --- | --- |", *rows])
-
-
-def main(argv=None) -> None:
-    given = sys.argv[1:] if argv is None else argv
-    if not given:
-        print(table())
-        return
-    parser = Parser(prog="python -m moe.capturable", allow_abbrev=False)
-    _, fields = parse_with_fields(parser, Setting, given)
-    try:
-        refuse(Setting(**fields))
-    except ValueError as error:
-        parser.error(str(error))
-    print("nothing in the table forbids it")
-
+TABLE = RuleTable("python -m moe.capturable", Setting, RULES)
 
 if __name__ == "__main__":
-    main()
+    TABLE.main()

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import Arguments, Run
 from llama31 import capturable
-from llama31.capturable import RULES, Setting, faults, refuse
+from llama31.capturable import RULES, TABLE, Setting
 from llama31.config import PRESETS, Config, require_capturable, require_runnable
 from llama31.state import hyperparameters
 from llama31.variants import VARIANTS
@@ -67,12 +67,12 @@ def test_row(rule):
     refused, allowed = CASES[rule.what]
     for given in refused:
         fault = f"{rule.what}: {rule.why}; take {rule.instead}"
-        assert fault in faults(Setting(**given)), given
+        assert fault in TABLE.faults(Setting(**given)), given
         with pytest.raises(ValueError) as caught:
-            refuse(Setting(**given))
+            TABLE.refuse(Setting(**given))
         assert str(caught.value).startswith("cannot capture ") and fault in str(caught.value), given
     for given in allowed:
-        refuse(Setting(**given))
+        TABLE.refuse(Setting(**given))
     for text in (rule.what, rule.why, rule.instead):
         assert text.isascii() and "|" not in text and "\n" not in text
 
@@ -80,16 +80,16 @@ def test_row(rule):
 def test_the_page_is_the_table():
     assert [rule.what for rule in RULES] == list(CASES)
     page = (ROOT / "docs" / "what_cannot_be_captured.md").read_text()
-    assert page.endswith(f"\n\n{capturable.table()}\n")
+    assert page.endswith(f"\n\n{TABLE.markdown()}\n")
 
 
 def test_the_command_answers(capsys):
-    capturable.main([])
-    assert capsys.readouterr().out == capturable.table() + "\n"
-    capturable.main(["--variant", "graph_microbatch", "--ramp", "4,6,8"])
+    TABLE.main([])
+    assert capsys.readouterr().out == TABLE.markdown() + "\n"
+    TABLE.main(["--variant", "graph_microbatch", "--ramp", "4,6,8"])
     assert "nothing in the table" in capsys.readouterr().out
     with pytest.raises(SystemExit) as caught:
-        capturable.main(["--variant", "transformer_engine", "--scope", "attn,moe"])
+        TABLE.main(["--variant", "transformer_engine", "--scope", "attn,moe"])
     assert caught.value.code == 2
     answer = capsys.readouterr()
     assert answer.out == "" and answer.err.count("\n") == 1 and "in a dense model" in answer.err
@@ -106,7 +106,7 @@ def test_the_command_answers(capsys):
 )
 def test_values_that_mean_nothing_are_refused(arguments, fault, capsys):
     with pytest.raises(SystemExit) as caught:
-        capturable.main(arguments)
+        TABLE.main(arguments)
     answer = capsys.readouterr()
     assert (caught.value.code, answer.out, answer.err.count("\n")) == (2, "", 1)
     assert answer.err.startswith(f"python -m llama31.capturable: {fault}")
@@ -115,10 +115,10 @@ def test_values_that_mean_nothing_are_refused(arguments, fault, capsys):
 def test_all_faults_are_told(capsys):
     arguments = ["--variant", "graph_step", "--nan-checks", "true", "--ramp", "4,6", "--clip", "host"]
     with pytest.raises(SystemExit) as caught:
-        capturable.main(arguments)
+        TABLE.main(arguments)
     assert caught.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 3
     with pytest.raises(ValueError) as refused:
-        refuse(Setting(variant="graph_step", nan_checks=True, ramp="4,6", clip="host"))
+        TABLE.refuse(Setting(variant="graph_step", nan_checks=True, ramp="4,6", clip="host"))
     assert "\n" not in str(refused.value) and str(refused.value).count(". Nor ") == 2
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe.capturable import RULES, Setting, faults, main, refuse
+from moe.capturable import RULES, TABLE, Setting
 
 BRIDGE = {"scope": "attn,moe_router,moe_preprocess"}
 PADDED = {"scope": "attn,moe", "capacity_factor": 1.25}
@@ -53,9 +53,9 @@ CASES = {
 def test_each_rule_refuses_what_it_says_and_no_more(rule):
     refused, taken = CASES[rule.what]
     for fields in refused:
-        assert rule.what in [fault.partition(":")[0] for fault in faults(Setting(**fields))]
+        assert rule.what in [fault.partition(":")[0] for fault in TABLE.faults(Setting(**fields))]
     for fields in taken:
-        refuse(Setting(**fields))
+        TABLE.refuse(Setting(**fields))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_each_rule_refuses_what_it_says_and_no_more(rule):
 )
 def test_a_mistake_is_one_line_and_exit_status_two(capsys, arguments, words):
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)
+        TABLE.main(arguments)
     said = capsys.readouterr().err
     assert exit_.value.code == 2 and words in said and len(said.splitlines()) == 1
