@@ -46,7 +46,7 @@ class Captured:
 
 @dataclass
 class Analysis:
-    """What two captures say about a region.
+    """The result of comparing two captures of a region.
 
     Attributes:
         first: the capture that is launched.

@@ -13,7 +13,7 @@ _ROUND = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the parts of the pool go.
+    """The plan of where the parts of the pool go.
 
     Attributes:
         parts: (start, end) addresses in the capture, sorted.

@@ -1,4 +1,4 @@
-"""Where tensors lie: ranges of bytes, tensors over ranges, and outputs as places in an allocation."""
+"""Places of tensors: ranges of bytes, tensors over ranges, and outputs as places in an allocation."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,6 @@
 """The full iteration captured under Lightning's own loop: equal to eager, refused by name."""
 
+import contextlib
 import logging
 import signal
 import sys
@@ -32,8 +33,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 # Lightning's hints at what else one could use, and at its own future.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning:lightning")
 
-WARM = 3
-BATCHES = 12
+WARM, BATCHES = 3, 12
 
 
 class Toy(LightningModule):
@@ -396,6 +396,5 @@ def test_variant_is_unsupported_without_lightning_and_over_several_ranks(config,
             with pytest.raises(Unsupported, match=r"graph_step_lightning needs lightning .*: ./setup.sh lightning"):
                 other_variants.graph_step_lightning(state)
     state.buckets = object()
-    with pytest.raises(Unsupported, match="one GPU"):
+    with contextlib.closing(state), pytest.raises(Unsupported, match="one GPU"):
         other_variants.graph_step_lightning(state)
-    state.close()

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.capture.parameterized import RegionRefused, memory, parameterize, random_state, region
+from common.capture.parameterized import memory, random_state, region
+from common.capture.parameterized.errors import RegionRefused
+from common.capture.parameterized.region import parameterize
 from tests.helpers.host_graph_cases import same
 
 F = nn.functional

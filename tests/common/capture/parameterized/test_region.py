@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from common.capture.checks import CaptureError
-from common.capture.parameterized import RegionRefused, parameterize
+from common.capture.parameterized.errors import RegionRefused
+from common.capture.parameterized.region import parameterize
 from tests.helpers.host_graph_cases import same
 
 F = nn.functional

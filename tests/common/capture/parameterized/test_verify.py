@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.capture.parameterized import RegionRefused, memory, verify
+from common.capture.parameterized import memory, verify
+from common.capture.parameterized.errors import RegionRefused
 
 X = [torch.linspace(-1, 1, 8)]
 
