@@ -6,8 +6,11 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT, measure
+from benchmarks import ROOT, command, measure
 from benchmarks.files import run_file
+from benchmarks.processes.gpus import Gpus
+from common.your_step.doctor import WHOLE, Diagnosis
+from common.your_step.trial import EQUAL
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
@@ -90,6 +93,31 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     (path,) = (tmp_path / "runs").rglob("*.json")
     (build,) = run_file.read(path).builds.values()
     assert {build.variants[name].parity.result for name in ("graph_step", "graph_fwd_bwd")} == {"bitwise"}
+
+
+@pytest.mark.parametrize(
+    ("names", "whole", "timed"),
+    [
+        (("NVIDIA H100",), EQUAL, ["graph_step", "reduce_overhead"]),
+        (("NVIDIA H100",), "failed: a read on the host", None),
+        ((), EQUAL, None),
+    ],
+)
+def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, timed):
+    class Asked(Exception):
+        pass
+
+    def ask(asked):
+        raise Asked(asked.variants)
+
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, Diagnosis(outcomes={WHOLE.title: whole}).text()))
+    monkeypatch.setattr(measure.gpus, "find_gpus", lambda: Gpus(names))
+    monkeypatch.setattr(measure.run, "measured", ask)
+    with pytest.raises(Asked) as asked:
+        measure.measure(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build"]))
+    found = asked.value.args[0]
+    assert (command.words_of(found) if found else None) == timed
 
 
 @pytest.mark.slow

@@ -216,6 +216,18 @@ def test_code_that_asks_whether_a_stream_captures_is_named(tmp_path, monkeypatch
     assert "rate.mul_" in lines[int(finding.where.rpartition(":")[2]) - 1]
 
 
+def test_a_step_that_raises_while_a_stream_captures_is_a_finding(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    raising = (
+        LOSS + "\n        if torch.cuda.is_current_stream_capturing():\n            raise RuntimeError('not here')"
+    )
+
+    found, _ = diagnosed(tmp_path, {LOSS: raising})
+
+    (finding,) = [finding for finding in found.findings if finding.kind == "capture-aware code"]
+    assert finding.level == STOPS and "not here" in finding.evidence
+
+
 def test_the_largest_modules_that_can_be_captured_are_listed(tmp_path):
     reads = (
         "class Reads(nn.Module):\n    def forward(self, x):\n        return x * float(x.detach().mean())\n\ndef build"

@@ -1,11 +1,13 @@
 """The watch over one step: calls that only a GPU knows, on streams and events that do nothing."""
 
+import threading
 import warnings
 
 import pytest
 import torch
 
 from common.your_step import watch as watching
+from common.your_step.place import place_of_call
 from tests.common.your_step import test_streams
 
 
@@ -99,3 +101,25 @@ def test_everything_is_put_back(current):
     before = torch.cuda.synchronize, Stream.query, torch.Tensor.tolist, warnings.showwarning
     watched(lambda batch: batch.sum())
     assert before == (torch.cuda.synchronize, Stream.query, torch.Tensor.tolist, warnings.showwarning)
+
+
+def test_a_tensor_that_the_step_makes_may_become_a_view_of_another_and_no_other(current):
+    weights, kept = torch.ones(4), torch.ones(4)
+
+    def step(batch):
+        torch.empty(0).set_(weights.untyped_storage())
+        kept.set_(weights.untyped_storage())
+        return batch.sum()
+
+    refused, _ = watched(step)
+    assert refused == [("aten.set_.source_Storage", 2)]
+
+
+def test_a_call_in_a_thread_of_torch_has_the_line_at_which_the_main_thread_waits():
+    # As a file of torch: none of the frames of this thread is the user's.
+    names = {"call": place_of_call, "found": []}
+    run = compile("found.append(call())", torch.__file__, "exec")
+    backward = threading.Thread(target=exec, args=(run, names))
+    backward.start()
+    backward.join()
+    assert names["found"][0].own.startswith(f"{__file__}:")
