@@ -20,7 +20,7 @@ from moe.kernels.sinks import add_sinks_, sink_gradient
 
 
 class Sequences(NamedTuple):
-    """Where sequences lie among the tokens. bounds: int32 [n + 1] on the device, the start of each sequence and the end
+    """Places of sequences among the tokens. bounds: int32 [n + 1] on the device, the start of each sequence and the end
     of the last one, of packed ones; None for sequences of one length. Bounds at the end may repeat."""
 
     length: int

@@ -27,13 +27,13 @@ YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_posit
 
 @dataclass
 class Accumulation:
-    """Whether the backward that runs adds to main_grad, or overwrites what is there."""
+    """A switch: the backward that runs adds to main_grad, or overwrites what is there."""
 
     adds: bool = False
 
 
 class Inputs(NamedTuple):
-    """What layers read of a microbatch beside its activations: rope is (cos, sin), FP32 [t, head_dim / 2] each."""
+    """Inputs of layers beside activations: rope is (cos, sin), FP32 [t, head_dim / 2] each."""
 
     microbatch: int
     rope: tuple[torch.Tensor, torch.Tensor]

@@ -97,7 +97,7 @@ class State:
         return tuple(self.inputs.buffers.values())
 
     def inputs_of(self, microbatch: int) -> Inputs:
-        """What the layers read of a microbatch. Packed documents: positions and bounds are read on the device."""
+        """Return what layers read of a microbatch. Packed documents: positions and bounds are read on the device."""
         c = self.config
         if not c.documents:
             return Inputs(microbatch, self.rope, Sequences(c.sequence))
@@ -236,7 +236,7 @@ class State:
 
 
 def _keep_gradient(accumulation: Accumulation, parameter) -> None:
-    """What autograd brings goes to main_grad. No method: a parameter would hold the state for as long as it lives."""
+    """Let what autograd brings go to main_grad. No method: a parameter would hold the state for as long as it lives."""
     if accumulation.adds:
         parameter.main_grad.add_(parameter.grad)
     else:

@@ -309,7 +309,7 @@ class Replayed(torch.autograd.Function):
 # 4. All variants, declared in variants.py
 #
 #     eager                                       eager_step above, run by common.variant.Eager
-#     graph_attn, graph_attn_router, ..., layer   GraphedParts
+#     graph_attn, ..., graph_layer                GraphedParts
 #     graph_fwd_bwd, graph_step                   GraphedPasses, GraphedStep
 #     eager_padded, graph_moe_padded              other_variants.py
 

@@ -1,4 +1,4 @@
-"""What the tests of a file share is made once, though pytest's processes run them side by side."""
+"""Results that the tests of a file share, made once though pytest's processes run them side by side."""
 
 import fcntl
 import json

@@ -142,7 +142,7 @@ def test_router_chooses_weighs_and_counts(plain, aux, balanced):
 @on_device
 @pytest.mark.parametrize("sequences", [(), (2,)])
 def test_sinks_take_their_part_of_the_softmax(plain, sequences):
-    """Of attention with values as they are: against a softmax with a further logit without a value."""
+    """Attention with values as they are, against a softmax with a further logit without a value."""
     heads_, dim, length = 3, 4, 5
     scores = numbers(*sequences, length, heads_, 6).double().requires_grad_()
     values, logits = numbers(6, dim, seed=1).double(), numbers(heads_, seed=2).double().requires_grad_()
