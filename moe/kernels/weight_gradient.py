@@ -18,9 +18,9 @@ try:
 except ModuleNotFoundError:  # a machine without a GPU
     triton = None
 
-# Rows of x's columns, grad's columns, and the rows taken at a time.
-TILE_M, TILE_N, TILE_K = 128, 256, 64
-NUM_WARPS, NUM_STAGES = 8, 3
+# x's columns, grad's columns, and the rows taken at a time: the fastest of fifteen on an H100.
+TILE_M, TILE_N, TILE_K = 128, 128, 32
+NUM_WARPS, NUM_STAGES = 4, 5
 SMALL = (16, 16, 16)
 
 
