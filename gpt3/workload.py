@@ -6,6 +6,7 @@ import torch
 
 from common.machine import host_state
 from common.training import flops
+from common.training.memory_fit import fewer_layers
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision import fp8
 from common.variant import Unsupported, Workload
@@ -113,7 +114,7 @@ def resolve(args, device: torch.device, data_ranks: int = 1):
         smaller = gpt3_config.fit(config, free, data_ranks)
         if smaller.layers < config.layers:
             run = replace_fields(run, preset=f"{run.preset}-l{smaller.layers}")
-            notes.append(f"{smaller.layers} of {config.layers} layers: what fits into {free / 2**30:.0f} GiB")
+            notes.append(fewer_layers(smaller, config, free / 2**30))
             config = smaller
     return replace_fields(args, config=config, run=run), notes
 

@@ -7,6 +7,7 @@ import torch
 from common.machine import host_state
 from common.training import flops
 from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Workload
@@ -85,7 +86,7 @@ def _fit(args, device):
         smaller = plan.fit(config, budget * GIB)
         if smaller.layers < config.layers:
             run = replace(run, preset=f"{run.preset}-l{smaller.layers}")
-            notes.append(f"{smaller.layers} of {config.layers} layers: what fits into {budget} GiB")
+            notes.append(fewer_layers(smaller, config, budget))
         config = replace(smaller, memory_gib=float(budget))
     return replace(args, config=config, run=run), notes
 

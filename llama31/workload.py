@@ -6,6 +6,7 @@ import torch
 
 from common.machine import host_state
 from common.training import flops
+from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision.fp8 import te_fault
@@ -76,7 +77,7 @@ def resolve(args, device: torch.device, world_size: int = 1):
             fitted = plan.fit(config, budget * GIB, dp)
             if fitted.layers < config.layers:
                 run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
-                notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {budget} GiB")
+                notes.append(fewer_layers(fitted, config, budget))
             config = replace(fitted, memory_gib=float(budget))
     if config.memory_gib:
         plan.make_plan(config, dp=dp)

@@ -65,7 +65,7 @@ VARIANTS = table(
     ),
     Declared(
         "graph_step",
-        "graph_fwd_bwd, with clipping and Adam in it",
+        "the whole step in one graph: all microbatches, clipping and Adam",
         make=f"{TRAIN}GraphedStep",
         headline=True,
         **ONE_GRAPH,

@@ -6,7 +6,7 @@ import torch
 
 from common.machine import host_state
 from common.training import flops
-from common.training.memory_fit import require_host
+from common.training.memory_fit import fewer_layers, require_host
 from common.variant import Workload
 from moe import config as moe_config
 from moe.checkpoint import open_checkpoint
@@ -53,7 +53,7 @@ def resolve(args, device: torch.device):
         fitted = moe_config.fit(config, budget * GIB)
         if fitted.layers < config.layers:
             run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
-            notes.append(f"{fitted.layers} of {config.layers} layers: what fits into {budget} GiB")
+            notes.append(fewer_layers(fitted, config, budget))
         config = fitted
     if config.routing == "balanced":
         notes.append("balanced routing: every expert gets as many tokens, whatever the router says")

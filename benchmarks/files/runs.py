@@ -4,6 +4,7 @@ A row has base ms, variant ms and their ratio, which is their quotient. Several 
 """
 
 import math
+import re
 import statistics as plain
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,9 +15,12 @@ from pathlib import Path
 from benchmarks import ROOT, statistics
 from benchmarks.files import run_file
 from benchmarks.files.run_file import Block, Build, Run, Variant, title_of
+from benchmarks.pages.published import stem
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.statistics import Ratio
 
+# The note of a script that made the model smaller (common/training/memory_fit.py).
+FEWER_LAYERS = re.compile(r"(\d+) of \d+ layers: what fits into ")
 # A row names its base's fastest and slowest block if they differ by more, and an eager variant that is faster by more.
 WIDE_SPREAD, FASTER_EAGER = 0.10, 1.01
 
@@ -284,9 +288,12 @@ def rows_of(found: list[tuple[Path, Run]]) -> list[Row]:
 
 
 def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
-    """Return the workload of one build of a run."""
+    """Return the workload of one build of a run. Its preset is bench-l6 where the GPU held 6 layers of more."""
     gpu = next((each["name"] for each in run.host.get("gpus") or []), "CPU")
-    return Workload(gpu, run.ranks, run.model, run.preset, run.label, build, busy)
+    own = run.builds.get(build)
+    fewer = next(filter(None, map(FEWER_LAYERS.match, own.notes if own else [])), None)
+    preset = f"{run.preset}-l{fewer[1]}" if fewer else run.preset
+    return Workload(gpu, run.ranks, run.model, preset, run.label, build, busy)
 
 
 def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -306,7 +313,7 @@ def best_measured(rows: Sequence[Row]) -> list[Row]:
 
     def rank(row):
         where = row.workload
-        is_other = where.preset != "bench", where.label != ""
+        is_other = stem(where.preset) != "bench", where.label != "", where.preset != stem(where.preset)
         return *is_other, -row.hosts, where.build, not row.headline, -row.cycles, row.variant_ms
 
     best = {row.workload.model: row for row in sorted(graphs, key=rank, reverse=True)}

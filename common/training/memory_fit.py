@@ -53,6 +53,11 @@ def fit_layers(config, presets, need, available_bytes: int, unit: int = 1):
     return dataclasses.replace(config, layers=counts[fits - 1])
 
 
+def fewer_layers(fitted, asked, gib_free: float) -> str:
+    """The note of a run that `fit_layers` made smaller: tables find the number of layers in it."""
+    return f"{fitted.layers} of {asked.layers} layers: what fits into {gib_free:.0f} GiB"
+
+
 def blame(config, presets, need, available_bytes: int) -> str | None:
     """In words, the flags that make `config` need more than available_bytes; None where its preset does so alone.
 

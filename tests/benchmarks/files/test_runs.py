@@ -8,12 +8,14 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import ROOT, compare, gate
 from benchmarks.files import run_file, runs
 from benchmarks.pages import tables
+from common.training.memory_fit import fewer_layers
 from tests.helpers.made_run import FOLDER, made_run, put, write
 
 
@@ -140,6 +142,19 @@ def test_a_run_of_eager_alone_has_rows_without_a_ratio(tmp_path, capsys):
     write(run, tmp_path / FOLDER)
     assert compare.main([str(tmp_path)]) == 0
     assert "base" in capsys.readouterr().out
+
+
+def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
+    own = SimpleNamespace(layers=6)
+    for number, notes in enumerate(([], [fewer_layers(own, SimpleNamespace(layers=8), 76)])):
+        run = made_run(id=f"20261125T10150{number}Z-a7d396c{number}")
+        run.builds[""].notes = notes
+        write(run, tmp_path / FOLDER)
+    rows = runs.read(tmp_path).rows
+    assert {row.workload.name for row in rows} == {"gpt3/bench", "gpt3/bench-l6"}
+    assert all(len(row.points) == 1 for row in rows)
+    (best,) = runs.best_measured(rows)
+    assert best.workload.preset == "bench"
 
 
 # ------------------------------------------------------------------------------------------------
