@@ -1,4 +1,4 @@
-"""GPT-3's layers by other libraries: Transformer Engine's own graphs in three forms, and torch.compile.
+"""GPT-3's layers otherwise: Transformer Engine's own graphs in three forms, torch.compile, parameterized launches.
 
 Captured and left eager: the same as in gpt3/train.py, whose eager step each of them is given.
 
@@ -33,6 +33,7 @@ from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.precision.transformer_engine import undone_where_it_fails
 from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
+from common.variant_parameterized import Parameterized
 from gpt3.config import FP8
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
@@ -255,10 +256,20 @@ def require(state: State, name: str):
 def compiled(state: State, step, mode="default") -> Compiled:
     """torch.compile of each layer, called by the eager step. mode "reduce-overhead": in graphs that torch makes."""
     require_compiler(state.device)
+    return Compiled(state, step, _layers(state), "each layer", mode)
+
+
+def parameterized(state: State, step) -> Parameterized:
+    """Each layer's forward and backward as parameterized launches, called by the eager step."""
+    return Parameterized(state, step, _layers(state), "each layer")
+
+
+def _layers(state):
+    """The functions that the compiler takes."""
     if state.config.layer != "torch" or state.config.precision != "bf16":
         raise Unsupported(
             "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
         )
     if state.config.tp > 1:
         raise Unsupported("the layers are compiled whole, without the collectives of several tensor ranks: --tp 1")
-    return Compiled(state, step, [(layer, "forward") for layer in state.layers], "each layer", mode)
+    return [(layer, "forward") for layer in state.layers]

@@ -1,4 +1,4 @@
-"""The variants beside train.py's: Transformer Engine's make_graphed_callables, and torch.compile.
+"""The variants beside train.py's: Transformer Engine's make_graphed_callables, torch.compile, parameterized launches.
 
 Each is made from a state and train.py's eager step, which calls the layers that `state.stack.calls` lists.
 """
@@ -8,6 +8,7 @@ import torch
 from common.capture.pool import Pool
 from common.training.precision.transformer_engine import undone_where_it_fails
 from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
+from common.variant_parameterized import Parameterized
 
 
 class GraphedByTransformerEngine:
@@ -67,12 +68,21 @@ class GraphedByTransformerEngine:
 def compiled(state, step, mode: str) -> Compiled:
     """torch.compile of every layer; plain bf16 layers only."""
     require_compiler(state.device)
+    # Dropout draws as it does in eager layers.
+    with torch._inductor.config.patch(fallback_random=True):
+        return Compiled(state, step, _layers(state), "each layer", mode)
+
+
+def parameterized(state, step) -> Parameterized:
+    """Every layer's forward and backward as parameterized launches; plain bf16 layers only."""
+    return Parameterized(state, step, _layers(state), "each layer")
+
+
+def _layers(state):
+    """The functions that the compiler takes."""
     if state.kind != "torch" or state.config.precision != "bf16":
         raise Unsupported(
             "torch.compile cannot see into handwritten layers, Transformer Engine's or FP8 modules: compare all "
             "variants with --layer torch --precision bf16"
         )
-    layers = [(layer, "forward") for layer in state.stack.layers]
-    # Dropout draws as it does in eager layers.
-    with torch._inductor.config.patch(fallback_random=True):
-        return Compiled(state, step, layers, "each layer", mode)
+    return [(layer, "forward") for layer in state.stack.layers]

@@ -89,4 +89,15 @@ VARIANTS = table(
         parity=1e-3,  # compiled kernels round otherwise
         builds=("torch_bf16",),
     ),
+    Declared(
+        "graph_parameterized",
+        "forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
+        kind="graph",
+        make="llama2_lora.other_variants:parameterized",
+        options=STEP,
+        graphs=None,
+        replays=None,
+        parity="bitwise",
+        builds=("torch_bf16",),
+    ),
 )

@@ -1,4 +1,5 @@
-"""Other ways to run Stable Diffusion's step: torch's kernels, host reads, torch.compile, Lightning.
+"""Other ways to run Stable Diffusion's step: torch's kernels, host reads, torch.compile, parameterized launches,
+Lightning.
 
 eager_step: of stable_diffusion/train.py.
 """
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 from common.measuring.marks import mark, section
 from common.variant import Compiled, Eager, Unsupported
+from common.variant_parameterized import Parameterized
 from stable_diffusion.state import State
 
 
@@ -60,6 +62,11 @@ def reading_step(state: State, index: int) -> dict:
 def compiled(state: State, eager_step, mode="default") -> Compiled:
     """torch.compile of the UNet; the rest of the step is eager's. With mode "reduce-overhead" torch captures graphs."""
     return Compiled(state, eager_step, [(state, "model")], "the UNet", mode)
+
+
+def parameterized(state: State, eager_step) -> Parameterized:
+    """Forward and backward of the UNet as parameterized launches; the rest of the step is eager's."""
+    return Parameterized(state, eager_step, [(state, "model")], "the UNet")
 
 
 def compiled_graphed(state: State, eager_step, graphed):

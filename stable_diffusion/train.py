@@ -199,7 +199,8 @@ class GraphedNetworks:
 
 
 # variants.py lists all variants. other_variants.py has those that are not here: eager with torch's kernels, eager with
-# .item() calls, the whole step captured inside Lightning's Trainer, and three with torch.compile.
+# .item() calls, the whole step captured inside Lightning's Trainer, three with torch.compile, and graphs of the UNet
+# without a pool, launched on the eager step's memory (docs/parameterized.md).
 
 # ------------------------------------------------------------------------------------------------
 # 4. Main

@@ -79,4 +79,14 @@ VARIANTS = table(
         replays=None,
         **ROUNDS,
     ),
+    Declared(
+        "graph_parameterized",
+        "forward and backward of the UNet as graphs without a pool, launched on the memory of the eager step",
+        kind="graph",
+        make=f"{OTHER}parameterized",
+        options=STEP,
+        graphs=None,
+        replays=None,
+        parity="bitwise",
+    ),
 )

@@ -27,7 +27,10 @@ class Adapter(nn.Module):
         self.a.grad, self.b.grad = grads[f"{name}.a"], grads[f"{name}.b"]
 
     def forward(self, x):
-        return F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.a), self.b) * self.ratio
+        if self.dropout and self.training:
+            # F.dropout as a GPU and the compiler run it; on the CPU eager's own rounds otherwise in bf16.
+            x, _ = torch.native_dropout(x, self.dropout, True)
+        return F.linear(F.linear(x, self.a), self.b) * self.ratio
 
 
 class PlainLayer(nn.Module):

@@ -57,7 +57,9 @@ class Analysis:
         allocations: (base in the first, base in the second, bytes), the inputs, then the tensors of the pool.
         plan: where the parts of the pool go in a launch.
         slots: the addresses.
-        unexplained: words that differ and are no address.
+        unexplained: words that differ and are no address of the inputs or the pool.
+        suspects: those that look like addresses of other memory.
+        tied: those that look so, and share 8 bytes with a slot.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
         build_s: seconds by phase.
@@ -72,6 +74,8 @@ class Analysis:
     plan: arenas.Plan
     slots: words.Slots
     unexplained: list[words.Unexplained]
+    suspects: list[words.Suspect]
+    tied: list[words.Unexplained]
     increment: int
     written: list[int]
     build_s: dict[str, float] = field(default_factory=dict)
@@ -98,32 +102,17 @@ class Analysis:
         return [*self.first.segments, *self.second.segments, *inputs]
 
     def check(self) -> None:
-        """Check that no unexplained word may be an address of memory that the captures do not know.
+        """Check that other values can be written in the place of all words that are no address of the region.
 
         Raises:
-            RegionRefused: some may be; the message names their nodes.
+            RegionRefused: an 8-byte word holds half of an address of the region and may be another address too.
         """
-        known = self._known()
-        unknown = [
-            word
-            for word in self.unexplained
-            for value in self.whole(word)
-            if driver.is_address(value) and memory.find(value, known) < 0
-        ]
-        if unknown:
-            raise RegionRefused(f"words differ between two captures and point to other memory: {self.name(unknown)}")
+        if self.tied:
+            raise RegionRefused(f"words may be of two addresses at once: {self.name(self.tied)}")
 
-    def whole(self, word: words.Unexplained) -> tuple[int, int]:
-        """Return the 8-byte values of which an unexplained word is a half.
-
-        Args:
-            word: one of `unexplained`.
-
-        Returns:
-            in the first and in the second capture.
-        """
-        place = word.position // 2
-        return int(self.blob.view(np.uint64)[place]), int(self.other.view(np.uint64)[place])
+    def largest(self) -> int:
+        """Return the bytes of the largest input or tensor in between."""
+        return max((size for _, _, size in self.allocations), default=0)
 
     def name(self, unexplained: list[words.Unexplained]) -> str:
         """Name words by node, kernel and place.
@@ -310,8 +299,11 @@ def _compare(first, second, increment, written) -> Analysis:
     pairs = [(a, b, size) for (a, size), (b, _) in zip(first.blocks, second.blocks, strict=True)]
     allocations += dict.fromkeys(pairs)
     slots, unexplained = words.explain(chunks, (blob, other), allocations)
+    suspects, tied = words.suspects(unexplained, (blob, other), slots, driver.is_address)
     plan = arenas.plan(first.segments, first.blocks, _addresses(first))
-    return Analysis(first, second, chunks, blob, other, allocations, plan, slots, unexplained, increment, written)
+    return Analysis(
+        first, second, chunks, blob, other, allocations, plan, slots, unexplained, suspects, tied, increment, written
+    )
 
 
 def _addresses(captured) -> list[int]:

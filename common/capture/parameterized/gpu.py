@@ -46,7 +46,8 @@ class GpuRegion:
             "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
             "slots": len(analysis.slots),
             "arena_bytes": sum(self._sizes),
-            "unread_words": len(analysis.unexplained),
+            "unread": len(analysis.unexplained),
+            "unread_like_addresses": len(analysis.suspects),
             "random_increment": self._increment,
             "build_s": analysis.build_s,
         }

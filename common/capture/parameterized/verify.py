@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.capture.parameterized import driver, memory, random_state
+from common.capture.parameterized import memory, random_state
 from common.capture.parameterized.errors import RegionRefused
 
 # All bits set is NaN in every floating-point format, and no address.
@@ -15,6 +15,8 @@ _MAX_NOISE = 2e-2
 # What new memory holds before two launches: bytes that keep both were not written.
 _FILLS = (0xA5, 0x5A)
 _NUM_REPEATS = 4
+# Bytes before and behind an address that stands for one outside the region.
+_MARGIN = 1 << 20
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,6 +48,8 @@ class Verification:
         self.inexact: set[str] = set()
         self._draws = random_state.generator(device)
         self._spoiled: list[torch.Tensor] = []
+        # Memory that no launch may write, and the byte that it holds.
+        self._watched: list[tuple[torch.Tensor, int]] = []
         # Of the launch before, held so that this one gets other addresses.
         self._before: list[torch.Tensor] = []
         self._owners: list[Any] = []
@@ -86,6 +90,8 @@ class Verification:
         for tensor in (*self._spoiled, *self._before):
             if not bool((tensor == _POISON).all()):
                 raise RegionRefused("a launch wrote to memory of an earlier one: an address was missed")
+        if not all(bool((tensor == fill).all()) for tensor, fill in self._watched):
+            raise RegionRefused("a launch wrote to memory that stands for memory outside the region")
         self._before, self._owners = owned, got
         for tensor in owned:
             tensor.fill_(_POISON)
@@ -135,33 +141,50 @@ class Verification:
             self.inexact.add(name)
 
     def prove_unread(self, analysis, example_inputs: list[torch.Tensor]) -> None:
-        """Show that no kernel reads the words that differ and are no address, such as unused bytes of structures.
+        """Show that no kernel reads the words that differ and are no address of the region, such as unused bytes.
 
-        They take the values of the second capture, whose memory is spoiled by now, then zero where no half of an
-        address may be. No result may change.
+        In a first launch they take the values of the second capture, in another one zero. A word that looks like an
+        address of other memory takes the address of live memory instead, whose bytes are zero in the first launch and
+        NaN in the other: a kernel that reads there gives other results, and one that writes there changes a byte. No
+        result and no byte may change.
 
         Args:
             analysis: of the region; both captures are alive.
             example_inputs: inputs; they stay as they are.
 
         Raises:
-            RegionRefused: a result changes; the message names the words.
+            RegionRefused: a result or a byte changes; the message names the words.
         """
         unexplained = analysis.unexplained
         if not unexplained:
             return
-        second = [word.second for word in unexplained]
-        zero = [word.second if any(map(driver.is_address, analysis.whole(word))) else 0 for word in unexplained]
+        suspects = [(suspect.low, suspect.high) for suspect in analysis.suspects]
+        covered = {half.position for pair in suspects for half in pair}
+        numbers = [word for word in unexplained if word.position not in covered]
+        written = [*numbers, *(half for pair in suspects for half in pair)]
+        scratch = []
         try:
-            for values in (second, zero):
-                self._region.overwrite(unexplained, values)
+            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [0] * len(numbers))):
+                if suspects:
+                    scratch.append(_scratch(analysis.largest(), fill, self._device))
+                    self._watched.append((scratch[-1], fill))
+                    address = scratch[-1].data_ptr() + _MARGIN
+                    values += [address & 0xFFFFFFFF, address >> 32] * len(suspects)
+                self._region.overwrite(written, values)
                 self.run(example_inputs)
         except RegionRefused as error:
             raise RegionRefused(
-                f"words of parameters differ between two captures, are no address and matter ({error}): "
-                + analysis.name(unexplained)
+                "words of parameters differ between two captures, are no address of the region and matter "
+                f"({error}): {analysis.name(unexplained)}"
             ) from error
-        self._region.overwrite(unexplained, [word.first for word in unexplained])
+        finally:
+            self._watched = [pair for pair in self._watched if not any(pair[0] is one for one in scratch)]
+        self._region.overwrite(written, [word.first for word in written])
+
+
+def _scratch(largest, fill, device):
+    """Live memory around an address that a kernel may read or write instead of a tensor."""
+    return torch.full((largest + 2 * _MARGIN,), fill, dtype=torch.uint8, device=device)
 
 
 def _alike(value, expected) -> bool:

@@ -70,6 +70,19 @@ class Unexplained:
     position: int
 
 
+@dataclass(frozen=True)
+class Suspect:
+    """An 8-byte word with an unexplained half that looks like an address of memory outside the region.
+
+    Attributes:
+        low: its lower half; this half or the other one may be the same in both captures.
+        high: its upper half.
+    """
+
+    low: Unexplained
+    high: Unexplained
+
+
 def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarray]:
     """Put the parameters of all nodes behind one another.
 
@@ -151,6 +164,40 @@ def explain(
         for p in np.flatnonzero(rest)
         for chunk in (chunks[owner[p]],)
     ]
+
+
+def suspects(
+    unexplained: list[Unexplained], blobs: tuple[np.ndarray, np.ndarray], slots: Slots, is_address
+) -> tuple[list[Suspect], list[Unexplained]]:
+    """Find the unexplained words that look like addresses, in either capture.
+
+    Args:
+        unexplained: of `explain`.
+        blobs: parameters of the first and the second capture.
+        slots: of `explain`.
+        is_address: is_address(value), whether memory is known at an 8-byte value.
+
+    Returns:
+        the suspects, and words of `unexplained` that are a half of one and share the other with a slot: nothing can be
+        written there without changing that address.
+    """
+    taken = {*slots.position.tolist(), *(slots.position[slots.width == 8] + 1).tolist()}
+    halves = tuple(blob.view(np.uint32) for blob in blobs)
+    found: dict[int, Suspect] = {}
+    tied: list[Unexplained] = []
+    for word in unexplained:
+        low = word.position & ~1
+        if low in found or not any(is_address(int(blob.view(np.uint64)[low // 2])) for blob in blobs):
+            continue
+        if low in taken or low + 1 in taken:
+            tied.append(word)
+            continue
+        low_half, high_half = (
+            Unexplained(word.node, word.offset + 4 * (p - word.position), int(halves[0][p]), int(halves[1][p]), p)
+            for p in (low, low + 1)
+        )
+        found[low] = Suspect(low_half, high_half)
+    return list(found.values()), tied
 
 
 def _slots(found, chunks, owner) -> Slots:

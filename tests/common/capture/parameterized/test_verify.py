@@ -1,10 +1,14 @@
 """common/capture/parameterized/verify with a region that is made up: what the first launches find, without a GPU."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from common.capture.parameterized import memory, verify
 from common.capture.parameterized.errors import RegionRefused
+from common.capture.parameterized.words import Suspect, Unexplained
 
 X = [torch.linspace(-1, 1, 8)]
 
@@ -125,3 +129,68 @@ def test_a_result_that_eager_does_not_repeat_is_compared_by_a_tolerance_and_name
 def test_a_python_value_that_changes_is_refused():
     with pytest.raises(RegionRefused, match="result 0 is 1, in eager 2"):
         run(lambda inputs, new: [1], lambda x: [2])
+
+
+class WordsRegion(Region):
+    """A region whose body sees its words, too: body(inputs, memory, the number, the address)."""
+
+    def __init__(self, body):
+        super().__init__(lambda inputs, new: body(inputs, new, self.words[0], self.words[2] | self.words[3] << 32))
+        # A number that two captures did not agree upon, and two halves of an address that was valid once.
+        self.words = [5, 0, 0x1000, 0x7D00]
+        self.seen = []
+
+    def overwrite(self, unexplained, values):
+        for word, value in zip(unexplained, values, strict=True):
+            self.words[word.position] = value
+        self.seen.append(list(self.words))
+
+
+def prove(body):
+    region = WordsRegion(body)
+    number, low, high = (Unexplained(3, 4 * p, region.words[p], 6 + p, p) for p in (0, 2, 3))
+    analysis = SimpleNamespace(
+        unexplained=[number, low], suspects=[Suspect(low, high)], largest=lambda: 64, name=lambda words: "node 3 (k)"
+    )
+    verification = verify.Verification(region, doubled, torch.device("cpu"))
+    verification.prove_unread(analysis, X)
+    return region
+
+
+def test_words_that_no_kernel_reads_are_accepted_and_come_back():
+    region = prove(lambda inputs, new, number, address: launched(inputs, new))
+    assert region.words == [5, 0, 0x1000, 0x7D00]
+    assert [words[0] for words in region.seen] == [6, 0, 5]
+    addresses = [words[2] | words[3] << 32 for words in region.seen]
+    assert len(set(addresses)) == 3
+
+
+def reads_the_number(inputs, new, number, address):
+    inputs[0].add_(number)
+    return launched(inputs, new)
+
+
+def reads_a_float(inputs, new, number, address):
+    value = ctypes.c_float.from_address(address).value
+    return [launched(inputs, new)[0].add_(value), new[8:12]]
+
+
+def reads_a_flag(inputs, new, number, address):
+    results = launched(inputs, new)
+    if not ctypes.c_ubyte.from_address(address).value:
+        results[0].zero_()
+    return results
+
+
+def writes(value):
+    def body(inputs, new, number, address):
+        ctypes.memset(address + 8, value, 1)
+        return launched(inputs, new)
+
+    return body
+
+
+@pytest.mark.parametrize("body", [reads_the_number, reads_a_float, reads_a_flag, writes(0), writes(0xFF), writes(1)])
+def test_a_word_that_a_kernel_reads_or_an_address_that_it_uses_is_refused_with_the_node(body):
+    with pytest.raises(RegionRefused, match=r"differ between two captures.*and matter.*node 3 \(k\)"):
+        prove(body)

@@ -75,6 +75,33 @@ def test_a_word_that_differs_otherwise_is_unexplained_and_named(pair):
     assert unexplained[0].first != unexplained[0].second
 
 
+def test_words_that_may_be_addresses_of_other_memory_are_suspects_with_both_halves():
+    outside = range(0x7D00_0000_0000, 0x7D00_0001_0000)
+    lower = tuple(struct.pack("<Q", outside[16 * side]) for side in (0, 1))
+    first_alone = (struct.pack("<Q", outside[8]), struct.pack("<Q", 3))
+    number = tuple(struct.pack("<IQ", 7, side) for side in (0, 1))
+    nodes = [[lower, number], [first_alone, moved("<Q", X, 8)]]
+    sides = [[[(0x10 * i, pair[side]) for i, pair in enumerate(node)] for node in nodes] for side in (0, 1)]
+    blobs = [words.layout(side)[1] for side in sides]
+    slots, unexplained = words.explain(words.layout(sides[0])[0], blobs, ALLOCATIONS)
+    found, tied = words.suspects(unexplained, blobs, slots, outside.__contains__)
+    assert not tied
+    assert [(s.low.node, s.low.offset, s.high.offset) for s in found] == [(0, 0, 4), (1, 0, 4)]
+    assert [(s.low.first, s.high.first, s.low.second) for s in found] == [(0, 0x7D00, 16), (8, 0x7D00, 3)]
+    assert [s.high.position - s.low.position for s in found] == [1, 1]
+
+
+def test_a_suspect_that_shares_its_word_with_a_slot_is_tied():
+    # The lower half is that of an address of the region, the upper half differs: both of other memory.
+    pair = tuple(struct.pack("<II", (X[side] + 40) & 0xFFFFFFFF, 0x7D00 + side) for side in (0, 1))
+    sides = [[[(0, pair[side])]] for side in (0, 1)]
+    chunks, first = words.layout(sides[0])
+    blobs = (first, words.layout(sides[1])[1])
+    slots, unexplained = words.explain(chunks, blobs, ALLOCATIONS)
+    assert words.suspects(unexplained, blobs, slots, lambda value: value >> 32 == 0x7D01) == ([], unexplained)
+    assert len(unexplained) == 1
+
+
 def test_tensors_of_a_pool_that_lay_elsewhere_and_overlap_are_told_apart_by_both_addresses():
     # The second allocator put two tensors the other way round, and a third one over the first.
     tensors = [(0x7F20_0000_0000, 0x7F30_0000_0200, 512), (0x7F20_0000_0200, 0x7F30_0000_0000, 512)]

@@ -1,0 +1,98 @@
+"""common/variant_parameterized over the models' own layers, on the host graph: eager's bits, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.capture.checks import CaptureError
+from common.capture.parameterized import backend
+from common.variant import Unsupported, leave
+from common.variant_parameterized import Parameterized
+from common.variant_table import resolved
+from tests.helpers import gpt3_case, llama2_lora_case, llama31_case
+from tests.helpers.followed import difference, follow
+from tests.helpers.made import made
+
+CPU = torch.device("cpu")
+NUM_STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    yield
+    backend.reset()
+    torch._dynamo.reset()
+
+
+def gpt3_state(**changes):
+    from gpt3.state import State
+
+    return State(replace(gpt3_case.SMALL, layers=2, microbatches=2, **{"precision": "bf16", **changes}), CPU)
+
+
+def llama31_state(**changes):
+    small = {"hidden": 64, "head_dim": 16, "ffn": 128, "sequence": 32, "microbatches": 2}
+    return llama31_case.make(**small, **{"precision": "bf16", **changes})
+
+
+def llama2_lora_state(precision="bf16"):
+    from llama2_lora.state import State
+
+    kind = "torch" if precision == "bf16" else "handwritten"
+    config = replace(llama2_lora_case.TINY, layers=2, dropout=0.1, layer=kind, precision=precision)
+    return State(config, CPU, kind)
+
+
+# Model: (makes a state, graphs, launches a step). Layers with the same shapes share their graphs; below Llama 2's
+# first layer nothing needs a gradient, so its graphs are its own.
+MODELS = {
+    "gpt3": (gpt3_state, {"forward", "backward"}, 8),
+    "llama31": (llama31_state, {"forward", "backward"}, 8),
+    "llama2_lora": (llama2_lora_state, {"forward", "backward"}, 4),
+}
+
+
+def variants_of(model):
+    return resolved(f"{model}.variants:VARIANTS")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
+    make, directions, launches = MODELS[model]
+    state, eager_step = make(), resolved(f"{model}.train:eager_step")
+    eager = follow(state, lambda index: eager_step(state, index), NUM_STEPS)
+    variant = made(variants_of(model), "graph_parameterized", state)
+    try:
+        before = variant.capture.num_replays
+        assert difference(follow(state, variant.step, NUM_STEPS), eager, state) == ""
+        assert variant.capture.num_replays - before == NUM_STEPS * launches == NUM_STEPS * variant.replays_of(0)
+        assert {region.name.split()[0] for region in variant.regions.graphs} == directions
+        leave(variant)
+        assert difference(follow(state, lambda index: eager_step(state, index), NUM_STEPS), eager, state) == ""
+        assert variant.capture.num_replays - before == NUM_STEPS * launches
+    finally:
+        leave(variant)
+        variant.close()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_that_leave_the_compiler_are_unsupported(model):
+    with pytest.raises(Unsupported, match="--layer torch --precision bf16"):
+        made(variants_of(model), "graph_parameterized", MODELS[model][0](precision="fp8"))
+
+
+class Reads:
+    """A model that no graph can hold."""
+
+    config = None
+
+    def forward(self, x):
+        return x * x.nonzero().shape[0]
+
+
+def test_a_model_without_any_region_is_a_failed_capture_with_the_reasons():
+    model = Reads()
+    with pytest.raises(CaptureError, match="no region of the model can be launched on other memory: .*shape"):
+        Parameterized(model, lambda model, index: model.forward(torch.ones(4)), [(model, "forward")], "the model")
+    assert model.forward.__func__ is Reads.forward
