@@ -133,6 +133,19 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
     assert (command.words_of(found) if found else None) == timed
 
 
+@pytest.mark.parametrize(
+    ("words", "is_limited"),
+    [([], True), (["--cycles", "8"], False), (["--minutes", "3"], False), (["--host-load", "2"], False)],
+)
+def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypatch, words, is_limited):
+    seen = []
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, ""))
+    monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), *words]) == 1
+    assert (getattr(seen[0], "end_s", None) is not None) == is_limited
+
+
 @pytest.mark.slow
 def test_a_number_that_a_replay_freezes_is_wrong_and_named(tmp_path):
     done = measured(tmp_path, "(1.0 + count[0] % 3)")
