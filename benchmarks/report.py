@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, select_autoescape
 from benchmarks import command, statistics
 from benchmarks.files import run_file
 from benchmarks.files.run_file import Build, Run
-from benchmarks.pages.run_table import build_title, milliseconds
+from benchmarks.pages.run_table import build_title, milliseconds, rates
 from common.files import write_text
 
 TEMPLATE = "report.html.j2"
@@ -58,6 +58,7 @@ def _build(run: Run, name: str, build: Build) -> dict:
         "verdict": _verdict(run, best, build.base),
         "rows": rows,
         "why": _why(build),
+        "rates": rates(run, build),
         "series": _series(build, [row["name"] for row in timed]),
         "timelines": [found for row in timed if (found := _timeline(build, row["name"]))],
     }

@@ -9,8 +9,6 @@ from benchmarks.measuring.request import Settings
 
 LONG_STEP_MS = 250.0
 MOST_SHORT_STEPS = 16
-# The slowest variant makes as many steps as the fastest, for at most so many times the block's length.
-MOST_BLOCKS_S = 4.0
 FASTER_BASE = 1.01
 
 
@@ -28,7 +26,7 @@ def steps_of_block(paces: dict[str, dict], worker: dict, settings: Settings) -> 
     fastest, slowest = (pick(each["ms"] for each in paces.values()) for pick in (min, max))
     is_long, is_short, block_ms = slowest > LONG_STEP_MS, settings.is_short, settings.block_s * 1e3
     least = 3 if is_long or is_short else 5
-    timed = max(least, math.ceil(min(block_ms / fastest, MOST_BLOCKS_S * block_ms / slowest)))
+    timed = max(least, math.ceil(min(block_ms / fastest, settings.most_blocks_s * block_ms / slowest)))
     period = worker["period"]
     whole = (worker["least_steps"] or timed) if period is None else period * math.ceil(timed / period)
     reset_s = max(each["reset_s"] for each in paces.values())

@@ -16,7 +16,7 @@ from benchmarks.files import partial
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan
 from benchmarks.measuring.build_worker import BuildWorker, OutOfVariants, TryAgain
-from benchmarks.measuring.request import BuildRequest, Settings
+from benchmarks.measuring.request import FEWEST_CYCLES, BuildRequest, Settings
 from benchmarks.processes.host_load import busy_processes
 
 # Parity makes PARITY_STEPS, or as many as the first variant makes in PARITY_S of the preset, at least three.
@@ -74,7 +74,8 @@ class BuildMeasurement:
             raise OutOfVariants("eager did not run")
         with self._timed("parity"):
             for variant in self._missing("parity", twice=True):
-                command = {"do": "parity", **self._parity_steps()}
+                is_kept = self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
+                command = {"do": "parity", "keep": is_kept, **self._parity_steps()}
                 self._add("parity", variant, **self.worker.ask(variant, command, parity=True))
             if self.request.parity_environment is not None:
                 self.worker.end()
@@ -178,8 +179,12 @@ class BuildMeasurement:
 
     def _is_enough(self) -> bool:
         """Return whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
-        is_auto, minutes = self.settings.cycles == "auto", self.settings.minutes
-        if len(self._of("cycle")) < self.settings.least_cycles:
+        is_auto, minutes, cycles = self.settings.cycles == "auto", self.settings.minutes, self._of("cycle")
+        end_s = math.inf if self.settings.end_s is None else self.settings.end_s
+        # The clock alone decides, so a run does not end because its result pleases.
+        if len(cycles) >= FEWEST_CYCLES and time.monotonic() + cycles[-1]["seconds"] > end_s:
+            return True
+        if len(cycles) < self.settings.least_cycles:
             return False
         limit_s = 60 * (minutes or (AUTO_MINUTES if is_auto else 0.0))
         is_over = time.monotonic() - self.began_s >= limit_s

@@ -7,6 +7,8 @@ from benchmarks.statistics import LEAST_CYCLES
 
 # A run with shorter blocks shows that variants train alike. It does not show how fast they are.
 SHORT_BLOCK_S = 0.5
+# With fewer cycles an interval is too wide to be of use.
+FEWEST_CYCLES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,20 +18,27 @@ class Settings:
     Attributes:
         cycles: number of cycles, or "auto": until every half-width is at most 0.5 %.
         block_s: shortest time of a block.
+        most_blocks_s: the slowest variant makes as many steps as the fastest, for at most so many times block_s.
         minutes: go on with cycles for so long; with "auto" no longer.
         host_load: busy processes in every second cycle.
         control: name of the base's repetition in each cycle; "" for none.
         limit_s: longest silence of a worker.
         share_memory: eager steps use the graphs' memory pool from the start.
+        end_s: time.monotonic() at which the last cycle should have ended; from FEWEST_CYCLES on no cycle begins that
+            would end later. None: all cycles are made.
+        compiles_once: a compiled variant is timed as its parity was checked, since compiling takes long.
     """
 
     cycles: int | str = 8
     block_s: float = 1.0
+    most_blocks_s: float = 4.0
     minutes: float | None = None
     host_load: int = 0
     control: str = "control"
     limit_s: float = 600.0
     share_memory: bool = False
+    end_s: float | None = None
+    compiles_once: bool = False
 
     @property
     def is_short(self) -> bool:

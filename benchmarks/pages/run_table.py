@@ -1,7 +1,7 @@
 """The end of `make bench`: one table of a run, and the lines below it, in words that need no glossary."""
 
 from benchmarks import statistics
-from benchmarks.files.run_file import Run, printable
+from benchmarks.files.run_file import OWN_STEP, Build, Run, printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "issue ms", "busy ms", "parity")
 FINE = ("pass", "oom", "unsupported")
@@ -35,6 +35,20 @@ def milliseconds(value: float | None) -> str:
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
+def rates(run: Run, build: Build) -> str:
+    """Return the FLOP of a step, how they were counted and, of a GPU, each variant's rate; "" where none are known."""
+    notes = [note for note in build.notes if note.startswith("FLOP")]
+    if not build.flops_per_step:
+        return printable(". ".join(notes))
+    parts = [f"{build.flops_per_step / 1e12:.3g} TFLOP a step of each rank"]
+    for name, own in build.variants.items() if run.device == "cuda" else ():
+        times = [((block.step_ms,), block.step_ms) for block in own.blocks if not block.busy_processes]
+        if own.status == "pass" and times and name != run.control:
+            rate = build.flops_per_step / statistics.ratio_of(times).base_ms / 1e9
+            parts.append(f"{name} {rate:.3g} TFLOP/s")
+    return printable(". ".join([f"{', '.join(parts)} ({build.flops_convention})", *notes]))
+
+
 def suite(runs: list[Run]) -> str:
     """Return one table of several models: the headline graphs of each."""
     rows = [("workload", "variant", *COLUMNS[1:5])]
@@ -56,7 +70,8 @@ def _build_report(run, name, build):
     for busy in sorted({bool(block.busy_processes) for block in blocks}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(run, build, busy)
-    lines += [text for text in (_faults(build), _meaning(run, build)) if text]
+    rate = rates(run, build) if run.model == OWN_STEP else ""
+    lines += [text for text in (_faults(build), _meaning(run, build), rate) if text]
     return "\n".join(lines)
 
 

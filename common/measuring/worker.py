@@ -5,7 +5,8 @@ commands until that process hangs up. Each command is an object with "do", each 
 "done" or "failed":
 
     build                                      the state, from the seeded start
-    parity   variant, steps, seconds           alone, deterministic kernels, the state hashed after each step
+    parity   variant, steps, seconds, keep     alone, deterministic kernels, the state hashed after each step; with
+                                               `keep` the kernels of blocks, for which the variant is kept
     capture  variant                           keeps it for blocks
     pilot    variant, steps                    ms of a step and of a reset
     block    variant, untimed, timed, drained  see common/measuring/block.py
@@ -82,6 +83,7 @@ class Worker:
         self.sampler: GpuSampler | None = None
         self.pool: torch.cuda.MemPool | None = None
         self.kept: dict[str, Variant] = {}
+        self.made: dict[str, dict] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.settings = contextlib.ExitStack()
         self.flags: dict[str, str] = {}
@@ -186,8 +188,15 @@ class Worker:
         }
 
     def do_parity(self, command):
-        """Steps of one variant from the seeded start with deterministic kernels; the variant is not kept."""
+        """Steps of one variant from the seeded start with deterministic kernels; the variant is not kept.
+
+        With "keep" it has the kernels of blocks and is kept: what is compiled for others would be compiled again.
+        """
         name, count, seconds = command["variant"], command["steps"], command.get("seconds")
+        if command.get("keep"):
+            self.made[name] = self.do_capture(command)
+            with self._entered(name, self.kept[name]):
+                return self.made[name] | self._course(self.kept[name], 0, count, every_step=True, seconds=seconds)
         with torch_settings.deterministic_kernels():
             variant, facts = self._make(name)
             try:
@@ -198,9 +207,11 @@ class Worker:
                 del variant
 
     def do_capture(self, command):
-        """Make a variant and keep it for blocks."""
-        self.kept[command["variant"]], facts = self._make(command["variant"])
-        return facts
+        """Make a variant and keep it for blocks, where parity has not kept it."""
+        name = command["variant"]
+        if name not in self.kept:
+            self.kept[name], self.made[name] = self._make(name)
+        return self.made[name]
 
     def do_pilot(self, command):
         """Time a reset, and single steps from the seeded start, each with the device drained after it."""

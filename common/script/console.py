@@ -48,10 +48,12 @@ def _rows(result, workload):
         yield "step", f"{ms:.2f} ms", how
         rate = result["items_per_s"]
         yield "rate", f"{rate:,.0f} {workload.unit}/s" if rate >= 100 else f"{rate:.3g} {workload.unit}/s", ""
-    if ms and result["device"] == "cuda":
+    if ms and result["device"] == "cuda" and workload.flops_per_step:
         tflops = workload.flops_per_step / ms / 1e9
         peak = workload.peak_flops
-        yield "compute", f"{tflops:.0f} TFLOP/s", f"{100e12 * tflops / peak:.1f} % of the named peak" if peak else ""
+        counted = ". ".join([workload.flops_convention, *(note for note in workload.notes if note.startswith("FLOP"))])
+        how = f"{100e12 * tflops / peak:.1f} % of the named peak" if peak else counted
+        yield "compute", f"{tflops:.3g} TFLOP/s" if tflops < 10 else f"{tflops:.0f} TFLOP/s", how
     if losses:
         yield "loss", f"{losses[0]:.5f}", f"at first, {losses[-1]:.5f} at last"
     if result["eval_loss"] is not None:

@@ -22,7 +22,7 @@ from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
-from common.your_step import memory, on_host, step_file, user_file
+from common.your_step import bisect, idle, memory, on_host, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
@@ -66,13 +66,18 @@ class Diagnosis:
     Attributes:
         findings: those that stop a capture come first.
         outcomes: title of each graph -> its result in one line.
-        parts: the largest modules without a finding inside, with their share of the operators, the largest first.
+        alone: modules captured one by one; None where the whole step can be captured.
+        parts: the largest modules that can be captured, with their share of the time that the GPU waits, without a GPU
+            of the forward pass's operators; the largest first.
+        waits: the time that the GPU waits in an eager step; None where it was not measured.
         memory: the graph's predicted memory beside the free one in words, or "".
     """
 
     findings: list[Finding] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
+    alone: bisect.Alone | None = None
     parts: list[tuple[str, float]] = field(default_factory=list)
+    waits: idle.Idle | None = None
     memory: str = ""
 
     @property
@@ -96,14 +101,23 @@ class Diagnosis:
         lines = [finding.text() for finding in self.findings] or ["Nothing stands against a graph."]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         lines += [self.memory] if self.memory else []
-        alone = [finding.module for finding in self.findings if finding.level == STOPS and finding.module]
-        if alone:
-            lines.append(f"smallest modules that fail alone: {', '.join(dict.fromkeys(alone))}")
-        if alone and self.parts:
-            plan = ", then ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.parts)
-            lines.append("plan: the modules that can be captured, each with its share of the forward pass's operators,")
-            lines.append(f"which is about its share of the time that the GPU waits: {plan}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._plan()])
+
+    def _plan(self):
+        """Lines on what can be captured of a step that cannot be captured as a whole."""
+        if self.alone is None:
+            return
+        yield self.alone.text()
+        if not self.parts:
+            return
+        plan = ", then ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.parts)
+        if self.waits is None:
+            yield "plan: the largest modules that can be captured, each with its share of the forward pass's operators;"
+            yield f"the time that the GPU waits was not measured: {plan}"
+        else:
+            yield f"the GPU waits in {100 * self.waits.of_step:.0f} % of an eager step, under the profiler"
+            yield "plan: the largest modules that can be captured, with shares of that time, forward and backward:"
+            yield plan
 
 
 def diagnose(text: str, device: torch.device) -> Diagnosis:
@@ -144,13 +158,19 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     """
     with on_host.one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
-        found = Diagnosis(findings=list(eager.findings()), parts=_parts(state.modules, eager.first))
+        found = Diagnosis(findings=list(eager.findings()))
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
         is_known = any(finding.level == WRONG for finding in found.findings)
+        if any(finding.level == STOPS for finding in found.findings):
+            # Before captures, which may spoil the process.
+            found.waits = idle.measured(state)
+            state.reset()
         outcomes = _tried(state, is_known or bool(eager.host_values()), found.findings, graphs)
+        failed = [outcome.finding for outcome in outcomes if outcome.finding]
+        if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
+            _bisect(state, found, eager.watched)
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
-    failed = [outcome.finding for outcome in outcomes if outcome.finding]
     if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
         # Its numbers are eager's: what changes on the host does not matter.
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
@@ -188,26 +208,48 @@ def _is_explained(findings, of_graph):
 # Parts
 
 
-def _parts(modules, watched: Watched) -> list[tuple[str, float]]:
-    """The largest modules in which nothing was refused, with the share of the forward's operators inside of them."""
-    bad = {refused.place.module for refused in watched.refused if refused.place.module}
-    inside = [operator.place.module for operator in watched.operators if operator.place.module]
-    total = len(inside) or 1
-    found: list[tuple[str, float]] = []
-    for module in modules:
-        _collect("", module, bad, inside, total, found)
-    return sorted(found, key=lambda part: -part[1])
+def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
+    """Find the smallest modules that fail alone, and the largest ones that do not and that keep their shapes."""
+    on_gpu = state.device.type == "cuda"
+    if on_gpu and not state.text:
+        return  # a child process cannot build a model of the suite
+    found.alone = bisect.alone(state, in_children=on_gpu)
+    bad = {refused.place.module for refused in steps[0].refused if refused.place.module} | found.alone.bad
+    bad |= _changing(steps)
+    inside = [operator.place.module for operator in steps[0].operators if operator.place.module]
+
+    def share(path):
+        if found.waits is not None:
+            return found.waits.inside(path)
+        return sum(_is_in(name, path) for name in inside) / len(inside)
+
+    parts = [part for module in state.modules for part in _largest("", module, bad, set(inside))]
+    found.parts = sorted(((path, share(path)) for path in parts), key=lambda part: -part[1])
 
 
-def _collect(path, module, bad, inside, total, found):
-    own = [name for name in inside if not path or name == path or name.startswith(f"{path}.")]
-    if not own:
+def _changing(steps: list[Watched]) -> set[str]:
+    """Paths of modules whose operators or shapes change from step to step."""
+    seen: list[dict[str, list]] = []
+    for watched in steps:
+        seen.append({})
+        for each in watched.operators:
+            seen[-1].setdefault(each.place.module, []).append((each.name, each.shapes))
+    return {path for path in seen[0] if path and any(each.get(path) != seen[0][path] for each in seen[1:])}
+
+
+def _largest(path, module, bad, called):
+    """Paths of the largest modules that run and have nothing bad inside."""
+    if not any(_is_in(name, path) for name in called):
         return
-    if path and not any(name == path or name.startswith(f"{path}.") for name in bad):
-        found.append((path, len(own) / total))
+    if path and not any(_is_in(name, path) for name in bad):
+        yield path
         return
     for name, child in module.named_children():
-        _collect(f"{path}.{name}" if path else name, child, bad, inside, total, found)
+        yield from _largest(f"{path}.{name}" if path else name, child, bad, called)
+
+
+def _is_in(name, path):
+    return not path or name == path or name.startswith(f"{path}.")
 
 
 def _of_users_file(text: str, device: torch.device) -> Diagnosis:

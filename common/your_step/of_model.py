@@ -34,7 +34,7 @@ class ModelState:
         path: of the model's train.py.
     """
 
-    binds_gradients, parity_steps = False, 4
+    binds_gradients, parity_steps, text = False, 4, ""
 
     def __init__(self, state: variants.State, eager_step: Callable, device: torch.device, path: Path):
         self.model_state, self._eager_step, self.device, self.path = state, eager_step, device, path

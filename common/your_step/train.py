@@ -27,7 +27,7 @@ from common.capture.pool import Pool
 from common.measuring import marks
 from common.script.main import main
 from common.variant import Capture, Compiled, Unsupported, Workload, warm_up
-from common.your_step import step_file
+from common.your_step import flops, step_file
 from common.your_step.snapshot import own_part
 from common.your_step.state import StepState, copy_batch, marked, static_copy
 
@@ -233,7 +233,10 @@ def workload(args, device: torch.device, rank: int, world_size: int):
     made = Workload(model=MODEL, build=None, variants=VARIANTS, reference=eager_step, items_per_step=1.0, unit="steps")
 
     def build(config, device):
-        return StepState(config.step, device, prog)
+        state = StepState(config.step, device, prog)
+        made.flops_per_step, notes = flops.of_step(state)
+        made.notes, made.flops_convention = [*made.notes, *notes], flops.CONVENTION
+        return state
 
     made.build = build
     made.card = [f"step {args.config.step}"]

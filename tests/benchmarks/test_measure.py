@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT, command, measure
+from benchmarks import ROOT, command, measure, report
 from benchmarks.files import run_file
+from benchmarks.pages import run_table
 from benchmarks.processes.gpus import Gpus
 from common.your_step.doctor import WHOLE, Diagnosis
 from common.your_step.trial import EQUAL
@@ -79,6 +80,16 @@ def test_the_quick_answer_names_issue_busy_and_what_a_graph_can_gain(issue, word
     assert found == measure.NOT_MEASURED and words in sentence and f"issues a step in {issue:.2f}" in sentence
 
 
+def test_a_rate_says_what_was_counted_and_what_was_not():
+    run = made_run(ms={"graph_layer": 8.0}, model=run_file.OWN_STEP)
+    build = run.builds[""]
+    build.flops_per_step, build.flops_convention = 4e12, "counted by torch"
+    build.notes = ["FLOP not counted: mine::kernel", "another note"]
+    text = "4 TFLOP a step of each rank, eager 400 TFLOP/s, graph_layer 500 TFLOP/s (counted by torch). "
+    assert run_table.rates(run, build) == f"{text}FLOP not counted: mine::kernel"
+    assert text in run_table.report(run) and text in report.page_of(run)
+
+
 def measured(tmp_path, scale, *more):
     path = tmp_path / "my_step.py"
     path.write_text(STEP.replace("SCALE", scale))
@@ -93,6 +104,8 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     (path,) = (tmp_path / "runs").rglob("*.json")
     (build,) = run_file.read(path).builds.values()
     assert {build.variants[name].parity.result for name in ("graph_step", "graph_fwd_bwd")} == {"bitwise"}
+    # Three products of each layer but one: the first one's input needs no gradient.
+    assert build.flops_per_step == 2 * 16 * 64 * 64 * 5
 
 
 @pytest.mark.parametrize(
@@ -118,6 +131,19 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
         measure.measure(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build"]))
     found = asked.value.args[0]
     assert (command.words_of(found) if found else None) == timed
+
+
+@pytest.mark.parametrize(
+    ("words", "is_limited"),
+    [([], True), (["--cycles", "8"], False), (["--minutes", "3"], False), (["--host-load", "2"], False)],
+)
+def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypatch, words, is_limited):
+    seen = []
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, ""))
+    monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), *words]) == 1
+    assert (getattr(seen[0], "end_s", None) is not None) == is_limited
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from benchmarks import statistics
+from benchmarks.measuring.request import FEWEST_CYCLES
 from tests.helpers import simulated_blocks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
@@ -73,3 +74,16 @@ def test_the_page_has_the_tables():
         (numbers, words), (fresh, fresh_words) = _numbers_and_words(one), _numbers_and_words(other)
         assert words == fresh_words, one[0]
         assert numbers == pytest.approx(fresh, abs=0.2), one[0]  # another numpy may round otherwise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", simulated_blocks.HOSTS, ids=lambda host: host.name)
+def test_rates_of_short_blocks_and_few_cycles_are_reached(monkeypatch, host):
+    """A step of somebody's own may have five cycles. Here blocks last 0.4 s, with 0.4 s between them."""
+    monkeypatch.setattr(simulated_blocks, "DEAD_TICKS", 4)
+    monkeypatch.setattr(simulated_blocks, "TIMED_TICKS", 4)
+    rng = numpy.random.default_rng(2)
+    logs, pace = simulated_blocks.measure(host, 4_000, rng, "drawn", cycles=FEWEST_CYCLES)
+    mean, half = (each[-1] for each in simulated_blocks.intervals(logs))
+    assert (abs(mean - pace.mean(axis=0))[:-1] <= half[:-1]).mean() >= 0.92
+    assert simulated_blocks.is_verdict(mean, half)[-1].mean() <= 0.065

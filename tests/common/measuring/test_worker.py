@@ -35,3 +35,24 @@ def test_a_state_for_parity_is_built_under_deterministic_kernels(parity):
     worker = Worker(workload, args, CPU, None, SimpleNamespace(rank=0, world_size=1))
     assert worker.do_build({"parity": parity})["unit"] == "tokens"
     assert seen == [parity] and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_parity_keeps_a_variant_that_is_compiled_once(monkeypatch, keep):
+    """What torch compiles for deterministic kernels it would compile again for those that are timed."""
+    made = []
+
+    def make(name):
+        made.append(torch.are_deterministic_algorithms_enabled())
+        return SimpleNamespace(), {"graphs": len(made)}
+
+    worker = Worker(
+        SimpleNamespace(kinds={}), SimpleNamespace(config=None), CPU, None, SimpleNamespace(rank=0, world_size=1)
+    )
+    monkeypatch.setattr(worker, "_make", make)
+    monkeypatch.setattr(worker, "_release", lambda variant: None)
+    monkeypatch.setattr(worker, "_course", lambda *args, **more: {"hashes": ["h"]})
+    found = worker.do_parity({"variant": "compiled", "steps": 3, "keep": keep})
+    assert found == {"graphs": 1, "hashes": ["h"]}
+    assert worker.do_capture({"variant": "compiled"}) == {"graphs": 1 if keep else 2}
+    assert made == ([False] if keep else [True, False])
