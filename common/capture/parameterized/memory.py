@@ -27,6 +27,28 @@ def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(_Range(address, size), device=device)
 
 
+def fill_free(device: torch.device, value: int) -> None:
+    """Fill what the allocator holds free for new tensors. Without a GPU it does nothing.
+
+    Args:
+        device: the GPU.
+        value: of each byte.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    for segment in torch.cuda.memory.memory_snapshot():
+        # Other pools are those of graphs.
+        if segment["device"] != index or segment["segment_pool_id"] != (0, 0):
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                bytes_at(address, block["size"], device).fill_(value)
+            address += block["size"]
+
+
 def extent(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first to its last element.
 

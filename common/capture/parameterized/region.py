@@ -131,9 +131,9 @@ def capture(fn, inputs: list[torch.Tensor], verify: int):
             check = Verification(region, fn, device)
             if verify or analysis.unexplained:
                 check.spoil(analysis.all_bytes())
-            check.prove_unread(analysis, inputs)
             for _ in range(verify):
                 check.run(inputs)
+            check.prove_unread(analysis, inputs)
             region.report["inexact"] = sorted(check.inexact)
         except BaseException:
             region.release()

@@ -116,7 +116,11 @@ class Verification:
         A missed address writes to memory that is watched, so a result that it left out is found by that.
         """
         again, _, _ = self._launch(_FILLS[1])
-        others = [self._eager() for _ in range(_NUM_REPEATS)]
+        others = []
+        for number in range(_NUM_REPEATS):
+            # What eager leaves unwritten then differs from run to run.
+            memory.fill_free(self._device, _FILLS[number % 2])
+            others.append(self._eager())
         for index in wrong:
             name = f"result {index}" if index < num_results else f"input {index - num_results}"
             value, expected = got[index], eager[index]
@@ -125,13 +129,17 @@ class Verification:
             first, second = as_bytes(value), as_bytes(again[index])
             unwritten = (first == _FILLS[0]) & (second == _FILLS[1])
             differs = (first != as_bytes(expected)) & ~unwritten
+            varies = torch.stack([as_bytes(other[index]) != as_bytes(expected) for other in others]).any(0)
+            if not expected.dtype.is_floating_point:
+                # Integers that eager itself leaves unwritten, such as the seed of attention without dropout.
+                differs &= ~varies
             if not bool(differs.any()):
                 continue
             words = f"{name} of a launch differs from eager in {int(differs.sum())} of {differs.numel()} bytes"
-            repeats = all(torch.equal(as_bytes(expected), as_bytes(other[index])) for other in others)
-            if repeats or not expected.dtype.is_floating_point:
+            is_exact = torch.are_deterministic_algorithms_enabled() and not bool(varies.any())
+            if is_exact or not expected.dtype.is_floating_point:
                 raise RegionRefused(words)
-            # Eager itself does not repeat: atomic additions. A stale address gives NaN or nonsense.
+            # Atomic additions, whose order a graph's timing changes. A stale address gives NaN or nonsense.
             plain = expected.detach().double()
             noise = max(float((other[index].detach().double() - plain).abs().max()) for other in others)
             error, scale = float((value.detach().double() - plain).abs().max()), float(plain.abs().max())

@@ -40,6 +40,13 @@ class Region:
 
 
 @pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
 def host(monkeypatch):
     """Copies on the host, found again by their address."""
     copies, original, draws = [], memory.clone, Generator()
@@ -124,6 +131,34 @@ def test_a_result_that_eager_does_not_repeat_is_compared_by_a_tolerance_and_name
     assert run(launched, noisy(1e-6)).inexact == {"result 0"}
     with pytest.raises(RegionRefused, match="eager differs from itself by"):
         run(launched, noisy(1.0))
+
+
+def test_a_rounding_passes_by_its_name_where_kernels_need_not_be_deterministic():
+    def rounded(inputs, new):
+        results = launched(inputs, new)
+        results[0].mul_(1 + 2**-23)
+        return results
+
+    with pytest.raises(RegionRefused, match="result 0 of a launch differs"):
+        run(rounded)
+    torch.use_deterministic_algorithms(False)
+    assert run(rounded).inexact == {"result 0"}
+    with pytest.raises(RegionRefused, match="eager differs from itself by"):
+        run(lambda inputs, new: [new[:8].copy_(inputs[0] * 2.01), new[8:12]])
+
+
+def test_integers_that_eager_leaves_unwritten_may_be_others_and_no_written_ones():
+    numbers = iter(range(100))
+
+    def seeds(x):
+        return [x * 2, torch.tensor(next(numbers))]
+
+    def body(inputs, new):
+        return [launched(inputs, new)[0], torch.tensor(7)]
+
+    run(body, seeds)
+    with pytest.raises(RegionRefused, match="result 1 of a launch differs"):
+        run(body, lambda x: [x * 2, torch.tensor(3)])
 
 
 def test_a_python_value_that_changes_is_refused():
