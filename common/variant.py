@@ -259,14 +259,23 @@ class Compiled:
     With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
     """
 
-    def __init__(self, state, step, functions, what: str, mode="default", fullgraph=True):
-        """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy."""
+    def __init__(self, state, step, functions, what: str, mode="default", **options):
+        """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
+
+        options: of torch.compile; its own `options` add to those of the mode.
+        """
         require_compiler(state.device)
         self.state, self._step = state, step
         self.pool = Pool(state.device)
         self.capture = Capture(strategy=f"torch.compile of {what}, mode {mode}", pools=[self.pool])
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
-        options = {"mode": mode, "dynamic": False, "fullgraph": fullgraph}
+        options = {"dynamic": False, "fullgraph": True} | options
+        if "options" in options:
+            from torch._inductor import list_mode_options
+
+            options["options"] = {**list_mode_options(mode), **options["options"]}
+        else:
+            options["mode"] = mode
         self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
         self.enter()
         try:

@@ -221,8 +221,8 @@ class GraphedStep:
 
 # ------------------------------------------------------------------------------------------------
 # 4. The other variants, declared in variants.py: eager_te and graph_layer_te run Transformer Engine's layers, the
-# second by its make_graphed_callables; compile and reduce_overhead are torch.compile's, and graph_parameterized launches
-# graphs without a pool on the eager step's memory (other_variants.py).
+# second by its make_graphed_callables; compile and reduce_overhead are torch.compile's, and graph_parameterized
+# launches graphs without a pool on the eager step's memory (other_variants.py).
 
 if __name__ == "__main__":
     main("llama2_lora", args, partial(workload, variants=VARIANTS, eager_step=eager_step))

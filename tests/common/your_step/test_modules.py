@@ -6,7 +6,7 @@ import torch
 from common.variant import Unsupported, enter, leave
 from common.your_step.modules import GraphedModules
 from common.your_step.state import StepState
-from common.your_step.train import eager_step
+from common.your_step.train import eager_step, reduce_overhead
 
 STEP = """
 import torch
@@ -85,3 +85,18 @@ def test_batches_of_two_shapes_are_unsupported(tmp_path):
     path.write_text(source)
     with pytest.raises(Unsupported, match="several shapes"):
         GraphedModules(StepState(f"{path}:build", torch.device("cpu"), "test"))
+
+
+@pytest.mark.gpu
+def test_compiled_modules_drop_what_eager_drops(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text(STEP.replace("TWICE", "self.layers[2](x)").replace(", 0.1,", ", 0.5,"))
+    state = StepState(f"{path}:build", torch.device("cuda", 0), "test")
+    compiled = reduce_overhead(state)
+    expected, _ = course(state, lambda index: eager_step(state, index))
+    enter(compiled)
+    try:
+        losses, _ = course(state, compiled.step)
+    finally:
+        leave(compiled)
+    torch.testing.assert_close(torch.as_tensor(losses), torch.as_tensor(expected), rtol=1e-2, atol=0)
