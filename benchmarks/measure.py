@@ -101,7 +101,9 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
         digest = step_file.digest(args.step)
     except ValueError as error:
         raise Mistake(str(error)) from None
-    step = f"{os.path.abspath(path)}:{function}"
+    # From the root of the repository, where workers start, so that a published run names no folder of a machine.
+    own = path.resolve()
+    step = f"{own.relative_to(ROOT) if own.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
     label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
     words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
     handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}

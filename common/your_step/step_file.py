@@ -42,5 +42,5 @@ def digest(text: str) -> str:
     total = hashlib.sha256()
     for each in sorted(found):
         with contextlib.suppress(OSError):
-            total.update(str(each).encode(errors="replace") + b"\0" + each.read_bytes())
+            total.update(str(each.relative_to(path.parent)).encode(errors="replace") + b"\0" + each.read_bytes())
     return total.hexdigest()[:16]
