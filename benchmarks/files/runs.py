@@ -307,9 +307,11 @@ def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def best_measured(rows: Sequence[Row]) -> list[Row]:
     """Return one row for each model: the fastest graph of its preset `bench` without flags, in its first build.
 
-    For a model without such a row: the fastest graph of the workload with most hosts and cycles.
+    For a model without such a row: the fastest graph of the workload with most hosts and cycles. Steps of users are no
+    model.
     """
-    graphs = [row for row in rows if row.kind == "graph" and row.ratio is not None and not row.workload.busy]
+    timed = [row for row in rows if row.kind == "graph" and row.ratio is not None and not row.workload.busy]
+    graphs = [row for row in timed if row.workload.model != run_file.OWN_STEP]
 
     def rank(row):
         where = row.workload

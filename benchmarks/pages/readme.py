@@ -37,8 +37,9 @@ class ReadmeError(ValueError):
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """README.md here and in each folder."""
-    return [path for path in (root / "README.md", *sorted(root.glob("[!.]*/README.md"))) if path.is_file()]
+    """README.md here, in each folder, and of the example steps."""
+    own = root / "README.md", *sorted(root.glob("[!.]*/README.md")), root / "examples" / "steps" / "README.md"
+    return [path for path in own if path.is_file()]
 
 
 def rendered(path: Path, rows: list[Row], root: Path = ROOT) -> str:

@@ -157,6 +157,12 @@ def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
     assert best.workload.preset == "bench"
 
 
+def test_a_step_of_a_user_is_no_model(tmp_path):
+    write(made_run(model=run_file.OWN_STEP, label="mine"), tmp_path / FOLDER)
+    rows = runs.read(tmp_path).rows
+    assert any(row.ratio for row in rows) and not runs.best_measured(rows)
+
+
 # ------------------------------------------------------------------------------------------------
 # Tables
 
