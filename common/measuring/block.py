@@ -109,8 +109,11 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
         before = watched.values()
         held = held_bytes(device)
         index = itertools.count()
-        for _ in range(steps.untimed):
+        for number in range(steps.untimed):
             variant.step(next(index))
+            if number == 0:
+                # A reset may have dropped gradients, which this step has made again.
+                held = held_bytes(device)
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
         issue_ms = [ms for _ in range(steps.drained) if (ms := _issue_ms(variant, next(index), device)) is not None]
         synchronize(device)
