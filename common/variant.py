@@ -17,7 +17,7 @@ from common.machine import memory
 from common.variant_table import Declared, about
 
 __all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
-__all__ += ["Closes", "Enters", "Evaluates", "Finishes"]
+__all__ += ["Closes", "Enters", "Evaluates", "Finishes", "Reruns"]
 __all__ += ["enter", "leave", "require_compiler", "status_of", "synchronize", "warm_up"]
 
 # The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (common/measuring/worker.py).
@@ -196,6 +196,17 @@ def leave(variant) -> None:
     """Make ready for steps of any other variant."""
     if isinstance(variant, Enters):
         variant.leave()
+
+
+@runtime_checkable
+class Reruns(Protocol):
+    """A variant that runs some steps again in another way, as where a fixed buffer was too small."""
+
+    def counted(self) -> dict:
+        """Return what happened since the last call: "steps", how many were "reruns", and "rerun_ms", their mean.
+
+        rerun_ms is None where there were none. It may wait for the device.
+        """
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ CONTEXT_BYTES = 2 * GIB
 # Tokens whose logits the loss has at a time.
 LOSS_TOKENS = 2048
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "top_k", "ffn", "vocab", "sequence")
-_COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "batches", "min_steps")
+_COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "ep", "batches", "min_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,16 @@ class Config(Timing):
     microbatches: int = option(1, "microbatches in a step")
     share_tp: int = option(1, "a tensor-parallel share without ranks: divides heads, vocabulary and experts' tokens")
     share_ep: int = option(1, "an expert-parallel share without ranks: divides the experts")
+    ep: int = option(1, "ranks that share the experts, all of torchrun's; each has sequences of its own")
     routing: str = option(
         "real",
         "real: the router chooses; balanced: every expert gets as many tokens, as published rows have it",
         ("real", "balanced"),
     )
     capacity_factor: float = option(1.25, "of the padded variants: an expert's rows over those of a balanced router")
+    rank_capacity_factor: float = option(
+        1.5, "of the static variants: rows that a rank sends to each rank over those of a balanced router"
+    )
     aux_loss: float = option(0.001, "coefficient of the load-balancing loss (0: none)")
     update: bool = option(True, "clip and Adam behind the backward; false: forward and backward alone")
     moments: str = option("bf16", "format of Adam's moments", ("bf16", "fp32"))
@@ -71,7 +75,8 @@ class Config(Timing):
         require_fields(self, ("window", "documents"), lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("lr", "aux_loss"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
-        require_fields(self, ("capacity_factor",), lambda value: 1 <= value < math.inf, "a finite number from 1 up")
+        factors = ("capacity_factor", "rank_capacity_factor")
+        require_fields(self, factors, lambda value: 1 <= value < math.inf, "a finite number from 1 up")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
         for flag, size, by, parts in (
@@ -80,6 +85,7 @@ class Config(Timing):
             ("--vocab", self.vocab, "--share-tp", self.share_tp),
             ("--sequence", self.sequence, "--share-tp", self.share_tp),
             ("--experts", self.experts, "--share-ep", self.share_ep),
+            ("--experts", self.experts, "--ep", self.ep),
         ):
             if size % parts:
                 raise ValueError(f"{flag} {size}: takes a multiple of {by} {parts}")
@@ -92,8 +98,10 @@ class Config(Timing):
         for name in ("window", "documents"):
             if getattr(self, name) > self.sequence:
                 raise ValueError(f"--{name} {getattr(self, name)}: takes at most --sequence {self.sequence}")
-        if self.checkpoint and self.share_tp * self.share_ep > 1:
-            raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-ep 1")
+        if self.ep > 1 and self.share_ep > 1:
+            raise ValueError(f"--ep {self.ep} has ranks, --share-ep {self.share_ep} stands for them: take one of both")
+        if self.checkpoint and self.share_tp * self.share_ep * self.ep > 1:
+            raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-ep 1 --ep 1")
 
     @property
     def local_heads(self) -> int:
@@ -110,6 +118,11 @@ class Config(Timing):
     @property
     def local_experts(self) -> int:
         return self.experts // self.share_ep
+
+    @property
+    def rank_experts(self) -> int:
+        """Experts that this rank holds, of those that its router chooses among."""
+        return self.local_experts // self.ep
 
     @property
     def tokens(self) -> int:
@@ -130,6 +143,18 @@ class Config(Timing):
     def capacity(self) -> int:
         """Rows of one expert where rows are dropped and padded, in whole tiles of 8."""
         return -(-math.ceil(self.rows * self.capacity_factor / self.local_experts) // 8) * 8
+
+    @property
+    def rank_capacity(self) -> int:
+        """Rows that this rank sends to each rank with static buffers, in whole tiles of 8."""
+        return -(-math.ceil(self.rows * self.rank_capacity_factor / self.ep) // 8) * 8
+
+    def require_ranks(self, world_size: int) -> None:
+        """ValueError where a run of `world_size` processes is not that of --ep."""
+        if world_size != self.ep:
+            raise ValueError(
+                f"--ep {self.ep} needs as many ranks, this run has {world_size}: change it or torchrun --nproc-per-node"
+            )
 
     def window_of(self, layer: int) -> int:
         """Tokens that a layer's attention sees, its own included; 0 for all."""
@@ -193,7 +218,9 @@ PRESETS = {
 ABOUT = {
     **about(VARIANTS),
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"], "batch": ["microbatch"]},
-    "presets_need": lambda preset, config: needs(not preset.startswith("tiny")),
+    "presets_need": lambda preset, config: needs(
+        not preset.startswith("tiny"), multiple_of=config.ep, at_most=config.ep if config.ep > 1 else None
+    ),
 }
 
 
@@ -206,10 +233,10 @@ def layer_parameters(config: Config) -> int:
     c = config
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
     attention = c.hidden * (2 * q + 2 * kv)
-    experts = c.local_experts * (c.hidden + 3 * c.hidden * c.ffn)
+    experts = c.local_experts * c.hidden + c.rank_experts * 3 * c.hidden * c.ffn
     if c.family == "qwen3":
         return attention + experts + 2 * c.hidden + 2 * c.head_dim
-    biases = q + 2 * kv + c.hidden + c.local_heads + c.local_experts * (1 + 2 * c.ffn + c.hidden)
+    biases = q + 2 * kv + c.hidden + c.local_heads + c.local_experts * (1 + c.hidden) + c.rank_experts * 2 * c.ffn
     return attention + experts + 2 * c.hidden + biases
 
 

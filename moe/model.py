@@ -14,6 +14,7 @@ from torch import nn
 
 from moe.attention import Sequences, attend
 from moe.config import LOSS_TOKENS, Config
+from moe.exchange import Exchange
 from moe.kernels import activation, rows
 from moe.kernels.cross_entropy import cross_entropy_
 from moe.kernels.heads import split_heads
@@ -91,10 +92,10 @@ class _Experts(torch.autograd.Function):
     """activation(x w1) w2 of rows in expert order. The two weight gradients go to main_grad."""
 
     @staticmethod
-    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation):
+    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation, has_gaps):
         z = multiply_by_expert(x, w1, plan)
         ctx.save_for_backward(x, z, weights, bias, *plan)
-        ctx.w1, ctx.w2, ctx.accumulation = w1, w2, accumulation
+        ctx.w1, ctx.w2, ctx.accumulation, ctx.has_gaps = w1, w2, accumulation, has_gaps
         return multiply_by_expert(activation.activate(z, bias, weights, plan), w2, plan)
 
     @staticmethod
@@ -108,8 +109,15 @@ class _Experts(torch.autograd.Function):
         grad_bias = None
         if bias is not None:
             experts = torch.arange(bias.shape[0], dtype=torch.int32, device=grad.device)
-            grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ grad_z
-        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None
+            defined = _defined_rows(grad_z, plan) if ctx.has_gaps else grad_z
+            grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ defined
+        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None, None
+
+
+def _defined_rows(x, plan):
+    """x with zeros behind the last expert's rows."""
+    row = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    return x.masked_fill((row >= plan.offsets[-1])[:, None], 0)
 
 
 def _add_weight_gradient(weight, x, grad, plan, accumulation):
@@ -162,21 +170,22 @@ def parameter(*shape, dtype, device):
 class Layer(nn.Module):
     """One decoder layer in four parts, called one after the other; a scope of capture is the first few of them."""
 
-    def __init__(self, config: Config, number: int, accumulation: Accumulation, dtype, device):
+    def __init__(self, config: Config, number: int, accumulation: Accumulation, exchange: Exchange, dtype, device):
         super().__init__()
-        c, self.config, self.accumulation = config, config, accumulation
+        c, self.config, self.accumulation, self.exchange = config, config, accumulation, exchange
         self.window = c.window_of(number)
         self.shape = (c.local_heads, c.local_kv_heads, c.head_dim)
         width, rows_of_qkv = c.local_heads * c.head_dim, (c.local_heads + 2 * c.local_kv_heads) * c.head_dim
-        experts, shapes = c.local_experts, {}
+        experts, own, shapes = c.local_experts, c.rank_experts, {}
         shapes |= {"norm1": (c.hidden,), "qkv": (rows_of_qkv, c.hidden), "proj": (c.hidden, width)}
         shapes |= {"norm2": (c.hidden,), "router": (experts, c.hidden)}
-        shapes |= {"w1": (experts, c.hidden, 2 * c.ffn), "w2": (experts, c.ffn, c.hidden)}
+        shapes |= {"w1": (own, c.hidden, 2 * c.ffn), "w2": (own, c.ffn, c.hidden)}
         if c.family == "qwen3":
             shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
         else:
             shapes |= {"qkv_bias": (rows_of_qkv,), "proj_bias": (c.hidden,), "sinks": (c.local_heads,)}
-            shapes |= {"router_bias": (experts,), "bias1": (experts, 2 * c.ffn), "bias2": (experts, c.hidden)}
+            # Each rank adds the second biases of all experts to its own tokens.
+            shapes |= {"router_bias": (experts,), "bias1": (own, 2 * c.ffn), "bias2": (experts, c.hidden)}
         names = ("q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
         for name in (*shapes, *(name for name in names if name not in shapes)):
             made = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
@@ -197,22 +206,29 @@ class Layer(nn.Module):
         own = x if c.share_tp == 1 else x[: c.routed_tokens]
         y = F.rms_norm(own, self.norm2.shape, self.norm2, c.norm_eps)
         logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
-        return y, route(logits, c.top_k, c.aux_loss / c.microbatches, c.routing == "balanced")
+        return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
     def preprocess(self, routed: Routed, is_padded: bool) -> Plan:
         """The order of the experts' rows, from integers alone: nothing is differentiated, nothing read on the host."""
+        if self.exchange.is_on:
+            return self.exchange.order(routed)
         return order_rows(routed.experts, routed.counts, self.config.capacity if is_padded else 0)
 
     def mix(self, x, y, routed: Routed, plan: Plan):
         """x plus the output of the experts, [t, hidden]."""
-        chosen = rows.gather(y, plan)
-        z = _Experts.apply(chosen, routed.weights, self.bias1, self.w1, self.w2, plan, self.accumulation)
+        if self.exchange.is_on:
+            z = self.exchange.through_experts(y, routed, plan, self._multiply)
+        else:
+            z = self._multiply(rows.gather(y, plan), routed.weights, plan)
         # A tensor-parallel share's experts have the first part of the sequence.
         own = x if len(y) == len(x) else x[: len(y)]
         if self.bias2 is not None:
             own = own + self._bias_of_outputs(routed, plan)
         out = rows.combine(z, own, plan)
         return out if len(y) == len(x) else torch.cat((out, x[len(y) :]))
+
+    def _multiply(self, chosen, weights, plan, has_gaps=False):
+        return _Experts.apply(chosen, weights, self.bias1, self.w1, self.w2, plan, self.accumulation, has_gaps)
 
     def _bias_of_outputs(self, routed, plan):
         """The chosen experts' second biases by weight, [t, hidden]: a product with the weights of all experts."""

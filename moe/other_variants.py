@@ -6,6 +6,8 @@ Megatron captures the experts in this mode alone. It trains another model, so th
 from common.variant import Eager
 from moe.state import State
 
+ON_RANKS = "padded experts are all on one rank: take eager_static and graph_static, which drop nothing"
+
 
 class Padded:
     """enter() and leave() around the steps of a variant that pads."""
@@ -25,6 +27,7 @@ class EagerPadded(Padded, Eager):
     """Eager with padding."""
 
     def __init__(self, state: State, step):
+        state.exchange.require_no_ranks(ON_RANKS)
         self.state = state
         self.enter()
         try:
@@ -37,6 +40,7 @@ class GraphedPadded(Padded):
     """`graph_layer` with padding. parts: the variant that captures it."""
 
     def __init__(self, state: State, parts):
+        state.exchange.require_no_ranks(ON_RANKS)
         self.state = state
         self.enter()
         try:

@@ -11,6 +11,7 @@ What is trained, without graphs; `main` (common/script/main.py) runs the loop, a
                 plan = layer.preprocess(routed)               # the order of the experts' rows
                 hidden = layer.mix(hidden, y, routed, plan)   # rows to experts, two grouped GEMMs, rows back
             loss(hidden, targets[microbatch]).backward()      # gradients go to main_grad
+        sum over ranks(main_grad of all but the experts)      # with --ep
         clip(main_grad), adam(main_grad)
 
 No token is dropped, and how many each expert gets is known on the device alone. Shapes are fixed all the same: each
@@ -70,10 +71,11 @@ from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.variant import Capture, warm_up
+from moe.exchange import IN_A_GRAPH
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed
 from moe.state import State
-from moe.workload import workload
+from moe.workload import require_ranks, workload
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baseline `eager` runs it as it is.
@@ -103,6 +105,7 @@ def forward_and_backward(state: State, run_layer=None):
         with section("backward"):
             loss.backward()
         mark()
+    state.reduce_gradients()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,6 +121,7 @@ class GraphedPasses:
     strategy = "forward and backward of all microbatches"
 
     def __init__(self, state: State):
+        state.exchange.require_no_ranks(IN_A_GRAPH)
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
         # Libraries allocate and choose their kernels at first use, which must not be in a graph. Warm-up trains;
@@ -207,6 +211,8 @@ class GraphedParts:
     """
 
     def __init__(self, state: State, scope: str):
+        if scope == "layer":
+            state.exchange.require_no_ranks(IN_A_GRAPH)
         self.state, self.scope, self.pool = state, SCOPES[scope], Pool(state.device)
         self.capture = Capture(strategy=f"{scope} x microbatch, forward and backward", pools=[self.pool])
         warm_up(state, self.capture, eager_step)
@@ -314,4 +320,4 @@ class Replayed(torch.autograd.Function):
 #     eager_padded, graph_moe_padded              other_variants.py
 
 if __name__ == "__main__":
-    main("moe", args, partial(workload, eager_step=eager_step))
+    main("moe", args, partial(workload, eager_step=eager_step), require_ranks)

@@ -5,7 +5,8 @@ The eager step and the captures are in train.py, the others in other_variants.py
 
 from common.variant_table import Declared, table
 
-TRAIN, OTHER = "moe.train:", "moe.other_variants:"
+TRAIN, OTHER, STATIC = "moe.train:", "moe.other_variants:", "moe.static_buffers:"
+PASSES = {"passes": f"{TRAIN}forward_and_backward"}
 STEP = {"step": f"{TRAIN}eager_step"}
 
 
@@ -68,6 +69,22 @@ VARIANTS = table(
         "the whole step in one graph: all microbatches, clipping and Adam",
         make=f"{TRAIN}GraphedStep",
         headline=True,
+        **ONE_GRAPH,
+    ),
+    Declared(
+        "eager_static",
+        "eager with fixed numbers of rows between ranks; an overflow runs the pass again without them",
+        kind="eager",
+        make=f"{STATIC}EagerStatic",
+        options=PASSES,
+        parity="bitwise",
+        traits={"extra_work": "sends padding, and reads after each pass whether rows were left out"},
+    ),
+    Declared(
+        "graph_static",
+        "forward and backward of all microbatches with their exchange in one graph; reruns as eager_static",
+        make=f"{STATIC}GraphedStatic",
+        options=PASSES,
         **ONE_GRAPH,
     ),
     Declared(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe.config import PRESETS, Config, fit, flops_per_step, needed_bytes, num_parameters
+from moe.config import ABOUT, PRESETS, Config, fit, flops_per_step, needed_bytes, num_parameters
 from tests.helpers.moe_case import make
 
 WHOLE_QWEN3 = replace(PRESETS["bench"], layers=48)
@@ -49,6 +49,10 @@ def test_as_many_layers_are_built_as_fit():
     [
         ({"capacity_factor": 0.9}, "--capacity-factor 0.9: takes a finite number from 1 up"),
         ({"share_ep": 3}, "--experts 8: takes a multiple of --share-ep 3"),
+        ({"rank_capacity_factor": 0.5}, "--rank-capacity-factor 0.5: takes a finite number from 1 up"),
+        ({"ep": 3}, "--experts 8: takes a multiple of --ep 3"),
+        ({"ep": 2, "share_ep": 2}, "--ep 2 has ranks, --share-ep 2 stands for them"),
+        ({"checkpoint": "somewhere", "ep": 2}, "--checkpoint takes a whole model"),
         ({"window": 65}, "--window 65: takes at most --sequence 64"),
         ({"documents": 65}, "--documents 65: takes at most --sequence 64"),
         ({"top_k": 9}, "--top-k 9: a token can choose among 8 experts"),
@@ -63,6 +67,23 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, words):
     with pytest.raises(ValueError) as error:
         replace(PRESETS["tiny"], **changes)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ranks_are_those_of_the_launcher():
+    PRESETS["tiny"].require_ranks(1)
+    with pytest.raises(ValueError, match="--ep 1 needs as many ranks, this run has 2: .* torchrun --nproc-per-node"):
+        PRESETS["tiny"].require_ranks(2)
+    assert ABOUT["presets_need"]("bench", replace(PRESETS["bench"], ep=4))["world_size"] == {
+        "multiple_of": 4,
+        "at_most": 4,
+    }
+
+
+def test_each_rank_has_its_part_of_the_experts():
+    config = replace(PRESETS["tiny_gpt_oss"], ep=4)
+    assert (config.local_experts, config.rank_experts) == (8, 2)
+    assert config.rank_capacity == 48  # 64 tokens x 2 choices x 1.5 / 4 ranks
+    assert num_parameters(config) == sum(parameter.numel() for _, _, parameter in make("tiny_gpt_oss", ep=4).parts)
 
 
 def test_a_share_has_its_part_of_everything():
