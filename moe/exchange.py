@@ -8,8 +8,8 @@ sends each chosen row to the rank of its expert, which multiplies it and sends i
 
 Dropless, the host must know how many rows go where before NCCL can be called, so it waits for the GPU in each layer: no
 graph can hold that. Static, each rank sends every rank `capacity` rows, of which some are padding. The host need not
-know anything then, and a graph holds the exchange. A rank that chose more rows than that for another one sets
-`overflow` on the device: the results of that pass are worth nothing (static_buffers.py).
+know anything then, and a graph holds the exchange. `most_rows` on the device says how many rows a router chose for a
+rank at most. Where that is more than the capacity, the results of that pass are worth nothing (static_buffers.py).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from common.training.parallel import collectives
 from common.variant import Unsupported
 from moe.config import Config
-from moe.kernels import rows
+from moe.kernels import labels, rows
 from moe.kernels.order import Plan, order_rows
 from moe.kernels.routing import Routed
 
@@ -35,13 +35,13 @@ class Exchange:
     Attributes:
         is_on: Whether rows go by ranks.
         is_static: Whether each rank sends every rank the same number of rows.
-        overflow: int32 [1], 1 where a pass with static buffers left rows out.
+        most_rows: int32 [1], the most rows of a layer for one rank since a pass with static buffers began.
     """
 
     def __init__(self, config: Config, device: torch.device):
         self.size, self.experts, self.capacity = config.ep, config.rank_experts, config.rank_capacity
         self.is_static = False
-        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self.most_rows = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def is_on(self) -> bool:
@@ -65,7 +65,7 @@ class Exchange:
         """The order in which rows are sent: by rank, each rank's in the order of their choices. All on the device."""
         counts = self._rows_for_ranks(routed)
         if self.is_static:
-            self.overflow.copy_(torch.maximum(self.overflow, (counts.amax() > self.capacity).to(torch.int32)))
+            torch.maximum(self.most_rows, counts.amax(), out=self.most_rows)
         rank_of_choice = torch.div(routed.experts, self.experts, rounding_mode="floor")
         return order_rows(rank_of_choice, counts, self.capacity if self.is_static else 0)
 
@@ -79,79 +79,84 @@ class Exchange:
             has_gaps: the Plan has more rows than its last offset says, whose contents are undefined.
         """
         sent, received = self._splits(routed)
-        labels = _Labels.apply(routed.weights, routed.experts, plan.choice_of_row, plan.row_of_choice, self.experts)
-        arrived = _exchanged(rows.gather(y, plan), self.size, sent, received)
-        labels = _exchanged(labels, self.size, sent, received)
-        weights, experts = labels[:, :1].contiguous(), labels.detach()[:, 1:].to(torch.int32).contiguous()
-        own = self._order_by_expert(experts)
+        # Padding is of an expert behind the last one.
+        numbers = (self.experts, self.experts + self.is_static)
+        weights, experts, counts = _Labelled.apply(
+            routed.weights, routed.experts, plan.choice_of_row, plan.row_of_choice, numbers, (self.size, sent, received)
+        )
+        arrived = self._exchanged(rows.gather(y, plan), sent, received)
+        own = order_rows(experts, counts)
+        if self.is_static:
+            # Padding comes last, has no offset, and reads the last expert's bias.
+            last = own.expert_of_row.clamp(max=self.experts - 1)
+            own = own._replace(expert_of_row=last, offsets=own.offsets[: self.experts])
         z = multiply(rows.gather(arrived, own), weights, own, self.is_static)
         z = _Reordered.apply(z, own.row_of_choice.flatten(), own.token_of_row)
-        return _exchanged(z, self.size, received, sent)
+        return self._exchanged(z, received, sent)
+
+    def _exchanged(self, x, sent, received):
+        return x if self.size == 1 else _Exchanged.apply(x, sent, received)
 
     def _splits(self, routed):
-        """(rows that go to each rank, rows that come from each): () and () of static buffers."""
+        """(Rows that go to each rank, rows that come from each); empty for static buffers, where both are alike."""
         if self.is_static:
-            return (), ()
+            return [], []
         sent = self._rows_for_ranks(routed)
         received = torch.empty_like(sent)
         collectives.all_to_all_(received, sent)
         return torch.stack((sent, received)).tolist()  # the host waits for the GPU
 
-    def _order_by_expert(self, experts) -> Plan:
-        """The plan of received rows, a choice each. Padding is of an expert behind the last one, without an offset."""
-        numbers = torch.arange(self.experts + self.is_static, dtype=torch.int32, device=experts.device)
-        plan = order_rows(experts, (experts == numbers).sum(0, dtype=torch.int32))
-        if not self.is_static:
-            return plan
-        return plan._replace(
-            expert_of_row=plan.expert_of_row.clamp(max=self.experts - 1), offsets=plan.offsets[: self.experts]
-        )
-
-
-def _exchanged(x, size, sent, received):
-    return x if size == 1 else _Exchanged.apply(x, list(sent), list(received))
-
 
 class _Exchanged(torch.autograd.Function):
-    """Rows to the ranks; of the gradient the way back. Nothing received is one row of zeros: no kernel takes none."""
+    """Rows to the ranks; of the gradient the way back."""
 
     @staticmethod
     def forward(ctx, x, sent, received):
-        ctx.sizes, ctx.num_rows = (received, sent), len(x)
-        return _Exchanged.move(x, sent, received, sum(received) if received else len(x))
+        ctx.way = (received, sent)
+        return _move(x, sent, received)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Exchanged.move(grad.contiguous(), *ctx.sizes, ctx.num_rows), None, None
+        return _move(grad.contiguous(), *ctx.way), None, None
+
+
+class _Labelled(torch.autograd.Function):
+    """(weights [rows, 1], experts [rows, 1], counts) of the rows that arrive: kernels/labels.py.
+
+    numbers: experts of a rank, and numbers that are counted. way: (ranks, rows to each, rows from each).
+    """
 
     @staticmethod
-    def move(x, sent, received, num_rows):
-        if not sent:
-            out = torch.empty_like(x)
-            collectives.all_to_all_(out, x)
-            return out
-        total = sum(received)
-        out = x.new_empty(num_rows, x.shape[1]) if total else x.new_zeros(1, x.shape[1])
-        collectives.all_to_all_(out[:total], x[: sum(sent)], received, sent)
-        return out
-
-
-class _Labels(torch.autograd.Function):
-    """FP32 [rows, 2]: each row's weight and its expert's number on its rank. Padding: 0 and the number of experts."""
-
-    @staticmethod
-    def forward(ctx, weights, experts, choice_of_row, row_of_choice, num_experts):
+    def forward(ctx, weights, experts, choice_of_row, row_of_choice, numbers, way):
+        size, sent, received = way
+        made = labels.write(weights, experts, choice_of_row, numbers[0])
         ctx.save_for_backward(row_of_choice)
-        choice, is_padding = choice_of_row.clamp(min=0), choice_of_row < 0
-        weight = weights.flatten().index_select(0, choice).masked_fill(is_padding, 0)
-        expert = (experts.flatten().index_select(0, choice) % num_experts).masked_fill(is_padding, num_experts)
-        return torch.stack((weight, expert.float()), 1)
+        ctx.way = (size, received, sent)
+        of_rows = labels.read(made if size == 1 else _move(made, sent, received), numbers[1])
+        ctx.mark_non_differentiable(*of_rows[1:])
+        ctx.set_materialize_grads(False)
+        return of_rows
 
     @staticmethod
-    def backward(ctx, grad):
-        (row_of_choice,) = ctx.saved_tensors
-        picked = grad[:, 0].index_select(0, row_of_choice.flatten().clamp(min=0)).view(row_of_choice.shape)
-        return picked.masked_fill(row_of_choice < 0, 0), None, None, None, None
+    def backward(ctx, grad, *_):
+        size, sent, received = ctx.way
+        grad = grad if size == 1 else _move(grad.contiguous(), sent, received)
+        return labels.gradient_of_weights(grad, ctx.saved_tensors[0]), None, None, None, None, None
+
+
+def _move(x, sent, received):
+    """The rows that ranks have for this one, of the x [rows, width] of each. A tensor without rows has one of zeros.
+
+    No kernel takes none. sent, received: rows to and from each rank; empty: all ranks send each other as many.
+    """
+    if not sent:
+        out = torch.empty_like(x)
+        collectives.all_to_all_(out, x)
+        return out
+    total = sum(received)
+    out = x.new_empty(total, x.shape[1]) if total else x.new_zeros(1, x.shape[1])
+    collectives.all_to_all_(out[:total], x[: sum(sent)], received, sent)
+    return out
 
 
 class _Reordered(torch.autograd.Function):

@@ -1,18 +1,18 @@
 """Static buffers for the exchange of rows, with overflow and rerun: `eager_static` and `graph_static`.
 
-A rank sends each rank the same number of rows in every layer: `--rank-capacity-factor` times those of a balanced router.
-So nothing is read on the host within a pass, and one graph holds forward and backward of all microbatches with their
-exchange:
+A rank sends each rank the same number of rows in every layer: `--rank-capacity-factor` times those of a balanced
+router. So nothing is read on the host within a pass, and one graph holds forward and backward of all microbatches with
+their exchange:
 
     for step in range(num_steps):
-        replay: overflow = 0, forward and backward, overflow = max over ranks(overflow)
-        if overflow:                                    # read once a step; all ranks read the same
+        replay: most_rows = 0, forward and backward, most_rows = max over ranks(most_rows)
+        if most_rows > capacity:                        # read once a step; all ranks read the same
             forward_and_backward(state)                 # again, eager and dropless: main_grad is written anew
         clip(main_grad), adam(main_grad)                # nothing was applied before
 
-A rank whose router chose more rows for another one than the buffer takes sets `overflow`. No row is dropped: a step
-trains what the eager dropless one trains. Without ranks no row is left out, and the variants show what the buffers
-cost. Megatron's name of the factor is moe_expert_rank_capacity_factor.
+`most_rows` counts the rows that a router chose for one rank in one layer. No row is dropped: a step trains what the
+eager dropless one trains. Without ranks no row is left out, and the variants show what the buffers cost. Megatron
+calls the factor moe_expert_rank_capacity_factor.
 """
 
 import statistics
@@ -35,7 +35,7 @@ class EagerStatic:
         self.capture = Capture(strategy="none, rows in static buffers")
         # A rerun launches other kernels than a pass with static buffers: both are warm then.
         warm_up(state, self.capture, lambda state, index: self._step(index, self._both_passes))
-        self.num_steps, self.reruns = 0, []
+        self._forget()
 
     def step(self, index: int):
         self._step(index, self._pass_or_rerun)
@@ -55,18 +55,20 @@ class EagerStatic:
         self.run_static()
         self.num_steps += 1
         mark()
-        if self.exchange.overflow.item():  # the host waits for the pass
+        used = self.exchange.most_rows.item() / self.exchange.capacity  # the host waits for the pass
+        self.used = max(self.used, used)
+        if used > 1:
             with section("rerun"):
                 begin = self._now()
                 self.passes(self.state)
                 self.reruns.append((begin, self._now()))
 
     def static_pass(self):
-        """Forward and backward of all microbatches, and whether a rank left rows out."""
+        """Forward and backward of all microbatches, and the rows of the fullest buffer of all ranks."""
         with self.exchange.static_buffers():
-            self.exchange.overflow.zero_()
+            self.exchange.most_rows.zero_()
             self.passes(self.state)
-            collectives.all_reduce_max_(self.exchange.overflow)
+            collectives.all_reduce_max_(self.exchange.most_rows)
 
     def run_static(self):
         self.static_pass()
@@ -75,13 +77,17 @@ class EagerStatic:
         return 0
 
     def counted(self) -> dict:
-        """Steps, reruns and their mean ms since the last call. Waits for the device."""
+        """Steps, reruns, their mean ms, and the rows of the fullest buffer over its capacity, since the last call."""
         if self.reruns and self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)
         each = [self._ms(begin, end) for begin, end in self.reruns]
-        counted = {"steps": self.num_steps, "reruns": len(each), "rerun_ms": statistics.mean(each) if each else None}
-        self.num_steps, self.reruns = 0, []
+        mean = statistics.mean(each) if each else None
+        counted = {"steps": self.num_steps, "reruns": len(each), "rerun_ms": mean, "used": round(self.used, 4)}
+        self._forget()
         return counted
+
+    def _forget(self):
+        self.num_steps, self.reruns, self.used = 0, [], 0.0
 
     def _now(self):
         if self.state.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""moe on two gloo ranks: against one process, graphs and static buffers against eager bit for bit, overflow and rerun."""
+"""moe on two gloo ranks: against one process; graphs and static buffers against eager, bit for bit; reruns."""
 
 import pytest
 import torch

@@ -157,8 +157,8 @@ def all_to_all_(received, sent, received_rows=(), sent_rows=(), group="") -> Non
     if process_group is None:
         received.copy_(sent)
         return
-    rows = [list(given) or None for given in (received_rows, sent_rows)]
-    dist.all_to_all_single(received, sent, *rows, group=process_group)
+    sizes = (list(received_rows) or None, list(sent_rows) or None)
+    dist.all_to_all_single(received, sent, sizes[0], sizes[1], group=process_group)
 
 
 @_operator("exchange_(Tensor[] sent, int[] destinations, Tensor(a!)[] received, int[] sources, str group) -> ()")

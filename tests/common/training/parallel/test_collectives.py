@@ -136,7 +136,12 @@ def worker():
     rank = collectives.group_rank()
     importlib.import_module("torch._dynamo")  # as an optimizer does
     result = {"reduced": reduced(rank), "rows": rows(rank), "regions": region_gradients(rank)}
-    result |= {"all to all": all_to_all(rank), "exchanged": exchanged(rank), "replayed": replayed(rank), "scattered": scattered(rank)}
+    result |= {
+        "all to all": all_to_all(rank),
+        "exchanged": exchanged(rank),
+        "replayed": replayed(rank),
+        "scattered": scattered(rank),
+    }
     try:
         regions.reduce_scatter_to_sequence(torch.zeros(3, 6))
     except ValueError as error:
