@@ -22,6 +22,7 @@ exchange, a graph must stop before the experts: these are the scopes `attn`, `at
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
     graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
     graph_step                       the same with clipping and Adam
+    graph_static                     graph_fwd_bwd of several ranks: as many rows between each two (static_buffers.py)
     graph_moe_padded                 graph_layer with a fixed number of rows an expert, which drops and pads
 
 In plain PyTorch the captures come to:
@@ -317,6 +318,7 @@ class Replayed(torch.autograd.Function):
 #     eager                                       eager_step above, run by common.variant.Eager
 #     graph_attn, ..., graph_layer                GraphedParts
 #     graph_fwd_bwd, graph_step                   GraphedPasses, GraphedStep
+#     eager_static, graph_static                  static_buffers.py
 #     eager_padded, graph_moe_padded              other_variants.py
 
 if __name__ == "__main__":
