@@ -6,6 +6,7 @@ import torch
 from common.variant import Unsupported
 from common.variant_table import construct
 from moe import train
+from moe.state import OF_EXPERTS
 from moe.variants import VARIANTS
 from tests.helpers import gloo_ranks
 from tests.helpers.followed import difference, follow
@@ -18,8 +19,8 @@ PRESETS = ("tiny", "tiny_gpt_oss", "tiny_packed")
 # Rows of a rank over those of a balanced router: all rows of two ranks, and so few that some are left out.
 WHOLE, TIGHT = 2.0, 1.0
 GRAPHED = {
-    "tiny": ("graph_attn", "graph_attn_router", "graph_attn_router_preprocess"),
-    "tiny_gpt_oss": ("graph_attn_router_preprocess", "eager_static", "graph_static"),
+    "tiny": ("graph_attn", "graph_attn_router_preprocess"),
+    "tiny_gpt_oss": ("graph_attn_router", "graph_static"),
 }
 REFUSED = ("graph_layer", "graph_fwd_bwd", "graph_step", "eager_padded", "graph_moe_padded")
 
@@ -28,7 +29,7 @@ def worker():
     """All that one rank is asked."""
     return {
         "trained": {preset: in_fp32(preset, ep=2, microbatches=1) for preset in PRESETS},
-        "graphed": {preset: differences(preset, GRAPHED[preset], WHOLE)[0] for preset in GRAPHED},
+        "graphed": {preset: differences(preset, GRAPHED[preset], WHOLE, microbatches=1)[0] for preset in GRAPHED},
         "tight": differences("tiny", ("eager_static", "graph_static"), TIGHT),
         "refused": refused(),
         "one_sided": one_sided(),
@@ -36,14 +37,16 @@ def worker():
 
 
 def in_fp32(preset, **changes):
-    """Losses and norms of the same global batches: two microbatches of a process, one of each rank."""
+    """Losses and norms of the same global batches, two microbatches of a process, one of each rank; dense weights."""
     state = make(preset, torch.float32, **changes)
-    return [*follow(state, made(VARIANTS, "eager", state).step, STEPS)[:2], state.evaluate()]
+    losses, norms, _ = follow(state, made(VARIANTS, "eager", state).step, STEPS)
+    dense = [float(each.detach().double().sum()) for name, _, each in state.parts if name not in OF_EXPERTS]
+    return [losses, norms, state.evaluate(), dense]
 
 
-def differences(preset, names, factor):
+def differences(preset, names, factor, **changes):
     """(By variant, where it parts from eager on this rank; by variant, the reruns of its steps.)"""
-    state = make(preset, ep=2, layers=1, rank_capacity_factor=factor)
+    state = make(preset, ep=2, layers=1, rank_capacity_factor=factor, **changes)
     eager = follow(state, made(VARIANTS, "eager", state).step, STEPS)
     found, told = {}, {}
     for name in names:
@@ -88,13 +91,16 @@ def ranks(tmp_path_factory):
 def test_two_ranks_train_as_one_process_does(preset, ranks):
     """In FP32 only the order of sums is left."""
     torch.use_deterministic_algorithms(False)
-    losses, norms, held_out = in_fp32(preset, microbatches=2)
+    losses, norms, held_out, dense = in_fp32(preset, microbatches=2)
     assert losses[0] != losses[1]
     for of_rank in ranks:
         ours = of_rank["trained"][preset]
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
         assert ours[2] == pytest.approx(held_out, rel=1e-5)
+        assert ours[3] == pytest.approx(dense, rel=1e-4, abs=1e-4)
+        # Ranks that part by a bit part for good.
+        assert ours[3] == ranks[0]["trained"][preset][3]
 
 
 def test_scopes_without_the_exchange_and_static_buffers_equal_eager_bit_for_bit(ranks):
