@@ -265,15 +265,34 @@ def flops_per_step(config: Config) -> float:
     return flop * c.microbatches
 
 
-def activation_bytes(config: Config) -> int:
-    """Bytes that the layers keep of a microbatch for its backward, in bf16."""
+def kept_bytes(config: Config) -> dict[str, int]:
+    """Bytes that the parts of a layer keep of a microbatch for its backward, in bf16: attention, router, experts.
+
+    Attention: its input and output, and four tensors between. Frozen router and experts do not keep their inputs.
+    """
     c = config
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    layer = c.tokens * (4 * c.hidden + 3 * q + 4 * kv) + c.rows * (c.hidden + 2 * c.ffn)
-    if c.lora_rank:
-        # Frozen router and experts do not keep their inputs.
-        layer += c.tokens * (2 * c.lora_rank - c.hidden) - c.rows * c.hidden
-    return 2 * c.layers * layer
+    trains = not c.lora_rank
+    return {
+        "attention": 2 * c.tokens * (3 * c.hidden + 3 * q + 4 * kv + 2 * c.lora_rank),
+        "router": 2 * c.tokens * c.hidden * trains,
+        "experts": 2 * c.rows * (c.hidden * trains + 2 * c.ffn),
+    }
+
+
+def activation_bytes(config: Config) -> int:
+    """Bytes that all layers keep of a microbatch for its backward."""
+    return config.layers * sum(kept_bytes(config).values())
+
+
+def loss_bytes(config: Config) -> int:
+    """Bytes of logits and their gradient."""
+    return 2 * 2 * min(LOSS_TOKENS, config.tokens) * config.local_vocab
+
+
+def running_bytes(config: Config) -> int:
+    """Bytes that a layer takes beside what it keeps while its experts' backward runs."""
+    return 2 * config.rows * (3 * config.hidden + 4 * config.ffn)
 
 
 def state_bytes(config: Config) -> int:
@@ -297,11 +316,10 @@ def needed_bytes(config: Config, num_pools: int = 3) -> int:
     A tenth of what is not parameters on top, and where all share one pool a third: a probe with 17 GiB of activations
     had 22.5 in it. num_pools: variants with graphs in one process.
     """
-    c = config
-    logits = 2 * 2 * min(LOSS_TOKENS, c.tokens) * c.local_vocab
-    running = 2 * c.rows * (3 * c.hidden + 4 * c.ffn)
-    percent = 133 if c.share_memory else 110 * (1 + num_pools)
-    return state_bytes(c) + (activation_bytes(c) + logits + running) * percent // 100
+    percent = 133 if config.share_memory else 110 * (1 + num_pools)
+    return (
+        state_bytes(config) + (activation_bytes(config) + loss_bytes(config) + running_bytes(config)) * percent // 100
+    )
 
 
 def fit(config: Config, budget_bytes: int) -> Config:

@@ -1,0 +1,90 @@
+"""moe/memory: bytes around a capture, predicted and from a run's file."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from moe import memory
+from moe.config import GIB, PRESETS, activation_bytes, state_bytes
+
+WHOLE = replace(PRESETS["gpt_oss_120b"], microbatches=2)
+AT_3 = replace(WHOLE, layers=3)
+
+
+def test_a_larger_scope_holds_more_and_needs_no_more_by_itself():
+    bytes_of = {scope: memory.predicted(AT_3, scope) for scope in memory.SCOPES}
+    held = [each["after"] - each["before"] for each in bytes_of.values()]
+    assert held[0] == 0 and held == sorted(held) and held[-1] > activation_bytes(AT_3)
+    for scope, own in bytes_of.items():
+        assert own["before"] == state_bytes(AT_3)
+        # Graphs of parts have an input for each microbatch; else the memory is eager's, whoever holds it.
+        inputs = 3 * 2 * 4096 * 2880 * 110 // 100 if 0 < memory.SCOPES[scope] < 3 else 0
+        assert own["step"] == pytest.approx(bytes_of["eager"]["step"] + inputs, abs=3)
+        assert own["beside_eager"] - own["after"] == pytest.approx(bytes_of["eager"]["step"] - own["before"], abs=3)
+
+
+def test_depths_are_the_last_that_fit():
+    for budget in (100 * GIB, 137 * GIB, 1 * GIB):
+        layers = memory.layers_that_fit(WHOLE, "graph_step", "beside_eager", budget)
+        sizes = [memory.predicted(replace(WHOLE, layers=count), "graph_step")["beside_eager"] for count in range(1, 37)]
+        assert layers == sum(size <= budget for size in sizes)
+    assert layers == 0
+
+
+def written(tmp_path, run):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run))
+    return str(path)
+
+
+def around(before, peak, after):
+    numbers = {"before": before, "peak": peak, "after": after}
+    capture = {name: {"reserved": gib * GIB, "allocated": gib * GIB // 2} for name, gib in numbers.items()}
+    return {"memory": {"capture": capture, "warmup": {}}}
+
+
+def test_measured_bytes_stand_behind_the_predicted_ones(tmp_path, capsys):
+    """Of a run file of make bench, and of what --record wrote."""
+    config = asdict(replace(PRESETS["tiny"], layers=3))
+    variants = {"eager": {"capture": {"memory": {}}}, "graph_layer": {"capture": around(10, 30, 20)}}
+    bench = {"model": "moe", "preset": "tiny-l3", "builds": {"": {"config": config, "variants": variants}}}
+    by_hand = {"model": "moe", "preset": "tiny-l3", "config": config, "variant": "graph_layer", **around(10, 30, 20)}
+    printed = []
+    for run in (bench, by_hand):
+        memory.main(["--run", written(tmp_path, run)])
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].startswith("moe-tiny-l3: 3 layers")
+    (row,) = (line for line in printed[0].splitlines() if line.startswith("| graph_layer "))
+    assert [cell.split("; ")[1] for cell in row.split(" | ")[1:4]] == [
+        f"{gib}.0 measured, {gib // 2}.0 of it in use" for gib in (10, 30, 20)
+    ]
+    assert printed[0].count("measured") == 3
+
+
+@pytest.mark.parametrize("run, words", [
+    ({"model": "moe"}, "no run of moe"),
+    ([], "no run of moe"),
+    ({"model": "moe", "preset": "", "config": {"layers": 0}, "variant": "eager"}, "no run of moe"),
+    ({"model": "gpt3", "preset": "", "config": {}, "variant": "graph_step", **around(1, 1, 1)}, "another model"),
+    ({"model": "moe", "preset": "", "config": {}, "variant": "eager"}, "has no memory of a capture"),
+])  # fmt: skip
+def test_a_file_that_tells_nothing_is_refused_in_one_line(tmp_path, capsys, run, words):
+    with pytest.raises(SystemExit):
+        memory.main(["--run", written(tmp_path, run)])
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--gib", "0"], "--gib 0: takes a number from 1 up"),
+    (["--run", "x", "--layers", "2"], "--run takes the sizes of the run"),
+    (["--run", "/nowhere/x"], "No such file"),
+    (["--preset", "x"], "tiny"),
+    (["--preset", "gpt_oss_120b", "--gib", "4"], "one layer needs"),
+])  # fmt: skip
+def test_mistakes_are_answered_in_one_line(capsys, flags, words):
+    with pytest.raises(SystemExit):
+        memory.main(flags)
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
