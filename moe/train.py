@@ -314,6 +314,7 @@ class Replayed(torch.autograd.Function):
 #     eager                                       eager_step above, run by common.variant.Eager
 #     graph_attn, ..., graph_layer                GraphedParts
 #     graph_fwd_bwd, graph_step                   GraphedPasses, GraphedStep
+#     compile, reduce_overhead                    other_variants.py
 #     eager_padded, graph_moe_padded              other_variants.py
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def resolve(args, device: torch.device):
     if config.lora_rank:
         notes.append(
             f"LoRA: adapters of rank {config.lora_rank} on attention's projections, "
-            f"{moe_config.trained_parameters(config) / 1e6:.4g} M parameters; all else is frozen"
+            f"{moe_config.trained_parameters(config):,} parameters; all else is frozen"
         )
     return replace(args, config=config, run=run), notes
 
@@ -72,7 +72,7 @@ def _optimizer_formats(config):
     if not config.update:
         return ""
     if config.masters == "none":
-        return ", no masters (weights rounded stochastically), moments fp8 (E4M3, a scale for 1,024 elements)"
+        return ", no masters (stochastic rounding), moments fp8 (E4M3)"
     return f", masters fp32, moments {config.moments}"
 
 
