@@ -73,58 +73,70 @@ def layers_that_fit(config: Config, scope: str, key: str, budget_bytes: int) -> 
 
 
 def measured(path: Path) -> tuple[Config, str, dict[str, dict]]:
-    """(config, name, scope -> {"before", "peak", "after": {"allocated", "reserved"}}) of a run.
+    """Read a run.
 
     Args:
         path: a run file of `make bench`, or what --record of moe.train wrote.
 
+    Returns:
+        (config, name, scope -> facts). Facts: "added", bytes by which torch's reserved memory grew as the variant was
+        made; and "before", "peak" and "after" its capture, each with "reserved" and "allocated" bytes. Older runs have
+        "added" alone, those of --record have not.
+
     Raises:
-        ValueError: it is neither, or has no memory of a capture.
+        ValueError: it is no run of moe, or of a CPU.
     """
     try:
         run = json.loads(path.read_text())
         builds = run.get("builds") or {"": {"config": run["config"], "variants": {run["variant"]: {"capture": run}}}}
-        build = next(iter(builds.values()))
+        build, model, name = next(iter(builds.values())), run["model"], f"{run['model']}-{run['preset']}"
         own = {field.name for field in fields(Config)}
         config = Config(**{name: value for name, value in build["config"].items() if name in own})
-        memory = {name: each["capture"].get("memory") or {} for name, each in build["variants"].items()}
+        captures = {scope: each["capture"] for scope, each in build["variants"].items()}
+        found = {scope: dict((each.get("memory") or {}).get("capture") or {}) for scope, each in captures.items()}
     except OSError as error:
         raise ValueError(f"--run {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
         raise ValueError(f"--run {path}: no run of moe") from None
-    found = {name: each["capture"] for name, each in memory.items() if each.get("capture")}
-    if not found or run.get("model") != "moe":
-        raise ValueError(f"--run {path}: has no memory of a capture: it is of another model, of a CPU or older")
-    return config, f"{run['model']}-{run['preset']}", found
+    if model != "moe":
+        raise ValueError(f"--run {path}: a run of {model}, not of moe")
+    on_gpu = bool(run.get("host", {}).get("gpus")) or run.get("device") == "cuda"
+    if not on_gpu:
+        raise ValueError(f"--run {path}: a run on a CPU, whose memory is not predicted")
+    for scope, each in captures.items():
+        if "bytes_added" in each:
+            found[scope]["added"] = each["bytes_added"]
+    return config, name, found
 
 
 def table(config: Config, whole: Config, budget_bytes: int, found: dict[str, dict] | None = None) -> list[str]:
-    """Return the lines of a Markdown table, in GiB; a measured number stands behind the predicted one.
+    """Return the lines of a Markdown table, in GiB.
 
     Args:
         config: of the model, with the number of layers that the bytes are of.
         whole: with all of its layers, for the depths that fit.
         budget_bytes: that torch may reserve.
-        found: as `measured` says, or None.
+        found: as `measured` says; a measured number stands behind the predicted one. None: predictions alone.
     """
     lines = [
-        "| scope | before capture | peak in capture | after | eager beside it | layers alone | layers beside eager |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| scope | before capture | in it | after it | added | eager beside it | layers alone | layers beside eager |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for scope, num_parts in SCOPES.items():
-        own, now = predicted(config, scope), (found or {}).get(scope, {})
-        places = (("before", "before"), ("after", "peak"), ("after", "after"))
-        cells = [gib(own[ours]) + _behind(now.get(theirs)) if num_parts else "" for ours, theirs in places]
-        cells += [gib(own["beside_eager"])]
+    for scope in SCOPES:
+        if found is not None and scope not in found:
+            continue
+        own, facts, cells = predicted(config, scope), (found or {}).get(scope, {}), []
+        for ours, theirs in (("before", "before"), ("after", "peak"), ("after", "after")):
+            cells.append(gib(own[ours]) + _behind(facts.get(theirs)) if SCOPES[scope] else "")
+        cells.append(gib(own["after"] - own["before"]) + (f", {gib(facts['added'])}" if "added" in facts else ""))
+        cells.append(gib(own["beside_eager"]))
         cells += [str(layers_that_fit(whole, scope, key, budget_bytes)) for key in ("step", "beside_eager")]
         lines.append(f"| {scope} | {' | '.join(cells)} |")
     return lines
 
 
-def _behind(bytes_of_torch):
-    if not bytes_of_torch:
-        return ""
-    return f"; {gib(bytes_of_torch['reserved'])} measured, {gib(bytes_of_torch['allocated'])} of it in use"
+def _behind(of_torch):
+    return f", {gib(of_torch['reserved'])} ({gib(of_torch['allocated'])})" if of_torch else ""
 
 
 def main(argv=None) -> None:
@@ -149,6 +161,8 @@ def main(argv=None) -> None:
             config = whole if "layers" in given else moe_config.fit(whole, budget)
         print(f"{name}: {config.layers} layers, {moe_config.num_parameters(config) / 1e9:.2f} G parameters, GiB")
         print("\n".join(table(config, whole, budget, found)))
+        if found is not None:
+            print("Behind each prediction: measured, reserved by torch (and of it in use).")
 
 
 if __name__ == "__main__":

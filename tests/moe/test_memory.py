@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from moe.config import GIB, PRESETS, activation_bytes, state_bytes
 
 WHOLE = replace(PRESETS["gpt_oss_120b"], microbatches=2)
 AT_3 = replace(WHOLE, layers=3)
+ON_GPU = {"host": {"gpus": [{}]}}
 
 
 def test_a_larger_scope_holds_more_and_needs_no_more_by_itself():
@@ -48,26 +50,37 @@ def test_measured_bytes_stand_behind_the_predicted_ones(tmp_path, capsys):
     """Of a run file of make bench, and of what --record wrote."""
     config = asdict(replace(PRESETS["tiny"], layers=3))
     variants = {"eager": {"capture": {"memory": {}}}, "graph_layer": {"capture": around(10, 30, 20)}}
-    bench = {"model": "moe", "preset": "tiny-l3", "builds": {"": {"config": config, "variants": variants}}}
+    bench = {"model": "moe", "preset": "tiny-l3", "builds": {"": {"config": config, "variants": variants}}, **ON_GPU}
     by_hand = {"model": "moe", "preset": "tiny-l3", "config": config, "variant": "graph_layer", **around(10, 30, 20)}
+    by_hand["device"] = "cuda"
     printed = []
     for run in (bench, by_hand):
         memory.main(["--run", written(tmp_path, run)])
         printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and printed[0].startswith("moe-tiny-l3: 3 layers")
-    (row,) = (line for line in printed[0].splitlines() if line.startswith("| graph_layer "))
-    assert [cell.split("; ")[1] for cell in row.split(" | ")[1:4]] == [
-        f"{gib}.0 measured, {gib // 2}.0 of it in use" for gib in (10, 30, 20)
-    ]
-    assert printed[0].count("measured") == 3
+    rows = [[line for line in text.splitlines() if line.startswith("| graph_layer ")] for text in printed]
+    assert printed[0].startswith("moe-tiny-l3: 3 layers") and rows[0] == rows[1]
+    measured = [cell.split(", ")[1] for cell in rows[0][0].split(" | ")[1:4]]
+    assert measured == ["10.0 (5.0)", "30.0 (15.0)", "20.0 (10.0)"]
+    assert "graph_step" not in printed[0]  # did not run
+
+
+@pytest.mark.parametrize("path", sorted(Path("results").glob("*/moe-*/*.json")), ids=str)
+def test_published_runs_added_what_is_predicted(path):
+    config, _, found = memory.measured(path)
+    graphs = {scope: facts["added"] for scope, facts in found.items() if memory.SCOPES.get(scope)}
+    assert len(graphs) == 3
+    for scope, added in graphs.items():
+        own = memory.predicted(config, scope)
+        # Within a fifth, and half a GiB for small ones.
+        assert own["after"] - own["before"] == pytest.approx(added, rel=0.2, abs=GIB / 2), scope
 
 
 @pytest.mark.parametrize("run, words", [
     ({"model": "moe"}, "no run of moe"),
     ([], "no run of moe"),
     ({"model": "moe", "preset": "", "config": {"layers": 0}, "variant": "eager"}, "no run of moe"),
-    ({"model": "gpt3", "preset": "", "config": {}, "variant": "graph_step", **around(1, 1, 1)}, "another model"),
-    ({"model": "moe", "preset": "", "config": {}, "variant": "eager"}, "has no memory of a capture"),
+    ({"model": "gpt3", "preset": "", "config": {}, "variant": "graph_step", **around(1, 1, 1)}, "a run of gpt3"),
+    ({"model": "moe", "preset": "", "config": {}, "variant": "eager", "device": "cpu"}, "a run on a CPU"),
 ])  # fmt: skip
 def test_a_file_that_tells_nothing_is_refused_in_one_line(tmp_path, capsys, run, words):
     with pytest.raises(SystemExit):
