@@ -113,3 +113,14 @@ def test_the_state_has_the_predicted_bytes(preset, changes):
     # Scales: one for 1,024 elements, and for what is left of each tensor.
     assert expected <= found <= expected + (8 * len(state.trained) if config.masters == "none" else 0)
     assert num_parameters(config) == sum(each.numel() for name, _, each in state.parts if name not in ADAPTERS)
+
+
+@pytest.mark.parametrize("rank, kept", [(4, False), (0, True)])
+def test_frozen_experts_do_not_keep_their_rows(rank, kept):
+    state, shapes = make("tiny_lora", lora_rank=rank, ffn=40), []
+    inputs = state.inputs_of(0)
+    hidden = state.run_layer(0, state.embed(0), inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: shapes.append(each.shape) or each, lambda each: each):
+        state.run_layer(1, hidden, inputs)
+    config = state.config
+    assert ((config.rows, config.hidden) in shapes) == kept and (config.rows, 2 * config.ffn) in shapes
