@@ -203,6 +203,8 @@ PRESETS = {
     "gpt_oss_whole": replace(_GPT_OSS, masters="none", moments="fp8", share_memory=True),
     "gpt_oss_l8": replace(_GPT_OSS, layers=8),
     "gpt_oss_120b": replace(_GPT_OSS, layers=36, experts=128),
+    # As deep as it goes: graphs of more than attention and router do not fit beside eager, but in one pool with it.
+    "gpt_oss_120b_fwd_bwd": replace(_GPT_OSS, layers=36, experts=128, update=False, share_memory=True),
     "qwen3_packed": replace(_QWEN3, documents=16),
     "gpt_oss_sft": replace(_GPT_OSS, documents=16, masters="none", moments="fp8", share_memory=True),
     "gpt_oss_lora": replace(_GPT_OSS, documents=16, lora_rank=16, lr=1e-5),

@@ -52,11 +52,10 @@ def test_changing_packings_are_replayed_without_another_capture(tuning, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tuning", TUNING)
 @pytest.mark.parametrize("name", ["graph_attn", "graph_layer", "graph_step"])
-def test_changing_packings_are_replayed_on_a_gpu(tuning, name):
-    device = torch.device("cuda")
-    torch_settings.prepare(device)
-    with torch_settings.deterministic_kernels():
-        replay_packings(device, tuning, name)
+def test_changing_packings_are_replayed_on_a_gpu(tuning, name, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic kernels ask for it
+    with torch.cuda.stream(torch.cuda.Stream()), torch_settings.deterministic_kernels():
+        replay_packings(torch.device("cuda"), tuning, name)
 
 
 def test_adapters_alone_are_trained():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe import memory
-from moe.config import GIB, PRESETS, activation_bytes, state_bytes
+from moe.config import GIB, PRESETS, activation_bytes, fit, state_bytes
 
 WHOLE = replace(PRESETS["gpt_oss_120b"], microbatches=2)
 AT_3 = replace(WHOLE, layers=3)
@@ -32,6 +32,15 @@ def test_depths_are_the_last_that_fit():
         sizes = [memory.predicted(replace(WHOLE, layers=count), "graph_step")["beside_eager"] for count in range(1, 37)]
         assert layers == sum(size <= budget for size in sizes)
     assert layers == 0
+
+
+def test_at_the_deepest_120b_only_graphs_of_attention_and_router_fit_beside_eager():
+    preset, budget = PRESETS["gpt_oss_120b_fwd_bwd"], memory.DEFAULT_GIB * GIB
+    config = fit(preset, budget)
+    beside = {scope for scope in memory.SCOPES if memory.predicted(config, scope)["beside_eager"] <= budget}
+    alone = {scope for scope in memory.SCOPES if memory.predicted(config, scope)["step"] <= budget}
+    assert config.layers == 10 and alone == set(memory.SCOPES)
+    assert beside == {"eager", "graph_attn", "graph_attn_router", "graph_attn_router_preprocess"}
 
 
 def written(tmp_path, run):
