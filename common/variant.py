@@ -54,20 +54,25 @@ def synchronize():
 
 @dataclass(kw_only=True)
 class Capture:
-    """How a variant captured: strategy in words, the pools of its graphs, and wall seconds, filled with `timed`."""
+    """How a variant captured: strategy in words, the pools of its graphs, and what `timed` fills.
+
+    Wall seconds; memory: "warmup", "compile" or "capture" -> what `common.machine.memory.noted` says, on a GPU.
+    """
 
     strategy: str
     pools: list = field(default_factory=list)
+    memory: dict = field(default_factory=dict)
     warmup_s: float = 0.0
     compile_s: float = 0.0
     capture_s: float = 0.0
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s."""
+        """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s; note memory."""
         synchronize()
         start = time.perf_counter()
-        yield
+        with memory.noted(self.memory.setdefault(name.removesuffix("_s"), {})):
+            yield
         synchronize()
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 

@@ -1,7 +1,7 @@
 """The layers, ends and loss of the mixture of experts, in bf16 on [tokens, hidden].
 
-Every parameter p has p.main_grad, a buffer of its shape at a fixed address. The backward of a step's first microbatch
-writes it, later ones add (`Accumulation`): matrices inside of their GEMM, small parameters by a hook.
+Every trained parameter p has p.main_grad, a buffer of its shape at a fixed address. The backward of a step's first
+microbatch writes it, later ones add (`Accumulation`): matrices inside of their GEMM, small parameters by a hook.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe.attention import Sequences, attend
-from moe.config import LOSS_TOKENS, Config
+from moe.config import LORA_ALPHA, LOSS_TOKENS, Config
 from moe.exchange import Exchange
 from moe.kernels import activation, rows
 from moe.kernels.cross_entropy import cross_entropy_
@@ -22,6 +22,8 @@ from moe.kernels.order import Plan, order_rows
 from moe.kernels.routing import Routed, route
 from moe.kernels.weight_gradient import grouped_weight_gradient_
 
+# Trained with --lora-rank, in the place of all else.
+ADAPTERS = ("qkv_a", "qkv_b", "proj_a", "proj_b")
 # GPT-OSS's stretched rotary embedding (config.json, rope_parameters of type yarn).
 YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 
@@ -64,21 +66,28 @@ def rope_table(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 # Products whose weight gradients go to main_grad
 
 
+def linear(x, weight, bias, accumulation):
+    """x weight^T + bias. torch.compile takes autograd's own gradients, which a hook adds to main_grad."""
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, accumulation)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, accumulation):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.accumulation = weight, bias is not None, accumulation
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight, ctx.accumulation = weight, accumulation
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), main_grad = ctx.saved_tensors, ctx.weight.main_grad
-        if ctx.accumulation.adds:
-            main_grad.addmm_(grad.t(), x)
-        else:
-            torch.mm(grad.t(), x, out=main_grad)
-        return grad @ ctx.weight, None, grad.sum(0) if ctx.has_bias else None, None
+        (x,), (needs_x, needs_weight, needs_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        if needs_weight and ctx.accumulation.adds:
+            ctx.weight.main_grad.addmm_(grad.t(), x)
+        elif needs_weight:
+            torch.mm(grad.t(), x, out=ctx.weight.main_grad)
+        return grad @ ctx.weight if needs_x else None, None, grad.sum(0) if needs_bias else None, None
 
 
 def multiply_by_expert(x, weight, plan: Plan):
@@ -94,7 +103,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, bias, w1, w2, plan, accumulation, has_gaps):
         z = multiply_by_expert(x, w1, plan)
-        ctx.save_for_backward(x, z, weights, bias, *plan)
+        ctx.save_for_backward(x if w1.requires_grad else None, z, weights, bias, *plan)
         ctx.w1, ctx.w2, ctx.accumulation, ctx.has_gaps = w1, w2, accumulation, has_gaps
         return multiply_by_expert(activation.activate(z, bias, weights, plan), w2, plan)
 
@@ -104,10 +113,11 @@ class _Experts(torch.autograd.Function):
         plan, grad = Plan(*plan), grad.contiguous()
         grad_out = multiply_by_expert(grad, ctx.w2.mT, plan)
         grad_z, out, grad_weights = activation.activate_backward(grad_out, z, bias, weights, plan)
-        _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
-        _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
+        if ctx.w1.requires_grad:
+            _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
+            _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
         grad_bias = None
-        if bias is not None:
+        if ctx.needs_input_grad[2]:
             experts = torch.arange(bias.shape[0], dtype=torch.int32, device=grad.device)
             defined = _defined_rows(grad_z, plan) if ctx.has_gaps else grad_z
             grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ defined
@@ -146,6 +156,8 @@ class _LossOfLogits(torch.autograd.Function):
             logits = F.linear(hidden[part], weight)
             cross_entropy_(logits, targets[part], losses[part], scale / len(hidden))
             torch.mm(logits, weight, out=grad[part])
+            if not weight.requires_grad:
+                continue
             if start or accumulation.adds:
                 weight.main_grad.addmm_(logits.t(), hidden[part])
             else:
@@ -167,6 +179,12 @@ def parameter(*shape, dtype, device):
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
 
+def freeze(module, config: Config) -> None:
+    """With --lora-rank adapters alone are trained."""
+    for name, each in module.named_parameters():
+        each.requires_grad_(not config.lora_rank or name in ADAPTERS)
+
+
 class Layer(nn.Module):
     """One decoder layer in four parts, called one after the other; a scope of capture is the first few of them."""
 
@@ -186,26 +204,38 @@ class Layer(nn.Module):
             shapes |= {"qkv_bias": (rows_of_qkv,), "proj_bias": (c.hidden,), "sinks": (c.local_heads,)}
             # Each rank adds the second biases of all experts to its own tokens.
             shapes |= {"router_bias": (experts,), "bias1": (own, 2 * c.ffn), "bias2": (experts, c.hidden)}
-        names = ("q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
+        if c.lora_rank:
+            shapes |= {"qkv_a": (c.lora_rank, c.hidden), "qkv_b": (rows_of_qkv, c.lora_rank)}
+            shapes |= {"proj_a": (c.lora_rank, width), "proj_b": (c.hidden, c.lora_rank)}
+        names = (*ADAPTERS, "q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
         for name in (*shapes, *(name for name in names if name not in shapes)):
             made = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
             self.register_parameter(name, made)
+        freeze(self, c)
+
+    def project(self, x, weight, bias, a, b):
+        """x weight^T + bias, and (LORA_ALPHA / rank) x a^T b^T where there are adapters."""
+        out = linear(x, weight, bias, self.accumulation)
+        if a is None:
+            return out
+        low = linear(x, a, None, self.accumulation)
+        return torch.add(out, linear(low, b, None, self.accumulation), alpha=LORA_ALPHA / len(a))
 
     def attention(self, x, inputs: Inputs):
         """x plus attention's output, [t, hidden]."""
         y = F.rms_norm(x, self.norm1.shape, self.norm1, self.config.norm_eps)
-        qkv = _Linear.apply(y, self.qkv, self.qkv_bias, self.accumulation)
+        qkv = self.project(y, self.qkv, self.qkv_bias, self.qkv_a, self.qkv_b)
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
         q, k, v = split_heads(qkv, self.shape, inputs.rope, norms, self.config.norm_eps)
         out = attend(q, k, v, inputs.sequences, self.window, self.sinks)
-        return x + _Linear.apply(out.flatten(1), self.proj, self.proj_bias, self.accumulation)
+        return x + self.project(out.flatten(1), self.proj, self.proj_bias, self.proj_a, self.proj_b)
 
     def route(self, x) -> tuple[torch.Tensor, Routed]:
         """(normalised tokens [t, hidden], their choice of experts)."""
         c = self.config
         own = x if c.share_tp == 1 else x[: c.routed_tokens]
         y = F.rms_norm(own, self.norm2.shape, self.norm2, c.norm_eps)
-        logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
+        logits = linear(y, self.router, self.router_bias, self.accumulation)
         return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
     def preprocess(self, routed: Routed, is_padded: bool) -> Plan:
@@ -246,6 +276,7 @@ class Ends(nn.Module):
         self.embedding = parameter(c.local_vocab, c.hidden, dtype=dtype, device=device)
         self.final_norm = parameter(c.hidden, dtype=dtype, device=device)
         self.head = parameter(c.local_vocab, c.hidden, dtype=dtype, device=device)
+        freeze(self, c)
 
     def embed(self, tokens):
         """[t] int64 -> [t, hidden]."""

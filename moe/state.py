@@ -12,6 +12,7 @@ from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.low_byte_adam import LowByteAdam
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
@@ -21,7 +22,7 @@ from moe.attention import Sequences
 from moe.checkpoint import open_checkpoint
 from moe.config import Config
 from moe.exchange import Exchange
-from moe.model import Accumulation, Ends, Inputs, Layer, rope_table
+from moe.model import ADAPTERS, Accumulation, Ends, Inputs, Layer, rope_table
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -35,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OF_EXPERTS = ("w1", "w2", "bias1")
 BUCKET_BYTES = 256 * 2**20
 # Parameters whose gradient the backward puts into main_grad by itself; autograd brings those of all others.
-IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head")
+IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head", *ADAPTERS)
 
 
 class State:
@@ -54,6 +55,8 @@ class State:
         self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
         # Whether experts have a fixed number of rows; the padded variants say so for their steps.
         self.is_padded = False
+        # Whether weights have their first values; frozen ones keep them.
+        self.is_filled = False
         self.accumulation = Accumulation()
         self.rank = collectives.group_rank()
         self.exchange = Exchange(config, device)
@@ -78,23 +81,28 @@ class State:
         self.parts += [
             (name, i, each) for i, layer in enumerate(self.layers) for name, each in layer.named_parameters()
         ]
-        for name, _, parameter in self.parts:
+        self.trained = [part for part in self.parts if part[2].requires_grad]
+        for _, _, parameter in self.trained:
             parameter.main_grad = torch.zeros_like(parameter)
-            if name not in IN_PLACE:
-                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
-        self.dense_grads = [parameter.main_grad for name, _, parameter in self.parts if name not in OF_EXPERTS]
+        self.keep_gradients(lambda name: name not in IN_PLACE)
+        self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
         if c.ep > 1:
             self.buckets = collectives.GradientBuckets(self.dense_grads, BUCKET_BYTES)
 
+    def keep_gradients(self, of):
+        """Put what autograd brings into main_grad: a handle for each trained parameter whose name is `of` these."""
+        keep = partial(_keep_gradient, self.accumulation)
+        return [each.register_post_accumulate_grad_hook(keep) for name, _, each in self.trained if of(name)]
+
     def _make_adam(self):
-        parameters = [parameter for _, _, parameter in self.parts]
-        return MixedAdam(
-            map(Weight, parameters),
-            [parameter.main_grad for parameter in parameters],
-            Hyperparameters(lr=self.config.lr, **ADAM),
-            moments=DTYPES[self.config.moments],
-            reduce_norm=self._reduce_norm if self.config.ep > 1 else None,
-        )
+        parameters = [parameter for _, _, parameter in self.trained]
+        grads = [parameter.main_grad for parameter in parameters]
+        numbers = Hyperparameters(lr=self.config.lr, **ADAM)
+        reduce_norm = self._reduce_norm if self.config.ep > 1 else None
+        if self.config.masters == "none":
+            return LowByteAdam(parameters, grads, numbers, reduce_norm)
+        moments = DTYPES[self.config.moments]
+        return MixedAdam(map(Weight, parameters), grads, numbers, moments=moments, reduce_norm=reduce_norm)
 
     def _reduce_norm(self, norm):
         """Dense gradients, which all ranks have after their reduction, count on the first one."""
@@ -198,15 +206,20 @@ class State:
         self._initialise()
         if self.adam:
             self.adam.reset()
-        torch._foreach_zero_([parameter.main_grad for _, _, parameter in self.parts])
+        torch._foreach_zero_([parameter.main_grad for _, _, parameter in self.trained])
         torch._foreach_zero_([self.losses, self.grad_norms, self.microbatch_losses])
 
     @torch.no_grad()
     def _initialise(self):
-        """Masters, or without an optimizer the weights, become seeded values or the checkpoint's, in place."""
-        targets = self.adam.masters if self.adam else [parameter for _, _, parameter in self.parts]
-        for (name, layer, _), target in zip(self.parts, targets, strict=True):
-            if self.checkpoint:
+        """Masters, and weights without one, become seeded values or the checkpoint's, in place. Frozen ones do once."""
+        targets = dict(
+            zip((id(part[2]) for part in self.trained), self.adam.masters if self.adam else (), strict=False)
+        )
+        for name, layer, parameter in self.trained if self.is_filled else self.parts:
+            target = targets.get(id(parameter), parameter)
+            if name in ("qkv_b", "proj_b"):
+                target.zero_()
+            elif self.checkpoint and name not in ADAPTERS:
                 self.checkpoint.read_into(name, layer, target)
             elif "norm" in name:
                 target.fill_(1.0)
@@ -218,9 +231,10 @@ class State:
                 if name in OF_EXPERTS:
                     shape[0], parts[0] = self.config.local_experts, self._part(self.config.rank_experts)
                 fill_(target, full, SEED, shape, parts, INIT_STD)
+        self.is_filled = True
 
     def named_state(self):
-        for name, layer, parameter in self.parts:
+        for name, layer, parameter in self.trained:
             full = name if layer is None else f"layers.{layer}.{name}"
             yield (full, parameter) if self.adam else (f"{full}.main_grad", parameter.main_grad)
         if self.adam:

@@ -233,7 +233,8 @@ class GraphedParts:
         # Whole layers are chained: the output of one is the static input of the next.
         is_chained = self.scope is layer and before is not None
         x = before.outputs[0].detach() if is_chained else torch.zeros_like(state.embed(microbatch))
-        x = x.detach().requires_grad_()
+        # Below the first layer nothing has a gradient where the embedding is frozen.
+        x = x.detach().requires_grad_(bool(number or not state.config.lora_rank))
         # Of packed documents the graph reads positions and bounds in state.inputs.
         graph, outputs = self.pool.capture(
             lambda: self.scope(state, number, state.inputs_of(microbatch), x),
@@ -249,7 +250,7 @@ class GraphedParts:
             lambda: input_gradient(part.x, differentiable, part.grads), tuple(part.grads)
         )
         # Borrowed: what is captured next may use the memory of the activations and of this gradient.
-        part.grad_x = self.pool.borrow(grad_x)
+        part.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
         part.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in part.outputs]
 
     def step(self, index: int):
@@ -261,6 +262,8 @@ class GraphedParts:
 
     def run_layer(self, number: int, hidden, inputs):
         """`State.run_layer` with a replay in the place of the scope's parts."""
+        # Autograd calls the backward of what an input with a gradient has gone into.
+        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         outputs = Replayed.apply(hidden, self.parts[inputs.microbatch, number])
         if self.scope is not layer:
             outputs = (rest_of_layer(self.state, number, *outputs),)
@@ -319,6 +322,7 @@ class Replayed(torch.autograd.Function):
 #     graph_attn, ..., graph_layer                GraphedParts
 #     graph_fwd_bwd, graph_step                   GraphedPasses, GraphedStep
 #     eager_static, graph_static                  static_buffers.py
+#     compile, reduce_overhead                    other_variants.py
 #     eager_padded, graph_moe_padded              other_variants.py
 
 if __name__ == "__main__":

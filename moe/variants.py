@@ -88,6 +88,24 @@ VARIANTS = table(
         **ONE_GRAPH,
     ),
     Declared(
+        "compile",
+        "torch.compile of each layer's attention and router; experts in their own kernels, no graphs",
+        kind="compile",
+        make=f"{OTHER}CompiledParts",
+        options={**STEP, "mode": "default"},
+        parity=1e-3,  # compiled kernels round otherwise
+    ),
+    Declared(
+        "reduce_overhead",
+        "the same with torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+        kind="compile",
+        make=f"{OTHER}CompiledParts",
+        options={**STEP, "mode": "reduce-overhead"},
+        graphs=None,
+        replays=None,
+        parity=1e-3,  # compiled kernels round otherwise
+    ),
+    Declared(
         "eager_padded",
         "eager with a fixed number of rows for each expert: rows are dropped and padded",
         kind="eager",

@@ -65,9 +65,21 @@ def resolve(args, device: torch.device):
         notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
     if not config.update:
         notes.append("forward and backward alone: no clipping, no Adam")
-    moments = f", masters fp32, moments {config.moments}" if config.update else ""
-    notes.append(f"formats: weights bf16, main_grad bf16{moments}")
+    notes.append(f"formats: weights bf16, main_grad bf16{_optimizer_formats(config)}")
+    if config.lora_rank:
+        notes.append(
+            f"LoRA: adapters of rank {config.lora_rank} on attention's projections, "
+            f"{moe_config.trained_parameters(config):,} parameters; all else is frozen"
+        )
     return replace(args, config=config, run=run), notes
+
+
+def _optimizer_formats(config):
+    if not config.update:
+        return ""
+    if config.masters == "none":
+        return ", no masters (stochastic rounding), moments fp8 (E4M3)"
+    return f", masters fp32, moments {config.moments}"
 
 
 def card(config: Config) -> list[str]:

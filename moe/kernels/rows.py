@@ -72,8 +72,8 @@ def sum_rows(z, index, residual):
 
 
 def in_triton(tensor) -> bool:
-    """Return whether kernels run: on a GPU, and in tests under Triton's interpreter."""
-    return tensor.is_cuda or interpreted()
+    """Return whether kernels run: on a GPU, and in tests under Triton's interpreter. torch.compile makes its own."""
+    return not torch.compiler.is_compiling() and (tensor.is_cuda or interpreted())
 
 
 @functools.cache
