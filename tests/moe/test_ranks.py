@@ -15,7 +15,7 @@ from tests.helpers.moe_case import make
 from tests.helpers.once import once
 
 STEPS = 3
-PRESETS = ("tiny", "tiny_gpt_oss", "tiny_packed")
+PRESETS = ("tiny", "tiny_gpt_oss", "tiny_lora")
 # Rows of a rank over those of a balanced router: all rows of two ranks, and so few that some are left out.
 WHOLE, TIGHT = 2.0, 1.0
 GRAPHED = {
@@ -28,7 +28,8 @@ REFUSED = ("graph_layer", "graph_fwd_bwd", "graph_step", "eager_padded", "graph_
 def worker():
     """All that one rank is asked."""
     return {
-        "trained": {preset: in_fp32(preset, ep=2, microbatches=1) for preset in PRESETS},
+        "trained": {preset: trained(preset, ep=2, microbatches=1) for preset in PRESETS},
+        "low_byte": trained("tiny", torch.bfloat16, ep=2, layers=1, masters="none", moments="fp8"),
         "graphed": {preset: differences(preset, GRAPHED[preset], WHOLE, microbatches=1)[0] for preset in GRAPHED},
         "tight": differences("tiny", ("eager_static", "graph_static"), TIGHT),
         "refused": refused(),
@@ -36,9 +37,9 @@ def worker():
     }
 
 
-def in_fp32(preset, **changes):
+def trained(preset, dtype=torch.float32, **changes):
     """Losses and norms of the same global batches, two microbatches of a process, one of each rank; dense weights."""
-    state = make(preset, torch.float32, **changes)
+    state = make(preset, dtype, **changes)
     losses, norms, _ = follow(state, made(VARIANTS, "eager", state).step, STEPS)
     dense = [float(each.detach().double().sum()) for name, _, each in state.parts if name not in OF_EXPERTS]
     return [losses, norms, state.evaluate(), dense]
@@ -91,7 +92,7 @@ def ranks(tmp_path_factory):
 def test_two_ranks_train_as_one_process_does(preset, ranks):
     """In FP32 only the order of sums is left."""
     torch.use_deterministic_algorithms(False)
-    losses, norms, held_out, dense = in_fp32(preset, microbatches=2)
+    losses, norms, held_out, dense = trained(preset, microbatches=2)
     assert losses[0] != losses[1]
     for of_rank in ranks:
         ours = of_rank["trained"][preset]
@@ -101,6 +102,13 @@ def test_two_ranks_train_as_one_process_does(preset, ranks):
         assert ours[3] == pytest.approx(dense, rel=1e-4, abs=1e-4)
         # Ranks that part by a bit part for good.
         assert ours[3] == ranks[0]["trained"][preset][3]
+
+
+def test_weights_that_are_rounded_at_random_stay_alike_on_all_ranks(ranks):
+    """The random bits follow from the step's count and the weight's place, on every rank."""
+    losses, _, _, dense = ranks[0]["low_byte"]
+    assert losses[2] < losses[0]
+    assert ranks[1]["low_byte"][3] == dense
 
 
 def test_scopes_without_the_exchange_and_static_buffers_equal_eager_bit_for_bit(ranks):
