@@ -17,7 +17,7 @@ from common.machine import memory
 from common.variant_table import Declared, about
 
 __all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
-__all__ += ["Closes", "Enters", "Evaluates", "Finishes"]
+__all__ += ["Closes", "Enters", "Evaluates", "Finishes", "Reruns"]
 __all__ += ["enter", "leave", "require_compiler", "status_of", "synchronize", "warm_up"]
 
 # The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (common/measuring/worker.py).
@@ -54,20 +54,25 @@ def synchronize():
 
 @dataclass(kw_only=True)
 class Capture:
-    """How a variant captured: strategy in words, the pools of its graphs, and wall seconds, filled with `timed`."""
+    """How a variant captured: strategy in words, the pools of its graphs, and what `timed` fills.
+
+    Wall seconds; memory: "warmup", "compile" or "capture" -> what `common.machine.memory.noted` says, on a GPU.
+    """
 
     strategy: str
     pools: list = field(default_factory=list)
+    memory: dict = field(default_factory=dict)
     warmup_s: float = 0.0
     compile_s: float = 0.0
     capture_s: float = 0.0
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s."""
+        """Add the wall seconds of the block, device work included, to warmup_s, compile_s or capture_s; note memory."""
         synchronize()
         start = time.perf_counter()
-        yield
+        with memory.noted(self.memory.setdefault(name.removesuffix("_s"), {})):
+            yield
         synchronize()
         setattr(self, name, getattr(self, name) + time.perf_counter() - start)
 
@@ -196,6 +201,17 @@ def leave(variant) -> None:
     """Make ready for steps of any other variant."""
     if isinstance(variant, Enters):
         variant.leave()
+
+
+@runtime_checkable
+class Reruns(Protocol):
+    """A variant that runs some steps again in another way, as where a fixed buffer was too small."""
+
+    def counted(self) -> dict:
+        """Return what happened since the last call: "steps", how many were "reruns", and "rerun_ms", their mean.
+
+        rerun_ms is None where there were none. It may wait for the device.
+        """
 
 
 @runtime_checkable

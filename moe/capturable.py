@@ -6,7 +6,7 @@
     python -m moe.capturable                                                the table
 
 The rules are those of Megatron-Core 0.19 (transformer_config.py, cuda_graphs.py) and Megatron Bridge (config.py).
-The variants of moe.train need few of them: they read no count on the host and exchange nothing between ranks.
+The variants of moe.train need few of them: without --ep they read no count on the host and exchange nothing.
 """
 
 from dataclasses import dataclass

@@ -11,10 +11,12 @@ from moe.variants import VARIANTS
 GIB = 2**30
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = 2 * GIB
+# An adapter's output is scaled by LORA_ALPHA / rank.
+LORA_ALPHA = 32.0
 # Tokens whose logits the loss has at a time.
 LOSS_TOKENS = 2048
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "top_k", "ffn", "vocab", "sequence")
-_COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "batches", "min_steps")
+_COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "ep", "batches", "min_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +50,26 @@ class Config(Timing):
     microbatches: int = option(1, "microbatches in a step")
     share_tp: int = option(1, "a tensor-parallel share without ranks: divides heads, vocabulary and experts' tokens")
     share_ep: int = option(1, "an expert-parallel share without ranks: divides the experts")
+    ep: int = option(1, "ranks that share the experts, all of torchrun's; each has sequences of its own")
     routing: str = option(
         "real",
         "real: the router chooses; balanced: every expert gets as many tokens, as published rows have it",
         ("real", "balanced"),
     )
     capacity_factor: float = option(1.25, "of the padded variants: an expert's rows over those of a balanced router")
+    rank_capacity_factor: float = option(
+        1.5, "of the static variants: rows that a rank sends to each rank over those of a balanced router"
+    )
     aux_loss: float = option(0.001, "coefficient of the load-balancing loss (0: none)")
     update: bool = option(True, "clip and Adam behind the backward; false: forward and backward alone")
-    moments: str = option("bf16", "format of Adam's moments", ("bf16", "fp32"))
+    masters: str = option(
+        "fp32", "fp32: copies that Adam updates; none: bf16 weights are rounded stochastically", ("fp32", "none")
+    )
+    moments: str = option("bf16", "format of Adam's moments; fp8: with --masters none", ("bf16", "fp32", "fp8"))
+    share_memory: bool = option(
+        False, "take as many layers as fit where eager and graphs have their activations in one pool"
+    )
+    lora_rank: int = option(0, "rank of adapters on attention's projections, all else is frozen (0: all is trained)")
     rope_theta: float = option(1000000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-6, "epsilon of RMSNorm")
     lr: float = option(2e-6, "learning rate of Adam")
@@ -68,10 +81,12 @@ class Config(Timing):
 
     def __post_init__(self):
         require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
-        require_fields(self, ("window", "documents"), lambda value: value >= 0, "a number from 0 up")
+        natural = ("window", "documents", "lora_rank")
+        require_fields(self, natural, lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("lr", "aux_loss"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
-        require_fields(self, ("capacity_factor",), lambda value: 1 <= value < math.inf, "a finite number from 1 up")
+        factors = ("capacity_factor", "rank_capacity_factor")
+        require_fields(self, factors, lambda value: 1 <= value < math.inf, "a finite number from 1 up")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
         for flag, size, by, parts in (
@@ -80,6 +95,7 @@ class Config(Timing):
             ("--vocab", self.vocab, "--share-tp", self.share_tp),
             ("--sequence", self.sequence, "--share-tp", self.share_tp),
             ("--experts", self.experts, "--share-ep", self.share_ep),
+            ("--experts", self.experts, "--ep", self.ep),
         ):
             if size % parts:
                 raise ValueError(f"{flag} {size}: takes a multiple of {by} {parts}")
@@ -92,8 +108,16 @@ class Config(Timing):
         for name in ("window", "documents"):
             if getattr(self, name) > self.sequence:
                 raise ValueError(f"--{name} {getattr(self, name)}: takes at most --sequence {self.sequence}")
-        if self.checkpoint and self.share_tp * self.share_ep > 1:
-            raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-ep 1")
+        if (self.masters == "none") != (self.moments == "fp8"):
+            raise ValueError(
+                f"--masters {self.masters} --moments {self.moments}: fp8 moments go with --masters none, and no others"
+            )
+        if self.lora_rank > min(self.hidden, self.local_heads * self.head_dim):
+            raise ValueError(f"--lora-rank {self.lora_rank}: takes at most the width of a projection")
+        if self.ep > 1 and self.share_ep > 1:
+            raise ValueError(f"--ep {self.ep} has ranks, --share-ep {self.share_ep} stands for them: take one of both")
+        if self.checkpoint and self.share_tp * self.share_ep * self.ep > 1:
+            raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-ep 1 --ep 1")
 
     @property
     def local_heads(self) -> int:
@@ -110,6 +134,11 @@ class Config(Timing):
     @property
     def local_experts(self) -> int:
         return self.experts // self.share_ep
+
+    @property
+    def rank_experts(self) -> int:
+        """Experts that this rank holds, of those that its router chooses among."""
+        return self.local_experts // self.ep
 
     @property
     def tokens(self) -> int:
@@ -130,6 +159,18 @@ class Config(Timing):
     def capacity(self) -> int:
         """Rows of one expert where rows are dropped and padded, in whole tiles of 8."""
         return -(-math.ceil(self.rows * self.capacity_factor / self.local_experts) // 8) * 8
+
+    @property
+    def rank_capacity(self) -> int:
+        """Rows that this rank sends to each rank with static buffers, in whole tiles of 8."""
+        return -(-math.ceil(self.rows * self.rank_capacity_factor / self.ep) // 8) * 8
+
+    def require_ranks(self, world_size: int) -> None:
+        """ValueError where a run of `world_size` processes is not that of --ep."""
+        if world_size != self.ep:
+            raise ValueError(
+                f"--ep {self.ep} needs as many ranks, this run has {world_size}: change it or torchrun --nproc-per-node"
+            )
 
     def window_of(self, layer: int) -> int:
         """Tokens that a layer's attention sees, its own included; 0 for all."""
@@ -183,17 +224,26 @@ PRESETS = {
     "qwen3_share": replace(_QWEN3, layers=24, share_tp=2, share_ep=4, microbatches=2),
     "gpt_oss": _GPT_OSS,
     "gpt_oss_fwd_bwd": replace(_GPT_OSS, update=False),
+    # All layers with an optimizer: 6 bytes a parameter instead of 12.
+    "gpt_oss_whole": replace(_GPT_OSS, masters="none", moments="fp8", share_memory=True),
     "gpt_oss_l8": replace(_GPT_OSS, layers=8),
     "gpt_oss_120b": replace(_GPT_OSS, layers=36, experts=128),
+    # As deep as it goes: graphs of more than attention and router do not fit beside eager, but in one pool with it.
+    "gpt_oss_120b_fwd_bwd": replace(_GPT_OSS, layers=36, experts=128, update=False, share_memory=True),
     "qwen3_packed": replace(_QWEN3, documents=16),
+    "gpt_oss_sft": replace(_GPT_OSS, documents=16, masters="none", moments="fp8", share_memory=True),
+    "gpt_oss_lora": replace(_GPT_OSS, documents=16, lora_rank=16, lr=1e-5),
     "tiny_gpt_oss": replace(_GPT_OSS, **_TINY | {"window": 16}),
     "tiny_packed": replace(_QWEN3, **_TINY | {"documents": 4}),
+    "tiny_lora": replace(_GPT_OSS, **_TINY | {"window": 16, "documents": 4, "lora_rank": 4}),
 }
 
 ABOUT = {
     **about(VARIANTS),
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"], "batch": ["microbatch"]},
-    "presets_need": lambda preset, config: needs(not preset.startswith("tiny")),
+    "presets_need": lambda preset, config: needs(
+        not preset.startswith("tiny"), multiple_of=config.ep, at_most=config.ep if config.ep > 1 else None
+    ),
 }
 
 
@@ -206,10 +256,10 @@ def layer_parameters(config: Config) -> int:
     c = config
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
     attention = c.hidden * (2 * q + 2 * kv)
-    experts = c.local_experts * (c.hidden + 3 * c.hidden * c.ffn)
+    experts = c.local_experts * c.hidden + c.rank_experts * 3 * c.hidden * c.ffn
     if c.family == "qwen3":
         return attention + experts + 2 * c.hidden + 2 * c.head_dim
-    biases = q + 2 * kv + c.hidden + c.local_heads + c.local_experts * (1 + 2 * c.ffn + c.hidden)
+    biases = q + 2 * kv + c.hidden + c.local_heads + c.local_experts * (1 + c.hidden) + c.rank_experts * 2 * c.ffn
     return attention + experts + 2 * c.hidden + biases
 
 
@@ -218,42 +268,87 @@ def num_parameters(config: Config) -> int:
     return config.layers * layer_parameters(config) + 2 * config.local_vocab * config.hidden + config.hidden
 
 
+def trained_parameters(config: Config) -> int:
+    """Elements that have a gradient: all, or the adapters, which `num_parameters` does not count."""
+    c = config
+    q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
+    return c.layers * c.lora_rank * (2 * c.hidden + 2 * q + 2 * kv) if c.lora_rank else num_parameters(c)
+
+
 def flops_per_step(config: Config) -> float:
     """Model FLOP of a step on one GPU by Megatron-LM's formula (num_floating_point_operations in its training.py).
 
     The causal half of attention is counted, a window of w tokens as w - w (w - 1) / (2 s) keys a token; the experts
-    that a token chooses, not the router; the logits.
+    that a token chooses, not the router; the logits. Frozen matrices have no weight gradient; adapters count.
     """
     c = config
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    flop = 6.0 * c.tokens * c.hidden * c.local_vocab
+    passes = 4.0 if c.lora_rank else 6.0
+    flop = passes * c.tokens * c.hidden * c.local_vocab
+    flop += 6.0 * c.tokens * trained_parameters(c) if c.lora_rank else 0
     for layer in range(c.layers):
         window = c.window_of(layer)
         keys = window - window * (window - 1) / (2 * c.sequence) if window else c.sequence / 2
-        flop += 6.0 * c.tokens * (c.hidden * (2 * q + 2 * kv) + 2 * q * keys)
-        flop += 6.0 * c.rows * 3 * c.hidden * c.ffn
+        flop += passes * c.tokens * c.hidden * (2 * q + 2 * kv) + 6.0 * c.tokens * 2 * q * keys
+        flop += passes * c.rows * 3 * c.hidden * c.ffn
     return flop * c.microbatches
 
 
-def activation_bytes(config: Config) -> int:
-    """Bytes that the layers keep of a microbatch for its backward, in bf16."""
+def kept_bytes(config: Config) -> dict[str, int]:
+    """Bytes that the parts of a layer keep of a microbatch for its backward, in bf16: attention, router, experts.
+
+    Attention: its input and output, and four tensors between. Frozen router and experts do not keep their inputs.
+    """
     c = config
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    layer = c.tokens * (4 * c.hidden + 3 * q + 4 * kv) + c.rows * (c.hidden + 2 * c.ffn)
-    return 2 * c.layers * layer
+    trains = not c.lora_rank
+    return {
+        "attention": 2 * c.tokens * (3 * c.hidden + 3 * q + 4 * kv + 2 * c.lora_rank),
+        "router": 2 * c.tokens * c.hidden * trains,
+        "experts": 2 * c.rows * (c.hidden * trains + 2 * c.ffn),
+    }
+
+
+def activation_bytes(config: Config) -> int:
+    """Bytes that all layers keep of a microbatch for its backward."""
+    return config.layers * sum(kept_bytes(config).values())
+
+
+def loss_bytes(config: Config) -> int:
+    """Bytes of logits and their gradient."""
+    return 2 * 2 * min(LOSS_TOKENS, config.tokens) * config.local_vocab
+
+
+def running_bytes(config: Config) -> int:
+    """Bytes that a layer takes beside what it keeps while its experts' backward runs."""
+    return 2 * config.rows * (3 * config.hidden + 4 * config.ffn)
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of parameters and of all that is kept of them.
+
+    A parameter takes 2 (bf16), one that is trained 2 more for its gradient, and with Adam 8 (FP32 master, two bf16
+    moments), 12 (FP32 moments), or 2 without masters and a scale of each moment for 1,024 elements.
+    """
+    c, trained = config, trained_parameters(config)
+    weights = 2 * (num_parameters(c) + (trained if c.lora_rank else 0))
+    if not c.update:
+        return weights + 2 * trained
+    if c.masters == "none":
+        return weights + 4 * trained + trained // 128
+    return weights + (2 + 4 + (4 if c.moments == "bf16" else 8)) * trained
 
 
 def needed_bytes(config: Config, num_pools: int = 3) -> int:
     """Bytes that torch reserves: parameters with all that is kept of them, and activations in eager and in the pools.
 
-    A parameter takes 4 bytes (bf16 weight and gradient), with Adam 8 more (FP32 master, two bf16 moments). A tenth of
-    what is not parameters on top. num_pools: variants with graphs in one process.
+    A tenth of what is not parameters on top, and where all share one pool a third: a probe with 17 GiB of activations
+    had 22.5 in it. num_pools: variants with graphs in one process.
     """
-    c = config
-    each = 4 + (4 + (4 if c.moments == "bf16" else 8) if c.update else 0)
-    logits = 2 * 2 * min(LOSS_TOKENS, c.tokens) * c.local_vocab
-    running = 2 * c.rows * (3 * c.hidden + 4 * c.ffn)
-    return each * num_parameters(c) + (activation_bytes(c) + logits + running) * (1 + num_pools) * 110 // 100
+    percent = 133 if config.share_memory else 110 * (1 + num_pools)
+    return (
+        state_bytes(config) + (activation_bytes(config) + loss_bytes(config) + running_bytes(config)) * percent // 100
+    )
 
 
 def fit(config: Config, budget_bytes: int) -> Config:

@@ -1,7 +1,7 @@
 """The layers, ends and loss of the mixture of experts, in bf16 on [tokens, hidden].
 
-Every parameter p has p.main_grad, a buffer of its shape at a fixed address. The backward of a step's first microbatch
-writes it, later ones add (`Accumulation`): matrices inside of their GEMM, small parameters by a hook.
+Every trained parameter p has p.main_grad, a buffer of its shape at a fixed address. The backward of a step's first
+microbatch writes it, later ones add (`Accumulation`): matrices inside of their GEMM, small parameters by a hook.
 """
 
 import math
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moe.attention import Sequences, attend
-from moe.config import LOSS_TOKENS, Config
+from moe.config import LORA_ALPHA, LOSS_TOKENS, Config
+from moe.exchange import Exchange
 from moe.kernels import activation, rows
 from moe.kernels.cross_entropy import cross_entropy_
 from moe.kernels.heads import split_heads
@@ -21,6 +22,8 @@ from moe.kernels.order import Plan, order_rows
 from moe.kernels.routing import Routed, route
 from moe.kernels.weight_gradient import grouped_weight_gradient_
 
+# Trained with --lora-rank, in the place of all else.
+ADAPTERS = ("qkv_a", "qkv_b", "proj_a", "proj_b")
 # GPT-OSS's stretched rotary embedding (config.json, rope_parameters of type yarn).
 YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 
@@ -63,21 +66,28 @@ def rope_table(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 # Products whose weight gradients go to main_grad
 
 
+def linear(x, weight, bias, accumulation):
+    """x weight^T + bias. torch.compile takes autograd's own gradients, which a hook adds to main_grad."""
+    if torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, accumulation)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, accumulation):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.has_bias, ctx.accumulation = weight, bias is not None, accumulation
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.weight, ctx.accumulation = weight, accumulation
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        (x,), main_grad = ctx.saved_tensors, ctx.weight.main_grad
-        if ctx.accumulation.adds:
-            main_grad.addmm_(grad.t(), x)
-        else:
-            torch.mm(grad.t(), x, out=main_grad)
-        return grad @ ctx.weight, None, grad.sum(0) if ctx.has_bias else None, None
+        (x,), (needs_x, needs_weight, needs_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        if needs_weight and ctx.accumulation.adds:
+            ctx.weight.main_grad.addmm_(grad.t(), x)
+        elif needs_weight:
+            torch.mm(grad.t(), x, out=ctx.weight.main_grad)
+        return grad @ ctx.weight if needs_x else None, None, grad.sum(0) if needs_bias else None, None
 
 
 def multiply_by_expert(x, weight, plan: Plan):
@@ -91,10 +101,10 @@ class _Experts(torch.autograd.Function):
     """activation(x w1) w2 of rows in expert order. The two weight gradients go to main_grad."""
 
     @staticmethod
-    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation):
+    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation, has_gaps):
         z = multiply_by_expert(x, w1, plan)
-        ctx.save_for_backward(x, z, weights, bias, *plan)
-        ctx.w1, ctx.w2, ctx.accumulation = w1, w2, accumulation
+        ctx.save_for_backward(x if w1.requires_grad else None, z, weights, bias, *plan)
+        ctx.w1, ctx.w2, ctx.accumulation, ctx.has_gaps = w1, w2, accumulation, has_gaps
         return multiply_by_expert(activation.activate(z, bias, weights, plan), w2, plan)
 
     @staticmethod
@@ -103,13 +113,21 @@ class _Experts(torch.autograd.Function):
         plan, grad = Plan(*plan), grad.contiguous()
         grad_out = multiply_by_expert(grad, ctx.w2.mT, plan)
         grad_z, out, grad_weights = activation.activate_backward(grad_out, z, bias, weights, plan)
-        _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
-        _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
+        if ctx.w1.requires_grad:
+            _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
+            _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
         grad_bias = None
-        if bias is not None:
+        if ctx.needs_input_grad[2]:
             experts = torch.arange(bias.shape[0], dtype=torch.int32, device=grad.device)
-            grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ grad_z
-        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None
+            defined = _defined_rows(grad_z, plan) if ctx.has_gaps else grad_z
+            grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ defined
+        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None, None
+
+
+def _defined_rows(x, plan):
+    """x with zeros behind the last expert's rows."""
+    row = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    return x.masked_fill((row >= plan.offsets[-1])[:, None], 0)
 
 
 def _add_weight_gradient(weight, x, grad, plan, accumulation):
@@ -138,6 +156,8 @@ class _LossOfLogits(torch.autograd.Function):
             logits = F.linear(hidden[part], weight)
             cross_entropy_(logits, targets[part], losses[part], scale / len(hidden))
             torch.mm(logits, weight, out=grad[part])
+            if not weight.requires_grad:
+                continue
             if start or accumulation.adds:
                 weight.main_grad.addmm_(logits.t(), hidden[part])
             else:
@@ -159,60 +179,86 @@ def parameter(*shape, dtype, device):
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
 
+def freeze(module, config: Config) -> None:
+    """With --lora-rank adapters alone are trained."""
+    for name, each in module.named_parameters():
+        each.requires_grad_(not config.lora_rank or name in ADAPTERS)
+
+
 class Layer(nn.Module):
     """One decoder layer in four parts, called one after the other; a scope of capture is the first few of them."""
 
-    def __init__(self, config: Config, number: int, accumulation: Accumulation, dtype, device):
+    def __init__(self, config: Config, number: int, accumulation: Accumulation, exchange: Exchange, dtype, device):
         super().__init__()
-        c, self.config, self.accumulation = config, config, accumulation
+        c, self.config, self.accumulation, self.exchange = config, config, accumulation, exchange
         self.window = c.window_of(number)
         self.shape = (c.local_heads, c.local_kv_heads, c.head_dim)
         width, rows_of_qkv = c.local_heads * c.head_dim, (c.local_heads + 2 * c.local_kv_heads) * c.head_dim
-        experts, shapes = c.local_experts, {}
+        experts, own, shapes = c.local_experts, c.rank_experts, {}
         shapes |= {"norm1": (c.hidden,), "qkv": (rows_of_qkv, c.hidden), "proj": (c.hidden, width)}
         shapes |= {"norm2": (c.hidden,), "router": (experts, c.hidden)}
-        shapes |= {"w1": (experts, c.hidden, 2 * c.ffn), "w2": (experts, c.ffn, c.hidden)}
+        shapes |= {"w1": (own, c.hidden, 2 * c.ffn), "w2": (own, c.ffn, c.hidden)}
         if c.family == "qwen3":
             shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
         else:
             shapes |= {"qkv_bias": (rows_of_qkv,), "proj_bias": (c.hidden,), "sinks": (c.local_heads,)}
-            shapes |= {"router_bias": (experts,), "bias1": (experts, 2 * c.ffn), "bias2": (experts, c.hidden)}
-        names = ("q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
+            # Each rank adds the second biases of all experts to its own tokens.
+            shapes |= {"router_bias": (experts,), "bias1": (own, 2 * c.ffn), "bias2": (experts, c.hidden)}
+        if c.lora_rank:
+            shapes |= {"qkv_a": (c.lora_rank, c.hidden), "qkv_b": (rows_of_qkv, c.lora_rank)}
+            shapes |= {"proj_a": (c.lora_rank, width), "proj_b": (c.hidden, c.lora_rank)}
+        names = (*ADAPTERS, "q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
         for name in (*shapes, *(name for name in names if name not in shapes)):
             made = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
             self.register_parameter(name, made)
+        freeze(self, c)
+
+    def project(self, x, weight, bias, a, b):
+        """x weight^T + bias, and (LORA_ALPHA / rank) x a^T b^T where there are adapters."""
+        out = linear(x, weight, bias, self.accumulation)
+        if a is None:
+            return out
+        low = linear(x, a, None, self.accumulation)
+        return torch.add(out, linear(low, b, None, self.accumulation), alpha=LORA_ALPHA / len(a))
 
     def attention(self, x, inputs: Inputs):
         """x plus attention's output, [t, hidden]."""
         y = F.rms_norm(x, self.norm1.shape, self.norm1, self.config.norm_eps)
-        qkv = _Linear.apply(y, self.qkv, self.qkv_bias, self.accumulation)
+        qkv = self.project(y, self.qkv, self.qkv_bias, self.qkv_a, self.qkv_b)
         norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
         q, k, v = split_heads(qkv, self.shape, inputs.rope, norms, self.config.norm_eps)
         out = attend(q, k, v, inputs.sequences, self.window, self.sinks)
-        return x + _Linear.apply(out.flatten(1), self.proj, self.proj_bias, self.accumulation)
+        return x + self.project(out.flatten(1), self.proj, self.proj_bias, self.proj_a, self.proj_b)
 
     def route(self, x) -> tuple[torch.Tensor, Routed]:
         """(normalised tokens [t, hidden], their choice of experts)."""
         c = self.config
         own = x if c.share_tp == 1 else x[: c.routed_tokens]
         y = F.rms_norm(own, self.norm2.shape, self.norm2, c.norm_eps)
-        logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
-        return y, route(logits, c.top_k, c.aux_loss / c.microbatches, c.routing == "balanced")
+        logits = linear(y, self.router, self.router_bias, self.accumulation)
+        return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
     def preprocess(self, routed: Routed, is_padded: bool) -> Plan:
         """The order of the experts' rows, from integers alone: nothing is differentiated, nothing read on the host."""
+        if self.exchange.is_on:
+            return self.exchange.order(routed)
         return order_rows(routed.experts, routed.counts, self.config.capacity if is_padded else 0)
 
     def mix(self, x, y, routed: Routed, plan: Plan):
         """x plus the output of the experts, [t, hidden]."""
-        chosen = rows.gather(y, plan)
-        z = _Experts.apply(chosen, routed.weights, self.bias1, self.w1, self.w2, plan, self.accumulation)
+        if self.exchange.is_on:
+            z = self.exchange.through_experts(y, routed, plan, self._multiply)
+        else:
+            z = self._multiply(rows.gather(y, plan), routed.weights, plan)
         # A tensor-parallel share's experts have the first part of the sequence.
         own = x if len(y) == len(x) else x[: len(y)]
         if self.bias2 is not None:
             own = own + self._bias_of_outputs(routed, plan)
         out = rows.combine(z, own, plan)
         return out if len(y) == len(x) else torch.cat((out, x[len(y) :]))
+
+    def _multiply(self, chosen, weights, plan, has_gaps=False):
+        return _Experts.apply(chosen, weights, self.bias1, self.w1, self.w2, plan, self.accumulation, has_gaps)
 
     def _bias_of_outputs(self, routed, plan):
         """The chosen experts' second biases by weight, [t, hidden]: a product with the weights of all experts."""
@@ -230,6 +276,7 @@ class Ends(nn.Module):
         self.embedding = parameter(c.local_vocab, c.hidden, dtype=dtype, device=device)
         self.final_norm = parameter(c.hidden, dtype=dtype, device=device)
         self.head = parameter(c.local_vocab, c.hidden, dtype=dtype, device=device)
+        freeze(self, c)
 
     def embed(self, tokens):
         """[t] int64 -> [t, hidden]."""

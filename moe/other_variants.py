@@ -1,10 +1,16 @@
-"""The padded variants: an expert has a fixed number of rows, rows beyond it are dropped, missing ones are zeros.
+"""The variants beside train.py's: padded ones and torch.compile.
 
-Megatron captures the experts in this mode alone. It trains another model, so the two are compared with each other.
+Padded: an expert has a fixed number of rows, rows beyond it are dropped, missing ones are zeros. Megatron captures the
+experts in this mode alone. It trains another model, so the two are compared with each other.
 """
 
-from common.variant import Eager
+from common.variant import Compiled, Eager, require_compiler
+from moe.model import ADAPTERS
 from moe.state import State
+
+ON_RANKS = "padded experts are all on one rank: take eager_static and graph_static, which drop nothing"
+# Matrices whose gradient the compiled parts bring by autograd.
+COMPILED = ("qkv", "proj", "router", *ADAPTERS)
 
 
 class Padded:
@@ -25,6 +31,7 @@ class EagerPadded(Padded, Eager):
     """Eager with padding."""
 
     def __init__(self, state: State, step):
+        state.exchange.require_no_ranks(ON_RANKS)
         self.state = state
         self.enter()
         try:
@@ -37,6 +44,7 @@ class GraphedPadded(Padded):
     """`graph_layer` with padding. parts: the variant that captures it."""
 
     def __init__(self, state: State, parts):
+        state.exchange.require_no_ranks(ON_RANKS)
         self.state = state
         self.enter()
         try:
@@ -57,3 +65,31 @@ class GraphedPadded(Padded):
     def close(self):
         """Release the graphs."""
         self.graphs.close()
+
+
+class CompiledParts(Compiled):
+    """torch.compile of each layer's attention and router, in plain torch; the experts keep their own kernels.
+
+    The rows' order and the experts stay eager: their kernels are fused already, and write weight gradients into
+    main_grad, which a compiled backward cannot. Matrices of the compiled parts get theirs from autograd, in tensors of
+    their own that a hook copies. Where attention has windows, sinks or packed documents, its flash kernel is called
+    between two compiled pieces.
+    """
+
+    def __init__(self, state: State, step, mode: str):
+        require_compiler(state.device)
+        self.handles: list = []
+        functions = [(layer, name) for layer in state.layers for name in ("attention", "route")]
+        super().__init__(state, step, functions, "attention and router of each layer", mode, fullgraph=False)
+
+    def enter(self):
+        """Put in the compiled functions, and the hooks that take their gradients."""
+        super().enter()
+        self.handles = self.state.keep_gradients(lambda name: name in COMPILED)
+
+    def leave(self):
+        """Take both out."""
+        super().leave()
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []

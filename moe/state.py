@@ -12,13 +12,17 @@ from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.low_byte_adam import LowByteAdam
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.optimizers.zero import reduce_norm_
+from common.training.parallel import collectives
 from common.training.parallel.groups import fill_
 from common.variant import Unsupported
 from moe.attention import Sequences
 from moe.checkpoint import open_checkpoint
 from moe.config import Config
-from moe.model import Accumulation, Ends, Inputs, Layer, rope_table
+from moe.exchange import Exchange
+from moe.model import ADAPTERS, Accumulation, Ends, Inputs, Layer, rope_table
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -28,8 +32,11 @@ ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.
 MARK_EVERY = 4
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Parameters that each rank has of its own experts; all others are alike on all ranks.
+OF_EXPERTS = ("w1", "w2", "bias1")
+BUCKET_BYTES = 256 * 2**20
 # Parameters whose gradient the backward puts into main_grad by itself; autograd brings those of all others.
-IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head")
+IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head", *ADAPTERS)
 
 
 class State:
@@ -48,7 +55,11 @@ class State:
         self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
         # Whether experts have a fixed number of rows; the padded variants say so for their steps.
         self.is_padded = False
+        # Whether weights have their first values; frozen ones keep them.
+        self.is_filled = False
         self.accumulation = Accumulation()
+        self.rank = collectives.group_rank()
+        self.exchange = Exchange(config, device)
         self._make_modules()
         self.microbatch_losses = torch.zeros(config.microbatches, device=device)
         self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
@@ -62,26 +73,40 @@ class State:
         self.reset()
 
     def _make_modules(self):
-        c, made = self.config, (self.accumulation, self.dtype, self.device)
-        self.layers = torch.nn.ModuleList(Layer(c, number, *made) for number in range(c.layers))
-        self.ends = Ends(c, *made)
+        c, made = self.config, (self.dtype, self.device)
+        switches = (self.accumulation, self.exchange)
+        self.layers = torch.nn.ModuleList(Layer(c, number, *switches, *made) for number in range(c.layers))
+        self.ends = Ends(c, self.accumulation, *made)
         self.parts = [(name, None, each) for name, each in self.ends.named_parameters()]
         self.parts += [
             (name, i, each) for i, layer in enumerate(self.layers) for name, each in layer.named_parameters()
         ]
-        for name, _, parameter in self.parts:
+        self.trained = [part for part in self.parts if part[2].requires_grad]
+        for _, _, parameter in self.trained:
             parameter.main_grad = torch.zeros_like(parameter)
-            if name not in IN_PLACE:
-                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
+        self.keep_gradients(lambda name: name not in IN_PLACE)
+        self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
+        if c.ep > 1:
+            self.buckets = collectives.GradientBuckets(self.dense_grads, BUCKET_BYTES)
+
+    def keep_gradients(self, of):
+        """Put what autograd brings into main_grad: a handle for each trained parameter whose name is `of` these."""
+        keep = partial(_keep_gradient, self.accumulation)
+        return [each.register_post_accumulate_grad_hook(keep) for name, _, each in self.trained if of(name)]
 
     def _make_adam(self):
-        parameters = [parameter for _, _, parameter in self.parts]
-        return MixedAdam(
-            map(Weight, parameters),
-            [parameter.main_grad for parameter in parameters],
-            Hyperparameters(lr=self.config.lr, **ADAM),
-            moments=DTYPES[self.config.moments],
-        )
+        parameters = [parameter for _, _, parameter in self.trained]
+        grads = [parameter.main_grad for parameter in parameters]
+        numbers = Hyperparameters(lr=self.config.lr, **ADAM)
+        reduce_norm = self._reduce_norm if self.config.ep > 1 else None
+        if self.config.masters == "none":
+            return LowByteAdam(parameters, grads, numbers, reduce_norm)
+        moments = DTYPES[self.config.moments]
+        return MixedAdam(map(Weight, parameters), grads, numbers, moments=moments, reduce_norm=reduce_norm)
+
+    def _reduce_norm(self, norm):
+        """Dense gradients, which all ranks have after their reduction, count on the first one."""
+        reduce_norm_(norm, uncounted=self.dense_grads if self.rank else ())
 
     # ------------------------------------------------------------------------------------------------
     # What a step is made of
@@ -109,8 +134,9 @@ class State:
         return self.ends.embed(self.inputs["tokens"][microbatch])
 
     def loss(self, hidden, microbatch: int):
-        """This microbatch's part of the step's mean loss; its value is kept."""
-        loss = self.ends.loss(hidden, self.inputs["targets"][microbatch], 1.0 / self.config.microbatches)
+        """This microbatch's part of the step's mean loss over all ranks; its value is kept."""
+        share = 1.0 / (self.config.microbatches * self.config.ep)
+        loss = self.ends.loss(hidden, self.inputs["targets"][microbatch], share)
         self.microbatch_losses[microbatch].copy_(loss.detach())
         return loss
 
@@ -130,6 +156,13 @@ class State:
             mark(hidden)
 
     @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """After the last microbatch: sum the dense gradients over the ranks. Can be captured."""
+        if self.config.ep > 1:
+            with section("reduce"):
+                collectives.all_reduce_sum_(self.buckets.flats)
+
+    @torch.no_grad()
     def update(self) -> None:
         """Clip, Adam, new weights. Can be captured."""
         if self.adam:
@@ -141,6 +174,8 @@ class State:
         with section("losses"):
             place = min(index, self.num_losses - 1)
             torch.sum(self.microbatch_losses, 0, out=self.losses[place])
+            if self.config.ep > 1:
+                collectives.all_reduce_sum_(self.losses[place])
             if self.adam:
                 self.grad_norms[place].copy_(self.adam.grad_norm)
 
@@ -162,22 +197,29 @@ class State:
             for number in range(c.layers):
                 hidden = self.run_layer(number, hidden, inputs)
             losses.append(self.ends.mean_loss(hidden, self.inputs["targets"][microbatch]))
-        return float(torch.stack(losses).mean())
+        mean = torch.stack(losses).mean()
+        collectives.all_reduce_mean_(mean)
+        return float(mean)
 
     def reset(self):
         torch.manual_seed(SEED)
         self._initialise()
         if self.adam:
             self.adam.reset()
-        torch._foreach_zero_([parameter.main_grad for _, _, parameter in self.parts])
+        torch._foreach_zero_([parameter.main_grad for _, _, parameter in self.trained])
         torch._foreach_zero_([self.losses, self.grad_norms, self.microbatch_losses])
 
     @torch.no_grad()
     def _initialise(self):
-        """Masters, or without an optimizer the weights, become seeded values or the checkpoint's, in place."""
-        targets = self.adam.masters if self.adam else [parameter for _, _, parameter in self.parts]
-        for (name, layer, _), target in zip(self.parts, targets, strict=True):
-            if self.checkpoint:
+        """Masters, and weights without one, become seeded values or the checkpoint's, in place. Frozen ones do once."""
+        targets = dict(
+            zip((id(part[2]) for part in self.trained), self.adam.masters if self.adam else (), strict=False)
+        )
+        for name, layer, parameter in self.trained if self.is_filled else self.parts:
+            target = targets.get(id(parameter), parameter)
+            if name in ("qkv_b", "proj_b"):
+                target.zero_()
+            elif self.checkpoint and name not in ADAPTERS:
                 self.checkpoint.read_into(name, layer, target)
             elif "norm" in name:
                 target.fill_(1.0)
@@ -185,10 +227,14 @@ class State:
                 target.zero_()
             else:
                 full = name if layer is None else f"layers.{layer}.{name}"
-                fill_(target, full, SEED, tuple(target.shape), (slice(None),) * target.dim(), INIT_STD)
+                shape, parts = list(target.shape), [slice(None)] * target.dim()
+                if name in OF_EXPERTS:
+                    shape[0], parts[0] = self.config.local_experts, self._part(self.config.rank_experts)
+                fill_(target, full, SEED, shape, parts, INIT_STD)
+        self.is_filled = True
 
     def named_state(self):
-        for name, layer, parameter in self.parts:
+        for name, layer, parameter in self.trained:
             full = name if layer is None else f"layers.{layer}.{name}"
             yield (full, parameter) if self.adam else (f"{full}.main_grad", parameter.main_grad)
         if self.adam:
@@ -211,15 +257,20 @@ class State:
 
     @property
     def _sizes(self):
-        """(Sequences of a step, tokens of a sequence.)"""
-        return self.config.microbatches * self.config.microbatch, self.config.sequence
+        """(Sequences of a step of all ranks, tokens of a sequence.)"""
+        return self.config.microbatches * self.config.microbatch * self.config.ep, self.config.sequence
+
+    def _part(self, count):
+        """This rank's slice of a dimension in which each rank has `count`."""
+        return slice(self.rank * count, (self.rank + 1) * count)
 
     def _batch(self, index, rows):
-        """Tokens and targets [microbatches, t] of the text's rows, and positions and bounds of packed documents.
+        """Tokens and targets [microbatches, t] of this rank's rows, and positions and bounds of packed documents.
 
-        index: what the packing depends on.
+        rows: of all ranks. index: what the packing depends on.
         """
-        c, count = self.config, len(rows)
+        c, count = self.config, len(rows) // self.config.ep
+        rows, index = rows[self._part(count)], index * c.ep + self.rank
         rows = torch.from_numpy(rows % c.local_vocab)
         batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         if c.documents:
@@ -263,7 +314,7 @@ def positions(bounds: np.ndarray) -> np.ndarray:
 
 def hyperparameters(config: Config) -> dict:
     """Return the hyperparameters of this training for the MLPerf log."""
-    samples = config.microbatches * config.microbatch
+    samples = config.microbatches * config.microbatch * config.ep
     return {
         "seed": SEED,
         "global_batch_size": samples,

@@ -11,6 +11,7 @@ What is trained, without graphs; `main` (common/script/main.py) runs the loop, a
                 plan = layer.preprocess(routed)               # the order of the experts' rows
                 hidden = layer.mix(hidden, y, routed, plan)   # rows to experts, two grouped GEMMs, rows back
             loss(hidden, targets[microbatch]).backward()      # gradients go to main_grad
+        sum over ranks(main_grad of all but the experts)      # with --ep
         clip(main_grad), adam(main_grad)
 
 No token is dropped, and how many each expert gets is known on the device alone. Shapes are fixed all the same: each
@@ -21,6 +22,7 @@ exchange, a graph must stop before the experts: these are the scopes `attn`, `at
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
     graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
     graph_step                       the same with clipping and Adam
+    graph_static                     graph_fwd_bwd of several ranks: as many rows between each two (static_buffers.py)
     graph_moe_padded                 graph_layer with a fixed number of rows an expert, which drops and pads
 
 In plain PyTorch the captures come to:
@@ -70,10 +72,11 @@ from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.variant import Capture, warm_up
+from moe.exchange import IN_A_GRAPH
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed
 from moe.state import State
-from moe.workload import workload
+from moe.workload import require_ranks, workload
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baseline `eager` runs it as it is.
@@ -103,6 +106,7 @@ def forward_and_backward(state: State, run_layer=None):
         with section("backward"):
             loss.backward()
         mark()
+    state.reduce_gradients()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,6 +122,7 @@ class GraphedPasses:
     strategy = "forward and backward of all microbatches"
 
     def __init__(self, state: State):
+        state.exchange.require_no_ranks(IN_A_GRAPH)
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
         # Libraries allocate and choose their kernels at first use, which must not be in a graph. Warm-up trains;
@@ -207,6 +212,8 @@ class GraphedParts:
     """
 
     def __init__(self, state: State, scope: str):
+        if scope == "layer":
+            state.exchange.require_no_ranks(IN_A_GRAPH)
         self.state, self.scope, self.pool = state, SCOPES[scope], Pool(state.device)
         self.capture = Capture(strategy=f"{scope} x microbatch, forward and backward", pools=[self.pool])
         warm_up(state, self.capture, eager_step)
@@ -226,7 +233,8 @@ class GraphedParts:
         # Whole layers are chained: the output of one is the static input of the next.
         is_chained = self.scope is layer and before is not None
         x = before.outputs[0].detach() if is_chained else torch.zeros_like(state.embed(microbatch))
-        x = x.detach().requires_grad_()
+        # Below the first layer nothing has a gradient where the embedding is frozen.
+        x = x.detach().requires_grad_(bool(number or not state.config.lora_rank))
         # Of packed documents the graph reads positions and bounds in state.inputs.
         graph, outputs = self.pool.capture(
             lambda: self.scope(state, number, state.inputs_of(microbatch), x),
@@ -242,7 +250,7 @@ class GraphedParts:
             lambda: input_gradient(part.x, differentiable, part.grads), tuple(part.grads)
         )
         # Borrowed: what is captured next may use the memory of the activations and of this gradient.
-        part.grad_x = self.pool.borrow(grad_x)
+        part.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
         part.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in part.outputs]
 
     def step(self, index: int):
@@ -254,6 +262,8 @@ class GraphedParts:
 
     def run_layer(self, number: int, hidden, inputs):
         """`State.run_layer` with a replay in the place of the scope's parts."""
+        # Autograd calls the backward of what an input with a gradient has gone into.
+        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         outputs = Replayed.apply(hidden, self.parts[inputs.microbatch, number])
         if self.scope is not layer:
             outputs = (rest_of_layer(self.state, number, *outputs),)
@@ -311,7 +321,9 @@ class Replayed(torch.autograd.Function):
 #     eager                                       eager_step above, run by common.variant.Eager
 #     graph_attn, ..., graph_layer                GraphedParts
 #     graph_fwd_bwd, graph_step                   GraphedPasses, GraphedStep
+#     eager_static, graph_static                  static_buffers.py
+#     compile, reduce_overhead                    other_variants.py
 #     eager_padded, graph_moe_padded              other_variants.py
 
 if __name__ == "__main__":
-    main("moe", args, partial(workload, eager_step=eager_step))
+    main("moe", args, partial(workload, eager_step=eager_step), require_ranks)

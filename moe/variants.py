@@ -5,7 +5,8 @@ The eager step and the captures are in train.py, the others in other_variants.py
 
 from common.variant_table import Declared, table
 
-TRAIN, OTHER = "moe.train:", "moe.other_variants:"
+TRAIN, OTHER, STATIC = "moe.train:", "moe.other_variants:", "moe.static_buffers:"
+PASSES = {"passes": f"{TRAIN}forward_and_backward"}
 STEP = {"step": f"{TRAIN}eager_step"}
 
 
@@ -69,6 +70,40 @@ VARIANTS = table(
         make=f"{TRAIN}GraphedStep",
         headline=True,
         **ONE_GRAPH,
+    ),
+    Declared(
+        "eager_static",
+        "eager with fixed numbers of rows between ranks; an overflow runs the pass again without them",
+        kind="eager",
+        make=f"{STATIC}EagerStatic",
+        options=PASSES,
+        parity="bitwise",
+        traits={"extra_work": "sends padding, and reads after each pass whether rows were left out"},
+    ),
+    Declared(
+        "graph_static",
+        "forward and backward of all microbatches with their exchange in one graph; reruns as eager_static",
+        make=f"{STATIC}GraphedStatic",
+        options=PASSES,
+        **ONE_GRAPH,
+    ),
+    Declared(
+        "compile",
+        "torch.compile of each layer's attention and router; experts in their own kernels, no graphs",
+        kind="compile",
+        make=f"{OTHER}CompiledParts",
+        options={**STEP, "mode": "default"},
+        parity=1e-3,  # compiled kernels round otherwise
+    ),
+    Declared(
+        "reduce_overhead",
+        "the same with torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+        kind="compile",
+        make=f"{OTHER}CompiledParts",
+        options={**STEP, "mode": "reduce-overhead"},
+        graphs=None,
+        replays=None,
+        parity=1e-3,  # compiled kernels round otherwise
     ),
     Declared(
         "eager_padded",

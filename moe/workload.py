@@ -1,5 +1,6 @@
 """The mixture of experts as it can run on this device, and what a run is told of it."""
 
+import os
 from dataclasses import replace
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from common.machine import host_state
 from common.training import flops
 from common.training.memory_fit import fewer_layers, require_host
+from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Workload
 from moe import config as moe_config
 from moe.checkpoint import open_checkpoint
@@ -20,8 +22,6 @@ KNOWN = {(2048, 128): ("Qwen3-30B-A3B", 48), (2880, 32): ("GPT-OSS-20B", 24), (2
 
 def workload(args, device: torch.device, rank: int, world_size: int, eager_step):
     """(arguments as they can run on `device`, Workload), for `common.script.main`."""
-    if world_size > 1:
-        raise ValueError("moe runs on one rank: its expert-parallel share is --share-ep")
     args, notes = resolve(args, device)
     config = args.config
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -41,6 +41,11 @@ def workload(args, device: torch.device, rank: int, world_size: int, eager_step)
     )
 
 
+def require_ranks(args) -> None:
+    """ValueError in one line where torchrun's ranks are not those of --ep, before any of them waits for the others."""
+    args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+
+
 def resolve(args, device: torch.device):
     """(Arguments with as many layers as fit, notes). ValueError where they cannot run: nothing is on the GPU then."""
     config, run, notes = args.config, args.run, []
@@ -49,7 +54,8 @@ def resolve(args, device: torch.device):
     if device.type == "cpu":
         require_host(config, PRESETS, moe_config.needed_bytes, host_state.available_host_bytes())
     else:
-        budget = (torch.cuda.mem_get_info(device)[0] - CONTEXT_BYTES) // GIB
+        # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
+        budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB
         fitted = moe_config.fit(config, budget * GIB)
         if fitted.layers < config.layers:
             run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
@@ -59,9 +65,21 @@ def resolve(args, device: torch.device):
         notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
     if not config.update:
         notes.append("forward and backward alone: no clipping, no Adam")
-    moments = f", masters fp32, moments {config.moments}" if config.update else ""
-    notes.append(f"formats: weights bf16, main_grad bf16{moments}")
+    notes.append(f"formats: weights bf16, main_grad bf16{_optimizer_formats(config)}")
+    if config.lora_rank:
+        notes.append(
+            f"LoRA: adapters of rank {config.lora_rank} on attention's projections, "
+            f"{moe_config.trained_parameters(config):,} parameters; all else is frozen"
+        )
     return replace(args, config=config, run=run), notes
+
+
+def _optimizer_formats(config):
+    if not config.update:
+        return ""
+    if config.masters == "none":
+        return ", no masters (stochastic rounding), moments fp8 (E4M3)"
+    return f", masters fp32, moments {config.moments}"
 
 
 def card(config: Config) -> list[str]:
@@ -70,6 +88,7 @@ def card(config: Config) -> list[str]:
     name, layers = KNOWN.get((c.hidden, c.experts), ("toy widths", c.layers))
     slice_of = f"{c.layers} of {layers} layers of " if c.layers != layers else ""
     share = f", a GPU's share at TP{c.share_tp} EP{c.share_ep}" if c.share_tp * c.share_ep > 1 else ""
+    share += f", {c.rank_experts} of the experts on each of {c.ep} ranks" if c.ep > 1 else ""
     packed = f", up to {c.documents} documents packed into a sequence" if c.documents else ""
     return [
         f"{c.layers} layers, hidden {c.hidden}, heads {c.local_heads} ({c.local_kv_heads} groups), {c.local_experts} "

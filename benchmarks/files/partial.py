@@ -177,7 +177,7 @@ def _variant(name, declared, facts) -> Variant:
     profiles = _of(facts, "profile", variant=name)
     parity, capture = _first(facts, "parity", variant=name), _first(facts, "capture", variant=name)
     # Measured where the variant was captured by itself, before any memory is shared.
-    capture = capture | {key: parity[key] for key in ("bytes_added", "pool_bytes") if key in parity}
+    capture = capture | {key: parity[key] for key in ("bytes_added", "pool_bytes", "memory") if key in parity}
     orders = {each["cycle"]: each["order"] for each in _of(facts, "cycle")}
     own = [each for each in _of(facts, "block", variant=name) if _is_of_cycle(each, orders)]
     blocks = {(each["cycle"], each["place"]): each for each in own}

@@ -59,6 +59,7 @@ Index = Annotated[int, lambda number: 0 <= number < 100_000, "a small number"]
 Count = Annotated[int, lambda number: 1 <= number < 10**9, "a number from 1 up"]
 Flops = Annotated[float, lambda number: 0 <= number < 1e24, "a number from 0 up"]
 Capture = Annotated[dict, _has_numbers(graphs=0, made_s=0, bytes_added=-1e15), "an object of numbers"]
+Reruns = Annotated[dict, _has_numbers(steps=1, reruns=0, rerun_ms=0), "an object of numbers"]
 Profile = Annotated[dict, _has_numbers(busy_ms=1e-9, kernels=0, graph_share=0), "an object of numbers"]
 
 
@@ -69,6 +70,8 @@ class Block:
     Attributes:
         ms: mean over classes of batch of the median step of each class. Tables take `step_ms`.
         cpu_ms: processor time of the process in a step; older runs lack it.
+        reruns: of a variant that runs some steps again, its "steps", the "reruns" among them, and their mean
+            "rerun_ms".
     """
 
     cycle: Index
@@ -98,6 +101,7 @@ class Block:
     moved: list[float | None]
     classes: list[float]
     cpu_ms: float | None = None
+    reruns: Reruns | None = None
 
     @property
     def step_ms(self) -> float:

@@ -71,7 +71,7 @@ def _build_report(run, name, build):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(run, build, busy)
     rate = rates(run, build) if run.model == OWN_STEP else ""
-    lines += [text for text in (_faults(build), _meaning(run, build), rate) if text]
+    lines += [text for text in (_faults(build), _reruns(build), _meaning(run, build), rate) if text]
     return "\n".join(lines)
 
 
@@ -111,6 +111,19 @@ def _faults(build):
             alike.setdefault((own.status, own.reason), []).append(name)
     lines = (f"{status}: {', '.join(names)} ({reason})" for (status, reason), names in alike.items())
     return "\n".join(map(printable, lines))
+
+
+def _reruns(build):
+    """A line for each variant that may run steps again."""
+    lines = []
+    for name, own in build.variants.items():
+        counted = [block.reruns for block in own.blocks if block.reruns and own.status == "pass"]
+        steps, reruns = (sum(each.get(key) or 0 for each in counted) for key in ("steps", "reruns"))
+        if steps:
+            total_ms = sum((each.get("rerun_ms") or 0.0) * (each.get("reruns") or 0) for each in counted)
+            cost = f", which took {milliseconds(total_ms / reruns)} ms each" if reruns else ""
+            lines.append(f"{name}: {reruns} of {steps:,} timed steps ran again without fixed buffers{cost}.")
+    return "\n".join(lines)
 
 
 def _meaning(run, build):

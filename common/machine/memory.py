@@ -1,6 +1,8 @@
-"""Memory of the GPU: what is free, and what an out-of-memory error said."""
+"""Memory of the GPU: what is free, what a piece of code takes, and what an out-of-memory error said."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import torch
 
@@ -26,6 +28,29 @@ def explain_oom(error: Exception, device: torch.device) -> str:
     left = free_bytes(device)
     tail = f", {left / 2**30:.2f} GiB free" if left is not None else ""
     return f"out of memory: {(str(error) or type(error).__name__).splitlines()[0][:200]}{tail}"
+
+
+@contextlib.contextmanager
+def noted(facts: dict[str, dict[str, int]]) -> Iterator[None]:
+    """Put bytes of torch's allocator into `facts`, on a GPU.
+
+    Args:
+        facts: gets "before", "peak" and "after", each with "allocated" and "reserved" bytes. Of several blocks noted in
+            one place: before the first, the largest peak, after the last.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.reset_peak_memory_stats()
+    facts.setdefault("before", {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()})
+    yield
+    facts["after"] = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+    peak, before = facts.setdefault("peak", {}), facts["before"]
+    for name, now in (
+        ("allocated", torch.cuda.max_memory_allocated()),
+        ("reserved", torch.cuda.max_memory_reserved()),
+    ):
+        peak[name] = max(peak.get(name, before[name]), now)
 
 
 def gib(num_bytes: float | None) -> str:

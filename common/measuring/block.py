@@ -18,6 +18,7 @@ import torch
 
 from common.measuring import marks
 from common.training.parallel.host_messages import barrier, of_all_ranks
+from common.variant import Reruns
 
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
@@ -114,7 +115,10 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
             if number == 0:
                 # A reset may have dropped gradients, which this step has made again.
                 held = held_bytes(device)
+        if isinstance(variant, Reruns):
+            variant.counted()
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
+        reruns = variant.counted() if isinstance(variant, Reruns) else None
         issue_ms = [ms for _ in range(steps.drained) if (ms := _issue_ms(variant, next(index), device)) is not None]
         synchronize(device)
         after = watched.values()
@@ -134,6 +138,7 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
         "growth_bytes": None if held is None or now_held is None else now_held - held,
         "expected_replays": sum(variant.replays_of(each) for each in timed),
         "moved": watched.moved(before, after),
+        "reruns": reruns,
     }
     return facts | _afterwards(state, watched, after, steps.total, device)
 

@@ -294,6 +294,7 @@ class Worker:
             "capture_s": round(own.capture_s, 3),
             "bytes_added": None if None in (now, reserved) else now - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
+            "memory": own.memory,
             "threads_added": block.num_threads() - threads,
         }
 

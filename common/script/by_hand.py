@@ -65,7 +65,7 @@ def _blank(workload, args, device, world_size):
     unknown = (
         "strategy warmup_s compile_s capture_s graphs replays expected_replays ms seconds items_per_s batch_classes"
     )
-    unknown += " eval_loss num_tensors reserved_bytes graph_pool_bytes"
+    unknown += " eval_loss num_tensors memory reserved_bytes graph_pool_bytes"
     return {
         "status": "failed",
         "message": "",
@@ -195,7 +195,7 @@ class Training:
         self.ranks.note_steps_of(self.variant)
         capture = self.variant.capture
         seconds = {name: round(getattr(capture, name), 4) for name in ("warmup_s", "compile_s", "capture_s")}
-        self.result.update(strategy=capture.strategy, **seconds)
+        self.result.update(strategy=capture.strategy, memory=capture.memory, **seconds)
 
     def _steps(self):
         """Make the steps that the flags ask for. Returns why they are not what was promised, or ""."""

@@ -81,29 +81,28 @@ def _in_two_kernels(experts, counts, capacity):
         expert_of_row = _experts_of_slots(num_rows, capacity, device)
     else:
         token_of_row, choice_of_row, expert_of_row = (experts.new_empty(num_choices) for _ in range(3))
-    count, place = _launches(num_choices, experts.shape[1], num_experts, num_blocks, capacity)
-    count((num_blocks, 1, 1), (experts, partial))
+    count, place = _launches(experts.shape[1], num_experts, capacity)
+    count((num_blocks, 1, 1), (experts, partial), (num_choices,))
     rows = (row_of_choice, token_of_row, choice_of_row, expert_of_row, offsets)
-    place((num_blocks, 1, 1), (experts, counts, partial, *rows))
+    place((num_blocks, 1, 1), (experts, counts, partial, *rows), (num_choices, num_blocks))
     return Plan(*rows[:4], None if capacity else offsets)
 
 
 @functools.cache
-def _launches(num_choices, top_k, num_experts, num_blocks, capacity):
-    block_experts = triton.next_power_of_2(num_experts)
-    sizes = (num_choices, num_experts)
+def _launches(top_k, num_experts, capacity):
+    """Of ranks, steps differ in the rows that a rank receives: the number of choices is no constant of the kernels."""
+    block_experts = max(2, triton.next_power_of_2(num_experts))
     return (
-        Launch(_count, *sizes, BLOCK, block_experts, num_warps=4),
-        Launch(_place, *sizes, top_k, num_blocks, capacity, BLOCK, block_experts, STEP, num_warps=8),
+        Launch(_count, num_experts, BLOCK, block_experts, num_warps=4),
+        Launch(_place, num_experts, top_k, capacity, BLOCK, block_experts, STEP, num_warps=8),
     )
 
 
 if triton:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_choices"])
     def _count(
-        experts, partial, num_choices: tl.constexpr, num_experts: tl.constexpr, block: tl.constexpr,
-        block_experts: tl.constexpr,
+        experts, partial, num_choices, num_experts: tl.constexpr, block: tl.constexpr, block_experts: tl.constexpr,
     ):  # fmt: skip
         """partial [blocks, experts]: choices of each expert in each block."""
         choice = tl.program_id(0) * block + tl.arange(0, block)
@@ -112,11 +111,11 @@ if triton:
         counts = tl.sum((own[:, None] == expert[None, :]).to(tl.int32), axis=0)
         tl.store(partial + tl.program_id(0) * num_experts + expert, counts, mask=expert < num_experts)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_choices", "num_blocks"])
     def _place(
         experts, counts, partial, row_of_choice, token_of_row, choice_of_row, expert_of_row, offsets,
-        num_choices: tl.constexpr, num_experts: tl.constexpr, top_k: tl.constexpr, num_blocks: tl.constexpr,
-        capacity: tl.constexpr, block: tl.constexpr, block_experts: tl.constexpr, step: tl.constexpr,
+        num_choices, num_blocks, num_experts: tl.constexpr, top_k: tl.constexpr, capacity: tl.constexpr,
+        block: tl.constexpr, block_experts: tl.constexpr, step: tl.constexpr,
     ):  # fmt: skip
         """The row of each choice: rows of earlier experts, and the same expert's of earlier blocks and choices."""
         number, expert = tl.program_id(0), tl.arange(0, block_experts)

@@ -53,7 +53,7 @@ class _Combine(torch.autograd.Function):
 def gather_rows(y, index):
     """y[index] with zeros where index [rows] is -1."""
     if not in_triton(y):
-        return y.index_select(0, index.clamp(min=0)) * (index >= 0)[:, None]
+        return y.index_select(0, index.clamp(min=0)).masked_fill((index < 0)[:, None], 0)
     out = torch.empty(index.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
     _gather_launch(y.shape[1], y.dtype)((index.shape[0], 1, 1), (y, index, out))
     return out
@@ -63,7 +63,7 @@ def sum_rows(z, index, residual):
     """residual + the sum of z[index[t, k]] over k, in FP32; index [t, k], residual [t, hidden] or None."""
     if not in_triton(z):
         picked = z.index_select(0, index.flatten().clamp(min=0)).view(*index.shape, -1)
-        total = (picked.float() * (index >= 0)[..., None]).sum(1)
+        total = picked.float().masked_fill((index < 0)[..., None], 0).sum(1)
         return (total if residual is None else total + residual.float()).to(z.dtype)
     out = torch.empty(index.shape[0], z.shape[1], dtype=z.dtype, device=z.device)
     launch = _sum_launch(z.shape[1], index.shape[1], residual is not None, z.dtype)
@@ -72,8 +72,8 @@ def sum_rows(z, index, residual):
 
 
 def in_triton(tensor) -> bool:
-    """Return whether kernels run: on a GPU, and in tests under Triton's interpreter."""
-    return tensor.is_cuda or interpreted()
+    """Return whether kernels run: on a GPU, and in tests under Triton's interpreter. torch.compile makes its own."""
+    return not torch.compiler.is_compiling() and (tensor.is_cuda or interpreted())
 
 
 @functools.cache

@@ -65,10 +65,23 @@ def test_blocks_of_a_build(sound):
     assert {(b.cycle, b.busy_processes) for b in blocks} == {(cycle, cycle % 2) for cycle in range(4)}
 
 
+def test_steps_that_ran_again_are_counted_in_the_timed_part_of_each_block(sound):
+    done, out = sound
+    variants = only_variants(out)
+    assert all(block.reruns is None for block in variants["graph_step"].blocks)
+    blocks = variants["graph_halves"].blocks
+    assert [block.reruns for block in blocks] == [
+        {"steps": block.steps, "reruns": block.steps, "rerun_ms": 2.0} for block in blocks
+    ]
+    steps = sum(block.steps for block in blocks)
+    line = f"graph_halves: {steps} of {steps:,} timed steps ran again without fixed buffers, which took 2.00 ms each."
+    assert line in done.stdout.splitlines()
+
+
 def test_the_printed_table(sound):
     done, _ = sound
     assert "quiet cycles:" in done.stdout and "beside 1 busy processes:" in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("graph_")]
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("graph_") and ":" not in line]
     assert len(rows) == 2 * 4
     for row in rows:
         assert float(row[1]) / float(row[2]) == pytest.approx(float(row[3].rstrip("x")), rel=0.02)

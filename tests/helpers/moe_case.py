@@ -10,9 +10,9 @@ from moe.state import State
 CPU = torch.device("cpu")
 
 
-def make(preset="tiny", dtype=torch.bfloat16, **changes) -> State:
+def make(preset="tiny", dtype=torch.bfloat16, device=CPU, **changes) -> State:
     """The state of a preset with some fields changed."""
-    return State(replace(PRESETS[preset], **changes), CPU, dtype)
+    return State(replace(PRESETS[preset], **changes), device, dtype)
 
 
 def logits(state: State, microbatch: int = 0) -> torch.Tensor:

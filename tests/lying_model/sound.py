@@ -85,6 +85,11 @@ class Halves(Graphed):
     def replays_of(self, index):
         return 2
 
+    def counted(self):
+        """As if every step had run again, for 2 ms."""
+        steps, self.steps = self.steps, 0
+        return {"steps": steps, "reruns": steps, "rerun_ms": 2.0 if steps else None}
+
 
 class Entered(Graphed):
     """Its capture needs a flag of the state, which eager must not see."""

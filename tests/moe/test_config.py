@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from moe.config import PRESETS, Config, fit, flops_per_step, needed_bytes, num_parameters
+from moe.config import (
+    ABOUT,
+    PRESETS,
+    Config,
+    fit,
+    flops_per_step,
+    needed_bytes,
+    num_parameters,
+    trained_parameters,
+)
 from tests.helpers.moe_case import make
 
 WHOLE_QWEN3 = replace(PRESETS["bench"], layers=48)
@@ -44,11 +53,35 @@ def test_as_many_layers_are_built_as_fit():
     assert fit(PRESETS["gpt_oss_fwd_bwd"], 139 * 2**30).layers == 24
 
 
+def test_all_of_gpt_oss_20b_is_trained_on_one_h200():
+    """Of 139 GiB less 2 for the context. 20.9 G parameters take 6 bytes, 24 layers of 4,096 tokens keep 11.9 GB."""
+    config, budget = PRESETS["gpt_oss_whole"], 137 * 2**30
+    assert fit(config, budget).layers == 24
+    assert fit(PRESETS["gpt_oss_sft"], budget).layers == 24
+    # Neither bf16 moments nor a pool for each would fit, and 80 GB would not do.
+    assert fit(replace(config, masters="fp32", moments="bf16"), budget).layers == 12
+    assert fit(replace(config, share_memory=False), budget).layers == 18
+    assert fit(config, 77 * 2**30).layers == 12
+
+
+def test_frozen_matrices_count_twice_and_adapters_thrice():
+    lora, whole = PRESETS["tiny_lora"], replace(PRESETS["tiny_lora"], lora_rank=0)
+    attention = whole.hidden * 2 * (whole.heads + whole.kv_heads) * whole.head_dim
+    matrices = whole.layers * (attention + whole.top_k * 3 * whole.hidden * whole.ffn) + whole.vocab * whole.hidden
+    tokens = whole.tokens * whole.microbatches
+    saved = 2 * tokens * matrices - 6 * tokens * trained_parameters(lora)
+    assert flops_per_step(whole) - flops_per_step(lora) == saved
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
         ({"capacity_factor": 0.9}, "--capacity-factor 0.9: takes a finite number from 1 up"),
         ({"share_ep": 3}, "--experts 8: takes a multiple of --share-ep 3"),
+        ({"rank_capacity_factor": 0.5}, "--rank-capacity-factor 0.5: takes a finite number from 1 up"),
+        ({"ep": 3}, "--experts 8: takes a multiple of --ep 3"),
+        ({"ep": 2, "share_ep": 2}, "--ep 2 has ranks, --share-ep 2 stands for them"),
+        ({"checkpoint": "somewhere", "ep": 2}, "--checkpoint takes a whole model"),
         ({"window": 65}, "--window 65: takes at most --sequence 64"),
         ({"documents": 65}, "--documents 65: takes at most --sequence 64"),
         ({"top_k": 9}, "--top-k 9: a token can choose among 8 experts"),
@@ -57,12 +90,33 @@ def test_as_many_layers_are_built_as_fit():
         ({"head_dim": 15}, "--head-dim 15: takes an even number"),
         ({"checkpoint": "somewhere", "share_tp": 2}, "--checkpoint takes a whole model"),
         ({"lr": float("nan")}, "--lr nan"),
+        ({"masters": "none"}, "--masters none --moments bf16: fp8 moments go with --masters none"),
+        ({"moments": "fp8"}, "--masters fp32 --moments fp8"),
+        ({"lora_rank": 65}, "--lora-rank 65: takes at most the width of a projection"),
+        ({"lora_rank": -1}, "--lora-rank -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(changes, words):
     with pytest.raises(ValueError) as error:
         replace(PRESETS["tiny"], **changes)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ranks_are_those_of_the_launcher():
+    PRESETS["tiny"].require_ranks(1)
+    with pytest.raises(ValueError, match="--ep 1 needs as many ranks, this run has 2: .* torchrun --nproc-per-node"):
+        PRESETS["tiny"].require_ranks(2)
+    assert ABOUT["presets_need"]("bench", replace(PRESETS["bench"], ep=4))["world_size"] == {
+        "multiple_of": 4,
+        "at_most": 4,
+    }
+
+
+def test_each_rank_has_its_part_of_the_experts():
+    config = replace(PRESETS["tiny_gpt_oss"], ep=4)
+    assert (config.local_experts, config.rank_experts) == (8, 2)
+    assert config.rank_capacity == 48  # 64 tokens x 2 choices x 1.5 / 4 ranks
+    assert num_parameters(config) == sum(parameter.numel() for _, _, parameter in make("tiny_gpt_oss", ep=4).parts)
 
 
 def test_a_share_has_its_part_of_everything():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe.kernels import activation, cross_entropy, heads, order, routing, rows, sinks, weight_gradient
+from moe.kernels import activation, cross_entropy, heads, labels, order, routing, rows, sinks, weight_gradient
 from moe.kernels.order import Plan
 from tests.helpers.triton_interpreter import DEVICE, on_device, run_interpreted
 
@@ -15,7 +15,7 @@ def plain(monkeypatch):
     """plain(): from here on functions are plain torch."""
 
     def switch():
-        for module in (activation, cross_entropy, heads, order, routing, rows, sinks, weight_gradient):
+        for module in (activation, cross_entropy, heads, labels, order, routing, rows, sinks, weight_gradient):
             monkeypatch.setattr(module, "in_triton", lambda tensor: False)
 
     return switch
@@ -103,6 +103,30 @@ def test_rows_are_sorted_by_expert(plain, capacity):
         assert (own is None and theirs is None) or torch.equal(own, theirs), name
     rows_with_tokens = int((ours.choice_of_row >= 0).sum())
     assert rows_with_tokens == int(counts.clamp(max=capacity).sum() if capacity else counts.sum())
+
+
+@on_device
+@pytest.mark.parametrize("capacity", [0, 101])
+def test_labels_of_rows_for_ranks(plain, capacity):
+    """Several blocks of rows of two ranks with three experts each; with a capacity some are padding, some left out."""
+    experts = torch.randint(9, (101, 2), generator=torch.Generator().manual_seed(3))
+    # Two thirds of the rows are the first rank's.
+    experts = torch.where(experts < 6, experts % 3, experts - 3).to(torch.int32).to(DEVICE)
+    weights, of_rank = numbers(101, 2), experts // 3
+    by_rank = order.order_rows(of_rank, torch.bincount(of_rank.flatten()).to(torch.int32), capacity)
+    grad = numbers(len(by_rank.choice_of_row), 1, seed=1)
+
+    def made():
+        written = labels.write(weights, experts, by_rank.choice_of_row, 3)
+        return (written, *labels.read(written, 4), labels.gradient_of_weights(grad, by_rank.row_of_choice))
+
+    ours = made()
+    plain()
+    for own, expected in zip(ours, made(), strict=True):
+        assert torch.equal(own, expected)
+    num_padding = int((by_rank.choice_of_row < 0).sum())
+    assert ours[3].tolist()[3] == num_padding and (num_padding == 0) == (capacity == 0)
+    assert ours[3].sum() == len(grad)
 
 
 @on_device

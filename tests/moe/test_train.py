@@ -139,17 +139,6 @@ def test_a_state_that_is_gone_holds_no_memory():
 # Packed sequences
 
 
-@pytest.mark.parametrize("name", ["graph_attn", "graph_step"])
-def test_changing_packings_are_replayed_without_another_capture(name):
-    """Sixteen packings, one after the other."""
-    changes = {"batches": 8, "layers": 1, "documents": 8}
-    state, by_eager = make("tiny_packed", **changes), make("tiny_packed", **changes)
-    packings = {tuple(row.tolist()) for batch in state.batches for row in batch["bounds"]}
-    assert len(packings) == 16
-    expected = follow_variant(by_eager, "eager", 8)
-    assert difference(follow_variant(state, name, 8), expected, state) == ""
-
-
 @pytest.mark.parametrize("microbatch", [1, 2])
 def test_documents_of_a_packed_sequence_do_not_see_one_another(microbatch):
     state = make("tiny_packed", dtype=torch.float32, microbatch=microbatch)

@@ -1,1 +1,1 @@
-"""Adam in four forms: on FP32 masters, fused, on mixed formats, and split over ranks."""
+"""Adam: on FP32 masters, fused, on mixed formats, split over ranks, and in few bytes without masters."""

@@ -39,10 +39,14 @@ class Masters:
         # Of a loss without a scale, no step of which is skipped.
         self._scale = torch.ones((), device=device)
         if device.type == "cuda":
-            from common.training.optimizers.fused_adam import FusedUpdate
+            self._fused = self._make_kernels()
 
-            states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
-            self._fused = FusedUpdate(states, hyperparameters, self.grads)
+    def _make_kernels(self):
+        # Triton is imported where there is a GPU.
+        from common.training.optimizers.fused_adam import FusedUpdate
+
+        states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
+        return FusedUpdate(states, self.hyperparameters, self.grads)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -34,6 +34,7 @@ class Tiles(NamedTuple):
 # 8, the width of its 16-bit store, all else would go through shared memory. Measured against others on an H200.
 TILES = {2: Tiles(8192, 1024, 4, 1024, 4), 4: Tiles(8192, 2048, 4, 2048, 16)}
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+TRITON_DTYPES |= {torch.uint8: tl.uint8}
 # Graphs that a FusedUpdate can be captured in, with gradients that each step brings.
 MAX_GRAPHS = 16
 
@@ -159,12 +160,13 @@ class FusedUpdate:
     """
 
     def __init__(self, states, hyperparameters: Hyperparameters, grads=()):
-        params, masters, exp_avg, _ = states
+        params, masters, exp_avg, *_ = states
         betas = hyperparameters.betas
         device, first_grad = params[0].device, (grads or params)[0]
         assert all(tensor.data_ptr() % 16 == 0 for tensors in states for tensor in tensors)
         self.table = torch.tensor([[t.data_ptr() for t in tensors] for tensors in states], device=device)
         tiles = TILES[first_grad.element_size()]
+        self.chunk = tiles.chunk
         chunks = [(i, start) for i, param in enumerate(params) for start in range(0, param.numel(), tiles.chunk)]
         self.grid = (len(chunks), 1, 1)
         # For each chunk its tensor and its first element; for each tensor its size.

@@ -144,6 +144,23 @@ def _fill(target, source, group, collective):
         collective(target, source, group=process_group)
 
 
+@_operator(
+    "all_to_all_(Tensor(a!) received, Tensor sent, int[] received_rows=[], int[] sent_rows=[], str group='') -> ()"
+)
+def all_to_all_(received, sent, received_rows=(), sent_rows=(), group="") -> None:
+    """Send each rank of `group` its rows of `sent`, and fill `received` with those that the ranks send to this one.
+
+    Rows lie in the order of the ranks; both tensors are contiguous. sent_rows[i]: rows for rank i, received_rows[i]:
+    rows from it, as the host knows them. Empty: all ranks send each other as many rows, which a graph can hold.
+    """
+    process_group = _resolve(group)
+    if process_group is None:
+        received.copy_(sent)
+        return
+    sizes = (list(received_rows) or None, list(sent_rows) or None)
+    dist.all_to_all_single(received, sent, sizes[0], sizes[1], group=process_group)
+
+
 @_operator("exchange_(Tensor[] sent, int[] destinations, Tensor(a!)[] received, int[] sources, str group) -> ()")
 def _exchange(sent, destinations, received, sources, group):
     process_group = _resolve(group)

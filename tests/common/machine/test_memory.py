@@ -42,3 +42,51 @@ def test_a_batch_that_needs_more_than_is_free_is_refused(monkeypatch):
     memory.require_batch(2, 1001, CPU)
     with pytest.raises(torch.OutOfMemoryError, match="--batch 2 needs 1,001 bytes, 1,000 are free: lower --batch"):
         memory.require_batch(2, 1001, CUDA)
+
+
+def test_bytes_around_two_blocks_are_before_the_first_and_after_the_last(monkeypatch):
+    now = {"allocated": 1, "reserved": 2}
+    peak = dict(now)
+
+    def take(allocated, reserved):
+        now.update(allocated=allocated, reserved=reserved)
+        peak.update({name: max(peak[name], now[name]) for name in now})
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now))
+    for name in now:
+        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda name=name: now[name])
+        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda name=name: peak[name])
+    facts = {}
+    take(100, 100)  # a peak of before
+    take(1, 2)
+    with memory.noted(facts):
+        take(7, 9)
+        take(3, 4)
+    with memory.noted(facts):
+        take(6, 8)
+        take(5, 6)
+    assert facts == {
+        "before": {"allocated": 1, "reserved": 2},
+        "peak": {"allocated": 7, "reserved": 9},
+        "after": {"allocated": 5, "reserved": 6},
+    }
+
+
+def test_without_a_gpu_no_bytes_are_noted():
+    facts = {}
+    if not torch.cuda.is_available():
+        with memory.noted(facts):
+            torch.empty(8)
+        assert facts == {}
+
+
+@pytest.mark.gpu
+def test_torchs_allocator_is_noted_on_a_gpu():
+    facts = {}
+    with memory.noted(facts):
+        kept = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+    size = facts["after"]["allocated"] - facts["before"]["allocated"]
+    assert size == kept.nbytes and facts["peak"]["allocated"] - facts["before"]["allocated"] == 192 << 20
+    assert facts["peak"]["reserved"] >= facts["peak"]["allocated"]

@@ -36,18 +36,19 @@ def no_launcher(monkeypatch):
 
 
 def test_one_process_needs_no_group_and_still_shows_the_operators(no_launcher):
-    bucket, source = torch.arange(4.0), torch.arange(6.0).view(3, 2)
+    bucket, source, arrived = torch.arange(4.0), torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
     with Recorder() as recorder:
         collectives.all_reduce_mean_(bucket)
         collectives.reduce_scatter_mean_(bucket)
         collectives.all_gather_(bucket)
+        collectives.all_to_all_(arrived, source)
         collectives.exchange_()
     assert recorder.calls[0][1][0][0] is bucket and bucket.tolist() == [0, 1, 2, 3]
-    names = ("all_reduce_mean_", "reduce_scatter_mean_", "all_gather_")
+    names = ("all_reduce_mean_", "reduce_scatter_mean_", "all_gather_", "all_to_all_")
     assert recorder.named("") == [f"graphs.{name}.default" for name in names]
-    for collective in (collectives.reduce_scatter_sum_, collectives.all_gather_into_):
+    for collective in (collectives.reduce_scatter_sum_, collectives.all_gather_into_, collectives.all_to_all_):
         target = torch.zeros(3, 2)
-        collective(target, source, collectives.ALONE)
+        collective(target, source, group=collectives.ALONE)
         assert torch.equal(target, source)
     x = torch.ones(3, requires_grad=True)
     assert regions.gather_from_sequence(x) is regions.reduce_scatter_to_sequence(x) is x
@@ -64,6 +65,7 @@ def test_schemas_say_what_is_written():
         "reduce_scatter_sum_": "own",
         "all_gather_": "flat",
         "all_gather_into_": "whole",
+        "all_to_all_": "received",
         "exchange_": "received",
     }
     for name, expected in written.items():
@@ -134,7 +136,12 @@ def worker():
     rank = collectives.group_rank()
     importlib.import_module("torch._dynamo")  # as an optimizer does
     result = {"reduced": reduced(rank), "rows": rows(rank), "regions": region_gradients(rank)}
-    result |= {"exchanged": exchanged(rank), "replayed": replayed(rank), "scattered": scattered(rank)}
+    result |= {
+        "all to all": all_to_all(rank),
+        "exchanged": exchanged(rank),
+        "replayed": replayed(rank),
+        "scattered": scattered(rank),
+    }
     try:
         regions.reduce_scatter_to_sequence(torch.zeros(3, 6))
     except ValueError as error:
@@ -175,6 +182,15 @@ def exchanged(rank):
     else:
         collectives.exchange_(received=[own], sources=[0])
     return [*found, own.tolist(), recorder.named("graphs"), recorder.named("c10d")]
+
+
+def all_to_all(rank):
+    """Equal parts, and rank r's r + 1 rows for each rank."""
+    equal, own = torch.zeros(2, 1), torch.tensor([[10.0], [11.0]]) + 10 * rank
+    collectives.all_to_all_(equal, own)
+    uneven, own = torch.zeros(3, 2), torch.arange(4.0 * (rank + 1)).view(-1, 2) + 10 * rank
+    collectives.all_to_all_(uneven, own, [1, 2], [rank + 1] * 2)
+    return [tensor.tolist() for tensor in (equal, uneven)]
 
 
 def rows(rank):
@@ -262,6 +278,11 @@ def test_rows_and_parts(two_ranks):
     gathered = [0.0, 1.5, 3.0, 14.5, 16.0, 17.5]
     assert two_ranks[0]["scattered"] == [[0.0, 1.5, 3.0], gathered] * 3
     assert two_ranks[1]["scattered"] == [[4.5, 6.0, 7.5], gathered] * 3
+
+
+def test_all_to_all(two_ranks):
+    assert two_ranks[0]["all to all"] == [[[10.0], [20.0]], [[0.0, 1.0], [10.0, 11.0], [12.0, 13.0]]]
+    assert two_ranks[1]["all to all"] == [[[11.0], [21.0]], [[2.0, 3.0], [14.0, 15.0], [16.0, 17.0]]]
 
 
 def test_exchange(two_ranks):

@@ -1,0 +1,133 @@
+"""moe on two gloo ranks: against one process; graphs and static buffers against eager, bit for bit; reruns."""
+
+import pytest
+import torch
+
+from common.variant import Unsupported
+from common.variant_table import construct
+from moe import train
+from moe.state import OF_EXPERTS
+from moe.variants import VARIANTS
+from tests.helpers import gloo_ranks
+from tests.helpers.followed import difference, follow
+from tests.helpers.made import made
+from tests.helpers.moe_case import make
+from tests.helpers.once import once
+
+STEPS = 3
+PRESETS = ("tiny", "tiny_gpt_oss", "tiny_lora")
+# Rows of a rank over those of a balanced router: all rows of two ranks, and so few that some are left out.
+WHOLE, TIGHT = 2.0, 1.0
+GRAPHED = {
+    "tiny": ("graph_attn", "graph_attn_router_preprocess"),
+    "tiny_gpt_oss": ("graph_attn_router", "graph_static"),
+}
+REFUSED = ("graph_layer", "graph_fwd_bwd", "graph_step", "eager_padded", "graph_moe_padded")
+
+
+def worker():
+    """All that one rank is asked."""
+    return {
+        "trained": {preset: trained(preset, ep=2, microbatches=1) for preset in PRESETS},
+        "low_byte": trained("tiny", torch.bfloat16, ep=2, layers=1, masters="none", moments="fp8"),
+        "graphed": {preset: differences(preset, GRAPHED[preset], WHOLE, microbatches=1)[0] for preset in GRAPHED},
+        "tight": differences("tiny", ("eager_static", "graph_static"), TIGHT),
+        "refused": refused(),
+        "one_sided": one_sided(),
+    }
+
+
+def trained(preset, dtype=torch.float32, **changes):
+    """Losses and norms of the same global batches, two microbatches of a process, one of each rank; dense weights."""
+    state = make(preset, dtype, **changes)
+    losses, norms, _ = follow(state, made(VARIANTS, "eager", state).step, STEPS)
+    dense = [float(each.detach().double().sum()) for name, _, each in state.parts if name not in OF_EXPERTS]
+    return [losses, norms, state.evaluate(), dense]
+
+
+def differences(preset, names, factor, **changes):
+    """(By variant, where it parts from eager on this rank; by variant, the reruns of its steps.)"""
+    state = make(preset, ep=2, layers=1, rank_capacity_factor=factor, **changes)
+    eager = follow(state, made(VARIANTS, "eager", state).step, STEPS)
+    found, told = {}, {}
+    for name in names:
+        variant = made(VARIANTS, name, state)
+        before = variant.capture.num_replays
+        found[name] = difference(follow(state, variant.step, STEPS), eager, state)
+        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
+        told[name] = variant.close()
+    return found, told
+
+
+def refused():
+    state, said = make("tiny", ep=2, layers=1), {}
+    for name in REFUSED:
+        with pytest.raises(Unsupported) as error:
+            construct(VARIANTS[name], state)
+        said[name] = str(error.value)
+    return said
+
+
+def one_sided():
+    """All tokens choose experts of the first rank: the second one receives nothing."""
+    state = make("tiny_gpt_oss", ep=2, layers=1, rank_capacity_factor=WHOLE)
+    state.layers[0].router_bias.data[:4] = 50.0
+    train.forward_and_backward(state)
+    gradients = [parameter.main_grad.clone() for _, _, parameter in state.parts]
+    with state.exchange.static_buffers():
+        train.forward_and_backward(state)
+    alike = all(map(torch.equal, gradients, [parameter.main_grad for _, _, parameter in state.parts]))
+    return [alike, bool(state.layers[0].w1.main_grad.any()), bool(state.layers[0].bias2.main_grad.any())]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    def run(folder):
+        return gloo_ranks.run(__name__, "worker", 2, timeout_s=200)
+
+    return once(tmp_path_factory, "moe-ranks", run)[1]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_ranks_train_as_one_process_does(preset, ranks):
+    """In FP32 only the order of sums is left."""
+    torch.use_deterministic_algorithms(False)
+    losses, norms, held_out, dense = trained(preset, microbatches=2)
+    assert losses[0] != losses[1]
+    for of_rank in ranks:
+        ours = of_rank["trained"][preset]
+        assert ours[0] == pytest.approx(losses, rel=1e-5)
+        assert ours[1] == pytest.approx(norms, rel=1e-4)
+        assert ours[2] == pytest.approx(held_out, rel=1e-5)
+        assert ours[3] == pytest.approx(dense, rel=1e-4, abs=1e-4)
+        # Ranks that part by a bit part for good.
+        assert ours[3] == ranks[0]["trained"][preset][3]
+
+
+def test_weights_that_are_rounded_at_random_stay_alike_on_all_ranks(ranks):
+    """The random bits follow from the step's count and the weight's place, on every rank."""
+    losses, _, _, dense = ranks[0]["low_byte"]
+    assert losses[2] < losses[0]
+    assert ranks[1]["low_byte"][3] == dense
+
+
+def test_scopes_without_the_exchange_and_static_buffers_equal_eager_bit_for_bit(ranks):
+    for of_rank in ranks:
+        assert of_rank["graphed"] == {preset: dict.fromkeys(names, "") for preset, names in GRAPHED.items()}
+
+
+def test_a_pass_that_overflows_runs_again_and_trains_what_eager_does(ranks):
+    found, told = ([of_rank["tight"][index] for of_rank in ranks] for index in (0, 1))
+    assert found == [dict.fromkeys(("eager_static", "graph_static"), "")] * 2
+    for of_variants in told:
+        for each in of_variants.values():
+            assert each["steps"] == STEPS and 1 <= each["reruns"] <= STEPS and each["rerun_ms"] > 0
+
+
+def test_what_needs_one_rank_says_so(ranks):
+    for name, said in ranks[0]["refused"].items():
+        assert said.startswith("--ep 2: ") and "graph_static" in said and "\n" not in said, name
+
+
+def test_a_rank_that_no_token_chooses_waits_for_nobody(ranks):
+    assert [of_rank["one_sided"] for of_rank in ranks] == [[True, True, True], [True, False, True]]
