@@ -54,13 +54,17 @@ def synchronize():
 
 @dataclass(kw_only=True)
 class Capture:
-    """How a variant captured: strategy in words, the pools of its graphs, and wall seconds, filled with `timed`."""
+    """How a variant captured: strategy in words, the pools of its graphs, and wall seconds, filled with `timed`.
+
+    report: what the file of a run holds of it besides, as JSON has it.
+    """
 
     strategy: str
     pools: list = field(default_factory=list)
     warmup_s: float = 0.0
     compile_s: float = 0.0
     capture_s: float = 0.0
+    report: dict = field(default_factory=dict)
 
     @contextlib.contextmanager
     def timed(self, name: str):

@@ -295,6 +295,7 @@ class Worker:
             "bytes_added": None if None in (now, reserved) else now - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "threads_added": block.num_threads() - threads,
+            **({"report": own.report} if own.report else {}),
         }
 
     def _course(self, variant, first, count, every_step, seconds=None):

@@ -68,6 +68,9 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
         assert difference(follow(state, variant.step, NUM_STEPS), eager, state) == ""
         assert variant.capture.num_replays - before == NUM_STEPS * launches == NUM_STEPS * variant.replays_of(0)
         assert {region.name.split()[0] for region in variant.regions.graphs} == directions
+        report = variant.capture.report
+        assert 0.3 < report["coverage"] < 1
+        assert {row["state"] for row in report["regions"]} == {"parameterized"}
         leave(variant)
         assert difference(follow(state, lambda index: eager_step(state, index), NUM_STEPS), eager, state) == ""
         assert variant.capture.num_replays - before == NUM_STEPS * launches

@@ -65,6 +65,17 @@ class Region:
             }
         return row
 
+    def launch(self, inputs: list[torch.Tensor]):
+        """Launch the captured region.
+
+        Args:
+            inputs: those that are not fixed.
+
+        Returns:
+            flat results, and the memory that holds them.
+        """
+        return self.captured.launch(inputs)
+
     @property
     def num_replays(self) -> int:
         """Launches of the captured region."""
@@ -225,7 +236,7 @@ class _Compiled:
             return self._graph(*inputs)
         fixed = set(region.fixed)
         moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
-        results, _ = region.captured.launch(moving)
+        results, _ = region.launch(moving)
         return region.captured.unflatten(results)
 
     def _recapture(self, args):
