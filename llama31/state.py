@@ -309,7 +309,7 @@ class State:
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Masters, or parameters without any, become seeded values or the checkpoint's, one layer at a time, in place."""
+        """Masters, or parameters without any, become seeded values or the checkpoint's, a layer at a time, in place."""
         layer, tensors = None, {}
         without_masters = self.config.zero or self.config.optimizer == "none"
         targets = [part.parameter for _, _, part in self.parts] if without_masters else self.adam.masters
