@@ -200,8 +200,9 @@ class Worker:
         with torch_settings.deterministic_kernels():
             variant, facts = self._make(name)
             try:
+                block.forget_peak(self.device)
                 with self._entered(command["variant"], variant):
-                    return facts | self._course(variant, 0, count, every_step=True, seconds=seconds)
+                    return facts | self._course(variant, 0, count, True, seconds) | block.peak(self.device)
             finally:
                 self._release(variant)
                 del variant
