@@ -231,6 +231,15 @@ def times(step_ms: list[float], classes: list) -> dict:
     }
 
 
+def period_of(batch_class, most: int = 256) -> int | None:
+    """Steps after which the classes of batches come again, or None where they do not within `most` steps."""
+    classes = [batch_class(index) for index in range(2 * most)]
+    for period in range(1, most + 1):
+        if all(classes[index] == classes[index + period] for index in range(most)):
+            return period
+    return None
+
+
 def _afterwards(state, watched, after, num_steps, device):
     """Losses of the block's steps, and whether anything still works or changes after a pause.
 
