@@ -79,6 +79,18 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
         variant.close()
 
 
+def test_a_variant_that_is_made_again_captures_again():
+    state = gpt3_state()
+    for _ in range(2):
+        variant = made(variants_of("gpt3"), "graph_parameterized", state)
+        before = variant.capture.num_replays
+        variant.step(0)
+        assert variant.capture.num_replays - before == 8
+        leave(variant)
+        variant.close()
+        assert not variant.regions.graphs
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_layers_that_leave_the_compiler_are_unsupported(model):
     with pytest.raises(Unsupported, match="--layer torch --precision bf16"):
