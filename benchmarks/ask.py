@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import itertools
 import os
 import re
 from dataclasses import dataclass, field
@@ -98,8 +99,15 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
         host=machine,
     )
     chosen = chosen_variants(args.variants, description)
-    for name, fields in description.get("builds", {"": {}}).items():
-        own = [each for each in chosen if name in _builds_of(each, description)]
+    builds = description.get("builds", {"": {}})
+    # A build that changes nothing of what is asked for is the preset as it is.
+    config = description.get("presets", {}).get(preset, {})
+    merged = {name for name, fields in builds.items() if name and _changes_nothing(fields, flags, config)}
+    for name, fields in builds.items():
+        if name in merged:
+            continue
+        names = {name} if name else {name, *merged}
+        own = [each for each in chosen if names & set(_builds_of(each, description))]
         kinds = {script.kind_of(description, each) for each in own}
         is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
         # Eagers of a build alone say nothing that another build has not said.
@@ -108,6 +116,20 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
     if not asked.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
     return asked
+
+
+def _changes_nothing(fields, flags, config):
+    """Return whether preset and command line have all values of a build."""
+
+    def asked(name):
+        value, flag = config.get(name), flag_of(name)
+        for text, following in itertools.zip_longest(flags, flags[1:]):
+            word, has_value, own = text.partition("=")
+            if word == flag:
+                value = own if has_value else following
+        return str(value)
+
+    return all(asked(name) == str(value) for name, value in fields.items())
 
 
 def _chosen_already(fields, flags):

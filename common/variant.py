@@ -56,7 +56,8 @@ def synchronize():
 class Capture:
     """How a variant captured: strategy in words, the pools of its graphs, and what `timed` fills.
 
-    Wall seconds; memory: "warmup", "compile" or "capture" -> what `common.machine.memory.noted` says, on a GPU.
+    Wall seconds; memory: "warmup", "compile" or "capture" -> what `common.machine.memory.noted` says, on a GPU; report:
+    what the file of a run holds of it besides, as JSON has it.
     """
 
     strategy: str
@@ -65,6 +66,7 @@ class Capture:
     warmup_s: float = 0.0
     compile_s: float = 0.0
     capture_s: float = 0.0
+    report: dict = field(default_factory=dict)
 
     @contextlib.contextmanager
     def timed(self, name: str):

@@ -3,13 +3,15 @@
 import torch
 
 from common.capture.checks import CaptureError
+from common.measuring import coverage
 from common.variant import Capture, warm_up
 
 
 class Parameterized:
     """torch.compile(backend="parameterized") of some functions of the model, called by the eager step.
 
-    The operators are eager's. No region has a pool or a static input.
+    The operators are eager's. No region has a pool or a static input. `capture.report` has a row for each region, and
+    the share of forward and backward that they cover.
 
     Args:
         state: of the run.
@@ -36,15 +38,17 @@ class Parameterized:
         try:
             with self.capture.timed("capture_s"), backend.collecting() as self.regions:
                 warm_up(state, Capture(strategy=""), lambda _, index: self.step(index))
+            if not self.regions.graphs:
+                reasons = sorted({region.reason for region in self.regions.all})
+                raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
             self.capture.pools.append(self.regions)
             before = self.regions.num_replays
             self.step(0)
             self._num_replays = self.regions.num_replays - before
+            counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
+            self.capture.report = {**counted, "regions": [region.row() for region in self.regions.all]}
         finally:
             self.leave()
-        if not self.regions.graphs:
-            reasons = sorted({region.reason for region in self.regions.all})
-            raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
 
     def step(self, index: int):
         """Train on batch `index`.

@@ -10,6 +10,7 @@ from common.training import schedule
 from common.training.data import token_files
 from common.training.optimizers.adam import MasterAdam
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.no_adam import NoAdam
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
@@ -17,7 +18,7 @@ from common.training.precision import fp8
 from common.variant import Unsupported
 from gpt3.config import FP8, Config
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
-from gpt3.pipeline.one_stage import Edges, NoAdam
+from gpt3.pipeline.one_stage import Edges
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}

@@ -243,7 +243,7 @@ class GraphedOptimizer(Graphed):
 #     graph_layer_overlap                     overlap.py: the next forward beside the backward, on a second stream
 #     graph_layer_te, _te_slot, _te_default   other_variants.py: Transformer Engine's make_graphed_callables
 #     compile, reduce_overhead                other_variants.py: torch.compile
-#     graph_parameterized                     other_variants.py: graphs without a pool, on the eager step's memory
+#     graph_parameterized                     other_variants.py: graphs without a pool (docs/parameterized.md)
 
 if __name__ == "__main__":
     main("gpt3", args, partial(workload, variants=VARIANTS, eager_step=eager_step))

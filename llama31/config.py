@@ -63,6 +63,9 @@ class Config(Parallel, Timing):
         "format in which plain layers take fc1's output into SwiGLU, and keep it. fp8: rounded with a scale of its own",
         ("bf16", "fp8"),
     )
+    optimizer: str = option(
+        "adam", "none: forward and backward alone, norms and first rows take fixed steps", ("adam", "none")
+    )
     clip: str = option(
         "device", "where the factor that clips gradients is computed; host: the norm is read", ("device", "host")
     )
@@ -108,6 +111,8 @@ class Config(Parallel, Timing):
             raise ValueError("--fc1-store fp8 needs --layer torch: te.TransformerLayer keeps bf16")
         if self.zero and (self.main_grad, self.moments, self.weights) != ("fp32", "fp32", "bf16"):
             raise ValueError("--zero true takes --main-grad fp32 --moments fp32 --weights bf16")
+        if self.optimizer == "none" and (self.zero, self.weights, self.clip) != (False, "bf16", "device"):
+            raise ValueError("--optimizer none takes --zero false --weights bf16 --clip device: nothing is clipped")
         if self.zero and self.clip == "host":
             raise ValueError("--clip host needs --zero false: ZeRO-1 clips on the device")
         if max(self.counts) > self.microbatches:
@@ -177,6 +182,7 @@ def layers_of_stages(layers: int, pp: int, chunks: int = 1) -> list[list[range]]
 
 _WHOLE_8B = {"hidden": 4096, "heads": 32, "ffn": 14336, "layers": 32, "share_tp": 1, "share_cp": 1}
 # bench: one GPU's share of 405B at the submission's TP8 CP2, 4 of 126 layers. full: 8B whole, 12 bytes a parameter.
+# slice_70b: 8 of the 80 layers of 70B at its full width, an eighth of the vocabulary, forward and backward alone.
 # mlperf: NVIDIA's 512 B200 of MLPerf Training v5.1 (tensor 4, pipeline 8, context 2, 144 microbatches), without
 # interleaved stages.
 PRESETS = {
@@ -205,6 +211,20 @@ PRESETS = {
         batches=4,
         # At 2e-6 two eager runs are 0.02 apart in the loss of step 6, where 0.03 are allowed (20261123T202500Z).
         lr=5e-7,
+    ),
+    "slice_70b": Config(
+        layers=8,
+        hidden=8192,
+        heads=64,
+        ffn=28672,
+        vocab=16032,
+        microbatches=1,
+        share_tp=1,
+        share_cp=1,
+        precision="bf16",
+        layer="torch",
+        optimizer="none",
+        min_steps=20,
     ),
     "mlperf": Config(layers=126, share_tp=1, share_cp=1, tp=4, pp=8, cp=2, microbatches=144, min_steps=8),
 }
@@ -249,6 +269,8 @@ def require_runnable(args) -> None:
     require_capturable(args.config, args.run.variant, os.environ)
     if args.run.mllog and len(set(args.config.counts)) > 1:
         raise ValueError(f"--mllog counts the same samples in each step: leave out --ramp {args.config.ramp}")
+    if args.run.mllog and args.config.optimizer == "none":
+        raise ValueError("--mllog is of a training: leave out --optimizer none")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.optimizers.no_adam import NoAdam
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
@@ -134,6 +135,8 @@ class State:
                 bucket_bytes=BUCKET_BYTES,
             )
         self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
+        if c.optimizer == "none":
+            return NoAdam(parameters)
         uncounted = [parameter.main_grad for parameter in counted_elsewhere]
         return MixedAdam(
             [Weight(part.parameter, part.write) for _, _, part in self.parts],
@@ -306,9 +309,10 @@ class State:
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Masters, or ZeRO's parameters, become seeded values or the checkpoint's, one layer at a time, in place."""
+        """Masters, or parameters without any, become seeded values or the checkpoint's, a layer at a time, in place."""
         layer, tensors = None, {}
-        targets = [part.parameter for _, _, part in self.parts] if self.config.zero else self.adam.masters
+        without_masters = self.config.zero or self.config.optimizer == "none"
+        targets = [part.parameter for _, _, part in self.parts] if without_masters else self.adam.masters
         for (name, number, _), target in zip(self.parts, targets, strict=True):
             if self.checkpoint is None:
                 fill_at_random_(target, self.config, self.place, name, number, SEED)

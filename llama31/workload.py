@@ -17,7 +17,11 @@ from llama31.memory import plan
 from llama31.state import State, hyperparameters
 from llama31.weights import open_checkpoint
 
-KNOWN = {(16384, 53248): ("Llama 3.1 405B", 126), (4096, 14336): ("Llama 3.1 8B", 32)}
+KNOWN = {
+    (16384, 53248): ("Llama 3.1 405B", 126),
+    (8192, 28672): ("Llama 3.1 70B", 80),
+    (4096, 14336): ("Llama 3.1 8B", 32),
+}
 
 
 def workload(args, device: torch.device, rank: int, world_size: int, variants: dict, eager_step):
@@ -81,10 +85,8 @@ def resolve(args, device: torch.device, world_size: int = 1):
             config = replace(fitted, memory_gib=float(budget))
     if config.memory_gib:
         plan.make_plan(config, dp=dp)
-    notes.append(
-        f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, masters fp32, "
-        f"moments {config.moments}"
-    )
+    optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no optimizer"
+    notes.append(f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, {optimizer}")
     return replace(args, config=config, run=run), notes
 
 

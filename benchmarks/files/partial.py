@@ -20,6 +20,8 @@ SUFFIX = ".partial.jsonl"
 LEAST_DEVIATION_AFTER = 1e-5
 # Facts that go into the run file under the same name.
 OF_HEADER = ("id", "model", "preset", "label", "flags", "source", "ranks", "begin_utc", "control")
+# Facts of a variant that has the GPU to itself, which stand in the place of those of its capture.
+ALONE = ("bytes_added", "pool_bytes", "memory", "peak_reserved_bytes", "driver_bytes")
 OF_BLOCK = [name for name in Block.__dataclass_fields__ if name not in ("worker_s", "busy_processes")]
 OF_BUILD = {"config": {}, "card": [], "notes": [], "flops_per_step": 0.0, "flops_convention": "", "items_per_step": 0.0}
 
@@ -177,7 +179,7 @@ def _variant(name, declared, facts) -> Variant:
     profiles = _of(facts, "profile", variant=name)
     parity, capture = _first(facts, "parity", variant=name), _first(facts, "capture", variant=name)
     # Measured where the variant was captured by itself, before any memory is shared.
-    capture = capture | {key: parity[key] for key in ("bytes_added", "pool_bytes", "memory") if key in parity}
+    capture = capture | {key: parity[key] for key in ALONE if key in parity}
     orders = {each["cycle"]: each["order"] for each in _of(facts, "cycle")}
     own = [each for each in _of(facts, "block", variant=name) if _is_of_cycle(each, orders)]
     blocks = {(each["cycle"], each["place"]): each for each in own}

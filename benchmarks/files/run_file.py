@@ -58,7 +58,8 @@ Ms = Annotated[float, lambda ms: 1e-6 < ms < 1e9, "a time in ms"]
 Index = Annotated[int, lambda number: 0 <= number < 100_000, "a small number"]
 Count = Annotated[int, lambda number: 1 <= number < 10**9, "a number from 1 up"]
 Flops = Annotated[float, lambda number: 0 <= number < 1e24, "a number from 0 up"]
-Capture = Annotated[dict, _has_numbers(graphs=0, made_s=0, bytes_added=-1e15), "an object of numbers"]
+_CAPTURE = {"graphs": 0, "made_s": 0, "bytes_added": -1e15, "peak_reserved_bytes": 0, "driver_bytes": 0}
+Capture = Annotated[dict, _has_numbers(**_CAPTURE), "an object of numbers"]
 Reruns = Annotated[dict, _has_numbers(steps=1, reruns=0, rerun_ms=0), "an object of numbers"]
 Profile = Annotated[dict, _has_numbers(busy_ms=1e-9, kernels=0, graph_share=0), "an object of numbers"]
 

@@ -7,6 +7,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: decide -->      what to do, by issue / busy, with a measured row each
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
     <!-- table: law -->         how well issue / busy predicts the gain, in a sentence
+    <!-- table: memory -->      time and memory of builds with parameterized launches
     <!-- end -->
 """
 
@@ -23,6 +24,7 @@ BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
 WITHIN = 0.05
 SUBMITTED = "NVIDIA's submission: "
+PARAMETERIZED = "graph_parameterized"
 NOTHING = "Nothing has been measured on a GPU yet."
 # Bounds of issue / busy, in words, and what to do.
 BANDS = (
@@ -37,9 +39,9 @@ class ReadmeError(ValueError):
 
 
 def files(root: Path = ROOT) -> list[Path]:
-    """README.md here, in each folder, and of the example steps."""
+    """README.md here, in each folder, and of the example steps; and the pages of docs/."""
     own = root / "README.md", *sorted(root.glob("[!.]*/README.md")), root / "examples" / "steps" / "README.md"
-    return [path for path in own if path.is_file()]
+    return [path for path in dict.fromkeys((*own, *sorted(root.glob("docs/*.md")))) if path.is_file()]
 
 
 def rendered(path: Path, rows: list[Row], root: Path = ROOT) -> str:
@@ -109,6 +111,37 @@ def _decide(rows, page, argument):
                 seen.append(f"[{row.workload.name}]({_folder(row, page)}) {text}")
         lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
     return tables.markdown(["Issue / busy", "What to do", "Measured here"], lines)
+
+
+def _memory(rows, page, argument):
+    """Each workload in which parameterized launches were timed, with its other variants."""
+    own: dict = {}
+    for row in _on_gpu(rows):
+        if not row.control and row.status == "pass":
+            own.setdefault(row.workload, []).append(row)
+    lines = []
+    for workload, alike in own.items():
+        if PARAMETERIZED not in [row.variant for row in alike]:
+            continue
+        eager = next((row for row in alike if row.variant == "eager"), None)
+        for row in alike:
+            peak, base = _captured(row, "peak_reserved_bytes"), _captured(eager, "peak_reserved_bytes")
+            over = None if None in (peak, base) else peak - base
+            name = f"[{workload.name}]({_folder(row, page)}), {workload.machine.removeprefix('NVIDIA ')}"
+            sizes = (peak, over, _captured(row, "pool_bytes"), _captured(row, "driver_bytes"))
+            coverage = (_captured(row, "report") or {}).get("coverage")
+            share = "" if coverage is None else f"{100 * coverage:.0f} %"
+            lines.append([name, row.variant, tables.cells(row, "ms"), *map(_gib, sizes), share])
+    columns = ["workload", "variant", "ms", "peak GiB", "over eager", "pools GiB", "driver GiB", "in regions"]
+    return tables.markdown(columns, lines) if lines else NOTHING
+
+
+def _captured(row, key):
+    return None if row is None else row.newest.variant.capture.get(key)
+
+
+def _gib(size):
+    return "" if size is None else f"{size / 2**30:.2f}"
 
 
 def _folder(row, page):
@@ -198,4 +231,4 @@ def _law(rows, page, argument):
     return law(rows)
 
 
-_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "law": _law}
+_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "law": _law, "memory": _memory}

@@ -239,6 +239,15 @@ def times(step_ms: list[float], classes: list) -> dict:
     }
 
 
+def period_of(batch_class, most: int = 256) -> int | None:
+    """Steps after which the classes of batches come again, or None where they do not within `most` steps."""
+    classes = [batch_class(index) for index in range(2 * most)]
+    for period in range(1, most + 1):
+        if all(classes[index] == classes[index + period] for index in range(most)):
+            return period
+    return None
+
+
 def _afterwards(state, watched, after, num_steps, device):
     """Losses of the block's steps, and whether anything still works or changes after a pause.
 
@@ -282,6 +291,25 @@ def num_threads() -> int:
 def held_bytes(device: torch.device) -> int | None:
     """Bytes of live tensors on the GPU; on the CPU the resident set, None where it is not told."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else reserved_bytes(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak` count from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak(device: torch.device) -> dict[str, int]:
+    """Return the GPU's memory since `forget_peak`; {} on the CPU.
+
+    Returns:
+        peak_reserved_bytes: most that torch's allocator held; driver_bytes: what the driver says is taken now, by all
+        processes, with CUDA's context and the kernels that are loaded.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "driver_bytes": total - free}
 
 
 def reserved_bytes(device: torch.device) -> int | None:

@@ -267,6 +267,32 @@ def sections(trace: dict) -> dict[str, float]:
     return times
 
 
+def single_work(trace: dict, names: tuple[str, ...]) -> float:
+    """Return the GPU's work of a step that single launches started, not graphs.
+
+    Args:
+        trace: of `trace_steps`.
+        names: of the script's sections whose launches count.
+
+    Returns:
+        kernels, copies and memsets a step.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    windows = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"] in names
+    ]
+    launches = {
+        correlation_of(event)
+        for event in events
+        if event.get("cat") in HOST_CALLS
+        and not event["name"].startswith(GRAPH_LAUNCHES)
+        and any(start <= event["ts"] <= end for start, end in windows)
+    } - {None}
+    return sum(event.get("cat") in GPU_WORK and correlation_of(event) in launches for event in events) / TRACED_STEPS
+
+
 def report(path: str, trace: dict) -> None:
     """Print where the trace is and its sections."""
     print(f"traced, not timed: {TRACED_STEPS} steps in {path}, for https://ui.perfetto.dev")

@@ -42,8 +42,7 @@ from common.measuring.torch_flags import changes, torch_flags
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, State, Variant
 
-PROFILE_HEAT_S = 0.5
-LEAST_COURSE = 3
+PROFILE_HEAT_S, LEAST_COURSE = 0.5, 3
 
 
 def serve(workload, args, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
@@ -182,7 +181,7 @@ class Worker:
             "flops_convention": own.flops_convention,
             "items_per_step": own.items_per_step,
             "unit": own.unit,
-            "period": period_of(self.state.batch_class),
+            "period": block.period_of(self.state.batch_class),
             "least_steps": getattr(self.config, "min_steps", 0),
             "free_bytes": memory.free_bytes(self.device),
         }
@@ -200,8 +199,9 @@ class Worker:
         with torch_settings.deterministic_kernels():
             variant, facts = self._make(name)
             try:
+                block.forget_peak(self.device)
                 with self._entered(command["variant"], variant):
-                    return facts | self._course(variant, 0, count, every_step=True, seconds=seconds)
+                    return facts | self._course(variant, 0, count, True, seconds) | block.peak(self.device)
             finally:
                 self._release(variant)
                 del variant
@@ -274,9 +274,8 @@ class Worker:
         """(the variant, what its capture came to), the state as eager needs it."""
         self._settle_memory()
         reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
-        made = self.workload.variants[name]
         with self._memory_of(name):
-            variant = variant_table.construct(made, self.state)
+            variant = variant_table.construct(self.workload.variants[name], self.state)
         self.ranks.note_steps_of(variant)
         block.synchronize(self.device)
         self._settle_memory()
@@ -296,6 +295,7 @@ class Worker:
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "memory": own.memory,
             "threads_added": block.num_threads() - threads,
+            **({"report": own.report} if own.report else {}),
         }
 
     def _course(self, variant, first, count, every_step, seconds=None):
@@ -391,15 +391,6 @@ class Worker:
         if self.sampler:
             self.sampler.stop()
         self.settings.close()
-
-
-def period_of(batch_class, most: int = 256) -> int | None:
-    """Steps after which the classes of batches come again, or None where they do not within `most` steps."""
-    classes = [batch_class(index) for index in range(2 * most)]
-    for period in range(1, most + 1):
-        if all(classes[index] == classes[index + period] for index in range(most)):
-            return period
-    return None
 
 
 def _is_plain(value):

@@ -83,6 +83,7 @@ def _blank(workload, args, device, world_size):
         **dict.fromkeys(unknown.split()),
         **{name: [] for name in ("step_ms", "losses", "grad_norms", "state_hashes", "unmoved", "said")},
         "steps": 0,
+        "capture_report": {},
         "closing": {},
     }
 
@@ -195,7 +196,7 @@ class Training:
         self.ranks.note_steps_of(self.variant)
         capture = self.variant.capture
         seconds = {name: round(getattr(capture, name), 4) for name in ("warmup_s", "compile_s", "capture_s")}
-        self.result.update(strategy=capture.strategy, memory=capture.memory, **seconds)
+        self.result.update(strategy=capture.strategy, memory=capture.memory, capture_report=capture.report, **seconds)
 
     def _steps(self):
         """Make the steps that the flags ask for. Returns why they are not what was promised, or ""."""

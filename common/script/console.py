@@ -67,6 +67,17 @@ def _rows(result, workload):
     if result["strategy"] is not None:
         rest = ", ".join(f"{name} {result[f'{name}_s']:.2f} s" for name in ("warmup", "compile") if result[f"{name}_s"])
         yield "capture", f"{result['capture_s']:.2f} s", rest
+    yield from _regions(result["capture_report"])
     if result["reserved_bytes"]:
         pools = f"{memory.gib(result['graph_pool_bytes'])} in pools of graphs" if result["graphs"] else ""
         yield "memory", memory.gib(result["reserved_bytes"]), pools
+
+
+def _regions(report):
+    """The share in parameterized regions, and the regions that run eagerly."""
+    if report.get("coverage") is not None:
+        of_step = f"{report['nodes']:g} nodes in regions, {report['eager']:g} beside them"
+        yield "coverage", f"{100 * report['coverage']:.1f} %", f"of forward and backward: {of_step}"
+    for row in report.get("regions", []):
+        if row["state"] != "parameterized":
+            yield "refused", row["region"], row["reason"] or "it never ran"

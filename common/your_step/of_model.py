@@ -15,7 +15,7 @@ import torch
 from common import variant as variants
 from common import variant_table
 from common.measuring import torch_settings
-from common.measuring.worker import period_of
+from common.measuring.block import period_of
 from common.your_step.doctor import Diagnosis, Graph, diagnosed, prepare
 
 # Where batches never come again.

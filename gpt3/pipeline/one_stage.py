@@ -2,15 +2,12 @@
 
 Its edges are fed with fixed seeded tensors: activations of unit variance, and gradients whose norm over a step is 1.
 
-There is no optimizer: the run that it is part of splits Adam over all its data ranks, so that one rank's share is next
-to nothing. In its place all vectors (biases and norms) and the first row of each matrix take a step of fixed length
-against their gradients' signs, some kilobytes: the weights move, as a graph that read them at its capture would show.
-The state that is compared has the gradients in the place of the moments.
+There is no optimizer (common/training/optimizers/no_adam.py): the run that it is part of splits Adam over all its data
+ranks, so that one rank's share is next to nothing.
 """
 
 import torch
 
-NUDGE = 2.0**-10
 SEED = 4321
 
 
@@ -47,32 +44,3 @@ class Edges:
             share = 1.0 / (tensor.numel() ** 0.5 * len(self.activations))
             total.add_(torch.linalg.vector_norm(tensor, dtype=torch.float32), alpha=share)
         return total
-
-
-class NoAdam:
-    """Has what a State asks of its optimizer. grad_norm: of the gradients of vectors and first rows."""
-
-    def __init__(self, parameters):
-        self._grads = [parameter.main_grad for parameter in parameters]
-        self._moved = [_first_row(parameter.detach()) for parameter in parameters]
-        self._moved_grads = [_first_row(grad) for grad in self._grads]
-        self._signs = [torch.zeros_like(moved) for moved in self._moved]
-        self.grad_norm = torch.zeros((), device=self._grads[0].device)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        norms = torch._foreach_norm(self._moved_grads, 2, dtype=torch.float32)
-        torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
-        torch._foreach_copy_(self._signs, torch._foreach_sign(self._moved_grads))
-        torch._foreach_add_(self._moved, self._signs, alpha=-NUDGE)
-
-    def reset(self) -> None:
-        self.grad_norm.zero_()
-
-    def named_state(self):
-        for index, grad in enumerate(self._grads):
-            yield f"main_grad.{index}", grad
-
-
-def _first_row(tensor):
-    return tensor[:1] if tensor.ndim > 1 else tensor

@@ -126,7 +126,9 @@ def state_bytes(config: Config) -> dict[str, int]:
     c = config
     weight = 2 if c.weights == "fp8" else {"bf16": 2, "nvfp4_emulated": 6}.get(c.precision, 4)
     widths = {"bf16": 2, "fp32": 4}
-    return {"weight": weight, "main_grad": widths[c.main_grad], "master": 4, "moments": 2 * widths[c.moments]}
+    has_adam = c.optimizer == "adam"
+    kept = {"master": 4 * has_adam, "moments": 2 * widths[c.moments] * has_adam}
+    return {"weight": weight, "main_grad": widths[c.main_grad], **kept}
 
 
 def fixed_bytes(config: Config, dp: int = 1) -> int:

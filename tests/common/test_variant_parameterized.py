@@ -68,12 +68,27 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
         assert difference(follow(state, variant.step, NUM_STEPS), eager, state) == ""
         assert variant.capture.num_replays - before == NUM_STEPS * launches == NUM_STEPS * variant.replays_of(0)
         assert {region.name.split()[0] for region in variant.regions.graphs} == directions
+        report = variant.capture.report
+        assert 0.3 < report["coverage"] < 1
+        assert {row["state"] for row in report["regions"]} == {"parameterized"}
         leave(variant)
         assert difference(follow(state, lambda index: eager_step(state, index), NUM_STEPS), eager, state) == ""
         assert variant.capture.num_replays - before == NUM_STEPS * launches
     finally:
         leave(variant)
         variant.close()
+
+
+def test_a_variant_that_is_made_again_captures_again():
+    state = gpt3_state()
+    for _ in range(2):
+        variant = made(variants_of("gpt3"), "graph_parameterized", state)
+        before = variant.capture.num_replays
+        variant.step(0)
+        assert variant.capture.num_replays - before == 8
+        leave(variant)
+        variant.close()
+        assert not variant.regions.graphs
 
 
 @pytest.mark.parametrize("model", MODELS)

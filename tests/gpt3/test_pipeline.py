@@ -8,12 +8,12 @@ import torch
 
 from common.capture.pool import Pool
 from common.config import Arguments, Run
+from common.training.optimizers.no_adam import NUDGE
 from common.training.schedule import peak_in_flight
 from common.variant import Unsupported
 from common.variant_table import construct, resolved
 from gpt3 import train
 from gpt3.config import PRESETS
-from gpt3.pipeline import one_stage as alone
 from gpt3.pipeline import stage as pipeline
 from gpt3.pipeline import stage_graphs
 from gpt3.pipeline.stage_graphs import Graphed
@@ -106,7 +106,7 @@ def test_a_stage_alone_moves_vectors_and_first_rows_against_their_gradients():
         moved, grad = parameter.detach() - before[name], parameter.main_grad
         rows = slice(0, 1) if parameter.ndim > 1 else slice(None)
         assert (moved[rows].sign() == -grad[rows].sign()).float().mean() > 0.99, name
-        assert float(moved[rows].abs().max()) <= 1.5 * alone.NUDGE
+        assert float(moved[rows].abs().max()) <= 1.5 * NUDGE
         assert parameter.ndim == 1 or not moved[1:].any()
 
 

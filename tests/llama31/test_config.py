@@ -20,6 +20,7 @@ WHOLE = replace(BENCH, layers=126, share_tp=1, share_cp=1)
 def test_parameters_are_those_of_metas_models():
     assert num_parameters(WHOLE) == 405_853_388_800
     assert num_parameters(FULL) == 8_030_261_248
+    assert num_parameters(replace(PRESETS["slice_70b"], layers=80, vocab=128256)) == 70_553_706_496
 
 
 def test_flop_of_the_whole_model_are_megatrons_and_mlperfs():
@@ -92,6 +93,7 @@ def test_the_submission_runs_on_a_multiple_of_its_ranks():
         ({"precision": "bf16", "weights": "fp8"}, "--weights fp8 needs --precision fp8"),
         ({"zero": True}, "--zero true takes --main-grad fp32"),
         ({"zero": True, "main_grad": "fp32", "moments": "fp32", "clip": "host"}, "--clip host needs --zero false"),
+        ({"optimizer": "none", "clip": "host"}, "--optimizer none takes --zero false --weights bf16"),
         ({"ramp": "4,6"}, "--ramp 4,6: takes numbers up to --microbatches 3"),
         ({"ramp": "1,x"}, "--ramp 1,x: takes numbers from 1 up"),
         ({"fc1_store": "fp8", "layer": "te"}, "--fc1-store fp8 needs --layer torch"),

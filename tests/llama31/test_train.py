@@ -71,6 +71,17 @@ def test_variants_take_turns_on_one_state():
     assert difference(follow_eager(state, 2), expected, state) == ""
 
 
+def test_forward_and_backward_alone_move_the_weights_and_keep_nothing_of_adam():
+    state = make(**SMALL, precision="bf16", layers=1, microbatches=2, optimizer="none")
+    expected = follow_eager(state, 3)
+    assert expected[0][0] != expected[0][2] and all(norm > 0 for norm in expected[1])
+    assert not any("exp_avg" in name or "master" in name for name, _ in state.named_state())
+    for name in ("graph_fwd_bwd", "graph_step"):
+        variant = made(VARIANTS, name, state)
+        assert difference(follow(state, variant.step, 3), expected, state) == "", name
+        variant.close()
+
+
 def test_train_validate_train_gives_eagers_losses():
     """The validation shares the training's pool, whose memory the host graph fills with NaN where it is free."""
     state = make(**SMALL, layers=1, microbatches=2)
@@ -238,6 +249,7 @@ def said(*arguments):
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
         (["--memory-gib", "0.001"], "bytes (0.0 GiB) of memory are given, the smallest plan needs"),
         (["--layer", "te"], "--layer te needs a GPU"),
+        (["--optimizer", "none", "--mllog", "log"], "leave out --optimizer none"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
         (["--checkpoint", "/nowhere/llama", "--share-tp", "2"], "--share-tp 1"),
     ],
@@ -260,4 +272,5 @@ def test_cards_name_models_shares_and_both_counts():
     assert "4 of 126 layers of Llama 3.1 405B, a GPU's share at TP8 CP2" in text and "MLPerf's count" in text
     text = "\n".join(card(replace(PRESETS["full"], layer="te", memory_gib=120.0), CPU))
     assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
+    assert "8 of 80 layers of Llama 3.1 70B" in "\n".join(card(PRESETS["slice_70b"], CPU))
     assert re.search(r"\nmlp +5 +0 +27 ", text) and "sum, of 120.00 GiB" in text

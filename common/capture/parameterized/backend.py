@@ -24,6 +24,7 @@ from common.capture.parameterized.region import capture, check_separate, unteste
 _DEVICES = ("cuda", "cpu")
 _OPTIONS = {"verify": 1}
 _MAX_CAPTURES = 3
+_RELEASED = "released"
 
 
 @dataclass
@@ -65,6 +66,17 @@ class Region:
             }
         return row
 
+    def launch(self, inputs: list[torch.Tensor]):
+        """Launch the captured region.
+
+        Args:
+            inputs: those that are not fixed.
+
+        Returns:
+            flat results, and the memory that holds them.
+        """
+        return self.captured.launch(inputs)
+
     @property
     def num_replays(self) -> int:
         """Launches of the captured region."""
@@ -88,7 +100,7 @@ class Region:
 
 
 class Regions:
-    """The regions that were compiled inside a `collecting` block, with the interface of `common.capture.pool.Pool`."""
+    """The regions that were called inside a `collecting` block, with the interface of `common.capture.pool.Pool`."""
 
     def __init__(self):
         self.all: list[Region] = []
@@ -110,12 +122,12 @@ class Regions:
     def release(self) -> None:
         """Free the captures; compiled functions run eagerly from then on."""
         for region in self.all:
-            region.drop("eager", "released")
+            region.drop("eager", _RELEASED)
 
 
 @contextlib.contextmanager
 def collecting():
-    """Gather the regions that are compiled inside this block.
+    """Gather the regions that are called inside this block. What was released before is captured again.
 
     Yields:
         Regions.
@@ -146,7 +158,7 @@ def regions() -> list[dict[str, Any]]:
 def reset() -> None:
     """Release all captured regions and forget the list; compiled functions run eagerly from then on."""
     for region in _regions:
-        region.drop("eager", "released")
+        region.drop("eager", _RELEASED)
     _regions.clear()
     _lasting.clear()
 
@@ -194,6 +206,15 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
     return compiled(graph_module, example_inputs)
 
 
+def _collect(region):
+    """Add a region to the open lists. torch keeps compiled functions, so a new variant may call those of an old one."""
+    if region.state == "eager" and region.reason == _RELEASED:
+        region.state, region.reason, region.captures, region.earlier = "waiting", "", 0, 0
+    for regions in (_regions, *(collector.all for collector in _collectors)):
+        if not any(region is known for known in regions):
+            regions.append(region)
+
+
 class _Compiled:
     """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
 
@@ -201,8 +222,7 @@ class _Compiled:
         self._graph = graph
         self._verify = verify
         self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
-        for regions in (_regions, *(collector.all for collector in _collectors)):
-            regions.append(self.region)
+        _regions.append(self.region)
         context = torch._guards.TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
         written = find_input_mutations(graph.graph)
@@ -215,6 +235,8 @@ class _Compiled:
 
     def __call__(self, args: list[Any]):
         region = self.region
+        if _collectors:
+            _collect(region)
         if region.state == "waiting":
             self._capture(args)
         if region.state == "parameterized" and region.addresses != [args[index].data_ptr() for index in region.fixed]:
@@ -225,7 +247,7 @@ class _Compiled:
             return self._graph(*inputs)
         fixed = set(region.fixed)
         moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
-        results, _ = region.captured.launch(moving)
+        results, _ = region.launch(moving)
         return region.captured.unflatten(results)
 
     def _recapture(self, args):

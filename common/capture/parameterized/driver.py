@@ -8,6 +8,8 @@ import ctypes
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 
+import torch
+
 KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5
 NODE_KINDS = {
     0: "kernel",
@@ -292,6 +294,19 @@ def current_context() -> int:
     return context.value or 0
 
 
+@cache
+def _graph_launch():
+    """A launch may wait for room in the queue, and does not hold Python's lock meanwhile.
+
+    Kineto shows the runtime's launches and leaves out the driver's; the handles are the same. torch has loaded the
+    runtime, but where it is linked into torch.
+    """
+    try:
+        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGraphLaunch
+    except OSError:
+        return ctypes.CDLL("libcuda.so.1").cuGraphLaunch
+
+
 class Executable:
     """An instantiated copy of a graph, with the copy's nodes in the order of the original's.
 
@@ -301,8 +316,7 @@ class Executable:
     """
 
     def __init__(self, graph: int, nodes: list[int]):
-        # A launch may wait for room in the queue, and must not hold Python's lock meanwhile.
-        self._launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
+        self._launch = _graph_launch()
         copy, handle = c_void_p(), c_void_p()
         call("cuGraphClone", byref(copy), c_void_p(graph))
         self._copy = copy
@@ -325,7 +339,7 @@ class Executable:
         """
         error = self._launch(self.handle, c_void_p(stream))
         if error:
-            check("cuGraphLaunch", error)
+            check("launching a graph", error)
 
     def destroy(self) -> None:
         """Free the executable and the copy. A launch under way is finished by the driver first."""

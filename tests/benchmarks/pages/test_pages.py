@@ -1,5 +1,6 @@
 """README.md, the models' READMEs and results/overview.*: tables as the runs say, links that lead somewhere."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from benchmarks import ROOT, overview
 from benchmarks.files import run_file, runs
 from benchmarks.pages import published, readme, run_table, tables
-from tests.helpers.made_run import made_run, put, write
+from tests.helpers.made_run import FOLDER, made_run, put, write
 
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(
@@ -45,6 +46,32 @@ def test_the_front_page_is_short():
     written = re.sub(r"<!-- table.*?<!-- end -->", "", README, flags=re.DOTALL)
     # Tables may grow with what is measured.
     assert len(README.splitlines()) <= 130 and len(written.split()) <= 1200
+
+
+def test_memory_stands_beside_time_where_parameterized_launches_were_timed(tmp_path):
+    run = made_run(ms={"graph_layer": 8.0})
+    own = run.builds[""].variants
+    own["graph_parameterized"] = dataclasses.replace(own["graph_layer"], capture={**own["graph_layer"].capture})
+    gib = 2**30
+    for name, peak, pools in (("eager", 10, 0), ("graph_layer", 15, 4), ("graph_parameterized", 10.25, 0)):
+        facts = {
+            "peak_reserved_bytes": int(peak * gib),
+            "driver_bytes": int((peak + 1) * gib),
+            "pool_bytes": pools * gib,
+        }
+        own[name] = dataclasses.replace(own[name], capture={**own[name].capture, **facts})
+    own["graph_parameterized"].capture["report"] = {"coverage": 0.914}
+    page = tmp_path / "docs" / "memory.md"
+    page.parent.mkdir()
+    page.write_text("<!-- table: memory -->\n<!-- end -->\n")
+    assert readme.files(tmp_path) == [page]
+    text = readme.rendered(page, runs.read(write(run, tmp_path / "results" / FOLDER).parents[2]).rows, tmp_path)
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in text.splitlines()[3:-1]]
+    assert lines == [
+        ["eager", "10.00", "10.00", "0.00", "0.00", "11.00", ""],
+        ["graph_layer", "8.00", "15.00", "5.00", "4.00", "16.00", ""],
+        ["graph_parameterized", "8.00", "10.25", "0.25", "0.00", "11.25", "91 %"],
+    ]
 
 
 def headings(path):

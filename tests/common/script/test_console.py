@@ -14,7 +14,7 @@ GPU = CPU | {"gpu_name": "NVIDIA H200", "num_gpus": 8}
 UNKNOWN = {
     "status": "failed", "message": "", "model": "fake", "preset": "tiny", "variant": "graph_step", "device": "cpu",
     "env": CPU, "steps": 0, "losses": [], "state_hashes": [], "said": [], "ms": None, "graphs": None, "strategy": None,
-    "reserved_bytes": None, "eval_loss": None,
+    "reserved_bytes": None, "eval_loss": None, "capture_report": {},
 }  # fmt: skip
 TRAINED = UNKNOWN | {
     "status": "pass", "steps": 50, "ms": 2.0, "seconds": 0.1, "items_per_s": 12_345.6, "batch_classes": 1,
@@ -50,6 +50,19 @@ def test_the_table(printed):
         "capture              0.25 s  warmup 1.50 s\n"
         "memory             3.00 GiB  0.50 GiB in pools of graphs\n" + ADVICE
     )
+
+
+def test_regions_that_run_eagerly_are_listed_with_the_reason(printed):
+    rows = [{"region": f"forward {i}", "state": state, "reason": "reads" * (state == "eager")}
+            for i, state in enumerate(("parameterized", "eager", "waiting"))]  # fmt: skip
+    said = printed(capture_report={"nodes": 90.0, "eager": 10.0, "coverage": 0.9, "regions": rows})
+    assert (
+        "coverage             90.0 %  of forward and backward: 90 nodes in regions, 10 beside them\n"
+        "refused           forward 1  reads\n"
+        "refused           forward 2  it never ran\n"
+        "memory"
+    ) in said
+    assert "forward 0" not in said
 
 
 def test_on_a_gpu_it_has_the_share_of_the_named_peak(printed):

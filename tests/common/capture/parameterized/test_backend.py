@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from common.capture.parameterized import backend
+from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
 
 
@@ -51,6 +52,20 @@ def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_moved_paramete
     assert backend._regions[0].captures == 2
     assert same(model.state_dict().values(), eager.state_dict().values())
     assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
+
+
+def test_steps_on_a_shaken_allocator_are_bitwise_eager():
+    eager, model = build(), build()
+    compiled = torch.compile(model, backend="parameterized")
+
+    def make_input():
+        return torch.randn(5, 8)
+
+    expected, _ = shaken.train(eager, list(eager.parameters()), 6, make_input, shakes=False)
+    found, addresses = shaken.train(compiled, list(model.parameters()), 6, make_input, shakes=True)
+    assert same(found, expected) and same(model.state_dict().values(), eager.state_dict().values())
+    assert len(addresses) > 2 and expected[0] != expected[-2]
+    assert [row["launches"] for row in backend.regions()] == [6, 6]
 
 
 def test_a_graph_that_cannot_be_captured_runs_eagerly_and_is_listed_with_the_reason():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.capture.parameterized import memory, random_state, region
+from common.capture.parameterized import backend, memory, random_state, region
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import parameterize
+from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
 
 F = nn.functional
@@ -100,6 +101,32 @@ def test_linear_with_packed_parameters(device):
 def test_two_blocks_forward_and_backward(device, dropout):
     parameterized = check(*training(device, dropout))
     assert bool(parameterized.report["random_increment"]) == bool(dropout)
+
+
+def test_100_steps_with_dropout_on_a_shaken_allocator_are_bitwise_eager(device):
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*[Block(256, 0.1) for _ in range(2)]).to(device, torch.bfloat16))
+    eager, model = models
+    torch._dynamo.reset()
+    backend.reset()
+    try:
+        compiled = torch.compile(model, backend="parameterized", fullgraph=True, dynamic=False)
+
+        def make_input():
+            return torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16)
+
+        expected, _ = shaken.train(eager, list(eager.parameters()), 100, make_input, shakes=False)
+        found, addresses = shaken.train(compiled, list(model.parameters()), 100, make_input, shakes=True)
+        rows = backend.regions()
+        assert [(row["state"], row["reason"]) for row in rows] == [("parameterized", "")] * 2
+        assert [row["inexact"] for row in rows] == [[], []]
+        assert same(found, expected) and same(model.state_dict().values(), eager.state_dict().values())
+        assert len(addresses) > 4 and all(row["patched"] > 100 for row in rows)
+    finally:
+        backend.reset()
+        torch._dynamo.reset()
 
 
 def test_foreach_and_a_fused_optimizer_with_tables_of_addresses(device):

@@ -1,0 +1,90 @@
+"""The share of a step's forward and backward that parameterized regions launch."""
+
+import contextlib
+
+from common.capture.host_graph_rules import ALLOCATIONS
+from common.measuring import marks, operators, trace
+
+# Sections of the models' steps; what comes before and after is neither forward nor backward.
+SECTIONS = ("embedding", "forward", "loss", "backward")
+_NUM_STEPS = trace.UNTRACED_STEPS + trace.TRACED_STEPS
+
+
+def measure(step, regions, cuda: bool) -> dict[str, float | None]:
+    """Count a step's nodes in regions and its launches beside them.
+
+    Args:
+        step: step(index), which trains on a batch with its sections marked.
+        regions: with `launch`, `num_replays` and `nodes()`, as `common.capture.parameterized.backend.Region`.
+        cuda: kernels, copies and memsets are counted, else operators.
+
+    Returns:
+        nodes: replayed in a step; eager: launched in its forward and backward one by one; coverage: nodes / both, None
+        where there is nothing to count.
+    """
+    before = [region.num_replays for region in regions]
+    if cuda:
+        with marks.opening_sections(trace.named_range):
+            eager = trace.single_work(trace.trace_steps(step, True), SECTIONS)
+    else:
+        eager = _operators(step, regions)
+    nodes = sum(
+        (region.num_replays - replays) * sum(count for kind, count in region.nodes().items() if kind != "empty")
+        for region, replays in zip(regions, before, strict=True)
+    )
+    nodes /= _NUM_STEPS
+    return {"nodes": nodes, "eager": eager, "coverage": nodes / (nodes + eager) if nodes + eager else None}
+
+
+class _Beside(operators.Counter):
+    """Counts operators in the sections and beside the regions."""
+
+    def __init__(self):
+        super().__init__()
+        self.depth, self.is_paused = 0, False
+
+    def counts(self, function) -> bool:
+        """Return whether this call counts: not of a view or of empty memory, which are no nodes either."""
+        return self.depth > 0 and not self.is_paused and not _makes_no_node(function)
+
+    @contextlib.contextmanager
+    def section(self, name: str):
+        """A section of the step."""
+        self.depth += name in SECTIONS
+        try:
+            yield
+        finally:
+            self.depth -= name in SECTIONS
+
+    def paused(self, launch):
+        """`launch` without its operators."""
+
+        def run(inputs):
+            self.is_paused = True
+            try:
+                return launch(inputs)
+            finally:
+                self.is_paused = False
+
+        return run
+
+
+def _makes_no_node(function):
+    if function._schema.name in ALLOCATIONS:
+        return True
+    aliases = [result.alias_info for result in function._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _operators(step, regions) -> float:
+    counter = _Beside()
+    for region in regions:
+        region.launch = counter.paused(region.launch)
+    try:
+        with marks.opening_sections(counter.section), counter:
+            for index in range(_NUM_STEPS):
+                step(index)
+    finally:
+        for region in regions:
+            del region.launch
+    return counter.count / _NUM_STEPS

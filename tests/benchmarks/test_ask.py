@@ -1,0 +1,38 @@
+"""benchmarks/ask: the builds that a command line measures, and the variants in each."""
+
+import pytest
+
+from benchmarks import ask, run
+from benchmarks.processes import launch
+
+GPU = {"names": ["NVIDIA H100 80GB HBM3"]}
+TORCH = ["--layer", "torch", "--precision=bf16", "--weights", "bf16"]
+
+
+def builds(*argv):
+    """{name of a build: its variants without the control}, of Llama 3.1 on one GPU."""
+    asked = ask.ask_of(run.parse(["--model", "llama31", *argv]), "llama31", launch.describe_here() | {"gpus": GPU})
+    return {build.name: [name for name in build.variants if name != ask.CONTROL] for build in asked.builds}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--preset", "slice_70b", "--variants", "graph_step,graph_parameterized"),
+        ("--preset", "bench", "--variants", "graph_step,graph_parameterized", "--", *TORCH),
+    ],
+    ids=["preset", "flags"],
+)
+def test_a_build_that_changes_nothing_is_measured_with_the_preset(argv):
+    assert builds(*argv) == {"": ["eager", "graph_step", "graph_parameterized"]}
+
+
+def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
+    argv = ("--preset", "bench", "--variants", "graph_fwd_bwd,graph_parameterized")
+    assert builds(*argv) == {
+        "": ["eager", "graph_fwd_bwd"],
+        "validate": ["eager", "graph_fwd_bwd"],
+        "torch_bf16": ["eager", "graph_parameterized"],
+    }
+    # Some of its flags alone leave it out: it would undo them.
+    assert builds(*argv, "--", *TORCH[:2]).keys() == {"", "validate"}
