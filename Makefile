@@ -20,7 +20,7 @@ from_make = @$(python) -m benchmarks.from_make
 
 bench_takes = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL ARGS
 measure_takes = STEP VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT ARGS
-doctor_takes = STEP MODEL PRESET ARGS
+doctor_takes = STEP MODEL PRESET NGPU ARGS
 publish_takes = RUN ARGS
 sweep_takes = MODEL PRESET CYCLES MINUTES NGPU HOST_LOAD OUT OVER VALUES VARIANT ARGS
 submit_takes = $(sweep_takes) VARIANTS NODES PARTITION ACCOUNT TIME IMAGE MOUNTS SBATCH
@@ -53,7 +53,7 @@ help: ## this list
 # VARIANTS   ## bench, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
 # CYCLES     ## bench, sweep, submit: number of cycles, or auto: until +-0.5 % (8; tiny: 3)
 # MINUTES    ## bench, submit: go on with cycles for so many; sweep, submit with OVER: start no point that would end later
-# NGPU       ## bench, sweep, submit: number of GPUs, or of ranks on the CPU (1)
+# NGPU       ## bench, measure, doctor, sweep, submit: number of GPUs, or of ranks on the CPU (1)
 # HOST_LOAD  ## bench, sweep, submit: busy processes in every second cycle (0)
 # OUT        ## bench, sweep, submit: root of what is measured (runs); compare, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)

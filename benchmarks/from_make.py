@@ -27,7 +27,7 @@ TESTS = ["-m", "pytest", "--dist"]
 TARGETS = {
     "bench": (["-m", "benchmarks.run"], RUN, MEASURE),
     "measure": (["-m", "benchmarks.measure"], STEP, MEASURE),
-    "doctor": (["-m", "benchmarks.measure", "--doctor"], ("STEP", "MODEL", "PRESET", "PYTHON"), MEASURE),
+    "doctor": (["-m", "benchmarks.measure", "--doctor"], ("STEP", "MODEL", "PRESET", "NGPU", "PYTHON"), MEASURE),
     "publish": (["-m", "benchmarks.publish", "RUN"], (), ()),
     "sweep": (["-m", "benchmarks.sweep"], POINT, MEASURE),
     "submit": (["-m", "benchmarks.submit"], POINT + JOB, ("numpy", "scipy")),

@@ -48,6 +48,7 @@ WHAT = {
     "graph_modules": "capture the modules that its row names, forward and backward",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
 }
+PROG = "python -m benchmarks.measure"
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; profiles and the last check of parity take some ten more.
 CYCLES_END_S = 108.0
@@ -85,6 +86,8 @@ def parse(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.model is not None and not args.doctor:
         parser.error("--model is looked at by --doctor; python -m benchmarks.run --model measures it")
+    if args.model is not None and args.ngpu > 1:
+        parser.error("--model is looked at in one process, without --ngpu")
     if args.preset is not None and args.model is None:
         parser.error("--preset is one of a model's, and takes --model")
     return args
@@ -194,21 +197,31 @@ def doctor(asked: argparse.Namespace) -> tuple[int, str]:
     Raises:
         Mistake: the interpreter of the step has no torch.
     """
-    python = launch.parse(asked).python
+    launched = launch.parse(asked)
+    python = launched.python
     if subprocess.run([python, "-c", HAS_TORCH], check=False).returncode:
         raise Mistake(f"--python {python} has no torch")
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "findings"
         step = asked.flags[asked.flags.index("--step") + 1]
-        command = [python, "-m", "common.your_step.doctor", step, str(text)]
+        words = launched.command(["-m", "common.your_step.doctor", step, str(text)])
         print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
+        # Of several ranks each would print its mistake, and torchrun a page about it.
+        errors = subprocess.PIPE if asked.ngpu > 1 else None
         try:
-            status = subprocess.run(command, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S).returncode
+            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, stderr=errors, text=True)
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, ""
         print(flush=True)
-        return status, text.read_text() if text.is_file() else ""
+        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG)]
+        if mistakes:
+            print(mistakes[0], file=sys.stderr)
+            return MISTAKE, ""
+        status = text.with_suffix(".status")
+        if done.returncode == 0 and status.is_file():
+            return int(status.read_text()), text.read_text()
+        return done.returncode, text.read_text() if text.is_file() else ""
 
 
 def _is_seen(measured: Run) -> bool:
@@ -238,9 +251,7 @@ def measure(args: argparse.Namespace) -> int:
     if args.model is not None:
         return doctor_of_model(args)
     asked = request(args)
-    if args.ngpu > 1:
-        print("The doctor looks at one process and is left out with several ranks.")
-    is_left_out = args.ngpu > 1 or (args.quick and not args.doctor)
+    is_left_out = args.quick and not args.doctor
     found, said = (0, "") if is_left_out else doctor(asked)
     if args.doctor or found == MISTAKE:
         return found
@@ -271,7 +282,7 @@ def measure(args: argparse.Namespace) -> int:
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
     args = parse(argv)
-    return command.exit_status("python -m benchmarks.measure", lambda: measure(args), run.FAILURES)
+    return command.exit_status(PROG, lambda: measure(args), run.FAILURES)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
-from common.your_step import bisect, idle, memory, on_host, step_file, user_file
+from common.training.parallel import collectives
+from common.your_step import bisect, idle, memory, on_host, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
@@ -161,12 +162,15 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         found = Diagnosis(findings=list(eager.findings()))
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
+        if ranks.several():
+            found.findings = ranks.merged(found.findings) + ranks.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in found.findings)
         if any(finding.level == STOPS for finding in found.findings):
             # Before captures, which may spoil the process.
             found.waits = idle.measured(state)
             state.reset()
-        outcomes = _tried(state, is_known or bool(eager.host_values()), found.findings, graphs)
+        changes_host = ranks.first(is_known or bool(eager.host_values()))
+        outcomes = _tried(state, changes_host, found.findings, graphs)
         failed = [outcome.finding for outcome in outcomes if outcome.finding]
         if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
             _bisect(state, found, eager.watched)
@@ -175,7 +179,7 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         # Its numbers are eager's: what changes on the host does not matter.
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
     elif failed and not _is_explained(found.findings, failed[0]):
-        found.findings += [failed[0], *(eager.host_values() if failed[0].level == WRONG else [])]
+        found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
     found.findings = ordered(found.findings)
     return found
 
@@ -211,8 +215,8 @@ def _is_explained(findings, of_graph):
 def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
     """Find the smallest modules that fail alone, and the largest ones that do not and that keep their shapes."""
     on_gpu = state.device.type == "cuda"
-    if on_gpu and not state.text:
-        return  # a child process cannot build a model of the suite
+    if ranks.several() or (on_gpu and not state.text):
+        return  # a child process can build neither a rank nor a model of the suite
     found.alone = bisect.alone(state, in_children=on_gpu)
     bad = {refused.place.module for refused in steps[0].refused if refused.place.module} | found.alone.bad
     bad |= _changing(steps)
@@ -266,26 +270,43 @@ def _of_users_file(text: str, device: torch.device) -> Diagnosis:
 
 
 def main(argv=None) -> int:
-    """Print the diagnosis of the step that the command line names; return the exit status."""
+    """Print the diagnosis of the step that the command line names; return the exit status.
+
+    Under torchrun rank 0 prints, and every rank returns 0: torchrun would tell of another one as of a crash.
+    """
     words = sys.argv[1:] if argv is None else argv
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     # The program that the user has started.
     with mistakes_in_one_line("benchmarks", "measure"):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
-        torch_settings.prepare(device)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        rank, local_rank, world_size = collectives.init(kind)
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         try:
-            found = _of_users_file(words[0], device)
-        except torch.OutOfMemoryError as error:
-            print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
-            return 1
-        print(found.text())
-        if len(words) > 1:
+            torch_settings.prepare(device)
             try:
-                write_text(Path(words[1]), found.text())
-            except OSError as error:
-                raise ValueError(f"{words[1]}: {error.strerror}") from None
-    return found.status
+                found = _of_users_file(words[0], device)
+            except torch.OutOfMemoryError as error:
+                print(
+                    f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr
+                )
+                return 1
+            if rank == 0:
+                _tell(found, words[1:])
+        finally:
+            collectives.shutdown()
+    return found.status if world_size == 1 else 0
+
+
+def _tell(found: Diagnosis, names: list[str]) -> None:
+    """Print a diagnosis, write it to a file, and its status beside it."""
+    print(found.text())
+    for name in names:
+        try:
+            write_text(Path(name), found.text())
+            write_text(Path(f"{name}.status"), str(found.status))
+        except OSError as error:
+            raise ValueError(f"{name}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

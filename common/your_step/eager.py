@@ -11,8 +11,9 @@ import os
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.your_step import compare, host_values, memory, user_file
+from common.your_step import compare, host_values, memory, ranks, user_file
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
+from common.your_step.snapshot import storage_id
 from common.your_step.source import Source
 from common.your_step.state import StepState
 from common.your_step.uninitialised import read_before_written
@@ -64,9 +65,9 @@ class EagerSteps:
         for index in self.batches[:NUM_STEPS]:
             self.watched.append(self._step(index))
             self._look()
-        self.of_batches = {_storage(leaf) for leaf in tree_leaves(state.batches) if _is_tensor(leaf)}
+        self.of_batches = {storage_id(leaf) for leaf in tree_leaves(state.batches) if _is_tensor(leaf)}
         self.capturing, self.objection = None, ""
-        if self.first.asked_capturing is not None:
+        if ranks.first(self.first.asked_capturing is not None):
             try:
                 self.capturing = self._step(self.batches[-1], is_capturing=True)
             except ValueError as error:
@@ -96,7 +97,7 @@ class EagerSteps:
         self.tensors.append(tensors)
         self.random.append(host_values.random_states())
         self.gradients.append({name: _address(parameter.grad) for name, parameter in self._parameters()})
-        self.homes.append({_storage(parameter) for _, parameter in self._parameters()})
+        self.homes.append({storage_id(parameter) for _, parameter in self._parameters()})
         self.rates.append([_number(group["lr"]) for group in self._groups()])
 
     def _groups(self):
@@ -153,7 +154,7 @@ class EagerSteps:
 
     def _batch_storages(self):
         leaves = tree_leaves(self.state.batch(self.batches[0]))
-        return {_storage(leaf) for leaf in leaves if _is_tensor(leaf)}
+        return {storage_id(leaf) for leaf in leaves if _is_tensor(leaf)}
 
     def _streams(self):
         for text, place in self.first.unjoined:
@@ -214,7 +215,7 @@ class EagerSteps:
             evidence = "of two steps of one shape, " + compare.told(*different) + self._changing()
             yield Finding("control flow", WRONG, place.own, evidence, place.module)
         numbers: set[tuple] = set()
-        storages = self.of_batches | other.from_host
+        storages = self.of_batches | other.from_host | other.exchanged
         for mine, theirs in zip(self.first.operators, other.operators, strict=False):
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return
@@ -256,7 +257,7 @@ class EagerSteps:
         if storage in self.gradients[index].values():
             evidence = "gradients are bound anew: a replay goes on with those of the capture"
             return Finding("gradient", WRONG, place.own, evidence, place.module)
-        name = next((name for name, each in self.tensors[index].items() if _storage(each) == storage), None)
+        name = next((name for name, each in self.tensors[index].items() if storage_id(each) == storage), None)
         line = self.source.changed(name) if name else None
         evidence = f"{name or 'a tensor'} is another tensor after each step, and {compare.short(operator.name)} at "
         evidence += f"{operator.place.own} reads it: a replay reads that of the capture"
@@ -320,15 +321,16 @@ class EagerSteps:
 
     def _not_handed_over(self):
         """Find tensors that steps write and that a reset does not put back."""
-        known = {_storage(tensor) for _, tensor in self.state.snapshot.tensors}
+        known = {storage_id(tensor) for _, tensor in self.state.snapshot.tensors}
         known |= {address for gradients in self.gradients for address in gradients.values()}
         known |= {address for homes in self.homes for address in homes}
+        known |= {address for watched in self.watched for address in watched.exchanged}
         # Put back through load_state_dict, as a loss scaler's.
         own = [each for holder in self.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
-        known |= {_storage(each) for each in own if _is_tensor(each)}
-        names = {_storage(tensor): name for name, tensor in self.tensors[-1].items()}
+        known |= {storage_id(each) for each in own if _is_tensor(each)}
+        names = {storage_id(tensor): name for name, tensor in self.tensors[-1].items()}
         names |= {
-            _storage(tensor): f"{name}.{path}"
+            storage_id(tensor): f"{name}.{path}"
             for name, module in host_values.modules_not_handed_over(self.state.step, self.state.owned)
             for path, tensor in [*module.named_parameters(), *module.named_buffers()]
         }
@@ -375,9 +377,5 @@ def _is_tensor(leaf) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _storage(tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
-
-
 def _address(tensor) -> int | None:
-    return None if tensor is None else _storage(tensor)
+    return None if tensor is None else storage_id(tensor)

@@ -129,6 +129,18 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor, or of this rank's part of it; None where it has none of its own."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return tensor.untyped_storage() if tensor.layout == torch.strided else None
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return what tells a tensor's storage from all others that exist, None where it has none of its own."""
+    storage = storage_of(tensor)
+    return None if storage is None else storage._cdata
+
+
 def _names(owned) -> list[str]:
     """A name for each object: its class, with a number where there are several."""
     kinds = [type(each).__name__ for each in owned]

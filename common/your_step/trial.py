@@ -12,7 +12,7 @@ import torch
 
 from common import variant as variants
 from common.capture.pool import CaptureError
-from common.your_step import parity
+from common.your_step import parity, ranks
 from common.your_step.errors import explained
 from common.your_step.findings import STOPS, WRONG, Finding
 from common.your_step.state import StepState
@@ -69,14 +69,20 @@ class Trial:
         state = self.state
         if obstacles:
             return Outcome(f"not tried: {obstacles[0].kind} at {obstacles[0].where}")
+        variant, failed = None, None
         try:
             variant = make(state)
         except (CaptureError, torch.OutOfMemoryError) as error:
-            return self._failed(error, STOPS)
+            failed = self._failed(error, STOPS)
         except (RuntimeError, ValueError) as error:
-            return Outcome(f"not possible: {str(error).splitlines()[0]}")
+            failed = Outcome(f"not possible: {str(error).splitlines()[0]}")
         finally:
             state.reset()
+        failed = ranks.first(failed)
+        if failed or variant is None:
+            if variant is not None:
+                variant.close()
+            return failed or Outcome("not possible")
         try:
             variants.enter(variant)
             return self._judged(variant)
@@ -101,13 +107,15 @@ class Trial:
             self._eager = [parity.course(self.state, self._reference) for _ in range(2)]
             variants.enter(variant)
         eager, again = self._eager
-        bad = next((index for index, loss in enumerate(eager.losses) if not math.isfinite(loss)), None)
-        if bad is not None:
-            return self._wrong(
-                "not finite", f"eager's loss of step {bad} is {eager.losses[bad]}: nothing is compared", ""
-            )
+        bad = [f"eager's loss of step {i} is {loss}" for i, loss in enumerate(eager.losses) if not math.isfinite(loss)]
+        said = ranks.first(bad[0] if bad else "")
+        if said:
+            return self._wrong("not finite", f"{said}: nothing is compared", "")
         unlike = parity.difference(eager, eager, again, self.names)
-        if unlike and (self._is_exact or parity.scatter(eager, again) > MOST_NOISE):
+        if not self._is_exact and parity.scatter(eager, again) <= MOST_NOISE:
+            unlike = None
+        unlike = ranks.first(unlike)
+        if unlike:
             return self._wrong("not repeatable", f"two eager trainings from one start differ: {unlike.text}", "")
         differs = self._difference(variant.step)
         if not differs:
@@ -136,7 +144,7 @@ class Trial:
 
     def _difference(self, step):
         eager, again = self._eager
-        return parity.difference(eager, again, parity.course(self.state, step), self.names)
+        return ranks.first(parity.difference(eager, again, parity.course(self.state, step), self.names))
 
     def _wrong(self, kind, evidence, prefix="wrong numbers: "):
         return Outcome(prefix + evidence, finding=Finding(kind, WRONG, str(self.state.path), evidence))
@@ -144,8 +152,8 @@ class Trial:
     def _module(self, make, step) -> str:
         """The module whose outputs differ first in the first step that differs, in words."""
         state = self.state
-        if not isinstance(state, StepState):
-            return ""  # a variant of a model does not call state.step
+        if not isinstance(state, StepState) or ranks.several():
+            return ""  # a variant of a model does not call state.step, and one rank alone makes no steps
         original = state.step
         # Outputs that are kept lie where nothing else does: so this is a graph of its own, of the step that differs.
         with parity.Outputs(state.modules) as outputs:

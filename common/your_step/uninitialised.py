@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture.host_graph_rules import ALLOCATIONS
+from common.your_step import ranks
 from common.your_step.place import Place, place_of_call
 
 
@@ -20,7 +21,7 @@ def read_before_written(state, index: int) -> tuple[Place, str] | None:
     """
     state.reset()
     with filled_with_zeros():
-        if _has_nan(state, state.step(state.batch(index))):
+        if ranks.first(_has_nan(state, state.step(state.batch(index)))):
             return None
     state.reset()
     filled = _Filled(float("nan"))

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
 from common.your_step.place import Place, place_of_call
+from common.your_step.snapshot import storage_id, storage_of
 from common.your_step.streams import StreamWatch
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
@@ -77,6 +78,7 @@ class Watched:
         made: storage -> place of the operator that made it.
         written: storage from outside of the step -> place of the first operator that writes it.
         from_host: storages of tensors that the step has made from data of the host.
+        exchanged: storages of tensors that collectives and FSDP's own operators take, as the buckets of DDP.
         kept: storages from outside of the step, held so that no other one gets their address.
         warned: (message, place) of each warning.
         asked_capturing: place where the step asked first whether a stream captures.
@@ -90,7 +92,8 @@ class Watched:
     made: dict[int, Place] = field(default_factory=dict)
     written: dict[int, Place] = field(default_factory=dict)
     from_host: set[int] = field(default_factory=set)
-    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    exchanged: set[int | None] = field(default_factory=set)
+    kept: dict[int, torch.UntypedStorage | None] = field(default_factory=dict)
     warned: list[tuple[str, Place]] = field(default_factory=list)
     asked_capturing: Place | None = None
     unjoined: list[tuple[str, Place]] = field(default_factory=list)
@@ -239,32 +242,36 @@ class _Operators(TorchDispatchMode):
         place, found = watcher.place(), watcher.found
         watcher.streams.launched(place)
         leaves = tree_leaves((args, kwargs))
-        is_collective = func.namespace in _COLLECTIVES
+        is_exchange = is_collective(str(func))
         reason = rules.reason_against(func, args, kwargs)
-        if is_collective and any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves):
-            reason = None  # NCCL's are captured
-        if func is torch.ops.aten.set_.source_Storage and _storage(args[0]) in found.made:
+        if is_exchange and (_num_ranks() > 1 or any(map(_is_cuda, leaves))):
+            reason = None  # NCCL's are captured, and several ranks of a CPU stand for GPUs
+        if func is torch.ops.aten.set_.source_Storage and storage_id(args[0]) in found.made:
             reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
         # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
         is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
         if reason and not watcher.is_inside and not is_fill and not _is_for_host(reason, leaves):
             watcher.refuse(func, reason)
+        # Gloo ends some collectives with an operator on a tensor of its own.
+        follows = bool(found.operators) and is_collective(found.operators[-1].name) and not any(map(_is_cuda, leaves))
         for leaf in leaves:
+            if (is_exchange or follows or func.namespace == "fsdp") and isinstance(leaf, torch.Tensor):
+                found.exchanged.add(storage_id(leaf))
             if isinstance(leaf, torch.Generator):
                 found.generators.setdefault(id(leaf), (leaf, place))
         outside = tuple(_outside(leaf, found) for leaf in leaves if isinstance(leaf, torch.Tensor))
         if func._schema.name == "aten::lift_fresh":
-            found.from_host.add(args[0].untyped_storage()._cdata)
-        for tensor in () if is_collective else _written(func, args, kwargs):
-            address = _storage(tensor)
+            found.from_host.add(storage_id(args[0]))
+        for tensor in () if is_exchange else _written(func, args, kwargs):
+            address = storage_id(tensor)
             if address is not None and address not in found.made:
                 found.written.setdefault(address, place)
         result = func(*args, **kwargs)
         self._note_copy(func, args, result, place)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        given = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        given = {storage_id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         for tensor in tensors:
-            address = _storage(tensor)
+            address = storage_id(tensor)
             # Not a view: this operator has made the storage, if perhaps where an earlier one was.
             if address is not None and address not in found.kept and address not in given:
                 found.made[address] = place
@@ -278,7 +285,7 @@ class _Operators(TorchDispatchMode):
             return
         source, target = (args[0], result) if name == "aten::_to_copy" else (args[1], args[0])
         if target.is_cuda and source.device.type == "cpu" and source.dim():
-            self.watcher.found.copies.append((place, _storage(source), source.is_pinned()))
+            self.watcher.found.copies.append((place, storage_id(source), source.is_pinned()))
         elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
             self.watcher.found.refused.append(Refused(str(func), _COPIES_TO_HOST, place))
 
@@ -291,13 +298,25 @@ def _is_for_host(reason, values) -> bool:
     return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
 
 
+def is_collective(name: str) -> bool:
+    """Return whether an operator is one of torch.distributed or of this repository's collectives.
+
+    Args:
+        name: such as c10d.allreduce_.default.
+    """
+    return name.partition(".")[0] in _COLLECTIVES
+
+
+def _num_ranks() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def _is_cuda(leaf):
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
 def _shape(tensor):
     return tuple(tensor.shape)
-
-
-def _storage(tensor) -> int | None:
-    """The address of a tensor's storage, None where it has none of its own."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def _written(func, args, kwargs) -> list[torch.Tensor]:
@@ -315,10 +334,10 @@ def _written(func, args, kwargs) -> list[torch.Tensor]:
 
 
 def _outside(tensor, found) -> int | None:
-    address = _storage(tensor)
+    address = storage_id(tensor)
     if address is None or address in found.made:
         return None
-    found.kept.setdefault(address, tensor.untyped_storage())
+    found.kept.setdefault(address, storage_of(tensor))
     return address
 
 

@@ -1,6 +1,6 @@
 """Random command lines: an answer or one line and exit status 2, never a traceback.
 
-make test tries 50 of each program, make long 2,000 over all of them.
+make test tries 50 of each program, make long 2,000 over all of them. make test-slow starts 50 real processes.
 """
 
 import contextlib
@@ -8,12 +8,18 @@ import dataclasses
 import importlib
 import io
 import itertools
+import os
+import resource
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from benchmarks import ask, command, compare, gate, measure, publish, report, run, submit, sweep
+from benchmarks import ROOT, ask, command, compare, gate, measure, publish, report, run, submit, sweep
 from benchmarks.processes import launch
 from benchmarks.script import models
 from common import config
@@ -175,3 +181,100 @@ def test_a_random_command_line_is_answered(tmp_path, program):
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
 def test_two_thousand_random_command_lines_are_answered(tmp_path, program):
     try_lines(program, tmp_path, 400)
+
+
+# ------------------------------------------------------------------------------------------------
+# Real processes
+
+# Of processor time until a process has refused, ended, or begun: a busy neighbour costs none.
+LIMIT_S, HANGS_S, ENDS_S = 5.0, 90.0, 30.0
+MOST_BYTES = 12 * 2**30
+STEP = """
+import torch
+
+def build(device):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    def step(batch):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+    return step, [torch.randn(4, 8)], [model, optimizer]
+"""
+# Words in front of the drawn ones, and behind them: runs are small and lie in the test's folder.
+TINY = {"run": (["--out", "runs"], ["--preset", "tiny"]), "sweep": (["--out", "runs"], ["--preset", "tiny"])}
+TINY |= {"measure": (["--out", "runs"], []), "submit": (["--dry-run"], [])}
+TINY |= {model: ([], ["--preset", "tiny"]) for model in models()}
+MODULES = {"doctor": "common.your_step.doctor"} | {model: f"{model}.train" for model in models()}
+
+
+def processor_s(process) -> float:
+    """Processor time of a process and of its children that have ended; inf where it has ended."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return float("inf")
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def answer_of(program, words, folder):
+    """(exit status, stdout, stderr) of a process; the status is None where it had begun and was stopped."""
+    before, after = TINY.get(program, ([], []))
+    line = [sys.executable, "-m", MODULES.get(program, f"benchmarks.{program}"), *before, *words, *after]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    out, err = folder / "stdout", folder / "stderr"
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+
+    with out.open("wb") as first, err.open("wb") as second:
+        process = subprocess.Popen(
+            line, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=first, stderr=second, preexec_fn=limited
+        )
+        end_s, has_begun = time.monotonic() + HANGS_S, False
+        try:
+            while process.poll() is None and not has_begun:
+                time.sleep(0.05)
+                has_begun = out.stat().st_size > 0
+                late = processor_s(process) > LIMIT_S or time.monotonic() > end_s
+                assert not late or has_begun or process.poll() is not None, (line, err.read_text())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.send_signal(signal.SIGINT)
+            status = process.wait(ENDS_S)
+        finally:
+            process.kill()
+            process.wait()
+    # Python's own end is not to be stopped in one line.
+    return None if has_begun and status in (130, -signal.SIGINT) else status, out.read_text(), err.read_text(errors="replace")
+
+
+@pytest.mark.slow
+def test_fifty_processes_begin_a_run_or_refuse_in_one_line_within_five_seconds(tmp_path):
+    put(tmp_path / "root", 0)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "my_step.py").write_text(STEP)
+    published = sorted((ROOT / "results").rglob("*"))
+    drawn = st.sampled_from(sorted(PROGRAMS)).flatmap(lambda name: st.tuples(st.just(name), words_for(name)))
+    seen = []
+
+    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    @given(drawn)
+    def once(pair):
+        program, words = pair
+        # No shell hands on a text with a NUL, and the tree's own results stay as they are.
+        words = [word.replace("\0", "") for word in words if word != "results"]
+        status, out, err = answer_of(program, words, tmp_path)
+        seen.append(status)
+        assert status in (0, 1, 2, 3, 4, 5, 6, 7, 8, None), (program, words, status, out, err)
+        assert "Traceback" not in out + err, (program, words, out, err)
+        if status == 2:
+            # argparse writes its usage above the line.
+            lines = [line for line in err.splitlines() if "error:" in line or line.startswith("python -m")]
+            assert len(lines) == 1, (program, words, err)
+
+    once()
+    assert len(seen) >= 50
+    assert sorted((ROOT / "results").rglob("*")) == published

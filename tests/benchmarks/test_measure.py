@@ -238,6 +238,7 @@ def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finishe
     [
         (["--model", "rnnt"], "is looked at by --doctor"),
         (["--step", "a.py", "--preset", "tiny"], "takes --model"),
+        (["--model", "rnnt", "--doctor", "--ngpu", "2"], "in one process, without --ngpu"),
         (["--step", "a.py", "--model", "rnnt", "--doctor"], "not allowed with"),
     ],
 )
