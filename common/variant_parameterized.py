@@ -18,14 +18,16 @@ class Parameterized:
         step: step(state, index), the eager step.
         functions: (object, attribute) of each function that is replaced.
         what: the functions in words, for the strategy.
+        summed: parameters of each layer whose hooks add gradients to main_grad (common/capture/parameterized/sums.py).
 
     Raises:
         CaptureError: every region was refused; the message has the reasons.
     """
 
-    def __init__(self, state, step, functions, what: str):
+    def __init__(self, state, step, functions, what: str, summed=()):
         # Imports the compiler, which takes seconds.
         from common.capture.parameterized import backend
+        from common.capture.parameterized.sums import Sums
 
         self.state, self._step = state, step
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
@@ -34,9 +36,11 @@ class Parameterized:
             for owner, name, fn in self._originals
         ]
         self.capture = Capture(strategy=f"parameterized launches of {what}, no pool and no static inputs")
+        self.regions = backend.Regions()
+        self._sums = Sums(list(summed), self.regions.all.append)
         self.enter()
         try:
-            with self.capture.timed("capture_s"), backend.collecting() as self.regions:
+            with self.capture.timed("capture_s"), backend.collecting(self.regions):
                 warm_up(state, Capture(strategy=""), lambda _, index: self.step(index))
             if not self.regions.graphs:
                 reasons = sorted({region.reason for region in self.regions.all})
@@ -73,9 +77,11 @@ class Parameterized:
         """Put the compiled functions in the place of the model's."""
         for owner, name, function in self._compiled:
             setattr(owner, name, function)
+        self._sums.enter()
 
     def leave(self):
         """Put the model's own functions back."""
+        self._sums.leave()
         for owner, name, function in self._originals:
             setattr(owner, name, function)
 

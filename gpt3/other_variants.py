@@ -261,7 +261,8 @@ def compiled(state: State, step, mode="default") -> Compiled:
 
 def parameterized(state: State, step) -> Parameterized:
     """Each layer's forward and backward as parameterized launches, called by the eager step."""
-    return Parameterized(state, step, _layers(state), "each layer")
+    functions = _layers(state)
+    return Parameterized(state, step, functions, "each layer", [list(layer.parameters()) for layer in state.layers])
 
 
 def _layers(state):

@@ -36,7 +36,8 @@ def compiled(state: State, step, mode: str) -> Compiled:
 
 def parameterized(state: State, step) -> Parameterized:
     """Each layer's forward and backward as parameterized launches, called by the eager step."""
-    return Parameterized(state, step, _layers(state), "each layer")
+    functions = _layers(state)
+    return Parameterized(state, step, functions, "each layer", [list(layer.parameters()) for layer in state.layers])
 
 
 def _layers(state):

@@ -134,8 +134,9 @@ class Worker:
         if not fatal:
             self.kept.pop(command.get("variant"), None)
             self._settle_memory()
+        line = (str(reason).strip() or "no reason given").splitlines()[0][:400]
         with contextlib.suppress(Closed):
-            self.say({"say": "failed", "status": status, "reason": _line(reason), "fatal": fatal})
+            self.say({"say": "failed", "status": status, "reason": line, "fatal": fatal})
         return not fatal
 
     def _moved(self):
@@ -395,7 +396,3 @@ class Worker:
 
 def _is_plain(value):
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _line(text):
-    return (str(text).strip() or "no reason given").splitlines()[0][:400]

@@ -50,7 +50,6 @@ class Analysis:
 
     Attributes:
         first: the capture that is launched.
-        second: the other one.
         chunks: layout of the parameters.
         blob: parameters of the first capture.
         other: parameters of the second.
@@ -66,7 +65,6 @@ class Analysis:
     """
 
     first: Captured
-    second: Captured
     chunks: list[words.Chunk]
     blob: np.ndarray
     other: np.ndarray
@@ -81,25 +79,18 @@ class Analysis:
     build_s: dict[str, float] = field(default_factory=dict)
 
     def release(self) -> None:
-        """Drop both captures with their pools."""
-        for captured in (self.first, self.second):
-            captured.graph.reset()
-            captured.inputs.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+        """Drop the capture with its pool."""
+        _drop(self.first)
 
     def all_bytes(self) -> list[torch.Tensor]:
-        """Return all bytes of both captures: of their pools and of their inputs.
+        """Return all bytes of the first capture: of its pool and of its inputs.
 
         Returns:
             tensors of bytes; they do not own them.
         """
         device = torch.device("cuda", torch.cuda.current_device())
-        return [memory.bytes_at(address, size, device) for address, size in self._known() if size]
-
-    def _known(self) -> list[tuple[int, int]]:
-        inputs = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in (*self.first.inputs, *self.second.inputs)]
-        return [*self.first.segments, *self.second.segments, *inputs]
+        inputs = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in self.first.inputs]
+        return [memory.bytes_at(address, size, device) for address, size in (*self.first.segments, *inputs) if size]
 
     def check(self) -> None:
         """Check that other values can be written in the place of all words that are no address of the region.
@@ -147,7 +138,7 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
         device: the GPU, with an index.
 
     Returns:
-        the comparison. Both captures are alive until `release`.
+        the comparison. The first capture is alive until `release`; the second one has gone.
 
     Raises:
         RegionRefused: a node cannot be launched on other memory, or the captures differ.
@@ -301,9 +292,19 @@ def _compare(first, second, increment, written) -> Analysis:
     slots, unexplained = words.explain(chunks, (blob, other), allocations)
     suspects, tied = words.suspects(unexplained, (blob, other), slots, driver.is_address)
     plan = arenas.plan(first.segments, first.blocks, _addresses(first))
+    # No launch knows the second one's memory, and the first launches need as much.
+    _drop(second)
     return Analysis(
-        first, second, chunks, blob, other, allocations, plan, slots, unexplained, suspects, tied, increment, written
+        first, chunks, blob, other, allocations, plan, slots, unexplained, suspects, tied, increment, written
     )
+
+
+def _drop(captured):
+    captured.graph.reset()
+    captured.inputs.clear()
+    captured.static.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _addresses(captured) -> list[int]:

@@ -126,16 +126,15 @@ class Regions:
 
 
 @contextlib.contextmanager
-def collecting():
+def collecting(regions: Regions):
     """Gather the regions that are called inside this block. What was released before is captured again.
 
-    Yields:
-        Regions.
+    Args:
+        regions: where they go.
     """
-    regions = Regions()
     _collectors.append(regions)
     try:
-        yield regions
+        yield
     finally:
         _collectors.remove(regions)
 

@@ -21,7 +21,7 @@ class GpuRegion:
     """A captured region that is launched on any inputs.
 
     Args:
-        analysis: the comparison of two captures, both alive.
+        analysis: the comparison of two captures; the first one is alive.
         device: the GPU.
     """
 

@@ -157,7 +157,7 @@ class Verification:
         result and no byte may change.
 
         Args:
-            analysis: of the region; both captures are alive.
+            analysis: of the region; its first capture is alive.
             example_inputs: inputs; they stay as they are.
 
         Raises:

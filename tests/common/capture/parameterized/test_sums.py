@@ -1,0 +1,58 @@
+"""common/capture/parameterized/sums: the additions of a layer's hooks in one launch, on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.capture.parameterized import sums
+from common.capture.parameterized.errors import RegionRefused
+
+
+def model():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).to(torch.bfloat16)
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    # The last layer adds by itself, without a hook.
+    for parameter in list(net.parameters())[:-1]:
+        parameter.register_post_accumulate_grad_hook(add)
+    return net
+
+
+def add(parameter):
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def passes(net, count=3):
+    """main_grads after some passes from zero."""
+    torch.manual_seed(1)
+    for parameter in net.parameters():
+        parameter.main_grad.zero_()
+        parameter.grad = None
+    for _ in range(count):
+        net(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert all(parameter.grad is None for parameter in list(net.parameters())[:-1])
+    return [parameter.main_grad.clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(refuses, monkeypatch):
+    def refused(*arguments):
+        raise RegionRefused("as asked\nwith more")
+
+    if refuses:
+        monkeypatch.setattr(sums, "capture", refused)
+    net, regions = model(), []
+    expected = passes(net)
+    exchanged = sums.Sums([list(layer.parameters()) for layer in net], regions.append)
+    exchanged.enter()
+    assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
+    # Two layers with hooks share one region.
+    assert [(region.name, region.state, region.reason) for region in regions] == [
+        ("sums 0", "eager", "as asked") if refuses else ("sums 0", "parameterized", "")
+    ]
+    assert regions[0].num_replays == (0 if refuses else 6)
+    exchanged.leave()
+    assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
+    assert regions[0].num_replays == (0 if refuses else 6)
