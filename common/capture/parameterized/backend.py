@@ -8,6 +8,7 @@ with the reason. Parameters stay at their addresses in the graph, which each cal
 """
 
 import contextlib
+import operator
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from functorch.compile import default_partition
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
+from torch.utils._pytree import tree_leaves
 
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, check_separate, untested
@@ -24,6 +26,8 @@ from common.capture.parameterized.region import capture, check_separate, unteste
 _DEVICES = ("cuda", "cpu")
 _OPTIONS = {"verify": 1}
 _MAX_CAPTURES = 3
+# Results of attention in its schemas.
+_SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
 
 
@@ -277,7 +281,7 @@ class _Compiled:
             if not places:
                 raise RegionRefused("all its inputs are parameters: nothing moves")
             verify = max(self._verify, untested()) if args[0].is_cuda else 0
-            captured = capture(run, [args[index] for index in places], verify)
+            captured = capture(run, [args[index] for index in places], verify, unwritten(self._graph))
             if captured.written:
                 check_separate(args)
         except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:
@@ -285,6 +289,30 @@ class _Compiled:
             return
         region.captured, region.state, region.reason = captured, "parameterized", ""
         region.addresses = [args[index].data_ptr() for index in region.fixed]
+
+
+def unwritten(graph: torch.fx.GraphModule) -> set[int]:
+    """Find the seeds of attention without dropout: its kernels leave them as the memory was.
+
+    Args:
+        graph: of operators.
+
+    Returns:
+        their indices among the results.
+    """
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    found = set()
+    for index, node in enumerate(tree_leaves(output.args)):
+        if not isinstance(node, torch.fx.Node) or node.target is not operator.getitem:
+            continue
+        source, place = node.args
+        schema = getattr(source.target, "_schema", None)
+        if schema is None or schema.returns[place].name not in _SEEDS:
+            continue
+        given = dict(zip((argument.name for argument in schema.arguments), source.args, strict=False))
+        if not (given | source.kwargs).get("dropout_p", 0.0):
+            found.add(index)
+    return found
 
 
 def _reason_against(graph, inputs) -> str:

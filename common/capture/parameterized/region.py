@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -102,13 +103,14 @@ def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
     return Parameterized(capture(fn, inputs, verify), inputs)
 
 
-def capture(fn, inputs: list[torch.Tensor], verify: int):
+def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[int] = ()):
     """Capture a region; on a GPU explain and verify it.
 
     Args:
         fn: the region.
         inputs: examples on one device.
         verify: launches to compare with eager, on a GPU.
+        unwritten: indices of results that eager leaves unwritten.
 
     Returns:
         the region.
@@ -128,7 +130,7 @@ def capture(fn, inputs: list[torch.Tensor], verify: int):
         analysis.check()
         region = GpuRegion(analysis, device)
         try:
-            check = Verification(region, fn, device)
+            check = Verification(region, fn, device, unwritten)
             if verify or analysis.unexplained:
                 check.spoil(analysis.all_bytes())
             for _ in range(verify):

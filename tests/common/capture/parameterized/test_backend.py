@@ -1,5 +1,7 @@
 """torch.compile(model, backend="parameterized") on the CPU: training like eager, and the list of regions."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -95,3 +97,14 @@ def test_released_regions_run_eagerly():
 def test_an_unknown_option_is_refused():
     with pytest.raises(Exception, match="no option pool; it has verify"):
         torch.compile(lambda x: x + 1, backend="parameterized", options={"pool": 1})(torch.ones(2))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_seeds_of_attention_count_as_unwritten_where_nothing_is_dropped(dropout):
+    graph = torch.fx.Graph()
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    attended = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention.default, (q, k, v, dropout, True))
+    parts = [graph.call_function(operator.getitem, (attended, place)) for place in (0, 1, 6, 7)]
+    graph.output((q, *parts))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert backend.unwritten(module) == ({3, 4} if not dropout else set())

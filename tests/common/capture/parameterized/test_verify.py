@@ -10,6 +10,7 @@ from common.capture.parameterized import memory, verify
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.words import Suspect, Unexplained
 
+CPU = torch.device("cpu")
 X = [torch.linspace(-1, 1, 8)]
 
 
@@ -76,7 +77,7 @@ def launched(inputs, memory_):
 
 
 def run(body, fn=doubled, times=2):
-    verification = verify.Verification(Region(body), fn, torch.device("cpu"))
+    verification = verify.Verification(Region(body), fn, CPU)
     for _ in range(times):
         verification.run(X)
     return verification
@@ -161,6 +162,13 @@ def test_integers_that_eager_leaves_unwritten_may_be_others_and_no_written_ones(
         run(body, lambda x: [x * 2, torch.tensor(3)])
 
 
+def test_what_eager_is_known_to_leave_unwritten_is_not_compared():
+    verification = verify.Verification(
+        Region(lambda inputs, new: [torch.tensor(7)]), lambda x: [torch.tensor(3)], CPU, {0}
+    )
+    verification.run(X)
+
+
 def test_a_python_value_that_changes_is_refused():
     with pytest.raises(RegionRefused, match="result 0 is 1, in eager 2"):
         run(lambda inputs, new: [1], lambda x: [2])
@@ -187,7 +195,7 @@ def prove(body):
     analysis = SimpleNamespace(
         unexplained=[number, low], suspects=[Suspect(low, high)], largest=lambda: 64, name=lambda words: "node 3 (k)"
     )
-    verification = verify.Verification(region, doubled, torch.device("cpu"))
+    verification = verify.Verification(region, doubled, CPU)
     verification.prove_unread(analysis, X)
     return region
 
