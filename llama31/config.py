@@ -224,7 +224,7 @@ PRESETS = {
         precision="bf16",
         layer="torch",
         optimizer="none",
-        min_steps=20,
+        min_steps=8,
     ),
     "mlperf": Config(layers=126, share_tp=1, share_cp=1, tp=4, pp=8, cp=2, microbatches=144, min_steps=8),
 }

@@ -85,7 +85,7 @@ def resolve(args, device: torch.device, world_size: int = 1):
             config = replace(fitted, memory_gib=float(budget))
     if config.memory_gib:
         plan.make_plan(config, dp=dp)
-    optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no optimizer"
+    optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no masters or moments"
     notes.append(f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, {optimizer}")
     return replace(args, config=config, run=run), notes
 
@@ -108,7 +108,8 @@ def card(config, device: torch.device, dp: int = 1) -> list[str]:
         f"{llama_config.num_parameters(c) / 1e6:,.1f} M parameters: {slice_of}{name}{share}",
         f"{c.ramp or c.microbatches} microbatches of {c.microbatch} x {c.local_sequence} tokens | {c.layer} layer, "
         f"{c.precision} | {counts[0]:.4g} TFLOP/step (MLPerf's count, attention in full: {counts[1]:.4g})",
-        f"weights {c.weights}, main_grad {c.main_grad}, moments {c.moments}",
+        f"weights {c.weights}, main_grad {c.main_grad}, "
+        + (f"moments {c.moments}" if c.optimizer == "adam" else "no Adam"),
     ]
     if c.memory_gib:
         lines += ["", *plan.make_plan(c, dp=dp).text().splitlines()]

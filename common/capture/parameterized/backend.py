@@ -307,7 +307,8 @@ def unwritten(graph: torch.fx.GraphModule) -> set[int]:
             continue
         source, place = node.args
         schema = getattr(source.target, "_schema", None)
-        if schema is None or schema.returns[place].name not in _SEEDS:
+        # An operator that returns a list, such as split, has one result in its schema.
+        if schema is None or place >= len(schema.returns) or schema.returns[place].name not in _SEEDS:
             continue
         given = dict(zip((argument.name for argument in schema.arguments), source.args, strict=False))
         if not (given | source.kwargs).get("dropout_p", 0.0):
