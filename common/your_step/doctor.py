@@ -13,7 +13,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,8 @@ __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
 # Steps of a diagnosis, roughly.
 NUM_STEPS_IN_ALL = 70
+# Of these a note remains where the whole step of a user trains as eager does.
+_HARMLESS = ("not handed over", "thread")
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
 
 
@@ -99,7 +101,8 @@ class Diagnosis:
 
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
-        lines = [finding.text() for finding in self.findings] or ["Nothing stands against a graph."]
+        stands = any(finding.level != NOTE for finding in self.findings)
+        lines = ([] if stands else ["Nothing stands against a graph."]) + [each.text() for each in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         lines += [self.memory] if self.memory else []
         return "\n".join([*lines, *self._plan()])
@@ -177,6 +180,8 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
     if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
         # Its numbers are eager's: what changes on the host does not matter.
+        noted = _HARMLESS if state.text else ()
+        found.findings = [replace(each, level=NOTE) if each.kind in noted else each for each in found.findings]
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
     elif failed and not _is_explained(found.findings, failed[0]):
         found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]

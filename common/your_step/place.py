@@ -10,6 +10,8 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
+# Averaged weights are no optimizer.
+_AVERAGES = os.path.join(_OPTIM, "swa_utils.py")
 _AMP = os.path.join(_TORCH, "amp") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -53,7 +55,7 @@ def _place_above(frame: FrameType | None, module) -> Place:
     line = own = through = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_OPTIM):
+        if path.startswith(_OPTIM) and path != _AVERAGES:
             through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through

@@ -248,7 +248,11 @@ def answer_of(program, words, folder):
             process.kill()
             process.wait()
     # Python's own end is not to be stopped in one line.
-    return None if has_begun and status in (130, -signal.SIGINT) else status, out.read_text(), err.read_text(errors="replace")
+    return (
+        None if has_begun and status in (130, -signal.SIGINT) else status,
+        out.read_text(),
+        err.read_text(errors="replace"),
+    )
 
 
 @pytest.mark.slow
