@@ -23,7 +23,7 @@ from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
 from common.training.parallel import collectives
-from common.your_step import bisect, idle, memory, on_host, ranks, step_file, user_file
+from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
@@ -73,6 +73,7 @@ class Diagnosis:
         parts: the largest modules that can be captured, with their share of the time that the GPU waits, without a GPU
             of the forward pass's operators; the largest first.
         waits: the time that the GPU waits in an eager step; None where it was not measured.
+        pace: whether the step is bound by its launches, in words; "" on a CPU.
         memory: the graph's predicted memory beside the free one in words, or "".
     """
 
@@ -81,6 +82,7 @@ class Diagnosis:
     alone: bisect.Alone | None = None
     parts: list[tuple[str, float]] = field(default_factory=list)
     waits: idle.Idle | None = None
+    pace: str = ""
     memory: str = ""
 
     @property
@@ -102,7 +104,8 @@ class Diagnosis:
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
-        lines = ([] if stands else ["Nothing stands against a graph."]) + [each.text() for each in self.findings]
+        lines = [self.pace] if self.pace else []
+        lines += ([] if stands else ["Nothing stands against a graph."]) + [each.text() for each in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         lines += [self.memory] if self.memory else []
         return "\n".join([*lines, *self._plan()])
@@ -163,6 +166,8 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     with on_host.one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
         found = Diagnosis(findings=list(eager.findings()))
+        own = pace.measured(state)
+        found.pace = own.text() if own else ""
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
         if ranks.several():

@@ -21,6 +21,7 @@ from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
+MOST_CALLERS = 4
 # The words of the rules of host graphs -> kind of finding.
 _KINDS = (
     ("reads a value", "host read"),
@@ -142,6 +143,8 @@ class EagerSteps:
             kind = next((kind for words, kind in _KINDS if words in refused.reason), "host read")
             if place.line != place.own:
                 evidence += f" (at {place.line})"
+            if place.callers:
+                evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
             yield Finding(kind, STOPS, place.own, evidence, place.module)
         for text, place in self.first.warned:
             kinds = [kind for words, kind in _WARNINGS if words in text]

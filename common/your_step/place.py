@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -30,28 +31,31 @@ class Place:
         own: file:line of the innermost frame outside of all installed packages, or the same.
         through: "optimizer", "schedule" or "loss scaler" where the call comes from one of torch's.
         module: path of the innermost module that is running.
+        callers: file:line of the user's frames around `own`, inner ones first.
     """
 
     line: str
     own: str
     through: str = ""
     module: str = ""
+    callers: tuple[str, ...] = ()
 
 
-def place_of_call(module: str = "") -> Place:
+def place_of_call(module: str = "", has_callers: bool = False) -> Place:
     """Return the place in the user's code that is running.
 
     Args:
         module: path of the innermost module that is running.
+        has_callers: look for the callers, too.
     """
-    place = _place_above(sys._getframe(1), module)
+    place = _place_above(sys._getframe(1), module, has_callers)
     if place.line == UNKNOWN:
         # The backward pass of a GPU runs in a thread of its own, while the user's code waits in the main one.
-        place = _place_above(sys._current_frames().get(threading.main_thread().ident or 0), module)
+        place = _place_above(sys._current_frames().get(threading.main_thread().ident or 0), module, has_callers)
     return place
 
 
-def _place_above(frame: FrameType | None, module) -> Place:
+def _place_above(frame: FrameType | None, module, has_callers) -> Place:
     line = own = through = ""
     while frame is not None:
         path = frame.f_code.co_filename
@@ -69,4 +73,15 @@ def _place_above(frame: FrameType | None, module) -> Place:
                 own = f"{path}:{frame.f_lineno}"
                 break
         frame = frame.f_back
-    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module)
+    callers = tuple(_callers(frame.f_back)) if has_callers and frame is not None else ()
+    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module, callers)
+
+
+def _callers(frame: FrameType | None) -> Iterator[str]:
+    """The user's frames from a frame on outwards."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_others = path.startswith((_TORCH, _HERE, _COMMON, _STANDARD_LIBRARY)) or any(p in path for p in _PACKAGES)
+        if os.sep in path and not is_others:
+            yield f"{path}:{frame.f_lineno}"
+        frame = frame.f_back

@@ -165,11 +165,11 @@ class _Watcher:
     def hooks(self):
         return _ModuleStack(self.modules, self.stack)
 
-    def place(self) -> Place:
-        return place_of_call(".".join(self.stack[-1:]))
+    def place(self, has_callers=False) -> Place:
+        return place_of_call(".".join(self.stack[-1:]), has_callers)
 
     def refuse(self, name, reason):
-        self.found.refused.append(Refused(str(name), reason, self.place()))
+        self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
 
     @contextlib.contextmanager
     def section(self, name):
@@ -212,7 +212,7 @@ class _Watcher:
     def warned(self, message, category, filename, lineno, file=None, line=None):
         text = "" if self.is_on_host else str(message)
         if "synchronizing CUDA operation" in text:
-            place = self.place()
+            place = self.place(has_callers=True)
             if all(refused.place.line != place.line for refused in self.found.refused):
                 self.found.refused.append(Refused(A_CUDA_OPERATION, WAITS, place))
         elif text:

@@ -340,3 +340,15 @@ def test_a_scaler_that_unscales_leaves_the_eager_step_as_it_was(tmp_path):
     )
     found = diagnose(f"{path}:build", torch.device("cpu"))
     assert found.whole == "trains as eager does" and "unscale_" in found.without_optimizer
+
+
+def test_a_read_on_the_host_names_its_line_and_those_that_call_it(tmp_path):
+    helper = "def logged(value):\n        return value.item()"
+
+    found, lines = diagnosed(tmp_path, {"# more": helper, "return loss": "return logged(loss)"})
+
+    (finding,) = [finding for finding in found.findings if finding.kind == "host read"]
+    inner, outer = (
+        int(text.split(":")[-1]) for text in (finding.where, finding.evidence.split("called from ")[1].split(",")[0])
+    )
+    assert "value.item()" in lines[inner - 1] and "logged(loss)" in lines[outer - 1]
