@@ -36,7 +36,7 @@ from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
 from common.config import flag_of
 from common.your_step import step_file
-from common.your_step.variants import VARIANTS
+from common.your_step.variants import LEAST_GAIN, VARIANTS
 
 MODEL = run_file.OWN_STEP
 FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
@@ -57,8 +57,6 @@ WHOLE, WHOLE_IS_RIGHT = "graph_step,reduce_overhead", "graph of the whole step: 
 FAILED = ("failed", "numerics_failed")
 # Reasons of checks that compare what was computed, and not how (benchmarks/measuring/checks.py).
 NUMBERS = re.compile("parity|loss|moved the training state|still changed")
-# A step of which a graph can remove less than this share of the time is not worth a capture.
-LEAST_GAIN = 1.01
 HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 

@@ -30,6 +30,9 @@ _FORBIDDEN_OPERATORS = {
     "aten::is_nonzero": READS,
     "aten::equal": READS,
     "aten::allclose": READS,
+    # On a GPU they look whether the solver has failed.
+    **{f"aten::{name}": READS for name in ("_linalg_check_errors", "_linalg_eigh", "_linalg_svd")},
+    "aten::_coalesce": SHAPE,
     "aten::_pack_padded_sequence": "reads the lengths on the host, its shape depends on them",
     "aten::lift_fresh": _NEW,
     "aten::resize_": _RESIZES,
@@ -79,6 +82,7 @@ def reason_against(func, args, kwargs) -> str | None:
 # contextlib runs torch's context managers.
 _INVISIBLE = (
     os.path.dirname(__file__) + os.sep + "host_graph",
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "your_step") + os.sep,
     contextlib.__file__,
     os.path.dirname(torch.__file__) + os.sep,
 )

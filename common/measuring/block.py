@@ -119,7 +119,7 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
             variant.counted()
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
         reruns = variant.counted() if isinstance(variant, Reruns) else None
-        issue_ms = [ms for _ in range(steps.drained) if (ms := _issue_ms(variant, next(index), device)) is not None]
+        issue_ms = [ms for _ in range(steps.drained) if (ms := issue_ms_of(variant, next(index), device)) is not None]
         synchronize(device)
         after = watched.values()
     finally:
@@ -191,10 +191,16 @@ def timed_steps(variant, index, count: int, device: torch.device) -> list[float]
     return [max(at_once) for at_once in zip(*of_all_ranks(own), strict=True)]
 
 
-def _issue_ms(variant, index, device):
-    """Host ms to issue a step; None on the CPU. The queue is drained at each mark, and the drains are not counted.
+def issue_ms_of(variant, index: int, device: torch.device) -> float | None:
+    """Return the host's ms to issue a step; None on the CPU.
 
-    The launch queue holds about 1,024 launches. A host that runs further ahead waits for the GPU.
+    The queue is drained at each mark, and the drains are not counted: it holds about 1,024 launches, and a host that
+    runs further ahead waits for the GPU.
+
+    Args:
+        variant: a `common.variant.Variant`, entered.
+        index: of the step.
+        device: where it runs.
     """
     if device.type != "cuda":
         variant.step(index)

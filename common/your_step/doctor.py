@@ -13,7 +13,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
 from common.training.parallel import collectives
-from common.your_step import bisect, idle, memory, on_host, ranks, step_file, user_file
+from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.state import StepState
@@ -36,6 +36,8 @@ __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
 # Steps of a diagnosis, roughly.
 NUM_STEPS_IN_ALL = 70
+# Of these a note remains where the whole step of a user trains as eager does.
+_HARMLESS = ("not handed over", "thread")
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
 
 
@@ -71,6 +73,7 @@ class Diagnosis:
         parts: the largest modules that can be captured, with their share of the time that the GPU waits, without a GPU
             of the forward pass's operators; the largest first.
         waits: the time that the GPU waits in an eager step; None where it was not measured.
+        pace: whether the step is bound by its launches, in words; "" on a CPU.
         memory: the graph's predicted memory beside the free one in words, or "".
     """
 
@@ -79,6 +82,7 @@ class Diagnosis:
     alone: bisect.Alone | None = None
     parts: list[tuple[str, float]] = field(default_factory=list)
     waits: idle.Idle | None = None
+    pace: str = ""
     memory: str = ""
 
     @property
@@ -99,7 +103,9 @@ class Diagnosis:
 
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
-        lines = [finding.text() for finding in self.findings] or ["Nothing stands against a graph."]
+        stands = any(finding.level != NOTE for finding in self.findings)
+        lines = [self.pace] if self.pace else []
+        lines += ([] if stands else ["Nothing stands against a graph."]) + [each.text() for each in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         lines += [self.memory] if self.memory else []
         return "\n".join([*lines, *self._plan()])
@@ -160,6 +166,8 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     with on_host.one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
         found = Diagnosis(findings=list(eager.findings()))
+        own = pace.measured(state)
+        found.pace = own.text() if own else ""
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
         if ranks.several():
@@ -177,6 +185,8 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
     if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
         # Its numbers are eager's: what changes on the host does not matter.
+        noted = _HARMLESS if state.text else ()
+        found.findings = [replace(each, level=NOTE) if each.kind in noted else each for each in found.findings]
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
     elif failed and not _is_explained(found.findings, failed[0]):
         found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]

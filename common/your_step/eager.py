@@ -21,6 +21,7 @@ from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
+MOST_CALLERS = 4
 # The words of the rules of host graphs -> kind of finding.
 _KINDS = (
     ("reads a value", "host read"),
@@ -46,7 +47,7 @@ class EagerSteps:
     """
 
     # Kinds that are harmless where a graph's numbers are eager's.
-    suspects = ("host value", "kept tensor", "python random", "control flow", "gradient", "not handed over")
+    suspects = ("host value", "kept tensor", "python random", "control flow", "gradient", "not handed over", "thread")
 
     def __init__(self, state: StepState):
         self.state, self.source = state, Source(state.path)
@@ -61,6 +62,7 @@ class EagerSteps:
         self.gradients: list[dict[str, int | None]] = []
         self.homes: list[set] = []
         self.rates: list[list] = []
+        self.trained: list[dict[str, bool]] = []
         self._look()
         for index in self.batches[:NUM_STEPS]:
             self.watched.append(self._step(index))
@@ -98,7 +100,8 @@ class EagerSteps:
         self.random.append(host_values.random_states())
         self.gradients.append({name: _address(parameter.grad) for name, parameter in self._parameters()})
         self.homes.append({storage_id(parameter) for _, parameter in self._parameters()})
-        self.rates.append([_number(group["lr"]) for group in self._groups()])
+        self.trained.append({name: parameter.requires_grad for name, parameter in self._parameters()})
+        self.rates.append([_number(group.get("lr")) for group in self._groups()])
 
     def _groups(self):
         return [group for optimizer in self.state.optimizers for group in optimizer.param_groups]
@@ -140,6 +143,8 @@ class EagerSteps:
             kind = next((kind for words, kind in _KINDS if words in refused.reason), "host read")
             if place.line != place.own:
                 evidence += f" (at {place.line})"
+            if place.callers:
+                evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
             yield Finding(kind, STOPS, place.own, evidence, place.module)
         for text, place in self.first.warned:
             kinds = [kind for words, kind in _WARNINGS if words in text]
@@ -159,6 +164,9 @@ class EagerSteps:
     def _streams(self):
         for text, place in self.first.unjoined:
             yield Finding("side stream", STOPS, place.own, text, place.module)
+        for place in self.first.threads:
+            evidence = "work of another thread: it is no part of a graph, and a replay does not start it"
+            yield Finding("thread", WRONG, place.own, evidence, place.module)
 
     def _copies(self):
         batch = self._batch_storages()
@@ -206,7 +214,12 @@ class EagerSteps:
         """Compare the first step and a later one."""
         different = compare.first_difference(self.first.operators, other.operators)
         gone = [name for name, a in self.gradients[0].items() if (a is None) != (self.gradients[index][name] is None)]
-        if different and gone:
+        frozen = next((name for name, is_on in self.trained[0].items() if is_on != self.trained[index].get(name)), "")
+        if different and frozen:
+            line = self.source.made("requires_grad_") or self.source.changed("requires_grad")
+            evidence = f"{frozen} is trained in one step and frozen in another{self._changing()}"
+            yield Finding("control flow", WRONG, self.source.at(line), evidence)
+        elif different and gone:
             place = compare.place(*different)
             evidence = f"the gradient of {gone[0]} is None before one step and not before another: taken over or added"
             yield Finding("gradient", WRONG, place.own, evidence, place.module)

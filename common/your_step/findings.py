@@ -38,6 +38,7 @@ REMEDIES = {
     "settings": "NCCL_GRAPH_REGISTER=0, or no expandable segments",
     "wrong copy": "let the step depend on its batch's values alone: not on which object it is, or what is beside it",
     "unpinned copy": "pin the memory once in build, pin_memory(), and copy before the step with non_blocking=True",
+    "thread": "let the step's own thread do that work, or start it outside of the step",
     "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
     "not handed over": "hand over every object that training changes",
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -10,6 +11,8 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
+# Averaged weights are no optimizer.
+_AVERAGES = os.path.join(_OPTIM, "swa_utils.py")
 _AMP = os.path.join(_TORCH, "amp") + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
 _COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -28,32 +31,35 @@ class Place:
         own: file:line of the innermost frame outside of all installed packages, or the same.
         through: "optimizer", "schedule" or "loss scaler" where the call comes from one of torch's.
         module: path of the innermost module that is running.
+        callers: file:line of the user's frames around `own`, inner ones first.
     """
 
     line: str
     own: str
     through: str = ""
     module: str = ""
+    callers: tuple[str, ...] = ()
 
 
-def place_of_call(module: str = "") -> Place:
+def place_of_call(module: str = "", has_callers: bool = False) -> Place:
     """Return the place in the user's code that is running.
 
     Args:
         module: path of the innermost module that is running.
+        has_callers: look for the callers, too.
     """
-    place = _place_above(sys._getframe(1), module)
+    place = _place_above(sys._getframe(1), module, has_callers)
     if place.line == UNKNOWN:
         # The backward pass of a GPU runs in a thread of its own, while the user's code waits in the main one.
-        place = _place_above(sys._current_frames().get(threading.main_thread().ident or 0), module)
+        place = _place_above(sys._current_frames().get(threading.main_thread().ident or 0), module, has_callers)
     return place
 
 
-def _place_above(frame: FrameType | None, module) -> Place:
+def _place_above(frame: FrameType | None, module, has_callers) -> Place:
     line = own = through = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_OPTIM):
+        if path.startswith(_OPTIM) and path != _AVERAGES:
             through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
@@ -67,4 +73,15 @@ def _place_above(frame: FrameType | None, module) -> Place:
                 own = f"{path}:{frame.f_lineno}"
                 break
         frame = frame.f_back
-    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module)
+    callers = tuple(_callers(frame.f_back)) if has_callers and frame is not None else ()
+    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module, callers)
+
+
+def _callers(frame: FrameType | None) -> Iterator[str]:
+    """The user's frames from a frame on outwards."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_others = path.startswith((_TORCH, _HERE, _COMMON, _STANDARD_LIBRARY)) or any(p in path for p in _PACKAGES)
+        if os.sep in path and not is_others:
+            yield f"{path}:{frame.f_lineno}"
+        frame = frame.f_back

@@ -92,6 +92,13 @@ class StepState:
             raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
         self.keep_loss(index, loss)
 
+    def marked_train(self, index: int) -> None:
+        """Train on batch `index`; where somebody watches the marks of the step, its layers are marked."""
+        hooks = marked(self.layers) if marks.is_watched() else []
+        self.train(index)
+        for hook in hooks:
+            hook.remove()
+
     def keep_loss(self, index: int, loss) -> None:
         """Remember the loss of a step without waiting for the device.
 

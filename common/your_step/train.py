@@ -24,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture.pool import Pool
-from common.measuring import marks
 from common.script.main import main
 from common.variant import Capture, Compiled, Unsupported, Workload, warm_up
 from common.your_step import flops, step_file
 from common.your_step.snapshot import own_part
-from common.your_step.state import StepState, copy_batch, marked, static_copy
+from common.your_step.state import StepState, copy_batch, static_copy
 
 
 def eager_step(state: StepState, index: int) -> None:
@@ -46,10 +45,7 @@ class EagerStep:
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
-        hooks = marked(self.state.layers) if marks.is_watched() else []
-        eager_step(self.state, index)
-        for hook in hooks:
-            hook.remove()
+        self.state.marked_train(index)
 
     def replays_of(self, index: int) -> int:
         """Return 0: no graph is replayed."""

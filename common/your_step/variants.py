@@ -6,6 +6,8 @@ from common.config import Timing, needs, option
 from common.variant_table import Declared, about, table
 
 TRAIN = "common.your_step.train"
+# A step of which a graph can remove less than this share of the time is not worth a capture.
+LEAST_GAIN = 1.01
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,9 @@ The rules are those of host graphs (common/capture/host_graph_rules.py). A host 
 refuses; here every one is noted and the step goes on.
 """
 
+import concurrent.futures
 import contextlib
+import threading
 import warnings
 from dataclasses import dataclass, field
 
@@ -80,6 +82,7 @@ class Watched:
         from_host: storages of tensors that the step has made from data of the host.
         exchanged: storages of tensors that collectives and FSDP's own operators take, as the buckets of DDP.
         kept: storages from outside of the step, held so that no other one gets their address.
+        threads: places that start a thread, or hand work to one.
         warned: (message, place) of each warning.
         asked_capturing: place where the step asked first whether a stream captures.
         unjoined: (text, place) of work on side streams that the step does not wait for.
@@ -94,6 +97,7 @@ class Watched:
     from_host: set[int] = field(default_factory=set)
     exchanged: set[int | None] = field(default_factory=set)
     kept: dict[int, torch.UntypedStorage | None] = field(default_factory=dict)
+    threads: list[Place] = field(default_factory=list)
     warned: list[tuple[str, Place]] = field(default_factory=list)
     asked_capturing: Place | None = None
     unjoined: list[tuple[str, Place]] = field(default_factory=list)
@@ -115,6 +119,8 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
         for owner, name, reason in rules.PATCHED + (calls_of_gpu() if has_gpu else [])
     ]
     patches.append((torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
+    for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
+        patches.append((owner, name, watcher.starting(getattr(owner, name))))
     with _patched(patches), watcher.streams, warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = watcher.warned
@@ -159,11 +165,11 @@ class _Watcher:
     def hooks(self):
         return _ModuleStack(self.modules, self.stack)
 
-    def place(self) -> Place:
-        return place_of_call(".".join(self.stack[-1:]))
+    def place(self, has_callers=False) -> Place:
+        return place_of_call(".".join(self.stack[-1:]), has_callers)
 
     def refuse(self, name, reason):
-        self.found.refused.append(Refused(str(name), reason, self.place()))
+        self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
 
     @contextlib.contextmanager
     def section(self, name):
@@ -188,6 +194,14 @@ class _Watcher:
 
         return note
 
+    def starting(self, original):
+        def start(*args, **kwargs):
+            if not self.is_on_host:
+                self.found.threads.append(self.place())
+            return original(*args, **kwargs)
+
+        return start
+
     def asking(self, answer):
         def is_current_stream_capturing():
             self.found.asked_capturing = self.found.asked_capturing or self.place()
@@ -198,7 +212,7 @@ class _Watcher:
     def warned(self, message, category, filename, lineno, file=None, line=None):
         text = "" if self.is_on_host else str(message)
         if "synchronizing CUDA operation" in text:
-            place = self.place()
+            place = self.place(has_callers=True)
             if all(refused.place.line != place.line for refused in self.found.refused):
                 self.found.refused.append(Refused(A_CUDA_OPERATION, WAITS, place))
         elif text:

@@ -8,7 +8,7 @@ from common.your_step.doctor import EQUAL, diagnose
 from common.your_step.findings import NOTE, STOPS, WRONG
 
 STEP = """
-import torch, random
+import torch, random, threading
 import numpy as np
 from torch import nn
 from collections import deque
@@ -111,6 +111,69 @@ FOUND = {
         WRONG,
         "autocast",
         {"# more": "torch.autocast('cpu', torch.bfloat16).__enter__()"},
+    ),
+    "averaged weights": (
+        "host read",
+        STOPS,
+        "update_parameters",
+        {
+            "# more": "average = torch.optim.swa_utils.AveragedModel(model)",
+            "return loss": "average.update_parameters(model)\n        return loss",
+            "[model, optimizer]": "[model, optimizer, average]",
+        },
+    ),
+    "a solver that looks for errors": (
+        "host read",
+        STOPS,
+        "linalg.eigh",
+        {"loss.backward()": "loss.backward()\n        torch.linalg.eigh(model[2].weight @ model[2].weight.T)"},
+    ),
+    "sparse gradients": (
+        "optimizer",
+        STOPS,
+        "SparseAdam",
+        {
+            "nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))": "nn.Embedding(4, 4, sparse=True)",
+            "SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)": "SparseAdam(model.parameters())",
+            "model(x)": "model(y)",
+        },
+    ),
+    "a thread works on weights": (
+        "thread",
+        WRONG,
+        "Thread",
+        {
+            "return loss": "thread = threading.Thread(target=lambda: model[0].bias.data.mul_(0.9)); thread.start()\n"
+            "        thread.join(); return loss"
+        },
+    ),
+    "layers are frozen in turn": (
+        "control flow",
+        WRONG,
+        "requires_grad_",
+        {
+            ", fused=True": "",
+            "# more": "count = [0]",
+            LOSS: f"count[0] += 1\n        model[0].weight.requires_grad_(count[0] % 2 == 0)\n        {LOSS}",
+        },
+    ),
+    "an optimizer of one's own without a rate": (
+        "host value",
+        WRONG,
+        "p.add_",
+        {
+            "def build": "class Own(torch.optim.Optimizer):\n    @torch.no_grad()\n    def step(self):\n"
+            "        for p in self.param_groups[0]['params']:\n            state = self.state[p]\n"
+            "            state['step'] = state.get('step', 0) + 1\n"
+            "            p.add_(p.grad, alpha=-0.1 / state['step'])\n\ndef build",
+            "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)": "Own(model.parameters(), {})",
+        },
+    ),
+    "a metric that is not handed over": (
+        "not handed over",
+        NOTE,
+        "total +=",
+        {"# more": "total = torch.zeros(())", "return loss": "nonlocal total; total += loss.detach(); return loss"},
     ),
     "a branch that is rarely taken": (
         "control flow",
@@ -277,3 +340,15 @@ def test_a_scaler_that_unscales_leaves_the_eager_step_as_it_was(tmp_path):
     )
     found = diagnose(f"{path}:build", torch.device("cpu"))
     assert found.whole == "trains as eager does" and "unscale_" in found.without_optimizer
+
+
+def test_a_read_on_the_host_names_its_line_and_those_that_call_it(tmp_path):
+    helper = "def logged(value):\n        return value.item()"
+
+    found, lines = diagnosed(tmp_path, {"# more": helper, "return loss": "return logged(loss)"})
+
+    (finding,) = [finding for finding in found.findings if finding.kind == "host read"]
+    inner, outer = (
+        int(text.split(":")[-1]) for text in (finding.where, finding.evidence.split("called from ")[1].split(",")[0])
+    )
+    assert "value.item()" in lines[inner - 1] and "logged(loss)" in lines[outer - 1]
