@@ -116,7 +116,11 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
         words += ["--variants=eager", "--cycles=1", "--no-control"]
     elif args.variants:
         words += [f"--variants={args.variants}"]
-    return run.parse([*words, "--", "--step", step, "--step-digest", digest])
+    flags = ["--step", step, "--step-digest", digest]
+    if args.variants:
+        # What was asked for is waited for.
+        flags += ["--compile-limit-s", "0"]
+    return run.parse([*words, "--", *flags])
 
 
 # ------------------------------------------------------------------------------------------------

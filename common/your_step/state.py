@@ -35,6 +35,8 @@ class StepState:
     binds_gradients = True
     # Of each training that is compared with another.
     parity_steps = 8
+    # Seconds after which torch.compile is given up; 0: none.
+    compile_limit_s = 0.0
 
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device

@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture.pool import Pool
 from common.script.main import main
-from common.variant import Capture, Compiled, Unsupported, Workload, warm_up
+from common.variant import Capture, Unsupported, Workload, warm_up
 from common.your_step import flops, step_file
+from common.your_step.compiled import CompiledModules
 from common.your_step.snapshot import own_part
 from common.your_step.state import StepState, copy_batch, static_copy
 
@@ -214,13 +215,9 @@ def _is_stepped(each):
     return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
 
 
-def reduce_overhead(state: StepState) -> Compiled:
-    """torch.compile of the forward of each module that was handed over. It draws eager's numbers, to be compared."""
-    if not state.modules:
-        raise Unsupported("no module was handed over, so there is nothing to compile")
-    functions = [(module, "forward") for module in state.modules]
-    options = {"fullgraph": False, "options": {"fallback_random": True}}
-    return Compiled(state, eager_step, functions, "the modules", mode="reduce-overhead", **options)
+def reduce_overhead(state: StepState) -> CompiledModules:
+    """torch.compile, whose mode reduce-overhead captures graphs itself."""
+    return CompiledModules(state, eager_step)
 
 
 def workload(args, device: torch.device, rank: int, world_size: int):
@@ -231,6 +228,7 @@ def workload(args, device: torch.device, rank: int, world_size: int):
 
     def build(config, device):
         state = StepState(config.step, device, prog)
+        state.compile_limit_s = config.compile_limit_s
         made.flops_per_step, notes = flops.of_step(state)
         made.notes, made.flops_convention = [*made.notes, *notes], flops.CONVENTION
         return state
