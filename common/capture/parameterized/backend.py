@@ -305,7 +305,8 @@ def unwritten(graph: torch.fx.GraphModule) -> set[int]:
     for index, node in enumerate(tree_leaves(output.args)):
         if not isinstance(node, torch.fx.Node) or node.target is not operator.getitem:
             continue
-        source, place = node.args
+        source: Any = node.args[0]
+        place: Any = node.args[1]
         schema = getattr(source.target, "_schema", None)
         # An operator that returns a list, such as split, has one result in its schema.
         if schema is None or place >= len(schema.returns) or schema.returns[place].name not in _SEEDS:

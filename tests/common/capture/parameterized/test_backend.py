@@ -108,3 +108,10 @@ def test_seeds_of_attention_count_as_unwritten_where_nothing_is_dropped(dropout)
     graph.output((q, *parts))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     assert backend.unwritten(module) == ({3, 4} if not dropout else set())
+
+
+def test_parts_of_a_split_come_back():
+    compiled = torch.compile(lambda x: (x + 1).split(2), backend="parameterized", fullgraph=True)
+    x = torch.randn(6, 3)
+    assert same(compiled(x), (x + 1).split(2))
+    assert states() == [("inference 0", "parameterized")]
