@@ -21,7 +21,6 @@ after them.
 import contextlib
 import gc
 import math
-import sys
 import time
 import traceback
 from typing import Any
@@ -34,7 +33,7 @@ from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
 from common.machine.host_pace import pace_of_host
-from common.measuring import block, operators, torch_settings, trace
+from common.measuring import block, operators, shared_memory, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
 from common.measuring.state_hash import StateHasher
@@ -160,7 +159,7 @@ class Worker:
         """
         start = time.monotonic()
         if command.get("share") and self.device.type == "cuda":
-            self._share_memory()
+            self.pool = shared_memory.share()
         with torch_settings.deterministic_kernels() if command.get("parity") else contextlib.nullcontext():
             self.state = self.workload.build(self.config, self.device)
         self.watched = block.Watched(self.state.named_state(), self.device)
@@ -356,17 +355,6 @@ class Worker:
                 yield
             finally:
                 variants.leave(variant)
-
-    def _share_memory(self):
-        """Graphs and eager steps in one pool: they never run at the same time."""
-        self.pool = pool = torch.cuda.MemPool()
-        torch.cuda.graph_pool_handle = lambda: pool.id  # type: ignore[assignment,return-value]
-        # Transformer Engine asks below torch's public name, which it may have imported already.
-        torch._C._graph_pool_handle = lambda: pool.id
-        if "transformer_engine.pytorch.graph" in sys.modules:
-            te_graph: Any = sys.modules["transformer_engine.pytorch.graph"]
-            te_graph._graph_pool_handle = lambda: pool.id
-        variants.eager_memory = lambda: torch.cuda.use_mem_pool(pool)
 
     def _settle_memory(self):
         gc.collect()
