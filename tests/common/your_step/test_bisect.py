@@ -90,6 +90,14 @@ def test_a_module_whose_capture_ends_its_process_is_named_and_the_next_child_goe
     assert found.failed == {"1.inner": bisect.ENDED} and {"2.inner", "3"} <= set(found.passed)
 
 
+def test_a_child_that_cannot_build_the_step_says_why(tmp_path):
+    text = written(tmp_path, "(nn.Identity(), Late(), nn.Tanh())")
+    state = StepState(text, torch.device("cpu"), "test")
+    (tmp_path / "step.py").write_text("def build(device):\n    raise MemoryError('no room')\n")
+    found = bisect.alone(state, in_children=True)
+    assert found.text().startswith("no module was captured alone: ") and "no room" in found.text()
+
+
 def test_the_plan_has_the_modules_that_keep_their_shapes(tmp_path):
     loss = "model[2](model[0](batch)[batch[:, 0] > 0]).square().mean() + model[1](batch).mean()"
 
