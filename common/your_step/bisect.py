@@ -102,6 +102,11 @@ def alone(state: StepState, in_children: bool) -> Alone:
     try:
         calls = _calls(state)
         if in_children:
+            # Children need the memory that the activations of this process hold.
+            for call in calls:
+                call.arguments = ()
+            if state.device.type == "cuda":
+                torch.cuda.empty_cache()
             with tempfile.TemporaryDirectory() as folder:
                 results, trouble = _of_children(state.text, Path(folder, "facts"))
         else:
