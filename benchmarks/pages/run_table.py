@@ -1,5 +1,7 @@
 """The end of `make bench`: one table of a run, and the lines below it, in words that need no glossary."""
 
+import textwrap
+
 from benchmarks import statistics
 from benchmarks.files.run_file import OWN_STEP, Build, Run, printable
 
@@ -70,7 +72,7 @@ def _build_report(run, name, build):
     for busy in sorted({bool(block.busy_processes) for block in blocks}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(run, build, busy)
-    rate = rates(run, build) if run.model == OWN_STEP else ""
+    rate = textwrap.fill(rates(run, build), 100) if run.model == OWN_STEP else ""
     lines += [text for text in (_faults(build), _reruns(build), _meaning(run, build), rate) if text]
     return "\n".join(lines)
 

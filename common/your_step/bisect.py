@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from common.capture.pool import CaptureError, Pool
 from common.measuring import torch_settings
+from common.your_step import user_file
 from common.your_step.errors import explained
 from common.your_step.state import StepState, signature_of
 
@@ -64,6 +65,7 @@ class Alone:
         passed: paths of modules that can be captured, or are alike to such a module.
         bad: paths of modules that fail or have such a module inside.
         untried: number of modules for which there was no time, or that do not run alone.
+        trouble: the reason why none was captured, or "".
     """
 
     failed: dict[str, str] = field(default_factory=dict)
@@ -71,10 +73,13 @@ class Alone:
     passed: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     untried: int = 0
+    trouble: str = ""
 
     def text(self) -> str:
         """Return the result in a line."""
         rest = f" ({self.untried} not tried)" if self.untried else ""
+        if self.trouble or not (self.failed or self.passed):
+            return f"no module was captured alone: {self.trouble or 'none runs by itself'}{rest}"
         if not self.failed:
             last = f", {self.passed[-1]} among them" if self.passed else ""
             return f"modules captured alone: all {len(self.passed)} succeed{last}, so the cause lies outside{rest}"
@@ -92,14 +97,27 @@ def alone(state: StepState, in_children: bool) -> Alone:
         state: of the step. It is put back to its start.
         in_children: in child processes, which build the step anew.
     """
-    calls, results = _calls(state), dict[str, str | None]()
-    if in_children:
-        with tempfile.TemporaryDirectory() as folder:
-            results = _of_children(state.text, Path(folder, "facts"))
-    else:
-        _try_all(state, calls, results, lambda fact: None)
-    state.reset()
-    return folded(calls, results)
+    results: dict[str, str | None] = {}
+    trouble = ""
+    try:
+        calls = _calls(state)
+        if in_children:
+            # Children need the memory that the activations of this process hold.
+            for call in calls:
+                call.arguments = ()
+            if state.device.type == "cuda":
+                torch.cuda.empty_cache()
+            with tempfile.TemporaryDirectory() as folder:
+                results, trouble = _of_children(state.text, Path(folder, "facts"))
+        else:
+            _try_all(state, calls, results, lambda fact: None)
+        state.reset()
+    except (RuntimeError, ValueError) as error:
+        # A capture that has failed before may have spoiled the GPU for this process.
+        return Alone(trouble=user_file.said(error))
+    found = folded(calls, results)
+    found.trouble = "" if results else trouble
+    return found
 
 
 def folded(calls: list[Call], results: dict[str, str | None]) -> Alone:
@@ -232,16 +250,16 @@ def _static(leaf):
 # Child processes
 
 
-def _of_children(step: str, path: Path) -> dict[str, str | None]:
-    """The results of child processes, each of which goes on behind the failure of the one before."""
-    end_s = time.monotonic() + LIMIT_S
+def _of_children(step: str, path: Path) -> tuple[dict[str, str | None], str]:
+    """(results, last words) of child processes, each of which goes on behind the failure of the one before."""
+    end_s, said = time.monotonic() + LIMIT_S, f"no answer in {LIMIT_S:g} s"
     for _ in range(MOST_CHILDREN):
         words = [sys.executable, "-m", "common.your_step.bisect", step, str(path)]
         before = path.stat().st_size if path.is_file() else 0
         try:
-            done = subprocess.run(
-                words, cwd=ROOT, capture_output=True, timeout=max(1.0, end_s - time.monotonic()), check=False
-            )
+            left_s = max(1.0, end_s - time.monotonic())
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
+            said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
         except subprocess.TimeoutExpired:
             with path.open("a") as file:
                 file.writelines(json.dumps({"path": each, "failed": None}) + "\n" for each in _unfinished(path))
@@ -249,7 +267,7 @@ def _of_children(step: str, path: Path) -> dict[str, str | None]:
         # A child that has told nothing cannot build the step beside this process, as for want of memory.
         if done.returncode == 0 or not path.is_file() or path.stat().st_size == before:
             break
-    return _read(path)
+    return _read(path), said
 
 
 def _unfinished(path: Path) -> list[str]:

@@ -141,7 +141,7 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     with filled_with_zeros():
         state = StepState(text, device, "the doctor")
     minutes = NUM_STEPS_IN_ALL * state.step_s / 60
-    if minutes > 1:
+    if minutes > 1 and os.environ.get("RANK", "0") == "0":
         print(
             f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}: about {minutes:.0f} minutes",
             flush=True,

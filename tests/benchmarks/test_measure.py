@@ -3,6 +3,7 @@
 import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_a_rate_says_what_was_counted_and_what_was_not():
     build.notes = ["FLOP not counted: mine::kernel", "another note"]
     text = "4 TFLOP a step of each rank, eager 400 TFLOP/s, graph_layer 500 TFLOP/s (counted by torch). "
     assert run_table.rates(run, build) == f"{text}FLOP not counted: mine::kernel"
-    assert text in run_table.report(run) and text in report.page_of(run)
+    assert text in run_table.report(run).replace("\n", " ") and text in report.page_of(run)
 
 
 def measured(tmp_path, scale, *more):
@@ -246,6 +247,28 @@ def test_a_model_is_for_the_doctor_alone(words, said, capsys):
     with pytest.raises(SystemExit) as end:
         measure.main(words)
     assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("errors", "found"),
+    [
+        ("torchrun's own words", (6, "a finding")),
+        (f"{measure.PROG}: no build\n" * 2 + "torchrun", (measure.MISTAKE, "")),
+    ],
+)
+def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, monkeypatch, capsys, errors, found):
+    def ranks(words, **more):
+        if "-c" not in words:
+            assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+            Path(words[-1]).write_text("a finding")
+            Path(f"{words[-1]}.status").write_text("6")
+        return subprocess.CompletedProcess(words, 0, stderr=errors)
+
+    (tmp_path / "my_step.py").write_text(STEP)
+    asked = measure.request(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build", "--ngpu", "2"]))
+    monkeypatch.setattr(measure.subprocess, "run", ranks)
+    assert measure.doctor(asked) == found
+    assert capsys.readouterr().err.count("no build") == (not found[1])
 
 
 def test_the_doctor_of_a_model_is_its_script(monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.measuring import torch_settings
 from common.your_step import bisect, idle
 from common.your_step.doctor import diagnose
 from common.your_step.state import StepState
@@ -90,6 +91,14 @@ def test_a_module_whose_capture_ends_its_process_is_named_and_the_next_child_goe
     assert found.failed == {"1.inner": bisect.ENDED} and {"2.inner", "3"} <= set(found.passed)
 
 
+def test_a_child_that_cannot_build_the_step_says_why(tmp_path):
+    text = written(tmp_path, "(nn.Identity(), Late(), nn.Tanh())")
+    state = StepState(text, torch.device("cpu"), "test")
+    (tmp_path / "step.py").write_text("def build(device):\n    raise MemoryError('no room')\n")
+    found = bisect.alone(state, in_children=True)
+    assert found.text().startswith("no module was captured alone: ") and "no room" in found.text()
+
+
 def test_the_plan_has_the_modules_that_keep_their_shapes(tmp_path):
     loss = "model[2](model[0](batch)[batch[:, 0] > 0]).square().mean() + model[1](batch).mean()"
 
@@ -97,6 +106,18 @@ def test_the_plan_has_the_modules_that_keep_their_shapes(tmp_path):
 
     assert {name for name, _ in found.parts} == {"0", "1"}
     assert "was not measured" in found.text()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_plan_has_shares_of_the_pauses(tmp_path):
+    device = torch.device("cuda:0")
+    torch_settings.prepare(device)
+
+    found = diagnose(written(tmp_path, "(nn.Identity(), Reads(), nn.Tanh())"), device)
+
+    assert list(found.alone.failed) == ["1.inner"] and found.pace, found.text()
+    assert 0 < found.waits.of_step < 1 and {name for name, _ in found.parts} == {"0", "1.up", "1.act", "2", "3"}
+    assert 0 < sum(share for _, share in found.parts) <= 1
 
 
 def span(name, cat, ts, dur, tid=1, **args):
