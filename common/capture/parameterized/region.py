@@ -9,6 +9,7 @@ import torch
 
 from common.capture.checks import CaptureError
 from common.capture.parameterized import memory
+from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.host import HostRegion
 
 # (torch, CUDA) with which launches were verified on a GPU.
@@ -133,8 +134,11 @@ def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[i
             check = Verification(region, fn, device, unwritten)
             if verify or analysis.unexplained:
                 check.spoil(analysis.all_bytes())
-            for _ in range(verify):
-                check.run(inputs)
+            try:
+                for _ in range(verify):
+                    check.run(inputs)
+            except RegionRefused as error:
+                raise (_with_words(error, analysis) if analysis.unexplained else error) from None
             check.prove_unread(analysis, inputs)
             region.report["inexact"] = sorted(check.inexact)
         except BaseException:
@@ -143,6 +147,12 @@ def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[i
     finally:
         analysis.release()
     return region
+
+
+def _with_words(error, analysis) -> RegionRefused:
+    """The refusal with the words that may be its cause, named by node and kernel."""
+    words = f"words of parameters differ between two captures and are no address: {analysis.name(analysis.unexplained)}"
+    return RegionRefused(f"{error}; {words}")
 
 
 def untested() -> int:

@@ -178,7 +178,8 @@ def test_the_kernels_are_torchs(dtype):
     for a, b in zip(ours.params, torchs.params, strict=True):
         apart = ~torch.isclose(a.cpu().float(), b.float(), rtol=1e-6, atol=1e-6)
         assert apart.float().mean() < 1e-3
-        torch.testing.assert_close(a.cpu().float(), b.float(), rtol=1e-2, atol=1e-3)
+        # One code of both moments, an eighth each, is a quarter of an update; updates of three steps are about lr each.
+        torch.testing.assert_close(a.cpu().float(), b.float(), rtol=1e-2, atol=0.25 * 3 * NUMBERS.lr)
 
 
 @pytest.mark.gpu
