@@ -185,13 +185,36 @@ class Verification:
                 self._region.overwrite(written, values)
                 self.run(example_inputs)
         except RegionRefused as error:
+            blamed = self._blamed(numbers, values, example_inputs) or unexplained
             raise RegionRefused(
                 "words of parameters differ between two captures, are no address of the region and matter "
-                f"({error}): {analysis.name(unexplained)}"
+                f"({error}): {analysis.name(blamed)}"
             ) from error
         finally:
             self._watched = [pair for pair in self._watched if not any(pair[0] is one for one in scratch)]
         self._region.overwrite(written, [word.first for word in written])
+
+    def _blamed(self, numbers, values, example_inputs):
+        """The words of the one node that alone makes a launch differ; none where several do it together."""
+        nodes = sorted({word.node for word in numbers})
+        pairs = list(zip(numbers, values, strict=False))
+        while len(nodes) > 1:
+            half = nodes[: len(nodes) // 2]
+            nodes = half if self._differs(numbers, pairs, half, example_inputs) else nodes[len(half) :]
+        if not nodes or not self._differs(numbers, pairs, nodes, example_inputs):
+            return []
+        return [word for word in numbers if word.node == nodes[0]]
+
+    def _differs(self, numbers, pairs, nodes, example_inputs) -> bool:
+        """Whether a launch differs that has other words in these nodes alone."""
+        self._region.overwrite(numbers, [word.first for word in numbers])
+        own = [pair for pair in pairs if pair[0].node in nodes]
+        self._region.overwrite([word for word, _ in own], [value for _, value in own])
+        try:
+            self.run(example_inputs)
+        except RegionRefused:
+            return True
+        return False
 
 
 def _scratch(largest, fill, device):
