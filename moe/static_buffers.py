@@ -15,6 +15,7 @@ eager dropless one trains. Without ranks no row is left out, and the variants sh
 calls the factor moe_expert_rank_capacity_factor.
 """
 
+import os
 import statistics
 import time
 
@@ -23,7 +24,7 @@ import torch
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
-from common.variant import Capture, warm_up
+from common.variant import Capture, Unsupported, warm_up
 from moe.state import State
 
 
@@ -107,6 +108,7 @@ class GraphedStatic(EagerStatic):
     """`graph_static`: a pass is one replay, with the communication of the ranks in it; clipping and Adam are eager."""
 
     def __init__(self, state: State, passes):
+        refuse_expandable_segments(state.exchange.size, os.environ)
         super().__init__(state, passes)
         self.pool = Pool(state.device)
         self.capture.strategy = "forward and backward of all microbatches, rows in static buffers"
@@ -124,3 +126,17 @@ class GraphedStatic(EagerStatic):
     def close(self) -> dict:
         self.pool.release()
         return super().close()
+
+
+def refuse_expandable_segments(num_ranks: int, environment) -> None:
+    """Unsupported where NCCL would register memory of the graph that the allocator may move.
+
+    environment: such as os.environ.
+    """
+    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    registers = num_ranks > 1 and environment.get("NCCL_GRAPH_REGISTER", "") != "0"
+    if registers and "expandable_segments:True" in allocator:
+        raise Unsupported(
+            f"--ep {num_ranks}: NCCL registers the graph's memory, and expandable segments are on: set "
+            "NCCL_GRAPH_REGISTER=0, or PYTORCH_ALLOC_CONF without expandable_segments:True"
+        )

@@ -1,5 +1,7 @@
 """moe on two gloo ranks: against one process; graphs and static buffers against eager, bit for bit; reruns."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from common.variant import Unsupported
 from common.variant_table import construct
 from moe import train
 from moe.state import OF_EXPERTS
+from moe.static_buffers import refuse_expandable_segments
 from moe.variants import VARIANTS
 from tests.helpers import gloo_ranks
 from tests.helpers.followed import difference, follow
@@ -131,3 +134,18 @@ def test_what_needs_one_rank_says_so(ranks):
 
 def test_a_rank_that_no_token_chooses_waits_for_nobody(ranks):
     assert [of_rank["one_sided"] for of_rank in ranks] == [[True, True, True], [True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "environment", "is_refused"),
+    [
+        (2, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        (2, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        (2, {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}, False),
+        (1, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+        (2, {}, False),
+    ],
+)
+def test_memory_that_nccl_registers_must_not_move(num_ranks, environment, is_refused):
+    with pytest.raises(Unsupported, match="--ep 2: NCCL registers") if is_refused else contextlib.nullcontext():
+        refuse_expandable_segments(num_ranks, environment)
