@@ -22,6 +22,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -226,6 +227,29 @@ def doctor(asked: argparse.Namespace) -> tuple[int, str]:
         return done.returncode, text.read_text() if text.is_file() else ""
 
 
+def _signal(number: int) -> str:
+    """Return the name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _check_root(asked: argparse.Namespace) -> None:
+    """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
+
+    Raises:
+        Mistake: nothing can be written there.
+    """
+    root = Path(asked.out).resolve() if asked.out else command.RUNS
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"--out {asked.out}: {error.strerror}") from None
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise Mistake(f"--out {root}: nothing can be written there")
+
+
 def _is_seen(measured: Run) -> bool:
     """Say whether the run itself found the graph of the whole step wrong, so that the others may be trusted."""
     (build,) = measured.builds.values()
@@ -254,11 +278,17 @@ def measure(args: argparse.Namespace) -> int:
         return doctor_of_model(args)
     asked = request(args)
     is_left_out = args.quick and not args.doctor
+    if not args.doctor:
+        _check_root(asked)
     found, said = (0, "") if is_left_out else doctor(asked)
+    if args.doctor and found < 0:
+        print(f"{PROG}: the doctor was ended by {_signal(-found)}, perhaps out of host memory", file=sys.stderr)
+        return 1
     if args.doctor or found == MISTAKE:
         return found
     if found not in (0, WRONG, NO_CAPTURE):
-        print("The doctor itself failed and is left out.")
+        ended = f" (ended by {_signal(-found)})" if found < 0 else ""
+        print(f"The doctor itself failed{ended} and is left out.")
     if not args.variants and WHOLE_IS_RIGHT in said and gpus.find_gpus().names:
         print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
         args.variants = WHOLE

@@ -222,6 +222,7 @@ class EagerSteps:
         elif different and gone:
             place = compare.place(*different)
             evidence = f"the gradient of {gone[0]} is None before one step and not before another: taken over or added"
+            evidence += self._changing()
             yield Finding("gradient", WRONG, place.own, evidence, place.module)
         elif different and not self._is_refused(*different):
             place = compare.place(*different)

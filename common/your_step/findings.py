@@ -25,7 +25,8 @@ REMEDIES = {
     "host value": "keep it in a tensor on the GPU and change it there, or change it outside of the step",
     "python random": "draw it on the GPU with torch, or before the step into a tensor of the batch",
     "kept tensor": "write into one tensor with copy_, made in build: a graph fills the tensor of its capture alone",
-    "gradient": "let the step begin with zero_grad(), or keep gradients in place: zero_grad(set_to_none=False)",
+    "gradient": "let the step begin with zero_grad(), and make all microbatches of an update in one step; or keep "
+    "gradients in place: zero_grad(set_to_none=False)",
     "gradient stream": "make everything, DDP too, under the stream of the capture, and keep no loss of another one",
     "uninitialised memory": "torch.zeros in the place of torch.empty, or write all of it before it is read",
     "capture-aware code": "do the same whether a stream captures or not; what belongs outside goes outside of the step",

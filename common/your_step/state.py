@@ -52,6 +52,8 @@ class StepState:
                 variants.synchronize()
             # Seconds of the last of these steps.
             self.step_s = time.monotonic() - start
+        # Before the snapshot, so that a start that is broken already is told from a step that breaks.
+        self.warm_losses = [float(loss) for loss in self.losses.values()]
         self.snapshot = Snapshot(self.owned, device)
         self.layers = _layers(self.modules)
         signatures = [signature_of(batch) for batch in self.batches]

@@ -108,6 +108,10 @@ class Trial:
             variants.enter(variant)
         eager, again = self._eager
         bad = [f"eager's loss of step {i} is {loss}" for i, loss in enumerate(eager.losses) if not math.isfinite(loss)]
+        for i, loss in enumerate(getattr(self.state, "warm_losses", ()) if bad else ()):
+            if not math.isfinite(loss):
+                bad = [f"eager's loss of warm-up step {i}, of batch {i % len(self.state.batches)}, is {loss}"]
+                break
         said = ranks.first(bad[0] if bad else "")
         if said:
             return self._wrong("not finite", f"{said}: nothing is compared", "")

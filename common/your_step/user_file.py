@@ -89,6 +89,10 @@ def _checked(made, name, device):
     if not isinstance(batches, (list, tuple)) or not batches:
         raise ValueError(f"{name}: the second value has to be a list of batches, at least one, not {_short(batches)}")
     for index, batch in enumerate(batches):
+        hidden = next((leaf for leaf in tree_leaves(batch) if _hides_tensors(leaf)), None)
+        if hidden is not None:
+            text = f"batch {index} has a {type(hidden).__name__}, whose tensors a graph's copy of the batch would miss"
+            raise ValueError(f"{name}: {text}: make it a dict, a list or a tuple")
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)):
             raise ValueError(f"{name}: batch {index} has no tensor; a batch is a tensor or a nest of tensors")
     owned = list(owned) if isinstance(owned, (list, tuple)) else [owned]
@@ -99,6 +103,15 @@ def _checked(made, name, device):
                     text = f"parameter {parameter_name} lies on {parameter.device}, the step is to run on {device}"
                     raise ValueError(f"{name}: {text}: build the model with .to(device)")
     return Handed(step, list(batches), owned)
+
+
+def _hides_tensors(leaf) -> bool:
+    """Say whether a leaf is an object with tensors inside, such as a dataclass or a BatchEncoding of transformers."""
+    if isinstance(leaf, torch.Tensor):
+        return False
+    inner = list(getattr(leaf, "__dict__", {}).values())
+    inner += [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ()) if isinstance(name, str)]
+    return any(isinstance(each, torch.Tensor) for each in tree_leaves(inner))
 
 
 def _short(value):

@@ -183,7 +183,24 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
     assert measure.main(["--step", str(tmp_path / "my_step.py")]) == measure.FASTER
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "no page about the run: No space left on device" and lines[-1].startswith("Faster")
-    assert said in lines[0]
+    assert said in lines[0] and ("SIGKILL" in lines[0]) == (found == -9)
+
+
+def test_a_doctor_that_is_killed_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: (-9, ""))
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--doctor"]) == 1
+    said = capsys.readouterr().err
+    assert "the doctor was ended by SIGKILL" in said and said.count("\n") == 1
+
+
+def test_a_root_that_cannot_be_made_is_told_before_the_doctor(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: pytest.fail("the doctor ran"))
+    step = str(tmp_path / "my_step.py")
+    assert measure.main(["--step", step, "--out", step]) == measure.main(["--step", step, "--out", "/proc/x"]) == 2
+    said = capsys.readouterr().err
+    assert "File exists" in said and "/proc/x" in said and said.count("\n") == 2
 
 
 def test_a_step_that_fails_later_is_named_with_its_line_and_no_internal_names(tmp_path):

@@ -37,6 +37,11 @@ BAD = {
     "no function": ("return step, batches", "return model.weight, batches", "first value is a Parameter"),
     "no batches": ("return step, batches", "return step, []", "not list of none"),
     "batches without tensors": ("return step, batches", "return step, [{'a': 1}]", "batch 0 has no tensor"),
+    "a batch of its own class": (
+        "return step, batches",
+        "from types import SimpleNamespace as Own; return step, [(batch, Own(x=batch)) for batch in batches]",
+        "batch 0 has a SimpleNamespace, whose tensors",
+    ),
     "another device": ("Linear(4, 2).to(device)", 'Linear(4, 2).to("meta")', "weight lies on meta, .*is to run on cpu"),
     "no state_dict": ("[model, optimizer]", "[model, optimizer, object()]", "has a object: it needs state_dict"),
     "step raises": ("loss.backward()", "loss.backwards()", "my_step.py:12: the step raised AttributeError"),
@@ -76,6 +81,26 @@ def test_state_that_is_not_handed_over_is_named_with_its_line(tmp_path):
 
     finding = next(finding for finding in found.findings if finding.kind == "not handed over")
     assert finding.where.endswith("my_step.py:13") and "model.weight" in finding.evidence
+
+
+def test_a_batch_that_breaks_the_warm_up_is_named(tmp_path):
+    text = GOOD.replace("    def step(batch):", "    batches[1][0, 0] = float('nan')\n    def step(batch):")
+
+    found = diagnose(written(tmp_path, text), CPU)
+
+    assert "warm-up step 1, of batch 1, is nan" in found.whole
+
+
+def test_an_update_of_several_steps_names_the_count_that_decides(tmp_path):
+    text = GOOD.replace("    def step(batch):", "    count = 0\n    def step(batch):\n        nonlocal count")
+    text = text.replace("        optimizer.zero_grad()\n", "")
+    update = "count += 1\n        if count % 2 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n"
+    text = text.replace("optimizer.step()\n", update)
+
+    found = diagnose(written(tmp_path, text), CPU)
+
+    finding = next(finding for finding in found.findings if finding.kind == "gradient")
+    assert "count goes from 3 to 8 at" in finding.evidence and "microbatches" in finding.remedy
 
 
 def _hangs():
