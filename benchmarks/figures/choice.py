@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.files import runs
 from benchmarks.files.run_file import Run
-from benchmarks.files.runs import Row, Workload
+from benchmarks.files.runs import Row
+from benchmarks.files.workload import Workload, workload_of
 from benchmarks.pages import published
 
 
@@ -30,18 +31,18 @@ class Shown:
 
     def runs_of(self, workload: Workload) -> list[Run]:
         """The runs of a workload, the newest first."""
-        own = [run for run in self.runs if runs.workload_of(run) == workload]
+        own = [run for run in self.runs if workload_of(run) == workload]
         return sorted(own, key=lambda run: (run.begin_utc, run.id), reverse=True)
 
 
 def shown(found: runs.Found) -> Shown:
     """The rows and runs to draw."""
     every = [run for _, run in found.runs]
-    on_gpus = [run for run in every if runs.workload_of(run).gpu != "CPU"]
+    on_gpus = [run for run in every if workload_of(run).gpu != "CPU"]
     rows = [row for row in found.rows if not on_gpus or row.workload.gpu != "CPU"]
     models = dict.fromkeys(own.model for own in published.PUBLISHED)
     models |= dict.fromkeys(sorted(row.workload.model for row in rows))
-    workloads = sorted({runs.workload_of(run) for run in on_gpus or every})
+    workloads = sorted({workload_of(run) for run in on_gpus or every})
     return Shown(rows, on_gpus or every, list(models), workloads, bool(every) and not on_gpus)
 
 
@@ -90,7 +91,7 @@ def footer(rows: Sequence[Row] = (), used: Sequence[Run] = ()) -> str:
     used = used or list({point.run.id: point.run for row in rows for point in row.points}.values())
     torch = sorted({str(run.versions["torch"]) for run in used if run.versions.get("torch")})
     days = sorted({run.begin_utc[:10] for run in used})
-    text = f"{', '.join(sorted({runs.workload_of(run).machine for run in used}))}; {runs.counted(len(used), 'run')}"
+    text = f"{', '.join(sorted({workload_of(run).machine for run in used}))}; {runs.counted(len(used), 'run')}"
     text += f" on {runs.counted(len({str(run.host.get('boot')) for run in used}), 'host')}; {days[0]}"
     text += f" to {days[-1]}" if len(days) > 1 else ""
     return text + (f"; torch {', '.join(torch)}" if torch else "")

@@ -11,7 +11,8 @@ from benchmarks.figures.choice import Shown, digits, short
 from benchmarks.figures.style import BAND, CONTROL, EAGER, FAINT, INK, NotDrawn, Page, look
 from benchmarks.files import runs
 from benchmarks.files.run_file import Block, Build, Run
-from benchmarks.files.runs import Row, Workload
+from benchmarks.files.runs import Row
+from benchmarks.files.workload import Workload
 from benchmarks.pages import published
 from benchmarks.pages.run_table import build_title, milliseconds
 

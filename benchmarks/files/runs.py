@@ -4,7 +4,6 @@ A row has base ms, variant ms and their ratio, which is their quotient. Several 
 """
 
 import math
-import re
 import statistics as plain
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,42 +13,14 @@ from pathlib import Path
 
 from benchmarks import ROOT, statistics
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Block, Build, Run, Variant, title_of
+from benchmarks.files.run_file import Block, Build, Run, Variant
+from benchmarks.files.workload import Workload, workload_of
 from benchmarks.pages.published import stem
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.statistics import Ratio
 
-# The note of a script that made the model smaller (common/training/memory_fit.py).
-FEWER_LAYERS = re.compile(r"(\d+) of \d+ layers: what fits into ")
 # A row names its base's fastest and slowest block if they differ by more, and an eager variant that is faster by more.
 WIDE_SPREAD, FASTER_EAGER = 0.10, 1.01
-
-
-@dataclass(frozen=True, order=True)
-class Workload:
-    """Model, preset, flags (as `label`), build and machine of a measurement. `busy`: number of busy processes."""
-
-    gpu: str
-    ranks: int
-    model: str
-    preset: str
-    label: str
-    build: str = ""
-    busy: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name in tables: gpt3/bench, followed by label, build and busy processes."""
-        title = title_of(self.model, self.preset, self.label)
-        more = [self.label if title != self.label else "", self.build and f"({self.build})"]
-        if self.busy and f"load{self.busy}" not in self.label:
-            more.append(f"load{self.busy}")
-        return " ".join(filter(None, [title, *more]))
-
-    @property
-    def machine(self) -> str:
-        """NVIDIA H200, 2 GPUs."""
-        return f"{self.gpu}, {self.ranks} GPUs" if self.ranks > 1 else self.gpu
 
 
 @dataclass(frozen=True)
@@ -285,15 +256,6 @@ def rows_of(found: list[tuple[Path, Run]]) -> list[Row]:
                         points[where, variant].append(Point(path, run, build, variant, bool(busy)))
     keys = sorted(points, key=lambda key: key[0])
     return [_row(where, variant, points[where, variant]) for where, variant in keys]
-
-
-def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
-    """Return the workload of one build of a run. Its preset is bench-l6 where the GPU held 6 layers of more."""
-    gpu = next((each["name"] for each in run.host.get("gpus") or []), "CPU")
-    own = run.builds.get(build)
-    fewer = next(filter(None, map(FEWER_LAYERS.match, own.notes if own else [])), None)
-    preset = f"{run.preset}-l{fewer[1]}" if fewer else run.preset
-    return Workload(gpu, run.ranks, run.model, preset, run.label, build, busy)
 
 
 def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from common.training.optimizers.fused_adam import TRITON_DTYPES, FusedUpdate
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.low_byte_adam import BIAS, BLOCK, LARGEST, MIX, SMALLEST_NORMAL, SPREAD
+from common.training.optimizers.low_byte_format import BIAS, BLOCK, LARGEST, MIX, SMALLEST_NORMAL, SPREAD
 from common.training.triton_launch import Launch
 
 NUM_WARPS = 4

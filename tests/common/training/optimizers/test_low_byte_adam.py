@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from common.training.optimizers import low_byte_adam
+from common.training.optimizers import low_byte_format
 from common.training.optimizers.adam import MasterAdam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.low_byte_adam import BLOCK, LowByteAdam, decode, encode_, rounded_to_bf16
+from common.training.optimizers.low_byte_adam import LowByteAdam
+from common.training.optimizers.low_byte_format import BLOCK, decode, encode_, rounded_to_bf16
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 NUMBERS = Hyperparameters(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip=1.0)
@@ -73,7 +74,8 @@ def test_weights_are_right_on_average():
 def test_random_bits_are_uniform_and_new_in_each_step_and_tensor():
     like = torch.zeros(1 << 16)
     drawn = [
-        low_byte_adam.random_bits(torch.tensor(float(step)), number, like) for step, number in ((1, 0), (2, 0), (1, 1))
+        low_byte_format.random_bits(torch.tensor(float(step)), number, like)
+        for step, number in ((1, 0), (2, 0), (1, 1))
     ]
     for each in drawn:
         # 32 bits, each of them set in half of the draws: within five standard deviations.
