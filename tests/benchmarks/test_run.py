@@ -150,7 +150,7 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     sockets = set(workers().values())
     second.kill()
     second.wait()
-    assert until(lambda: not sockets & set(workers().values()), 60), "a worker is left"
+    assert until(lambda: not sockets & set(workers().values())), "a worker is left"
     # A kill within a write leaves half a line.
     with open(path, "ab") as file:
         file.write(b'{"fact":"block","ms"')

@@ -320,7 +320,7 @@ def two_ranks(path, variant, flags):
     launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gpt3.train")
     command = [sys.executable, "-m", *launch, "--variant", variant, "--record", str(path), "--parity", *flags]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr[-3000:]
     result = json.loads(path.read_text())
     assert result["status"] == "pass", result["message"]
