@@ -223,7 +223,9 @@ def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_pa
         "optimizer = torch.optim.SGD(", f"{shares}\n    optimizer = torch.optim.SGD("
     )
     path.write_text(text.replace("import torch\n", "import torch, torch.distributed.fsdp\n", 1))
+    # A variant that cannot run ends both ranks, which start again for the next one: one of them says it.
     words = ["--step", str(path), "--out", str(tmp_path / "runs"), "--ngpu", "2", "--cycles", "1"]
+    words += ["--variants", "graph_step"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.measure", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
