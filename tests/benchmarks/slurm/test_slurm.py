@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slurm
 MODELS = (MODEL := "tests.lying_model", "tests.other_model")
 # More cycles than a test waits for.
 LONG = ("--cycles", "1000")
+CYCLES_OF_LIMIT = 60
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +90,13 @@ def cycles_of(out):
 
 
 def goes_on_at_once(cluster, job):
-    """Slurm would wait two minutes before it starts a job that came back.
+    """Slurm would wait two minutes before it starts a job that came back, which has ten minutes then.
 
     Not sooner: Slurm kills what starts again within the second of its end.
     """
     assert until(lambda: cluster.job(job)["Reason"] == "BeginTime")
     time.sleep(3)
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=10")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,8 @@ def check_near_its_limit(cluster, out):
     # A minute is the least limit that Slurm has, and the signal may come half a minute early.
     limits = ("--time", "1", "--sbatch", "signal=B:USR1@20")
     arguments = ("--model", MODEL, "--variants", "graph_step", "--out", out, *limits)
-    job, collate = submit(cluster, *arguments, "--cycles", 120)
+    # Steps that sleep: the other tests' jobs have the processor, and the cycles take 50 s on any machine.
+    job, collate = submit(cluster, *arguments, "--cycles", CYCLES_OF_LIMIT, flags=["--pause-ms", "50"])
     cluster.until_state(job, "RUNNING")
     cluster.until_state(job, "PENDING", "COMPLETED", "FAILED", limit_s=180)
     log = text_of(out, f"slurm-{job}.out")
@@ -121,12 +123,12 @@ def check_near_its_limit(cluster, out):
     before = [fact for fact in facts if fact["fact"] == "block"]
     # A busy machine may not come to a whole cycle in the job's half minute.
     num_cycles = cycles_of(out)
-    assert num_cycles < 120 and len(facts) > 1
+    assert num_cycles < CYCLES_OF_LIMIT and len(facts) > 1
     while cluster.until_state(job, "PENDING", "COMPLETED", limit_s=90) == "PENDING":
         goes_on_at_once(cluster, job)
         cluster.until_state(job, "RUNNING", "COMPLETED")
     run = only_run(out)
-    assert run.id == begun.name.removesuffix(partial.SUFFIX) and run.whole and run.builds[""].cycles == 120
+    assert run.id == begun.name.removesuffix(partial.SUFFIX) and run.whole and run.builds[""].cycles == CYCLES_OF_LIMIT
     times = {(name, b.cycle, b.place): b.ms for name, own in run.builds[""].variants.items() for b in own.blocks}
     kept = [fact for fact in before if fact["cycle"] < num_cycles]
     assert all(times[fact["variant"], fact["cycle"], fact["place"]] == fact["ms"] for fact in kept)
@@ -175,19 +177,19 @@ def test_a_cancelled_job_is_named_by_the_collate_job(cluster, tmp_path):
 
 def test_an_array_covers_the_points_of_a_sweep(cluster, tmp_path):
     out = tmp_path / "out"
-    arguments = ("--model", "gpt3", "--over", "layers", "--values", "1,2", "--variant", "graph_layer", "--cycles", 2)
+    arguments = ("--model", MODEL, "--over", "batch", "--values", "16,32", "--variant", "graph_step", "--cycles", 2)
     job, collate = submit(cluster, *arguments, "--out", out)
     assert end(cluster, collate) == "COMPLETED", text_of(out, f"slurm-{job}_0.out")
-    for task, value in enumerate((1, 2)):
-        run = only_run(out / f"layers-{value}")
-        assert run.builds[""].config["layers"] == value
+    for task, value in enumerate((16, 32)):
+        run = only_run(out / f"batch-{value}")
+        assert run.builds[""].config["batch"] == value
         assert (run.host["slurm"]["array_job_id"], run.host["slurm"]["array_task_id"]) == (job, str(task))
     assert [(point["value"], point["status"]) for point in json.loads((out / "sweep.json").read_text())["points"]] == [
-        (1, "pass"),
-        (2, "pass"),
+        (16, "pass"),
+        (32, "pass"),
     ]
     said = text_of(out, f"collate-{collate}.out")
-    assert f"job {job}: 2 of 2 tasks ended well" in said and said.count("gpt3/tiny  graph_layer") == 2
+    assert f"job {job}: 2 of 2 tasks ended well" in said and said.count(f"{MODEL}/tiny  graph_step") == 2
 
 
 def test_near_its_limit_a_job_is_queued_again_and_goes_on_with_its_run(near_its_limit):
