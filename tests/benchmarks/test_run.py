@@ -135,9 +135,10 @@ def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
 
 
 def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
-    more = (["eager", "graph_step"], "--cycles", 4)
+    # A busy machine may deliver a kill some cycles late.
+    more = (["eager", "graph_step"], "--cycles", 8)
     first = start(tmp_path, *more)
-    wait_for(first, "cycle 1 of 4")
+    wait_for(first, "cycle 1 of 8")
     first.send_signal(signal.SIGINT)
     said, _ = first.communicate(timeout=240)
     assert first.returncode == 130 and "the same command goes on" in said
@@ -146,7 +147,7 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     kept = next(fact for fact in facts if fact["fact"] == "block" and fact["variant"] == "graph_step")
 
     second = start(tmp_path, *more)
-    assert "goes on with" in wait_for(second, "cycle 3 of 4")
+    assert "goes on with" in wait_for(second, "cycle 6 of 8")
     sockets = set(workers().values())
     second.kill()
     second.wait()
@@ -158,13 +159,13 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     third = bench(tmp_path, *more)
     assert "goes on with" in third.stdout and third.returncode == 0, third.stdout + third.stderr
     blocks = only_variants(tmp_path)["graph_step"].blocks
-    assert [b.cycle for b in blocks] == [0, 1, 2, 3] and len({b.process for b in blocks}) == 3
+    assert [b.cycle for b in blocks] == list(range(8)) and len({b.process for b in blocks}) == 3
     assert blocks[0].ms == kept["ms"]
 
 
 def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp_path):
-    process = start(tmp_path, ["eager", "graph_step", "segfault"], "--cycles", 3, "--no-control")
-    wait_for(process, "cycle 1 of 3")
+    process = start(tmp_path, ["eager", "graph_step", "segfault"], "--cycles", 6, "--no-control")
+    wait_for(process, "cycle 1 of 6")
     for pid in workers().keys() & set(supervisor.descendants(process.pid)):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=240)
@@ -172,7 +173,7 @@ def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp
     assert (variants["segfault"].status, variants["segfault"].reason) == ("failed", "the worker was ended by SIGSEGV")
     assert variants["eager"].status == variants["graph_step"].status == "pass"
     blocks = variants["graph_step"].blocks
-    assert [b.cycle for b in blocks] == [0, 1, 2] and len({b.process for b in blocks}) == 2
+    assert [b.cycle for b in blocks] == list(range(6)) and len({b.process for b in blocks}) == 2
 
 
 # ------------------------------------------------------------------------------------------------
