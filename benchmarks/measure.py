@@ -208,7 +208,6 @@ def doctor(asked: argparse.Namespace) -> tuple[int, str]:
         text = Path(folder) / "findings"
         step = asked.flags[asked.flags.index("--step") + 1]
         words = launched.command(["-m", "common.your_step.doctor", step, str(text)])
-        print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
         # Of several ranks each would print its mistake, and torchrun a page about it.
         errors = subprocess.PIPE if asked.ngpu > 1 else None
         try:

@@ -31,8 +31,10 @@ def once_at_a_time(make):
 
     Args:
         make: makes the context.
+
+    Returns:
+        the maker.
     """
-    """Return make, whose context inside of another one of it does nothing: torch refuses a pool that is in use."""
     is_in_use = False
 
     @contextlib.contextmanager
