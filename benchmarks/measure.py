@@ -77,7 +77,7 @@ def parse(argv=None) -> argparse.Namespace:
         metavar="A,B",
         help="some of graph_step, graph_fwd_bwd, graph_modules, reduce_overhead (those that can be best)",
     )
-    add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, at least 5 in two minutes; CPU 3), or auto: until +-0.5 %%")
+    add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, of which 5 must fit; CPU 3), or auto")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
     add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")

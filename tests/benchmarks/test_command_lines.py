@@ -247,7 +247,7 @@ def answer_of(program, words, folder):
                 time.sleep(0.05)
                 has_begun = out.stat().st_size > 0
                 spent_s = processor_s(process)
-                if has_begun or process.poll() is not None or spent_s <= LIMIT_S and time.monotonic() <= end_s:
+                if has_begun or process.poll() is not None or (spent_s <= LIMIT_S and time.monotonic() <= end_s):
                     continue
                 assert spent_s <= LIMIT_S * slowness() and time.monotonic() <= end_s, (line, err.read_text())
             with contextlib.suppress(subprocess.TimeoutExpired):
