@@ -33,7 +33,8 @@ def test_a_context_inside_itself_is_entered_once_and_again_after_an_error():
 @pytest.fixture
 def as_before(monkeypatch):
     """What sharing changes of torch and this process is put back."""
-    for owner, name in ((torch.cuda, "graph_pool_handle"), (torch._C, "_graph_pool_handle"), (variants, "eager_memory")):
+    changed = ((torch.cuda, "graph_pool_handle"), (torch._C, "_graph_pool_handle"), (variants, "eager_memory"))
+    for owner, name in changed:
         monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
     yield
     torch._C._set_multithreading_enabled(True)
