@@ -49,8 +49,8 @@ def test_backward_passes_run_on_the_thread_whose_memory_is_shared(monkeypatch, a
 
 @pytest.mark.gpu
 def test_a_backward_pass_takes_its_memory_from_the_pool(as_before):
-    pool = shared_memory.share()
     x, threads = torch.ones(2**22, device="cuda", requires_grad=True), []
+    pool = shared_memory.share()
 
     def step():
         y = x.sin()
@@ -70,8 +70,8 @@ def reserved_in(pool):
 
 @pytest.mark.gpu
 def test_eager_tensors_and_a_graph_take_turns_in_one_pool(as_before):
-    pool = shared_memory.share()
     x = torch.ones(2**22, device="cuda")
+    pool = shared_memory.share()
     with variants.eager_memory(), variants.eager_memory():
         y = x * 2
         del y
