@@ -77,7 +77,7 @@ def parse(argv=None) -> argparse.Namespace:
         metavar="A,B",
         help="some of graph_step, graph_fwd_bwd, graph_modules, reduce_overhead (those that can be best)",
     )
-    add("--cycles", metavar="N", help="cycles (8, at least 5 in two minutes; on a CPU 3), or auto: until +-0.5 %%")
+    add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, of which 5 must fit; CPU 3), or auto")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
     add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
@@ -208,7 +208,6 @@ def doctor(asked: argparse.Namespace) -> tuple[int, str]:
         text = Path(folder) / "findings"
         step = asked.flags[asked.flags.index("--step") + 1]
         words = launched.command(["-m", "common.your_step.doctor", step, str(text)])
-        print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
         # Of several ranks each would print its mistake, and torchrun a page about it.
         errors = subprocess.PIPE if asked.ngpu > 1 else None
         try:

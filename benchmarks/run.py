@@ -48,7 +48,7 @@ BLOCK_S = {"tiny": 0.1, "other": 1.0}
 OWN_BLOCK_S = 0.5
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
 
-_cycles = checked(
+cycles_asked = checked(
     lambda text: text if text == "auto" else int(text),
     lambda number: number == "auto" or 1 <= number <= 1000,
     "a number of cycles from 1 to 1000, or auto",
@@ -74,7 +74,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
     add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
     add("--no-control", action="store_true", help="without the base once more as if it were a variant")
-    add("--cycles", metavar="N", type=_cycles, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
+    add("--cycles", metavar="N", type=cycles_asked, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
     add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")

@@ -283,6 +283,8 @@ class Compiled:
         options: of torch.compile; its own `options` add to those of the mode.
         """
         require_compiler(state.device)
+        if mode == "reduce-overhead" and eager_memory is not contextlib.nullcontext:
+            raise Unsupported("torch's own graphs restore all of their pool, so eager steps cannot share it with them")
         self.state, self._step = state, step
         self.pool = Pool(state.device)
         self.capture = Capture(strategy=f"torch.compile of {what}, mode {mode}", pools=[self.pool])

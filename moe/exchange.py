@@ -75,8 +75,8 @@ class Exchange:
     def through_experts(self, y, routed: Routed, plan: Plan, multiply):
         """The experts' outputs of tokens y [t, hidden], in the order of `plan`, [rows, hidden].
 
-        multiply: multiply(rows by expert, weights [rows, 1], their Plan, has_gaps) is the experts of this rank.
-            has_gaps: the Plan has more rows than its last offset says, whose contents are undefined.
+        multiply: multiply(rows by expert, weights [rows, 1], their Plan) is the experts of this rank. With static
+            buffers the Plan has more rows than its last offset says, whose contents are undefined.
         """
         sent, received = self._splits(routed)
         # Padding is of an expert behind the last one.
@@ -90,7 +90,7 @@ class Exchange:
             # Padding comes last, has no offset, and reads the last expert's bias.
             last = own.expert_of_row.clamp(max=self.experts - 1)
             own = own._replace(expert_of_row=last, offsets=own.offsets[: self.experts])
-        z = multiply(rows.gather(arrived, own), weights, own, self.is_static)
+        z = multiply(rows.gather(arrived, own), weights, own)
         z = _Reordered.apply(z, own.row_of_choice.flatten(), own.token_of_row)
         return self._exchanged(z, received, sent)
 

@@ -20,7 +20,7 @@ from moe.kernels.cross_entropy import cross_entropy_
 from moe.kernels.heads import split_heads
 from moe.kernels.order import Plan, order_rows
 from moe.kernels.routing import Routed, route
-from moe.kernels.weight_gradient import grouped_weight_gradient_
+from moe.kernels.weight_gradient import grouped_sums, grouped_weight_gradient_
 
 # Trained with --lora-rank, in the place of all else.
 ADAPTERS = ("qkv_a", "qkv_b", "proj_a", "proj_b")
@@ -101,10 +101,10 @@ class _Experts(torch.autograd.Function):
     """activation(x w1) w2 of rows in expert order. The two weight gradients go to main_grad."""
 
     @staticmethod
-    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation, has_gaps):
+    def forward(ctx, x, weights, bias, w1, w2, plan, accumulation):
         z = multiply_by_expert(x, w1, plan)
         ctx.save_for_backward(x if w1.requires_grad else None, z, weights, bias, *plan)
-        ctx.w1, ctx.w2, ctx.accumulation, ctx.has_gaps = w1, w2, accumulation, has_gaps
+        ctx.w1, ctx.w2, ctx.accumulation = w1, w2, accumulation
         return multiply_by_expert(activation.activate(z, bias, weights, plan), w2, plan)
 
     @staticmethod
@@ -116,18 +116,15 @@ class _Experts(torch.autograd.Function):
         if ctx.w1.requires_grad:
             _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
             _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
-        grad_bias = None
-        if ctx.needs_input_grad[2]:
-            experts = torch.arange(bias.shape[0], dtype=torch.int32, device=grad.device)
-            defined = _defined_rows(grad_z, plan) if ctx.has_gaps else grad_z
-            grad_bias = (experts[:, None] == plan.expert_of_row).to(grad_z.dtype) @ defined
-        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None, None
+        grad_bias = _sums_by_expert(grad_z, plan, len(bias)) if ctx.needs_input_grad[2] else None
+        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None
 
 
-def _defined_rows(x, plan):
-    """x with zeros behind the last expert's rows."""
-    row = torch.arange(len(x), dtype=torch.int32, device=x.device)
-    return x.masked_fill((row >= plan.offsets[-1])[:, None], 0)
+def _sums_by_expert(x, plan, count):
+    """[count, n]: the sum of each expert's rows of x [rows, n]."""
+    if plan.offsets is None:
+        return x.view(count, -1, x.shape[1]).sum(1)
+    return grouped_sums(x, plan.offsets, plan.expert_of_row)
 
 
 def _add_weight_gradient(weight, x, grad, plan, accumulation):
@@ -257,8 +254,8 @@ class Layer(nn.Module):
         out = rows.combine(z, own, plan)
         return out if len(y) == len(x) else torch.cat((out, x[len(y) :]))
 
-    def _multiply(self, chosen, weights, plan, has_gaps=False):
-        return _Experts.apply(chosen, weights, self.bias1, self.w1, self.w2, plan, self.accumulation, has_gaps)
+    def _multiply(self, chosen, weights, plan):
+        return _Experts.apply(chosen, weights, self.bias1, self.w1, self.w2, plan, self.accumulation)
 
     def _bias_of_outputs(self, routed, plan):
         """The chosen experts' second biases by weight, [t, hidden]: a product with the weights of all experts."""

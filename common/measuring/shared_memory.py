@@ -1,4 +1,9 @@
-"""Eager steps in the memory of graphs, where a GPU cannot hold both: they never run at the same time."""
+"""Eager steps in the memory of graphs, where a GPU cannot hold both: they never run at the same time.
+
+torch.cuda.use_mem_pool takes the allocations of the calling thread alone, and autograd runs a backward on a thread of
+its own. So this process runs it on the calling thread, in captures too: what a thread uses for the first time, as a
+handle of cuBLAS, must not come to exist in a capture.
+"""
 
 import contextlib
 import sys
@@ -12,9 +17,12 @@ from common import variant as variants
 def share() -> torch.cuda.MemPool:
     """Let all graphs and eager steps from now on have one pool.
 
+    Backward passes run on the calling thread from now on.
+
     Returns:
         the pool, which must be kept.
     """
+    torch._C._set_multithreading_enabled(False)
     pool = torch.cuda.MemPool()
     torch.cuda.graph_pool_handle = lambda: pool.id  # type: ignore[assignment,return-value]
     # Transformer Engine asks below torch's public name, which it may have imported already.
@@ -31,8 +39,10 @@ def once_at_a_time(make):
 
     Args:
         make: makes the context.
+
+    Returns:
+        the maker.
     """
-    """Return make, whose context inside of another one of it does nothing: torch refuses a pool that is in use."""
     is_in_use = False
 
     @contextlib.contextmanager

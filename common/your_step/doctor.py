@@ -289,11 +289,14 @@ def main(argv=None) -> int:
     with mistakes_in_one_line("benchmarks", "measure"):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
+        step_file.split(words[0])
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         rank, local_rank, world_size = collectives.init(kind)
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         try:
             torch_settings.prepare(device)
+            if rank == 0:
+                print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
             try:
                 found = _of_users_file(words[0], device)
             except torch.OutOfMemoryError as error:

@@ -348,6 +348,8 @@ class EagerSteps:
             for name, module in host_values.modules_not_handed_over(self.state.step, self.state.owned)
             for path, tensor in [*module.named_parameters(), *module.named_buffers()]
         }
+        states = host_values.states_not_handed_over(self.state.step, self.state.owned)
+        names |= {storage_id(tensor): words for words, tensor in states}
         places: dict[str, str] = {}
         for watched in self.watched:
             for storage, place in watched.written.items():

@@ -38,6 +38,19 @@ def modules_not_handed_over(step, owned: list) -> list[tuple[str, torch.nn.Modul
     return [(name, each) for name, each in _roots(step) if isinstance(each, torch.nn.Module) and id(each) not in known]
 
 
+def states_not_handed_over(step, owned: list) -> list[tuple[str, torch.Tensor]]:
+    """Return (words, tensor) of what optimizers keep that the step reaches and that were not handed over."""
+    known = {id(each) for each in owned}
+    found = [(n, each) for n, each in _roots(step) if isinstance(each, torch.optim.Optimizer) and id(each) not in known]
+    return [
+        (f"the state of {name}", tensor)
+        for name, optimizer in found
+        for state in optimizer.state.values()
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
 def random_states() -> dict:
     """Return the states of Python's and NumPy's random numbers."""
     states = {"random": hash(random.getstate())}

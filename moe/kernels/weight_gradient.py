@@ -2,7 +2,8 @@
 
 torch._grouped_mm returns a new tensor, which a pass of its own would copy or add to the buffer: of 128 experts that is
 as much memory traffic as the products themselves. It also leaves open what an expert without rows gets, here zeros.
-Each element is summed over the expert's rows in their order: runs repeat bit for bit.
+Each element is summed over the expert's rows in their order, however many rows the others have: runs repeat bit for
+bit, and rows in static buffers give what the same rows give without.
 """
 
 import functools
@@ -22,6 +23,8 @@ except ModuleNotFoundError:  # a machine without a GPU
 TILE_M, TILE_N, TILE_K = 128, 128, 32
 NUM_WARPS, NUM_STAGES = 4, 5
 SMALL = (16, 16, 16)
+# Rows and columns that a program of the sums of rows takes at a time.
+SUM_ROWS, SUM_COLUMNS = 32, 128
 
 
 def grouped_weight_gradient_(out, x, grad, offsets, adds: bool):
@@ -42,6 +45,29 @@ def grouped_weight_gradient_(out, x, grad, offsets, adds: bool):
     grid = (triton.cdiv(m, tiles[0]) * triton.cdiv(n, tiles[1]), num_experts, 1)
     _launch(m, n, adds, tiles, out.dtype)(grid, (x.contiguous(), grad.contiguous(), offsets, out))
     return out
+
+
+def grouped_sums(grad, offsets, expert_of_row):
+    """The sum of each expert's rows of grad [rows, n], in its dtype: [experts, n].
+
+    Args:
+        grad: Ordered by expert. Rows behind the last expert's are undefined and belong to nobody.
+        offsets: int32 [experts], the end of each expert's rows, on the device.
+        expert_of_row: int32 [rows].
+    """
+    num_experts, n = len(offsets), grad.shape[1]
+    if not in_triton(grad):
+        row, expert = (torch.arange(count, dtype=torch.int32, device=grad.device) for count in (len(grad), num_experts))
+        defined = grad.masked_fill((row >= offsets[-1])[:, None], 0)
+        return (expert[:, None] == expert_of_row).to(grad.dtype) @ defined
+    out = torch.empty(num_experts, n, dtype=grad.dtype, device=grad.device)
+    _sums_launch(n, grad.dtype)((triton.cdiv(n, SUM_COLUMNS), num_experts, 1), (grad.contiguous(), offsets, out))
+    return out
+
+
+@functools.cache
+def _sums_launch(n, dtype):
+    return Launch(_sums_kernel, n, SUM_ROWS, SUM_COLUMNS, num_warps=4)
 
 
 @functools.cache
@@ -79,3 +105,17 @@ if triton:
         if adds:
             total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _sums_kernel(grad, offsets, out, n: tl.constexpr, num_rows: tl.constexpr, num_columns: tl.constexpr):
+        expert = tl.program_id(1)
+        j = tl.program_id(0) * num_columns + tl.arange(0, num_columns)
+        start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets + expert)
+        total = tl.zeros((num_rows, num_columns), tl.float32)
+        for first in range(start, end, num_rows):
+            row = first + tl.arange(0, num_rows)
+            place = row.to(tl.int64)[:, None] * n + j[None, :]
+            total += tl.load(grad + place, mask=(row < end)[:, None] & (j < n)[None, :], other=0.0).to(tl.float32)
+        target = out + expert.to(tl.int64) * n + j
+        tl.store(target, tl.sum(total, axis=0).to(out.dtype.element_ty), mask=j < n)

@@ -167,6 +167,12 @@ def test_a_file_without_a_step_is_refused_in_one_line(tmp_path, monkeypatch, cap
     assert words in said.err and said.err.count("\n") == 1 and not said.out
 
 
+def test_a_number_of_cycles_that_is_none_is_refused_by_the_program_that_was_called(capsys):
+    with pytest.raises(SystemExit):
+        measure.main(["--step", "my_step.py", "--cycles", "0"])
+    assert capsys.readouterr().err.splitlines()[-1].startswith("python -m benchmarks.measure: argument --cycles: '0'")
+
+
 @pytest.mark.parametrize(
     ("found", "said"), [(-9, "The doctor itself failed"), (1, "The doctor itself failed"), (0, "")]
 )

@@ -1,4 +1,4 @@
-"""A test function on several gloo processes of this machine, forked with torch imported.
+"""A test function on several gloo processes of this machine, forked with torch imported; or on as many GPUs (NCCL).
 
 results = run("tests.rnnt.test_lamb", "worker", world_size=4)   what worker() returned on each rank, from JSON
 """
@@ -17,9 +17,9 @@ from tests.helpers import forked
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run(module: str, function: str, world_size: int, timeout_s: float = 300) -> list:
+def run(module: str, function: str, world_size: int, timeout_s: float = 300, device: str = "cpu") -> list:
     """Results of all ranks; AssertionError with what a rank wrote to stderr where one failed."""
-    done = run_script("tests.helpers.gloo_ranks", [module, function], world_size, timeout_s)
+    done = run_script("tests.helpers.gloo_ranks", [module, function, device], world_size, timeout_s)
     return [json.loads(stdout.splitlines()[-1]) for stdout in done]
 
 
@@ -43,8 +43,8 @@ def run_script(module: str, arguments: list[str], world_size: int, timeout_s: fl
 
 
 def main():
-    module, function = sys.argv[1:]
-    collectives.init("cpu", timeout_s=240)
+    module, function, device = sys.argv[1:]
+    collectives.init(device, timeout_s=240)
     with contextlib.redirect_stdout(sys.stderr):
         result = getattr(importlib.import_module(module), function)()
     collectives.shutdown()

@@ -56,3 +56,10 @@ def test_compiled_parts_train_as_eager_ones(graphs, preset, count):
 def test_compiled_code_is_measured_on_a_gpu_alone(name):
     with pytest.raises(Unsupported, match="on a GPU only"):
         construct(VARIANTS[name], make("tiny"))
+
+
+def test_torchs_own_graphs_share_no_memory_with_eager_steps(graphs, monkeypatch):
+    monkeypatch.setattr("common.variant.eager_memory", lambda: contextlib.nullcontext())
+    with pytest.raises(Unsupported, match="share"):
+        construct(VARIANTS["reduce_overhead"], make("tiny"))
+    assert not graphs

@@ -144,6 +144,23 @@ def test_weight_gradient_of_experts_of_any_number_of_rows(plain, adds):
 
 
 @on_device
+def test_sums_of_experts_rows_do_not_depend_on_rows_behind_them(plain):
+    """Several tiles of rows and of columns; rows behind the last expert's are undefined."""
+    ends, width = [70, 70, 101, 133], 150
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    expert_of_row = torch.tensor([0] * 70 + [2] * 31 + [3] * 72, dtype=torch.int32, device=DEVICE)
+    grad = numbers(173, width)
+    grad[133:] = torch.nan
+    expected = torch.stack([grad[start:end].sum(0) for start, end in zip([0, *ends], ends, strict=False)])
+    ours = weight_gradient.grouped_sums(grad, offsets, expert_of_row)
+    assert torch.equal(ours, weight_gradient.grouped_sums(grad[:133], offsets, expert_of_row[:133]))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    plain()
+    of_torch = weight_gradient.grouped_sums(grad, offsets, expert_of_row)
+    torch.testing.assert_close(of_torch, expected, rtol=1e-5, atol=1e-5)
+
+
+@on_device
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_heads_are_normalised_and_turned(plain, has_norms):
     shape, angles = (5, 2, 8), numbers(TOKENS, 4, seed=5)

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from common.measuring import torch_settings
 from common.variant import Unsupported
 from common.variant_table import construct
 from moe import train
@@ -25,6 +26,7 @@ GRAPHED = {
     "tiny": ("graph_attn", "graph_attn_router_preprocess"),
     "tiny_gpt_oss": ("graph_attn_router", "graph_static"),
 }
+ON_GPUS = ("graph_attn_router_preprocess", "eager_static", "graph_static")
 REFUSED = ("graph_layer", "graph_fwd_bwd", "graph_step", "eager_padded", "graph_moe_padded")
 
 
@@ -60,6 +62,17 @@ def differences(preset, names, factor, **changes):
         assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
         told[name] = variant.close()
     return found, told
+
+
+def on_gpus():
+    """What differs from eager on this rank's GPU with deterministic kernels, and the reruns."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch_settings.prepare(device)
+    with torch_settings.deterministic_kernels():
+        return {
+            "whole": differences("tiny_gpt_oss", ON_GPUS, WHOLE, device=device),
+            "tight": differences("tiny", ON_GPUS, TIGHT, device=device),
+        }
 
 
 def refused():
@@ -125,6 +138,16 @@ def test_a_pass_that_overflows_runs_again_and_trains_what_eager_does(ranks):
     for of_variants in told:
         for each in of_variants.values():
             assert each["steps"] == STEPS and 1 <= each["reruns"] <= STEPS and each["rerun_ms"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_hold_the_exchange_of_two_gpus(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic kernels ask for it
+    for of_rank in gloo_ranks.run(__name__, "on_gpus", 2, timeout_s=400, device="cuda"):
+        assert [found for found, _ in of_rank.values()] == [dict.fromkeys(ON_GPUS, "")] * 2
+        for name in ("eager_static", "graph_static"):
+            assert of_rank["whole"][1][name]["reruns"] == 0 < of_rank["tight"][1][name]["reruns"]
 
 
 def test_what_needs_one_rank_says_so(ranks):

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from common.measuring import torch_settings
 from common.variant import enter, leave
 from common.variant_table import construct
 from moe import train
@@ -35,6 +36,21 @@ def eager(preset, **changes):
 def test_gpt_oss_trains_alike_in_graphs(name):
     state = make("tiny_gpt_oss")
     assert difference(follow_variant(state, name), eager("tiny_gpt_oss"), state) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["tiny", "tiny_gpt_oss"])
+def test_variants_train_alike_on_a_gpu(preset, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic kernels ask for it
+    changes = {"masters": "none", "moments": "fp8"} if preset == "tiny_gpt_oss" else {}
+    with torch.cuda.stream(torch.cuda.Stream()), torch_settings.deterministic_kernels():
+        state = make(preset, device=torch.device("cuda"), **changes)
+        expected = follow_variant(state, "eager")
+        names = ("graph_attn_router_preprocess", "graph_layer", "graph_fwd_bwd", "graph_step")
+        for name in (*names, "eager_static", "graph_static"):
+            assert difference(follow_variant(state, name), expected, state) == "", name
+        padded = follow_variant(state, "eager_padded")
+        assert difference(follow_variant(state, "graph_moe_padded"), padded, state) == ""
 
 
 def test_a_share_trains_alike_in_graphs():

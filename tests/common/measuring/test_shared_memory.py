@@ -1,6 +1,8 @@
 """common/measuring/shared_memory.py: eager steps and graphs in one pool."""
 
 import contextlib
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,13 +30,48 @@ def test_a_context_inside_itself_is_entered_once_and_again_after_an_error():
         assert entered[-1] == "in"
 
 
+@pytest.fixture
+def as_before(monkeypatch):
+    """What sharing changes of torch and this process is put back."""
+    changed = ((torch.cuda, "graph_pool_handle"), (torch._C, "_graph_pool_handle"), (variants, "eager_memory"))
+    for owner, name in changed:
+        monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
+    yield
+    torch._C._set_multithreading_enabled(True)
+
+
+def test_backward_passes_run_on_the_thread_whose_memory_is_shared(monkeypatch, as_before):
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=(0, 1)))
+    assert torch._C._is_multithreading_enabled()
+    shared_memory.share()
+    assert not torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.gpu
-def test_eager_tensors_and_a_graph_take_turns_in_one_pool(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", torch.cuda.graph_pool_handle)
-    monkeypatch.setattr(torch._C, "_graph_pool_handle", torch._C._graph_pool_handle)
-    monkeypatch.setattr(variants, "eager_memory", variants.eager_memory)
+def test_a_backward_pass_takes_its_memory_from_the_pool(as_before):
+    x, threads = torch.ones(2**22, device="cuda", requires_grad=True), []
     pool = shared_memory.share()
+
+    def step():
+        y = x.sin()
+        y.register_hook(lambda grad: threads.append(threading.current_thread()))
+        return torch.autograd.grad(y.sum(), x)
+
+    outside = torch.cuda.memory_reserved() - reserved_in(pool)
+    with variants.eager_memory():
+        step()
+    assert threads == [threading.main_thread()]
+    assert torch.cuda.memory_reserved() - reserved_in(pool) == outside
+
+
+def reserved_in(pool):
+    return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(mempool_id=pool.id))
+
+
+@pytest.mark.gpu
+def test_eager_tensors_and_a_graph_take_turns_in_one_pool(as_before):
     x = torch.ones(2**22, device="cuda")
+    pool = shared_memory.share()
     with variants.eager_memory(), variants.eager_memory():
         y = x * 2
         del y

@@ -245,6 +245,13 @@ def test_a_broken_step_is_named(tmp_path, name):
     assert wanted and all(line in lines[number - 1] for number in numbers[:1]), found.text()
 
 
+def test_the_state_of_an_optimizer_that_is_not_handed_over_is_named(tmp_path):
+    found, _ = diagnosed(tmp_path, {"[model, optimizer]": "[model]"})
+
+    (finding,) = [finding for finding in found.findings if finding.kind == "not handed over"]
+    assert "the step writes the state of optimizer" in finding.evidence
+
+
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_step_is_not(tmp_path, name):
     found, _ = diagnosed(tmp_path, SOUND[name])

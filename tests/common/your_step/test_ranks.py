@@ -49,6 +49,8 @@ def diagnosed(tmp_path, **changes):
     path = tmp_path / "my_step.py"
     path.write_text(text)
     first, second = gloo_ranks.run_script("common.your_step.doctor", [f"{path}:build", str(tmp_path / "said")], 2, 120)
+    begun, _, first = first.partition("\n")
+    assert begun.startswith("looks at the step")
     assert not second and first.strip() == (tmp_path / "said").read_text().strip()
     return first, int((tmp_path / "said.status").read_text()), text.splitlines()
 
