@@ -29,6 +29,8 @@ _MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
+# What a captured region counts.
+_COUNTS = ("num_launches", "num_patched", "patch_s")
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Region:
         captures: times that it was captured.
         fixed: indices of the inputs that stay at their addresses.
         addresses: of those.
-        earlier: launches of captures that were dropped.
+        earlier: counts of captures that were dropped.
     """
 
     name: str
@@ -53,20 +55,23 @@ class Region:
     captures: int = 0
     fixed: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
-    earlier: int = 0
+    earlier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
 
     def row(self) -> dict[str, Any]:
         """Return what a table shows.
 
         Returns:
-            name, state and reason, with the capture's report and launches where there is one.
+            name, state and reason, with the capture's report, launches, nodes patched in them and its host seconds
+            where there is one.
         """
         row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
         if self.captured is not None:
+            counts = self.counts()
             row |= {
                 **self.captured.report,
-                "launches": self.num_replays,
-                "patched": self.captured.num_patched,
+                "launches": counts["num_launches"],
+                "patched": counts["num_patched"],
+                "patch_s": counts["patch_s"],
             }
         return row
 
@@ -81,10 +86,14 @@ class Region:
         """
         return self.captured.launch(inputs)
 
+    def counts(self) -> dict[str, Any]:
+        """Return num_launches, num_patched and patch_s of the capture and of those before it."""
+        return {name: before + getattr(self.captured, name, 0) for name, before in self.earlier.items()}
+
     @property
     def num_replays(self) -> int:
         """Launches of the captured region."""
-        return self.earlier + (self.captured.num_launches if self.captured is not None else 0)
+        return self.counts()["num_launches"]
 
     def nodes(self) -> dict[str, int]:
         """Return {kind: number of nodes} of one launch."""
@@ -97,7 +106,7 @@ class Region:
             state: the state from now on.
             reason: why.
         """
-        self.earlier = self.num_replays
+        self.earlier = self.counts()
         if self.captured is not None:
             self.captured.release()
         self.captured, self.state, self.reason = None, state, reason
@@ -212,7 +221,8 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
 def _collect(region):
     """Add a region to the open lists. torch keeps compiled functions, so a new variant may call those of an old one."""
     if region.state == "eager" and region.reason == _RELEASED:
-        region.state, region.reason, region.captures, region.earlier = "waiting", "", 0, 0
+        region.state, region.reason, region.captures = "waiting", "", 0
+        region.earlier = dict.fromkeys(_COUNTS, 0)
     for regions in (_regions, *(collector.all for collector in _collectors)):
         if not any(region is known for known in regions):
             regions.append(region)

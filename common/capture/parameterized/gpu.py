@@ -3,6 +3,7 @@
 import functools
 import operator
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,7 @@ class GpuRegion:
         self._lock = threading.Lock()
         self.num_launches = 0
         self.num_patched = 0
+        self.patch_s = 0.0
         self.report: dict[str, Any] = {
             "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
             "slots": len(analysis.slots),
@@ -80,8 +82,7 @@ class GpuRegion:
         bases += [arena.data_ptr() for arena in arenas]
         with self._lock:
             try:
-                changed = self._patcher.patch(bases)
-                self._setters.apply(changed)
+                changed = self._patch(bases)
             except BaseException:
                 self._patcher.forget()
                 raise
@@ -89,13 +90,22 @@ class GpuRegion:
                 random_state.advance(self.device, self._increment)
             self._executable.launch(torch.cuda.current_stream(self.device).cuda_stream)
             self.num_launches += 1
-            self.num_patched += len(changed)
+            self.num_patched += changed
         if aligned is not inputs:
             for index in self.written:
                 inputs[index].detach().copy_(aligned[index].detach())
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
         return self._outputs(inputs, arenas), arenas
+
+    def _patch(self, bases) -> int:
+        """Set the parameters that change; returns the number of their nodes."""
+        start = time.perf_counter()
+        changed = self._patcher.patch(bases)
+        if changed:
+            self._setters.apply(changed)
+            self.patch_s += time.perf_counter() - start
+        return len(changed)
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, for all later launches.

@@ -34,9 +34,14 @@ class Parameterized:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Nodes, addresses, bytes and build times of the region, launches so far and nodes patched in them."""
+        """Nodes, addresses, bytes and build times of the region; launches, nodes patched in them and host seconds of it."""
         region = self._region
-        return {**region.report, "launches": region.num_launches, "patched": region.num_patched}
+        return {
+            **region.report,
+            "launches": region.num_launches,
+            "patched": region.num_patched,
+            "patch_s": region.patch_s,
+        }
 
     def __call__(self, *inputs):
         """Run the region.

@@ -5,11 +5,15 @@ memory have blobs of the same layout, and a word that differs must be an address
 same offset in both. No GPU is needed to find that out.
 """
 
+import itertools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
 ALIGNMENT = 16
+# Allocations that are patched one by one; for more, one pass over all slots costs less.
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -243,11 +247,26 @@ class Patcher:
         self._words = blob.view(np.uint32)
         self._long = blob.view(np.uint64)
         self._slots = slots
+        self._num_allocations = num_allocations
         self._offset = slots.offset.astype(np.uint64)
-        self._aligned = (slots.width == 8) & (slots.position % 2 == 0)
+        self._whole = (slots.width == 8) & (slots.position % 2 == 0)
+        self._others = np.flatnonzero(~self._whole)
+        self._long_position = slots.position // 2
         self._bases: list[int] = []
-        self._known = np.zeros(num_allocations, np.uint64)
         self._num_nodes = int(slots.node.max()) + 1 if len(slots) else 0
+        order = np.argsort(slots.allocation, kind="stable")
+        ends = np.flatnonzero(np.diff(slots.allocation[order])) + 1
+        # By allocation: its slots that are whole words of the blob, with their offsets; its other slots; its nodes.
+        self._own = {
+            int(slots.allocation[which[0]]): (
+                self._long_position[which[self._whole[which]]],
+                self._offset[which[self._whole[which]]],
+                which[~self._whole[which]],
+                np.unique(slots.node[which]).tolist(),
+            )
+            for which in np.split(order, ends)
+            if len(which)
+        }
 
     def patch(self, bases: list[int]) -> list[int]:
         """Write the addresses that have changed since the last call.
@@ -260,23 +279,39 @@ class Patcher:
         """
         if bases == self._bases:
             return []
-        now = np.array(bases, np.uint64)
-        moved = now != self._known if self._bases else np.ones(len(bases), bool)
-        self._bases, self._known = list(bases), now
-        slots = self._slots
-        which = moved[slots.allocation]
-        if not which.any():
-            return []
-        values = now[slots.allocation] + self._offset
-        aligned = which & self._aligned
-        self._long[slots.position[aligned] // 2] = values[aligned]
-        odd = which & ~self._aligned
-        if odd.any():
-            position, value = slots.position[odd], values[odd]
-            self._words[position] = (value & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-            wide = slots.width[odd] == 8
-            self._words[position[wide] + 1] = (value[wide] >> np.uint64(32)).astype(np.uint32)
+        before = self._bases or [None] * len(bases)
+        moved = list(itertools.compress(range(len(bases)), map(operator.ne, bases, before)))
+        self._bases = list(bases)
+        if len(moved) > _FEW:
+            return self._write_many(moved)
+        nodes: set[int] = set()
+        for index in moved:
+            if index in self._own:
+                position, offset, others, own_nodes = self._own[index]
+                self._long[position] = offset + np.uint64(bases[index])
+                if len(others):
+                    self._write_others(others, self._offset[others] + np.uint64(bases[index]))
+                nodes.update(own_nodes)
+        return sorted(nodes)
+
+    def _write_many(self, moved):
+        """All slots at once: one by one, a few hundred allocations would cost more."""
+        slots, has_moved = self._slots, np.zeros(self._num_allocations, bool)
+        has_moved[moved] = True
+        which = has_moved[slots.allocation]
+        values = np.array(self._bases, np.uint64)[slots.allocation] + self._offset
+        whole = which & self._whole
+        self._long[self._long_position[whole]] = values[whole]
+        others = self._others[which[self._others]]
+        if len(others):
+            self._write_others(others, values[others])
         return np.flatnonzero(np.bincount(slots.node[which], minlength=self._num_nodes)).tolist()
+
+    def _write_others(self, which, values):
+        """Lower halves, and addresses that are no whole word of the blob."""
+        position, wide = self._slots.position[which], self._slots.width[which] == 8
+        self._words[position] = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        self._words[position[wide] + 1] = (values[wide] >> np.uint64(32)).astype(np.uint32)
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
         """Write other values in the place of unexplained words.

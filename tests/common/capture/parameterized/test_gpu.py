@@ -235,10 +235,11 @@ def test_addresses_that_stay_are_not_patched_again(device):
     parameterized = parameterize(lambda x: [x.sin().cos()], [torch.ones(1000, device=device)], verify=0)
     x = torch.ones(1000, device=device)
     result = parameterized(x)
-    patched = parameterized.report["patched"]
+    before = parameterized.report
+    assert 0 < before["patch_s"] < 1 and before["patched"] > 0
     del result
     result = parameterized(x)
-    assert parameterized.report["patched"] == patched
+    assert {**parameterized.report, "launches": before["launches"]} == before
     assert torch.equal(result[0], x.sin().cos())
 
 
