@@ -24,7 +24,7 @@ from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, check_separate, untested
 
 _DEVICES = ("cuda", "cpu")
-_OPTIONS = {"verify": 1}
+_OPTIONS: dict[str, int | None] = {"verify": 1, "device_updates": None}
 _MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
@@ -182,7 +182,8 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
     Args:
         graph_module: Dynamo's graph.
         example_inputs: its inputs, fake.
-        options: `verify`: launches of each region that are compared with eager (1).
+        options: `verify`: launches of each region that are compared with eager (1); `device_updates`: as of
+            `common.capture.parameterized.region.parameterize` (None).
 
     Returns:
         the compiled function.
@@ -193,11 +194,11 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
     unknown = sorted(set(options or ()) - set(_OPTIONS))
     if unknown:
         raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
-    verify = {**_OPTIONS, **(options or {})}["verify"]
+    chosen = {**_OPTIONS, **(options or {})}
 
     def compiler(direction):
         def compile_graph(graph, inputs):
-            compiled = _Compiled(graph, inputs, direction, verify)
+            compiled = _Compiled(graph, inputs, direction, chosen)
 
             # A function: what AOTAutograd wraps around it copies the attributes of functions alone.
             def run(args):
@@ -231,9 +232,9 @@ def _collect(region):
 class _Compiled:
     """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
 
-    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, verify: int):
+    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, options: dict[str, Any]):
         self._graph = graph
-        self._verify = verify
+        self._options = options
         self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
         _regions.append(self.region)
         context = torch._guards.TracingContext.try_get()
@@ -290,8 +291,14 @@ class _Compiled:
         try:
             if not places:
                 raise RegionRefused("all its inputs are parameters: nothing moves")
-            verify = max(self._verify, untested()) if args[0].is_cuda else 0
-            captured = capture(run, [args[index] for index in places], verify, unwritten(self._graph))
+            verify = max(self._options["verify"], untested()) if args[0].is_cuda else 0
+            captured = capture(
+                run,
+                [args[index] for index in places],
+                verify,
+                unwritten(self._graph),
+                self._options["device_updates"],
+            )
             if captured.written:
                 check_separate(args)
         except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:

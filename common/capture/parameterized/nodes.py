@@ -111,7 +111,7 @@ class Setters:
 
     def __init__(self, executable: driver.Executable, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray):
         self._keep: list = [blob]
-        self._calls: list[partial | None] = []
+        self._calls: list[partial] = []
         places: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             places[chunk.node].append(chunk)
@@ -135,11 +135,12 @@ class Setters:
             index, error = next(pair for pair in zip(changed, errors, strict=True) if pair[1])
             driver.check(f"setting the parameters of node {index}", error)
 
-    def _setter(self, executable, node, handle, places) -> partial | None:
+    def _setter(self, executable, node, handle, places) -> partial:
         starts, chunks = places
         library = driver.library()
         if not starts:
-            return None
+            # There is nothing to set: 0, as the driver returns it.
+            return partial(int)
         # ctypes converts values of its types in each call, what from_param and byref return in none.
         target = c_void_p.from_param(executable.value), c_void_p.from_param(handle.value)
         if node.kind != driver.KERNEL:

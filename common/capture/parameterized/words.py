@@ -279,7 +279,7 @@ class Patcher:
         """
         if bases == self._bases:
             return []
-        before = self._bases or [None] * len(bases)
+        before: list[int] | list[None] = self._bases or [None] * len(bases)
         moved = list(itertools.compress(range(len(bases)), map(operator.ne, bases, before)))
         self._bases = list(bases)
         if len(moved) > _FEW:

@@ -292,6 +292,30 @@ def test_another_version_is_said_once_and_verified(device, monkeypatch):
     parameterize(lambda x: [x + 1], [torch.ones(3, device=device)], verify=0)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_addresses_that_the_gpu_writes_itself_give_eagers_bits(device, dropout):
+    run, make = training(device, dropout)
+    parameterized = parameterize(run, make(), device_updates=0)
+    assert parameterized.report["device_updates"] == "launches that change more than 0 kernels"
+    assert_like_eager(parameterized, run, make, times=8)
+
+
+def test_addresses_that_the_gpu_writes_follow_launches_on_another_stream(device):
+    run, make = training(device, 0.0)
+    parameterized = parameterize(run, make(), device_updates=0)
+    assert parameterized.report["device_updates"].startswith("launches")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    batches = [make() for _ in range(6)]
+    torch.cuda.synchronize()
+    results = []
+    for index, batch in enumerate(batches):
+        with torch.cuda.stream(streams[index % 2]):
+            results.append(parameterized(*batch))
+    torch.cuda.synchronize()
+    for batch, result in zip(batches, results, strict=True):
+        assert same(result, run(*batch))
+
+
 def test_the_generator_is_left_as_it_was(device):
     torch.cuda.manual_seed(5)
     before = torch.cuda.get_rng_state()
