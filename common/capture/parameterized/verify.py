@@ -155,10 +155,10 @@ class Verification:
     def prove_unread(self, analysis, example_inputs: list[torch.Tensor]) -> None:
         """Show that no kernel reads the words that differ and are no address of the region, such as unused bytes.
 
-        In a first launch they take the values of the second capture, in another one zero. A word that looks like an
-        address of other memory takes the address of live memory instead, whose bytes are zero in the first launch and
-        NaN in the other: a kernel that reads there gives other results, and one that writes there changes a byte. No
-        result and no byte may change.
+        In a first launch they take the values of the second capture, in another one zero in the bytes that differ. A
+        word that looks like an address of other memory takes the address of live memory instead, whose bytes are zero
+        in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
+        there changes a byte. No result and no byte may change.
 
         Args:
             analysis: of the region; its first capture is alive.
@@ -176,7 +176,7 @@ class Verification:
         written = [*numbers, *(half for pair in suspects for half in pair)]
         scratch = []
         try:
-            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [0] * len(numbers))):
+            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [word.agreed for word in numbers])):
                 if suspects:
                     scratch.append(_scratch(analysis.largest(), fill, self._device))
                     self._watched.append((scratch[-1], fill))

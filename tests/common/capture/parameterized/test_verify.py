@@ -213,6 +213,16 @@ def reads_the_number(inputs, new, number, address):
     return launched(inputs, new)
 
 
+def test_a_flag_that_shares_its_word_with_unused_bytes_keeps_its_value():
+    region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (number & 0xFF)], new))
+    region.words[0] = 0x00BBAA01
+    analysis = SimpleNamespace(
+        unexplained=[Unexplained(3, 0, region.words[0], 0x00BBCC01, 0)], suspects=[], name=lambda words: "node 3"
+    )
+    verify.Verification(region, doubled, CPU).prove_unread(analysis, X)
+    assert [words[0] for words in region.seen] == [0x00BBCC01, 0x00BB0001, 0x00BBAA01]
+
+
 def reads_a_float(inputs, new, number, address):
     value = ctypes.c_float.from_address(address).value
     return [launched(inputs, new)[0].add_(value), new[8:12]]
