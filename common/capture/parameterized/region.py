@@ -146,14 +146,7 @@ def capture(
         region = GpuRegion(analysis, device)
         try:
             check = Verification(region, fn, device, unwritten)
-            if verify or analysis.unexplained:
-                check.spoil(analysis.all_bytes())
-            try:
-                for _ in range(verify):
-                    check.run(inputs)
-            except RegionRefused as error:
-                raise (_with_words(error, analysis) if analysis.unexplained else error) from None
-            check.prove_unread(analysis, inputs)
+            _prove(check, analysis, inputs, verify)
             region.report["inexact"] = sorted(check.inexact)
             if device_updates is not None:
                 region = _updated_by_device(region, analysis, device_updates, (fn, inputs, unwritten))
@@ -163,6 +156,20 @@ def capture(
     finally:
         analysis.release()
     return region
+
+
+def _prove(check, analysis, inputs, verify):
+    """Compare launches with eager: as many as are asked for, and those that addresses in a code and other words need."""
+    if analysis.encoded:
+        verify = max(verify, 2)
+    if verify or analysis.unexplained:
+        check.spoil(analysis.all_bytes())
+    try:
+        for _ in range(verify):
+            check.run(inputs)
+    except RegionRefused as error:
+        raise (_with_words(error, analysis) if analysis.unexplained else error) from None
+    check.prove_unread(analysis, inputs)
 
 
 def _updated_by_device(region, analysis, threshold, arguments):

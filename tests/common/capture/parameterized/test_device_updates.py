@@ -176,6 +176,18 @@ def test_the_kernel_is_built_from_the_wheels_and_links():
     assert device_program.NAME in device_program.build("sm_90")
 
 
+@pytest.mark.parametrize(("verify", "encoded", "runs"), [(0, 0, 0), (1, 0, 1), (0, 3, 2), (5, 3, 5)])
+def test_addresses_in_a_code_are_always_compared_with_eager(verify, encoded, runs):
+    calls = []
+    check = SimpleNamespace(
+        spoil=lambda memory: calls.append("spoil"), run=lambda inputs: calls.append("run"),
+        prove_unread=lambda analysis, inputs: calls.append("prove"),
+    )  # fmt: skip
+    analysis = SimpleNamespace(encoded=encoded, unexplained=[], all_bytes=list)
+    region._prove(check, analysis, [], verify)
+    assert calls == ["spoil"] * bool(runs) + ["run"] * runs + ["prove"]
+
+
 class Captured:
     def __init__(self, failure=None):
         self.device, self.failure, self.calls = "cuda:0", failure, []
