@@ -1,7 +1,8 @@
 """New addresses written by the GPU: one kernel changes the parameters of many nodes.
 
 Only kernel nodes take part, marked before their graph is instantiated; the host sets the others as always. CUDA lets
-such a graph be instantiated once, not be cloned, and launches it more slowly from node to node.
+such a graph be instantiated once (CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE in cuda.h). That a host's change may
+bring back what the GPU wrote is not said there, so it is taken for possible.
 """
 
 import ctypes

@@ -159,7 +159,7 @@ def capture(
 
 
 def _prove(check, analysis, inputs, verify):
-    """Compare launches with eager: as many as are asked for, and those that addresses in a code and other words need."""
+    """Compare launches with eager: as many as are asked for, and what addresses in a code and other words need."""
     if analysis.encoded:
         verify = max(verify, 2)
     if verify or analysis.unexplained:
