@@ -132,6 +132,45 @@ def test_kernels_with_addresses_are_marked_and_nothing_else(monkeypatch):
         device_updates.mark(own, copies, {2})
 
 
+class Graphs:
+    """libcuda with the calls that make and drop a graph."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name in ("cuGraphClone", "cuGraphNodeFindInClone"):
+                arguments[0]._obj.value = 70 if name == "cuGraphClone" else arguments[1].value + 10
+            return 0
+
+        return call
+
+
+def test_nodes_of_the_copy_are_prepared_before_it_is_instantiated_and_a_failure_drops_it(monkeypatch):
+    library = Graphs()
+    monkeypatch.setattr(driver, "library", lambda: library)
+    monkeypatch.setattr(driver, "_graph_launch", lambda: lambda handle, stream: 0)
+    seen = []
+
+    def prepare(nodes_of_copy):
+        seen.append(([node.value for node in nodes_of_copy], list(library.calls)))
+
+    executable = driver.Executable(7, [1, 2], prepare)
+    executable.launch(5)
+    assert executable.last_stream == 5
+    before = ["cuGraphClone", "cuGraphNodeFindInClone", "cuGraphNodeFindInClone"]
+    assert seen == [([11, 12], before)] and library.calls == [*before, "cuGraphInstantiateWithFlags"]
+
+    def fail(nodes_of_copy):
+        raise driver.DriverError("no")
+
+    with pytest.raises(driver.DriverError, match="no"):
+        driver.Executable(7, [1], fail)
+    assert library.calls[-1] == "cuGraphDestroy" and library.calls.count("cuGraphInstantiateWithFlags") == 1
+
+
 def test_a_graph_of_many_rows_is_updated_in_launches_of_as_many_as_a_kernel_takes(monkeypatch):
     import torch
 

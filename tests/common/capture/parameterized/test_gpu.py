@@ -147,6 +147,24 @@ def test_foreach_and_a_fused_optimizer_with_tables_of_addresses(device):
     check(run, make)
 
 
+def test_convolutions_with_group_norm_and_sums_of_gradients(device):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(32, 64), nn.SiLU(), nn.Conv2d(64, 64, 3, 2, padding=1)]
+    net = nn.Sequential(*layers, nn.Upsample(scale_factor=2), nn.Conv2d(64, 4, 1))
+    net = net.to(device, torch.float16, memory_format=torch.channels_last)
+
+    def run(x, gradient):
+        x = x.detach().requires_grad_()
+        y = net(x)
+        return [y.detach(), y.float().mean((2, 3)).detach(), *torch.autograd.grad(y, [x, *net.parameters()], gradient)]
+
+    def make():
+        images = [torch.randn(2, channels, 32, 32, device=device, dtype=torch.float16) for channels in (32, 4)]
+        return [image.to(memory_format=torch.channels_last) for image in images]
+
+    check(run, make)
+
+
 def test_memsets_and_split_k(device):
     weight = torch.randn(65536, 64, device=device, dtype=torch.bfloat16)
 
