@@ -10,8 +10,8 @@ from common.variant import Capture, warm_up
 class Parameterized:
     """torch.compile(backend="parameterized") of some functions of the model, called by the eager step.
 
-    The operators are eager's. No region has a pool or a static input. `capture.report` has a row for each region, and
-    the share of forward and backward that they cover.
+    The operators are eager's. No region has a pool or a static input. `capture.report` has a row for each region, the
+    share of forward and backward that they cover, and what patching costs.
 
     Args:
         state: of the run.
@@ -50,6 +50,7 @@ class Parameterized:
             self.step(0)
             self._num_replays = self.regions.num_replays - before
             counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
+            counted |= coverage.patching(self.step, self.regions.graphs)
             self.capture.report = {**counted, "regions": [region.row() for region in self.regions.all]}
         finally:
             self.leave()

@@ -1,4 +1,4 @@
-"""The share of a step's forward and backward that parameterized regions launch."""
+"""The share of a step's forward and backward that parameterized regions launch, and what patching costs the host."""
 
 import contextlib
 
@@ -8,6 +8,7 @@ from common.measuring import marks, operators, trace
 # Sections of the models' steps; what comes before and after is neither forward nor backward.
 SECTIONS = ("embedding", "forward", "loss", "backward")
 _NUM_STEPS = trace.UNTRACED_STEPS + trace.TRACED_STEPS
+_PATCHED_STEPS = 4
 
 
 def measure(step, regions, cuda: bool) -> dict[str, float | None]:
@@ -34,6 +35,32 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
     )
     nodes /= _NUM_STEPS
     return {"nodes": nodes, "eager": eager, "coverage": nodes / (nodes + eager) if nodes + eager else None}
+
+
+def patching(step, regions) -> dict[str, float | None]:
+    """Measure in untraced steps how many nodes get new addresses, and the host's time for them.
+
+    Args:
+        step: step(index), which trains on a batch.
+        regions: with `counts()`, as `common.capture.parameterized.backend.Region`.
+
+    Returns:
+        patched_per_launch: nodes changed in a launch of a region; patch_us_per_node: host microseconds for each of
+        them, finding the changes included. None where there is nothing to divide by.
+    """
+    before = _counts(regions)
+    for index in range(_PATCHED_STEPS):
+        step(index)
+    launches, patched, seconds = (now - old for now, old in zip(_counts(regions), before, strict=True))
+    return {
+        "patched_per_launch": patched / launches if launches else None,
+        "patch_us_per_node": 1e6 * seconds / patched if patched else None,
+    }
+
+
+def _counts(regions):
+    counts = [region.counts() for region in regions]
+    return [sum(own[name] for own in counts) for name in ("num_launches", "num_patched", "patch_s")]
 
 
 class _Beside(operators.Counter):

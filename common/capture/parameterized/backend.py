@@ -24,11 +24,13 @@ from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, check_separate, untested
 
 _DEVICES = ("cuda", "cpu")
-_OPTIONS = {"verify": 1}
+_OPTIONS: dict[str, int | None] = {"verify": 1, "device_updates": None}
 _MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
+# What a captured region counts.
+_COUNTS = ("num_launches", "num_patched", "patch_s")
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Region:
         captures: times that it was captured.
         fixed: indices of the inputs that stay at their addresses.
         addresses: of those.
-        earlier: launches of captures that were dropped.
+        earlier: counts of captures that were dropped.
     """
 
     name: str
@@ -53,20 +55,23 @@ class Region:
     captures: int = 0
     fixed: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
-    earlier: int = 0
+    earlier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
 
     def row(self) -> dict[str, Any]:
         """Return what a table shows.
 
         Returns:
-            name, state and reason, with the capture's report and launches where there is one.
+            name, state and reason, with the capture's report, launches, nodes patched in them and its host seconds
+            where there is one.
         """
         row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
         if self.captured is not None:
+            counts = self.counts()
             row |= {
                 **self.captured.report,
-                "launches": self.num_replays,
-                "patched": self.captured.num_patched,
+                "launches": counts["num_launches"],
+                "patched": counts["num_patched"],
+                "patch_s": counts["patch_s"],
             }
         return row
 
@@ -81,10 +86,14 @@ class Region:
         """
         return self.captured.launch(inputs)
 
+    def counts(self) -> dict[str, Any]:
+        """Return num_launches, num_patched and patch_s of the capture and of those before it."""
+        return {name: before + getattr(self.captured, name, 0) for name, before in self.earlier.items()}
+
     @property
     def num_replays(self) -> int:
         """Launches of the captured region."""
-        return self.earlier + (self.captured.num_launches if self.captured is not None else 0)
+        return self.counts()["num_launches"]
 
     def nodes(self) -> dict[str, int]:
         """Return {kind: number of nodes} of one launch."""
@@ -97,7 +106,7 @@ class Region:
             state: the state from now on.
             reason: why.
         """
-        self.earlier = self.num_replays
+        self.earlier = self.counts()
         if self.captured is not None:
             self.captured.release()
         self.captured, self.state, self.reason = None, state, reason
@@ -173,7 +182,8 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
     Args:
         graph_module: Dynamo's graph.
         example_inputs: its inputs, fake.
-        options: `verify`: launches of each region that are compared with eager (1).
+        options: `verify`: launches of each region that are compared with eager (1); `device_updates`: as of
+            `common.capture.parameterized.region.parameterize` (None).
 
     Returns:
         the compiled function.
@@ -184,11 +194,11 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
     unknown = sorted(set(options or ()) - set(_OPTIONS))
     if unknown:
         raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
-    verify = {**_OPTIONS, **(options or {})}["verify"]
+    chosen = {**_OPTIONS, **(options or {})}
 
     def compiler(direction):
         def compile_graph(graph, inputs):
-            compiled = _Compiled(graph, inputs, direction, verify)
+            compiled = _Compiled(graph, inputs, direction, chosen)
 
             # A function: what AOTAutograd wraps around it copies the attributes of functions alone.
             def run(args):
@@ -212,7 +222,8 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
 def _collect(region):
     """Add a region to the open lists. torch keeps compiled functions, so a new variant may call those of an old one."""
     if region.state == "eager" and region.reason == _RELEASED:
-        region.state, region.reason, region.captures, region.earlier = "waiting", "", 0, 0
+        region.state, region.reason, region.captures = "waiting", "", 0
+        region.earlier = dict.fromkeys(_COUNTS, 0)
     for regions in (_regions, *(collector.all for collector in _collectors)):
         if not any(region is known for known in regions):
             regions.append(region)
@@ -221,9 +232,9 @@ def _collect(region):
 class _Compiled:
     """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
 
-    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, verify: int):
+    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, options: dict[str, Any]):
         self._graph = graph
-        self._verify = verify
+        self._options = options
         self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
         _regions.append(self.region)
         context = torch._guards.TracingContext.try_get()
@@ -280,8 +291,14 @@ class _Compiled:
         try:
             if not places:
                 raise RegionRefused("all its inputs are parameters: nothing moves")
-            verify = max(self._verify, untested()) if args[0].is_cuda else 0
-            captured = capture(run, [args[index] for index in places], verify, unwritten(self._graph))
+            verify = max(self._options["verify"], untested()) if args[0].is_cuda else 0
+            captured = capture(
+                run,
+                [args[index] for index in places],
+                verify,
+                unwritten(self._graph),
+                self._options["device_updates"],
+            )
             if captured.written:
                 check_separate(args)
         except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:

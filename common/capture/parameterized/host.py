@@ -50,7 +50,9 @@ class HostRegion:
         self._results = [self._place(leaf) for leaf in leaves]
         # What was read outside is held here, as a GPU region holds its function.
         self._fn = fn
-        self.num_launches = self.num_patched = 0
+        self.num_launches = 0
+        # There is no node to patch: each call makes its views anew.
+        self.num_patched, self.patch_s = 0, 0.0
         self.report: dict[str, Any] = {
             "nodes": {"operator": len(recorder.calls)},
             "slots": len({leaf for call in recorder.calls for leaf in call.leaves if isinstance(leaf, View)}),
@@ -92,7 +94,6 @@ class HostRegion:
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
         self.num_launches += 1
-        self.num_patched += len(self._calls)
         results = [tensor(place) if isinstance(place, View) else place for place in self._results]
         return results, list(arenas.values())
 

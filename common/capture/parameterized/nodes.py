@@ -1,6 +1,7 @@
 """The nodes of a captured CUDA graph as bytes that can be compared, patched and handed back."""
 
 import ctypes
+import operator
 from ctypes import byref, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,7 +111,7 @@ class Setters:
 
     def __init__(self, executable: driver.Executable, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray):
         self._keep: list = [blob]
-        self._calls: list[partial | None] = []
+        self._calls: list[partial] = []
         places: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             places[chunk.node].append(chunk)
@@ -129,22 +130,23 @@ class Setters:
             driver.DriverError: the driver refused a node's parameters.
         """
         calls = self._calls
-        for index in changed:
-            setter = calls[index]
-            error = setter() if setter else 0
-            if error:
-                driver.check(f"setting the parameters of node {index}", error)
+        errors = list(map(operator.call, [calls[index] for index in changed]))
+        if any(errors):
+            index, error = next(pair for pair in zip(changed, errors, strict=True) if pair[1])
+            driver.check(f"setting the parameters of node {index}", error)
 
-    def _setter(self, executable, node, handle, places) -> partial | None:
+    def _setter(self, executable, node, handle, places) -> partial:
         starts, chunks = places
         library = driver.library()
         if not starts:
-            return None
+            # There is nothing to set: 0, as the driver returns it.
+            return partial(int)
+        # ctypes converts values of its types in each call, what from_param and byref return in none.
+        target = c_void_p.from_param(executable.value), c_void_p.from_param(handle.value)
         if node.kind != driver.KERNEL:
             name = "cuGraphExecMemsetNodeSetParams" if node.kind == driver.MEMSET else "cuGraphExecMemcpyNodeSetParams"
-            return partial(
-                getattr(library, name), executable, handle, c_void_p(starts[0]), c_void_p(driver.current_context())
-            )
+            rest = c_void_p.from_param(starts[0]), c_void_p.from_param(driver.current_context())
+            return partial(getattr(library, name), *target, *rest)
         params = driver.kernel_params(node.handle)
         if node.packed:
             size = c_size_t(chunks[0].size)
@@ -156,4 +158,4 @@ class Setters:
             params.kernel_params, params.extra = ctypes.addressof(pointers), None
             self._keep.append(pointers)
         self._keep.append(params)
-        return partial(library.cuGraphExecKernelNodeSetParams_v2, executable, handle, byref(params))
+        return partial(library.cuGraphExecKernelNodeSetParams_v2, *target, byref(params))

@@ -34,9 +34,14 @@ class Parameterized:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Nodes, addresses, bytes and build times of the region, launches so far and nodes patched in them."""
+        """Nodes, addresses, bytes and build times; launches so far, nodes patched in them and host seconds for it."""
         region = self._region
-        return {**region.report, "launches": region.num_launches, "patched": region.num_patched}
+        return {
+            **region.report,
+            "launches": region.num_launches,
+            "patched": region.num_patched,
+            "patch_s": region.patch_s,
+        }
 
     def __call__(self, *inputs):
         """Run the region.
@@ -76,7 +81,7 @@ class Parameterized:
             self._last = bases
 
 
-def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
+def parameterize(fn, example_inputs, verify: int = 2, device_updates: int | None = None) -> Parameterized:
     """Capture a function once and launch it on other memory from then on.
 
     On a GPU the launch is a CUDA graph whose addresses are patched: no input is copied, results and everything between
@@ -89,6 +94,8 @@ def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
             (torch.autograd.grad).
         example_inputs: tensors of one device that do not overlap.
         verify: launches that are compared with eager runs, bit for bit, before this returns.
+        device_updates: changed kernels of a launch above which the GPU writes their addresses itself, where it can and
+            the first launches show so (`report["device_updates"]`); None for never.
 
     Returns:
         the callable.
@@ -101,10 +108,16 @@ def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
     check_examples(inputs)
     if inputs[0].device.type == "cuda":
         verify = max(verify, untested())
-    return Parameterized(capture(fn, inputs, verify), inputs)
+    return Parameterized(capture(fn, inputs, verify, device_updates=device_updates), inputs)
 
 
-def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[int] = ()):
+def capture(
+    fn,
+    inputs: list[torch.Tensor],
+    verify: int,
+    unwritten: Collection[int] = (),
+    device_updates: int | None = None,
+):
     """Capture a region; on a GPU explain and verify it.
 
     Args:
@@ -112,6 +125,7 @@ def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[i
         inputs: examples on one device.
         verify: launches to compare with eager, on a GPU.
         unwritten: indices of results that eager leaves unwritten.
+        device_updates: changed kernels above which a GPU writes their addresses itself; None for never.
 
     Returns:
         the region.
@@ -132,21 +146,62 @@ def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[i
         region = GpuRegion(analysis, device)
         try:
             check = Verification(region, fn, device, unwritten)
-            if verify or analysis.unexplained:
-                check.spoil(analysis.all_bytes())
-            try:
-                for _ in range(verify):
-                    check.run(inputs)
-            except RegionRefused as error:
-                raise (_with_words(error, analysis) if analysis.unexplained else error) from None
-            check.prove_unread(analysis, inputs)
+            _prove(check, analysis, inputs, verify)
             region.report["inexact"] = sorted(check.inexact)
+            if device_updates is not None:
+                region = _updated_by_device(region, analysis, device_updates, (fn, inputs, unwritten))
         except BaseException:
             region.release()
             raise
     finally:
         analysis.release()
     return region
+
+
+def _prove(check, analysis, inputs, verify):
+    """Compare launches with eager: as many as are asked for, and what addresses in a code and other words need."""
+    if analysis.encoded:
+        verify = max(verify, 2)
+    if verify or analysis.unexplained:
+        check.spoil(analysis.all_bytes())
+    try:
+        for _ in range(verify):
+            check.run(inputs)
+    except RegionRefused as error:
+        raise (_with_words(error, analysis) if analysis.unexplained else error) from None
+    check.prove_unread(analysis, inputs)
+
+
+def _updated_by_device(region, analysis, threshold, arguments):
+    """The region with addresses that the GPU writes, if its launches equal eager's; else as it is, with the reason."""
+    from common.capture.parameterized.device_program import Unavailable
+    from common.capture.parameterized.driver import DriverError
+    from common.capture.parameterized.gpu import GpuRegion
+    from common.capture.parameterized.verify import Verification
+
+    fn, inputs, unwritten = arguments
+    try:
+        # The GPU changes all kernels in the launches that are compared.
+        other = GpuRegion(analysis, region.device, threshold=-1)
+        try:
+            check = Verification(other, fn, region.device, unwritten)
+            check.spoil(analysis.all_bytes())
+            for _ in range(2):
+                check.run(inputs)
+            other.settle(threshold)
+        except BaseException:
+            other.release()
+            raise
+    except (Unavailable, DriverError, RegionRefused, torch.OutOfMemoryError) as error:
+        region.report["device_updates"] = f"off: {str(error).splitlines()[0]}"
+        region.forget()
+        return region
+    other.report |= {
+        "inexact": sorted(check.inexact.union(region.report["inexact"])),
+        "device_updates": f"launches that change more than {threshold} kernels",
+    }
+    region.release()
+    return other
 
 
 def _with_words(error, analysis) -> RegionRefused:

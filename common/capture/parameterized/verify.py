@@ -18,6 +18,8 @@ _FILLS = (0xA5, 0x5A)
 _NUM_REPEATS = 4
 # Bytes before and behind an address that stands for one outside the region.
 _MARGIN = 1 << 20
+# Bytes in which every lower half of an address occurs once.
+_WINDOW = 1 << 32
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,10 +157,10 @@ class Verification:
     def prove_unread(self, analysis, example_inputs: list[torch.Tensor]) -> None:
         """Show that no kernel reads the words that differ and are no address of the region, such as unused bytes.
 
-        In a first launch they take the values of the second capture, in another one zero. A word that looks like an
-        address of other memory takes the address of live memory instead, whose bytes are zero in the first launch and
-        NaN in the other: a kernel that reads there gives other results, and one that writes there changes a byte. No
-        result and no byte may change.
+        In a first launch they take the values of the second capture, in another one zero in the bytes that differ. A
+        word that looks like an address of other memory takes the address of live memory instead, whose bytes are zero
+        in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
+        there changes a byte. No result and no byte may change.
 
         Args:
             analysis: of the region; its first capture is alive.
@@ -170,18 +172,21 @@ class Verification:
         unexplained = analysis.unexplained
         if not unexplained:
             return
-        suspects = [(suspect.low, suspect.high) for suspect in analysis.suspects]
-        covered = {half.position for pair in suspects for half in pair}
+        suspects = analysis.suspects
+        covered = {half.position for suspect in suspects for half in (suspect.low, suspect.high)}
         numbers = [word for word in unexplained if word.position not in covered]
-        written = [*numbers, *(half for pair in suspects for half in pair)]
-        scratch = []
+        written = [*numbers, *(half for suspect in suspects for half in (suspect.low, suspect.high))]
+        # A lower half that both captures agree upon may be a number beside unused bytes: it stays.
+        window = _WINDOW if any(suspect.low.first == suspect.low.second for suspect in suspects) else 0
+        watched = self._watched
+        scratch = _scratch(analysis.largest() + window, self._device) if suspects else None
         try:
-            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [0] * len(numbers))):
-                if suspects:
-                    scratch.append(_scratch(analysis.largest(), fill, self._device))
-                    self._watched.append((scratch[-1], fill))
-                    address = scratch[-1].data_ptr() + _MARGIN
-                    values += [address & 0xFFFFFFFF, address >> 32] * len(suspects)
+            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [word.agreed for word in numbers])):
+                if scratch is not None:
+                    self._watched = [*watched, (scratch.fill_(fill), fill)]
+                    for suspect in suspects:
+                        address = _stand_in(suspect, scratch.data_ptr() + (_MARGIN if fill else 2 * _MARGIN))
+                        values += [address & 0xFFFFFFFF, address >> 32]
                 self._region.overwrite(written, values)
                 self.run(example_inputs)
         except RegionRefused as error:
@@ -191,7 +196,7 @@ class Verification:
                 f"({error}): {analysis.name(blamed)}"
             ) from error
         finally:
-            self._watched = [pair for pair in self._watched if not any(pair[0] is one for one in scratch)]
+            self._watched = watched
         self._region.overwrite(written, [word.first for word in written])
 
     def _blamed(self, numbers, values, example_inputs):
@@ -217,9 +222,16 @@ class Verification:
         return False
 
 
-def _scratch(largest, fill, device):
-    """Live memory around an address that a kernel may read or write instead of a tensor."""
-    return torch.full((largest + 2 * _MARGIN,), fill, dtype=torch.uint8, device=device)
+def _scratch(largest, device):
+    """Live memory around addresses that a kernel may read or write instead of a tensor."""
+    return torch.empty(largest + 3 * _MARGIN, dtype=torch.uint8, device=device)
+
+
+def _stand_in(suspect, start) -> int:
+    """The address for a suspect from `start` on: the first, or the first with its lower half where that is known."""
+    if suspect.low.first != suspect.low.second:
+        return start
+    return start + (suspect.low.first - start) % _WINDOW
 
 
 def _alike(value, expected) -> bool:

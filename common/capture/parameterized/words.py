@@ -5,11 +5,15 @@ memory have blobs of the same layout, and a word that differs must be an address
 same offset in both. No GPU is needed to find that out.
 """
 
+import itertools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 
 ALIGNMENT = 16
+# Allocations that are patched one by one; for more, one pass over all slots costs less.
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Slots:
         allocation: index of the allocation.
         offset: bytes from the allocation's base.
         node: index of the node.
+        right: bits by which the address is shifted right in its word.
+        left: bits by which it is shifted left after that.
+        rest: the word's other bits.
     """
 
     position: np.ndarray
@@ -46,6 +53,9 @@ class Slots:
     allocation: np.ndarray
     offset: np.ndarray
     node: np.ndarray
+    right: np.ndarray
+    left: np.ndarray
+    rest: np.ndarray
 
     def __len__(self) -> int:
         return len(self.position)
@@ -68,6 +78,12 @@ class Unexplained:
     first: int
     second: int
     position: int
+
+    @property
+    def agreed(self) -> int:
+        """The value with zero in the place of the bytes that differ: a flag may share its word with unused bytes."""
+        differ = self.first ^ self.second
+        return sum(self.first & 0xFF << bits for bits in (0, 8, 16, 24) if not differ >> bits & 0xFF)
 
 
 @dataclass(frozen=True)
@@ -146,7 +162,7 @@ def explain(
         position = position[(position % 2 == parity) & (position * 4 + 8 <= end[position])]
         position = position[~(taken[position] | taken[position + 1])]
         values = _wide(blobs[0], position), _wide(blobs[1], position)
-        allocation, offset = _match(values, allocations, bits=64)
+        allocation, offset = match(values, allocations, bits=64)
         hit = allocation >= 0
         found.append((position[hit], 8, allocation[hit], offset[hit]))
         rest[position[hit]] = rest[position[hit] + 1] = False
@@ -154,7 +170,7 @@ def explain(
     position = np.flatnonzero(rest)
     position = position[position * 4 + 4 <= end[position]]
     values = first[position].astype(np.uint64), second[position].astype(np.uint64)
-    allocation, offset = _match(values, allocations, bits=32)
+    allocation, offset = match(values, allocations, bits=32)
     hit = allocation >= 0
     found.append((position[hit], 4, allocation[hit], offset[hit]))
     rest[position[hit]] = False
@@ -204,19 +220,33 @@ def _slots(found, chunks, owner) -> Slots:
     position = np.concatenate([places for places, *_ in found])
     order = np.argsort(position, kind="stable")
     nodes = np.array([chunk.node for chunk in chunks], np.int64)
+    plain = np.zeros(len(position), np.uint64)
     return Slots(
         position[order],
         np.concatenate([np.full(len(places), width) for places, width, *_ in found])[order],
         np.concatenate([allocation for *_, allocation, _ in found])[order],
         np.concatenate([offset for *_, offset in found])[order],
         nodes[owner[position[order]]] if len(position) else np.zeros(0, np.int64),
+        plain,
+        plain,
+        plain,
     )
 
 
-def _match(values, allocations, bits) -> tuple[np.ndarray, np.ndarray]:
-    """Allocation and offset that each pair of values has in common; -1 for none.
+def match(
+    values: tuple[np.ndarray, np.ndarray], allocations: list[tuple[int, int, int]], bits: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the allocation and the offset that each pair of values has in common.
 
     A value inside an allocation goes before one at its end, which may be the next one's base.
+
+    Args:
+        values: in the first and in the second capture, uint64.
+        allocations: (base in the first, base in the second, bytes).
+        bits: lower bits of an address that the values hold.
+
+    Returns:
+        indices of the allocations, -1 for none, and offsets.
     """
     mask = np.uint64(2**bits - 1)
     allocation = np.full(len(values[0]), -1, np.int64)
@@ -243,11 +273,27 @@ class Patcher:
         self._words = blob.view(np.uint32)
         self._long = blob.view(np.uint64)
         self._slots = slots
+        self._num_allocations = num_allocations
         self._offset = slots.offset.astype(np.uint64)
-        self._aligned = (slots.width == 8) & (slots.position % 2 == 0)
+        is_plain = (slots.right == 0) & (slots.left == 0) & (slots.rest == 0)
+        self._whole = is_plain & (slots.width == 8) & (slots.position % 2 == 0)
+        self._others = np.flatnonzero(~self._whole)
+        self._long_position = slots.position // 2
         self._bases: list[int] = []
-        self._known = np.zeros(num_allocations, np.uint64)
         self._num_nodes = int(slots.node.max()) + 1 if len(slots) else 0
+        order = np.argsort(slots.allocation, kind="stable")
+        ends = np.flatnonzero(np.diff(slots.allocation[order])) + 1
+        # By allocation: its slots that are whole words of the blob, with their offsets; its other slots; its nodes.
+        self._own = {
+            int(slots.allocation[which[0]]): (
+                self._long_position[which[self._whole[which]]],
+                self._offset[which[self._whole[which]]],
+                which[~self._whole[which]],
+                np.unique(slots.node[which]).tolist(),
+            )
+            for which in np.split(order, ends)
+            if len(which)
+        }
 
     def patch(self, bases: list[int]) -> list[int]:
         """Write the addresses that have changed since the last call.
@@ -260,23 +306,41 @@ class Patcher:
         """
         if bases == self._bases:
             return []
-        now = np.array(bases, np.uint64)
-        moved = now != self._known if self._bases else np.ones(len(bases), bool)
-        self._bases, self._known = list(bases), now
-        slots = self._slots
-        which = moved[slots.allocation]
-        if not which.any():
-            return []
-        values = now[slots.allocation] + self._offset
-        aligned = which & self._aligned
-        self._long[slots.position[aligned] // 2] = values[aligned]
-        odd = which & ~self._aligned
-        if odd.any():
-            position, value = slots.position[odd], values[odd]
-            self._words[position] = (value & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-            wide = slots.width[odd] == 8
-            self._words[position[wide] + 1] = (value[wide] >> np.uint64(32)).astype(np.uint32)
+        before: list[int] | list[None] = self._bases or [None] * len(bases)
+        moved = list(itertools.compress(range(len(bases)), map(operator.ne, bases, before)))
+        self._bases = list(bases)
+        if len(moved) > _FEW:
+            return self._write_many(moved)
+        nodes: set[int] = set()
+        for index in moved:
+            if index in self._own:
+                position, offset, others, own_nodes = self._own[index]
+                self._long[position] = offset + np.uint64(bases[index])
+                if len(others):
+                    self._write_others(others, self._offset[others] + np.uint64(bases[index]))
+                nodes.update(own_nodes)
+        return sorted(nodes)
+
+    def _write_many(self, moved):
+        """All slots at once: one by one, a few hundred allocations would cost more."""
+        slots, has_moved = self._slots, np.zeros(self._num_allocations, bool)
+        has_moved[moved] = True
+        which = has_moved[slots.allocation]
+        values = np.array(self._bases, np.uint64)[slots.allocation] + self._offset
+        whole = which & self._whole
+        self._long[self._long_position[whole]] = values[whole]
+        others = self._others[which[self._others]]
+        if len(others):
+            self._write_others(others, values[others])
         return np.flatnonzero(np.bincount(slots.node[which], minlength=self._num_nodes)).tolist()
+
+    def _write_others(self, which, values):
+        """Halves of addresses, shifted ones, and those that are no whole word of the blob."""
+        slots = self._slots
+        position, wide = slots.position[which], slots.width[which] == 8
+        values = values >> slots.right[which] << slots.left[which] | slots.rest[which]
+        self._words[position] = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        self._words[position[wide] + 1] = (values[wide] >> np.uint64(32)).astype(np.uint32)
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
         """Write other values in the place of unexplained words.

@@ -66,3 +66,27 @@ def test_launches_of_a_trace_count_in_their_sections_and_by_themselves_alone(mon
     monkeypatch.setattr(trace, "trace_steps", trace_steps)
     found = coverage.measure(lambda index: region.launch([torch.ones(1)]), [region], cuda=True)
     assert found == {"nodes": 2.0, "eager": 2.0, "coverage": 0.5}
+
+
+class Patched:
+    """A region that patches some nodes in each launch."""
+
+    def __init__(self, launches, nodes, seconds):
+        self.each = launches, nodes, seconds
+        self.total = [10, 10, 10.0]
+
+    def counts(self):
+        return dict(zip(("num_launches", "num_patched", "patch_s"), self.total, strict=True))
+
+
+def test_patching_is_counted_over_launches_and_changed_nodes_of_steps_alone():
+    regions = [Patched(2, 6, 3e-6), Patched(1, 0, 0.0)]
+
+    def step(index):
+        for region in regions:
+            region.total = [total + own for total, own in zip(region.total, region.each, strict=True)]
+
+    found = coverage.patching(step, regions)
+    assert found["patched_per_launch"] == 2.0
+    assert abs(found["patch_us_per_node"] - 0.5) < 1e-6
+    assert coverage.patching(lambda index: None, regions) == {"patched_per_launch": None, "patch_us_per_node": None}

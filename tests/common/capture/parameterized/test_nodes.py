@@ -24,6 +24,11 @@ class Driver:
         self.size = ctypes.c_size_t(16)
         self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.packed), 2, ctypes.addressof(self.size), None)
         self.seen = {}
+        # Functions of C: their arguments are converted as libcuda's are.
+        self.cuGraphExecKernelNodeSetParams_v2 = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(self.set_kernel)
+        memory = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        self.cuGraphExecMemsetNodeSetParams = memory(self.set_memset)
+        self.cuGraphExecMemcpyNodeSetParams = memory(self.set_memcpy)
 
     def cuGraphGetNodes(self, graph, out, count):
         if out is None:
@@ -70,19 +75,19 @@ class Driver:
         context._obj.value = 77
         return 0
 
-    def cuGraphExecKernelNodeSetParams_v2(self, executable, node, params):
-        given = params._obj
+    def set_kernel(self, executable, node, params):
+        given = driver.KernelParams.from_address(params)
         assert (given.func, given.grid[0], given.block[0], given.shared_bytes) == (5000, 8, 256, 48)
-        self.seen[node.value] = driver.kernel_arguments(given)
+        self.seen[node] = driver.kernel_arguments(given)
         return 0
 
-    def cuGraphExecMemsetNodeSetParams(self, executable, node, params, context):
-        self.seen[node.value] = driver.MemsetParams.from_address(params.value).dst, context.value
+    def set_memset(self, executable, node, params, context):
+        self.seen[node] = driver.MemsetParams.from_address(params).dst, context
         return 0
 
-    def cuGraphExecMemcpyNodeSetParams(self, executable, node, params, context):
-        given = driver.MemcpyParams.from_address(params.value)
-        self.seen[node.value] = given.src_device, given.dst_device, given.width
+    def set_memcpy(self, executable, node, params, context):
+        given = driver.MemcpyParams.from_address(params)
+        self.seen[node] = given.src_device, given.dst_device, given.width
         return 0
 
 
@@ -155,10 +160,12 @@ def test_two_captures_that_launch_other_work_are_refused(monkeypatch):
 
 
 def test_an_error_of_the_driver_names_the_node(monkeypatch):
-    made_up, read_nodes = read(monkeypatch, X, {PLAIN: 0})
+    kinds = {PLAIN: 0, NOTHING: 5, PACKED: 0}
+    made_up, read_nodes = read(monkeypatch, X, kinds)
     chunks, blob = words.layout([node.parameters for node in read_nodes])
-    monkeypatch.setattr(made_up, "cuGraphExecKernelNodeSetParams_v2", lambda *_: 1)
+    errors = iter([0, 1])
+    monkeypatch.setattr(made_up, "cuGraphExecKernelNodeSetParams_v2", lambda *_: next(errors))
     monkeypatch.setattr(made_up, "cuGetErrorName", lambda *_: 0, raising=False)
-    setters = nodes.Setters(Executable({PLAIN: 0}), read_nodes, chunks, blob)
-    with pytest.raises(driver.DriverError, match="parameters of node 0"):
-        setters.apply([0])
+    setters = nodes.Setters(Executable(kinds), read_nodes, chunks, blob)
+    with pytest.raises(driver.DriverError, match="parameters of node 2: 1"):
+        setters.apply([0, 2])

@@ -213,6 +213,43 @@ def reads_the_number(inputs, new, number, address):
     return launched(inputs, new)
 
 
+def test_a_flag_that_shares_its_word_with_unused_bytes_keeps_its_value():
+    region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (number & 0xFF)], new))
+    region.words[0] = 0x00BBAA01
+    analysis = SimpleNamespace(
+        unexplained=[Unexplained(3, 0, region.words[0], 0x00BBCC01, 0)], suspects=[], name=lambda words: "node 3"
+    )
+    verify.Verification(region, doubled, CPU).prove_unread(analysis, X)
+    assert [words[0] for words in region.seen] == [0x00BBCC01, 0x00BB0001, 0x00BBAA01]
+
+
+def test_a_number_beside_unused_bytes_that_look_like_half_an_address_keeps_its_value(monkeypatch):
+    sizes, original = [], verify._scratch
+
+    def scratch(largest, device):
+        sizes.append(largest)
+        return original(64, device)
+
+    monkeypatch.setattr(verify, "_scratch", scratch)
+    region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (address & 0xFF)], new))
+    region.words[2:] = [0x3F800001, 0x7D00]
+    low, high = Unexplained(3, 8, 0x3F800001, 0x3F800001, 2), Unexplained(3, 12, 0x7D00, 0, 3)
+    analysis = SimpleNamespace(
+        unexplained=[high], suspects=[Suspect(low, high)], largest=lambda: 64, name=lambda words: "node 3"
+    )
+    verify.Verification(region, doubled, CPU).prove_unread(analysis, X)
+    assert {words[2] for words in region.seen} == {0x3F800001} and len({words[3] for words in region.seen}) > 1
+    assert sizes == [64 + 2**32]
+
+
+def test_an_address_with_a_lower_half_that_is_known_lies_in_the_window():
+    known, other = Unexplained(3, 8, 0x3F800000, 0x3F800000, 2), Unexplained(3, 8, 1, 2, 2)
+    for start in (0x7F00_0000_1000, 0x7F00_3F80_0000, 0x7F00_FFFF_F000):
+        found = verify._stand_in(Suspect(known, other), start)
+        assert found & 0xFFFFFFFF == 0x3F800000 and start <= found < start + 2**32
+        assert verify._stand_in(Suspect(other, known), start) == start
+
+
 def reads_a_float(inputs, new, number, address):
     value = ctypes.c_float.from_address(address).value
     return [launched(inputs, new)[0].add_(value), new[8:12]]

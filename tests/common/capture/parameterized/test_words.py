@@ -146,3 +146,28 @@ def test_patching_writes_what_a_capture_at_those_addresses_would_hold():
     assert patcher.patch(bases) == []
     patcher.forget()
     assert patcher.patch(bases) == [0, 2]
+
+
+def test_few_and_many_moved_allocations_are_patched_alike():
+    count = 30
+    allocations = [(0x7F00_0000_0000 + i * 4096, 0x7F10_0100_0000 + i * 8192, 4096) for i in range(count)]
+
+    def blob_at(bases):
+        def parameter(node):
+            address = bases[node % count] + 16 * node
+            return struct.pack("<Q", address) if node % 3 else struct.pack("<IQI", 7, address, address & 0xFFFFFFFF)
+
+        return words.layout([[(0, parameter(node)), (32, parameter(node + 7))] for node in range(80)])
+
+    chunks, blob = blob_at([first for first, _, _ in allocations])
+    slots, unexplained = words.explain(chunks, (blob, blob_at([b for _, b, _ in allocations])[1]), allocations)
+    assert not unexplained and {4, 8} == set(slots.width.tolist())
+    patcher = words.Patcher(blob, slots, count)
+    bases = [0x7A00_0000_0000 + i * 512 for i in range(count)]
+    assert patcher.patch(bases) == list(range(80))
+    assert blob.tobytes() == blob_at(bases)[1].tobytes()
+    for moved in ([3], [0, 4, 9], range(20), [29]):
+        bases = [base + 4096 * (index in moved) for index, base in enumerate(bases)]
+        nodes = [node for node in range(80) if {node % count, (node + 7) % count} & set(moved)]
+        assert patcher.patch(bases) == nodes
+        assert blob.tobytes() == blob_at(bases)[1].tobytes()
