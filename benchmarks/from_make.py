@@ -37,7 +37,7 @@ TARGETS = {
     "readme": (["-m", "benchmarks.overview", "--write"], (), FIGURES),
     "test": ([*TESTS, "worksteal", "-n", "3", "-m", "not slow and not slurm and not gpu and not long"], (), TEST),
     "long": ([*TESTS, "loadfile", "-n", "2", "-m", "long"], (), TEST),
-    "test-slow": ([*TESTS, "loadgroup", "-n", "2", "-m", "(slow or slurm) and not gpu and not long"], (), TEST),
+    "test-slow": ([*TESTS, "loadgroup", "-n", "3", "-m", "(slow or slurm) and not gpu and not long"], (), TEST),
 }
 FLAGS = {"BASE": "--against"}
 

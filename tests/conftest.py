@@ -19,7 +19,25 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 # Before any test imports torch: processes of one test share few cores, and idle threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Files whose tests run in one process, one after the other: they share a cluster, or jobs that run for a minute.
+IN_ONE_PROCESS = ("tests/benchmarks/slurm/test_slurm.py", "tests/common/measuring/test_agreement.py")
+
 num_modules_frozen = 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file together: pytest 9.2 ignores how pytest-xdist 3.8 marks a group."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file in IN_ONE_PROCESS else nodeid
+
+    return Files(config, log)
 
 
 def pytest_runtest_setup():

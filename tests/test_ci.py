@@ -104,7 +104,7 @@ test) echo "==== 12 passed, 2 skipped, 9 deselected in 3.21s ====" ;;
 test-slow) echo "${SLOW_SUMMARY:-3 passed, 18 deselected in 61.00s (0:01:01)}" ;;
 bench)
     echo "12 steps a second"
-    [ -z "${ENDLESS:-}" ] || exec sleep 60
+    [ -z "${ENDLESS:-}" ] || exec sleep 600
     ;;
 esac
 [ "$1" != "${FAILING:-}" ] || exit 2
@@ -163,7 +163,7 @@ def run_ci(tmp_path, packaged=PACKAGED, **variables):
         **variables,
     }
     answer = subprocess.run(
-        [tmp_path / ".ci" / "run"], cwd="/", env=environment, capture_output=True, text=True, timeout=30
+        [tmp_path / ".ci" / "run"], cwd="/", env=environment, capture_output=True, text=True, timeout=300
     )
     assert not list((tmp_path / "work").iterdir()), "the temporary folder is left behind"
     return answer.returncode, answer.stdout.splitlines(), (tmp_path / "calls").read_text().splitlines()
@@ -203,7 +203,7 @@ def test_ci_ends_the_benchmark_where_slow_tests_fail(tmp_path):
     start = time.monotonic()
     status, lines, _ = run_ci(tmp_path, FAILING="test-slow", ENDLESS="1")
     assert status == 2 and lines[-2] == "step test-slow failed with exit status 2"
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 240
 
 
 def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):

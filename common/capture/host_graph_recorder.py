@@ -10,6 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
+from common.capture.dispatch_modes import without_compiler
 from common.capture.host_graph_memory import View
 
 
@@ -47,6 +48,7 @@ class _FunctionMode(TorchFunctionMode):
         return self.see(func, args, kwargs or {})
 
 
+@without_compiler
 class _DispatchMode(TorchDispatchMode):
     def __init__(self, see):
         super().__init__()

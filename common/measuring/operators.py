@@ -2,7 +2,10 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.capture.dispatch_modes import without_compiler
 
+
+@without_compiler
 class Counter(TorchDispatchMode):
     """Counts the operators that run within it, compiled functions' too."""
 

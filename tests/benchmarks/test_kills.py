@@ -31,7 +31,7 @@ def test_after_a_kill_the_same_command_goes_on(tmp_path, number):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=120)
-    assert until(lambda: not set(own.values()) & set(workers().values()), 30)
+    assert until(lambda: not set(own.values()) & set(workers().values()))
     kept = []
     if not list(tmp_path.rglob("*.json")):
         lines = [line for path in tmp_path.rglob(f"*{partial.SUFFIX}") for line in path.read_bytes().splitlines()]

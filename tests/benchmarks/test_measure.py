@@ -1,6 +1,7 @@
 """make measure: the verdict on a run, and a step from its file to a verdict on the CPU."""
 
 import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -229,7 +230,9 @@ def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_pa
         "optimizer = torch.optim.SGD(", f"{shares}\n    optimizer = torch.optim.SGD("
     )
     path.write_text(text.replace("import torch\n", "import torch, torch.distributed.fsdp\n", 1))
+    # A variant that cannot run ends both ranks, which start again for the next one: one of them says it.
     words = ["--step", str(path), "--out", str(tmp_path / "runs"), "--ngpu", "2", "--cycles", "1"]
+    words += ["--variants", "graph_step"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.measure", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -244,17 +247,18 @@ def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_pa
 def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finished(tmp_path):
     (tmp_path / "my_step.py").write_text(STEP.replace("SCALE", "1.0"))
     words = [sys.executable, "-m", "benchmarks.measure", "--step", str(tmp_path / "my_step.py")]
-    words += ["--out", str(tmp_path / "runs"), "--cycles", "4"]
+    words += ["--out", str(tmp_path / "runs"), "--cycles", "6"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     first = subprocess.Popen(words, **options)
-    wait_for(first, "cycle 2 of 4")
+    wait_for(first, "cycle 2 of 6")
     first.kill()
     first.wait()
     again = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert "cycles so far: 2" in again.stdout, again.stdout + again.stderr
+    # A busy machine may deliver the kill some cycles late.
+    assert re.search("cycles so far: [2-5]", again.stdout), again.stdout + again.stderr
     (path,) = (tmp_path / "runs").rglob("*.json")
     (build,) = run_file.read(path).builds.values()
-    assert [block.cycle for block in build.variants["graph_step"].blocks] == [0, 1, 2, 3]
+    assert [block.cycle for block in build.variants["graph_step"].blocks] == list(range(6))
 
 
 @pytest.mark.parametrize(

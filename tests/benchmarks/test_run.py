@@ -120,14 +120,14 @@ def test_what_breaks_is_left_out_and_the_rest_is_measured(tmp_path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
-    done = bench(tmp_path, ["eager", "graph_room", "graph_room_too"], "--cycles", 2)
+    done = bench(tmp_path, ["eager", "graph_room", "graph_room_too"], "--cycles", 1, "--no-control")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each block has a process of its own" in done.stdout
     variants = only_variants(tmp_path)
     for own in variants.values():
-        assert own.apart and own.status == "pass" and len(own.blocks) >= 2, own.reason
+        assert own.apart and own.status == "pass" and own.blocks, own.reason
     processes = [block.process for own in variants.values() for block in own.blocks]
-    assert len(set(processes)) == len(processes)
+    assert len(set(processes)) == len(processes) == 4
 
 
 # ------------------------------------------------------------------------------------------------
@@ -135,9 +135,10 @@ def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
 
 
 def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
-    more = (["eager", "graph_step"], "--cycles", 4)
+    # A busy machine may deliver a kill some cycles late.
+    more = (["eager", "graph_step"], "--cycles", 8)
     first = start(tmp_path, *more)
-    wait_for(first, "cycle 1 of 4")
+    wait_for(first, "cycle 1 of 8")
     first.send_signal(signal.SIGINT)
     said, _ = first.communicate(timeout=240)
     assert first.returncode == 130 and "the same command goes on" in said
@@ -146,11 +147,11 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     kept = next(fact for fact in facts if fact["fact"] == "block" and fact["variant"] == "graph_step")
 
     second = start(tmp_path, *more)
-    assert "goes on with" in wait_for(second, "cycle 3 of 4")
+    assert "goes on with" in wait_for(second, "cycle 6 of 8")
     sockets = set(workers().values())
     second.kill()
     second.wait()
-    assert until(lambda: not sockets & set(workers().values()), 60), "a worker is left"
+    assert until(lambda: not sockets & set(workers().values())), "a worker is left"
     # A kill within a write leaves half a line.
     with open(path, "ab") as file:
         file.write(b'{"fact":"block","ms"')
@@ -158,13 +159,13 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     third = bench(tmp_path, *more)
     assert "goes on with" in third.stdout and third.returncode == 0, third.stdout + third.stderr
     blocks = only_variants(tmp_path)["graph_step"].blocks
-    assert [b.cycle for b in blocks] == [0, 1, 2, 3] and len({b.process for b in blocks}) == 3
+    assert [b.cycle for b in blocks] == list(range(8)) and len({b.process for b in blocks}) == 3
     assert blocks[0].ms == kept["ms"]
 
 
 def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp_path):
-    process = start(tmp_path, ["eager", "graph_step", "segfault"], "--cycles", 3, "--no-control")
-    wait_for(process, "cycle 1 of 3")
+    process = start(tmp_path, ["eager", "graph_step", "segfault"], "--cycles", 6, "--no-control")
+    wait_for(process, "cycle 1 of 6")
     for pid in workers().keys() & set(supervisor.descendants(process.pid)):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=240)
@@ -172,7 +173,7 @@ def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp
     assert (variants["segfault"].status, variants["segfault"].reason) == ("failed", "the worker was ended by SIGSEGV")
     assert variants["eager"].status == variants["graph_step"].status == "pass"
     blocks = variants["graph_step"].blocks
-    assert [b.cycle for b in blocks] == [0, 1, 2] and len({b.process for b in blocks}) == 2
+    assert [b.cycle for b in blocks] == list(range(6)) and len({b.process for b in blocks}) == 2
 
 
 # ------------------------------------------------------------------------------------------------

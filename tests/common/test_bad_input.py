@@ -19,7 +19,7 @@ MODELS = {"gpt3": gpt3.config, "rnnt": rnnt.config, "stable_diffusion": stable_d
 GIB = 2**30
 
 
-def run(*command, timeout_s=120):
+def run(*command, timeout_s=300):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *command]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)

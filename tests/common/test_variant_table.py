@@ -33,7 +33,7 @@ RENAMED = [(model, each) for model, variants in TABLES.items() for each in varia
 
 def answer(model, *arguments):
     command = [sys.executable, "-m", f"{model}.train", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("model, name", EACH)

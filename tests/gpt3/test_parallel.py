@@ -19,7 +19,7 @@ EACH = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.s
 def on_ranks(function, split, monkeypatch, **environment):
     for name, value in {"SPLIT": split, **environment}.items():
         monkeypatch.setenv(name, str(value))
-    return gloo_ranks.run("tests.helpers.gpt3_case", function, SPLITS[split][0], timeout_s=120)
+    return gloo_ranks.run("tests.helpers.gpt3_case", function, SPLITS[split][0])
 
 
 def data_ranks(split):

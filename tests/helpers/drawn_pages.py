@@ -33,14 +33,11 @@ def extents(page):
         return [(text.get_text(), text.get_window_extent().extents) for text in shown]
 
 
-def assert_inside(page, name):
+def assert_inside_and_apart(page, name):
     width, height = page.figure.bbox.width, page.figure.bbox.height
-    for text, (x0, y0, x1, y1) in extents(page):
-        assert x0 > -1 and x1 < width + 1 and y0 > -1 and y1 < height + 1, (name, text)
-
-
-def assert_apart(page, name):
     boxes = extents(page)
+    for text, (x0, y0, x1, y1) in boxes:
+        assert x0 > -1 and x1 < width + 1 and y0 > -1 and y1 < height + 1, (name, text)
     for index, (first, (ax0, ay0, ax1, ay1)) in enumerate(boxes):
         for second, (bx0, by0, bx1, by1) in boxes[index + 1 :]:
             apart = ax1 <= bx0 + 1 or bx1 <= ax0 + 1 or ay1 <= by0 + 2 or by1 <= ay0 + 2

@@ -69,7 +69,7 @@ class Machine:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=300,
         )
 
     def log(self):

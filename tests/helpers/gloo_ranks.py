@@ -17,13 +17,13 @@ from tests.helpers import forked
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run(module: str, function: str, world_size: int, timeout_s: float = 60, device: str = "cpu") -> list:
+def run(module: str, function: str, world_size: int, timeout_s: float = 300, device: str = "cpu") -> list:
     """Results of all ranks; AssertionError with what a rank wrote to stderr where one failed."""
     done = run_script("tests.helpers.gloo_ranks", [module, function, device], world_size, timeout_s)
     return [json.loads(stdout.splitlines()[-1]) for stdout in done]
 
 
-def run_script(module: str, arguments: list[str], world_size: int, timeout_s: float = 60) -> list[str]:
+def run_script(module: str, arguments: list[str], world_size: int, timeout_s: float = 300) -> list[str]:
     """Return the stdout of each rank of `python -m module arguments...`; every rank must exit with 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -44,7 +44,7 @@ def run_script(module: str, arguments: list[str], world_size: int, timeout_s: fl
 
 def main():
     module, function, device = sys.argv[1:]
-    collectives.init(device, timeout_s=30 if device == "cpu" else 120)
+    collectives.init(device, timeout_s=240)
     with contextlib.redirect_stdout(sys.stderr):
         result = getattr(importlib.import_module(module), function)()
     collectives.shutdown()

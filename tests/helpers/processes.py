@@ -47,7 +47,7 @@ def is_running(pid):
         return False
 
 
-def until(condition, limit_s=60.0):
+def until(condition, limit_s=240.0):
     """Wait until condition() is true, for limit_s at most; return its last value."""
     deadline = time.monotonic() + limit_s
     while not condition() and time.monotonic() < deadline:

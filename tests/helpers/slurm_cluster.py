@@ -18,7 +18,7 @@ from pathlib import Path
 
 # Debian keeps the daemons where a plain user's PATH does not look.
 DAEMON_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-START_LIMIT_S = 10.0
+START_LIMIT_S = 120.0
 
 CONFIG = """
 ClusterName=test
@@ -139,7 +139,7 @@ class Cluster:
 
     def run(self, *command, **more) -> subprocess.CompletedProcess:
         """Run a command of Slurm's, or any that calls them; output is text."""
-        options = {"env": self.environment, "capture_output": True, "text": True, "timeout": 120, **more}
+        options = {"env": self.environment, "capture_output": True, "text": True, "timeout": 300, **more}
         return subprocess.run([str(word) for word in command], **options)
 
     def job(self, job_id) -> dict:
@@ -147,7 +147,7 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def until_state(self, job_id, *states, limit_s=60.0) -> str:
+    def until_state(self, job_id, *states, limit_s=300.0) -> str:
         """Wait until the job is in one of `states`; raises TimeoutError that says where it is."""
         deadline = time.monotonic() + limit_s
         while (state := self.job(job_id).get("JobState")) not in states:

@@ -114,7 +114,7 @@ def graphs_of(state, names):
 
 @pytest.mark.slow
 def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit():
-    first, second = gloo_ranks.run(__name__, "graphed", 2, timeout_s=200)
+    first, second = gloo_ranks.run(__name__, "graphed", 2)
     assert first == second and all(len(set(losses)) == STEPS for losses in first)
 
 

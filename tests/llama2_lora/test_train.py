@@ -231,7 +231,7 @@ def test_a_user_trains_on_packed_rows_and_a_checkpoint_and_saves_the_adapter(tmp
     flags = ["--data", str(tmp_path), "--checkpoint", str(checkpoint), "--save-adapter", str(adapter)]
     flags += ["--preset", "tiny", "--steps", "3", "--variant", "graph_layer", "--record", str(tmp_path / "result.json")]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = forked.run("llama2_lora.train", flags, environment, timeout_s=200)
+    answer = forked.run("llama2_lora.train", flags, environment, timeout_s=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "pass" and len(set(result["losses"])) == 3, result["message"]

@@ -176,7 +176,7 @@ def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
     """The other one of two ranks never comes: whoever waited for it would not end."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     environment |= {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=100)
+    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=300)
     assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
     assert said in answer.stderr
 

@@ -115,7 +115,7 @@ def differences_from_eager():
 @pytest.mark.parametrize("group", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
 def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit(group, monkeypatch):
     monkeypatch.setenv("GROUP", group)
-    for found in gloo_ranks.run(__name__, "differences_from_eager", 2, timeout_s=300):
+    for found in gloo_ranks.run(__name__, "differences_from_eager", 2):
         assert len(found) == sum(map(len, GRAPHED[group].values())) and not any(found.values()), found
 
 
@@ -136,7 +136,7 @@ def pipeline_ramp():
 
 @pytest.mark.slow
 def test_a_ramp_in_a_pipeline_replays_as_many_graphs_as_asked():
-    for found in gloo_ranks.run(__name__, "pipeline_ramp", 2, timeout_s=200):
+    for found in gloo_ranks.run(__name__, "pipeline_ramp", 2):
         assert list(found) == ["graph_layer", "graph_microbatch"] and not any(found.values()), found
 
 

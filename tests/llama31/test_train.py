@@ -236,7 +236,7 @@ def test_compiled_variants_say_what_they_need():
 def said(*arguments):
     """The one line on stderr; nothing on stdout: no card, no table."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=100)
+    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=300)
     assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
     return answer.stderr
 

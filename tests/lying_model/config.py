@@ -13,6 +13,7 @@ class Config(Parallel, Timing):
     width: int = option(64, "of both layers")
     batch: int = option(32, "rows of a batch")
     period: int = option(1, "batches of so many sizes rotate")
+    pause_ms: int = option(0, "a step sleeps for so long: runs that last and leave the processor to others")
     die_rank: int = option(-1, "this rank dies in its 61st step, after parity")
 
 

@@ -1,6 +1,7 @@
 """The training of the lying model: two linear layers and SGD."""
 
 import os
+import time
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,7 @@ class State:
             self.loss.copy_(loss)
 
     def begin(self, index):
+        time.sleep(self.config.pause_ms / 1e3)
         with torch.no_grad():
             self.inputs.copy_(self.batches[index % NUM_BATCHES])
         self.count += 1

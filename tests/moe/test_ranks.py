@@ -99,7 +99,7 @@ def one_sided():
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     def run(folder):
-        return gloo_ranks.run(__name__, "worker", 2, timeout_s=200)
+        return gloo_ranks.run(__name__, "worker", 2)
 
     return once(tmp_path_factory, "moe-ranks", run)[1]
 

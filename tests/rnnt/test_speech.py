@@ -179,7 +179,7 @@ def test_batches_are_made_ahead_by_a_thread_that_close_ends(opened, folder):
     before = threading.active_count()
     source = opened(folder)
     source.next()
-    assert len(concurrent.futures.wait(source._pending, timeout=10).done) == speech.AHEAD
+    assert len(concurrent.futures.wait(source._pending, timeout=120).done) == speech.AHEAD
     assert threading.active_count() > before
     source.close()
     source.close()

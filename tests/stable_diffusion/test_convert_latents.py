@@ -246,7 +246,7 @@ def test_training_refuses_tar_files_and_never_loads_them(folder, content):
             Samples(data, 64, 77, 1024)
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     arguments = ["--preset", "tiny", "--variant", "eager", "--data", str(folder)]
-    answer = forked.run("stable_diffusion.train", arguments, environment, timeout_s=100)
+    answer = forked.run("stable_diffusion.train", arguments, environment, timeout_s=300)
     # It is refused before anything is built.
     assert answer.returncode == 2 and "Traceback" not in answer.stderr, answer
     said = (answer.stdout + answer.stderr).splitlines()

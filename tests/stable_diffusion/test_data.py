@@ -298,7 +298,7 @@ batches.next()
 batches.reset()
 raise SystemExit(3)
 """
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "", "")
 
 
@@ -376,6 +376,6 @@ folder = synthetic.ensure_generated({str(tmp_path)!r}, 16, 8, 64)
 print(len(shards.Samples(folder, 16, 8, 64)), "torch" in sys.modules)
 """
     processes = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) for _ in range(3)]
-    said = [process.communicate(timeout=60)[0].decode().split() for process in processes]
+    said = [process.communicate(timeout=300)[0].decode().split() for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert sorted(said) == [["64", "False"], ["64", "False"], ["writes", "64", "False"]]

@@ -345,7 +345,7 @@ def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
     for variant in ("eager", "graph_networks", "graph_step"):
         path = tmp_path / f"{variant}.json"
         flags = ["--variant", variant, *steps, "--latent-size", "8", "--workers", "0", "--record", str(path)]
-        said, nothing = gloo_ranks.run_script("stable_diffusion.train", flags, world_size=2, timeout_s=180)
+        said, nothing = gloo_ranks.run_script("stable_diffusion.train", flags, world_size=2)
         result = json.loads(path.read_text())
         assert result["status"] == "pass", result["message"]
         assert said.startswith(f"stable_diffusion/tiny  {variant} ") and not nothing

@@ -10,7 +10,7 @@ from benchmarks import ROOT, plot
 from benchmarks.figures import choice, front, of_model, style
 from benchmarks.files import runs
 from benchmarks.pages import readme
-from tests.helpers.drawn_pages import assert_apart, assert_inside, assert_reads_on_both_pages, words
+from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, words
 from tests.helpers.made_run import made_run, write
 
 WANDERING = [18.0, 19.0, 20.0, 21.0]
@@ -155,8 +155,7 @@ def test_texts_are_whole_and_apart_and_read_on_light_and_dark_pages(root, severa
     found = pages(several if root == "made" else ROOT / "results")
     for name, page in found.items():
         if not isinstance(page, str):
-            assert_inside(page, name)
-            assert_apart(page, name)
+            assert_inside_and_apart(page, name)
             with style.applied():
                 style.save(page, tmp_path / "out", name, False)
             assert_reads_on_both_pages((tmp_path / "out" / f"{name}.svg").read_text())

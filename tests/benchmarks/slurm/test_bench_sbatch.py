@@ -42,7 +42,7 @@ def batch(tmp_path, monkeypatch):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=300,
         )
         path = shim.folder / "python"
         return result, path.read_text().splitlines() if path.exists() else [], [c for c, _ in shim.calls("srun")]

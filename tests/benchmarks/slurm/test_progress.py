@@ -129,7 +129,7 @@ def start(tmp_path):
         }
         command = ["bash", Path("benchmarks", "slurm", "bench.sbatch"), "benchmarks.run", "a", "b", "--", "--x"]
         result = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
         path = tmp_path / "scontrol"
         return result, path.read_text().splitlines() if path.exists() else []

@@ -19,7 +19,7 @@ VARIANTS = {"eager": "eager.json", "graph_layer_overlap": "new folder/overlap.js
 
 def train(*flags):
     flags = ["--preset", "tiny", *map(str, flags)]
-    return forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=120)
+    return forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def gpt3_log(tmp_path_factory):
     result = path.with_name("result.json")
     flags = ["--preset", "tiny", "--variant", "graph_layer", "--steps", "8", "--mllog", str(path)]
     flags += ["--record", str(result)]
-    run = forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=120)
+    run = forked.run("gpt3.train", flags, os.environ | {"CUDA_VISIBLE_DEVICES": ""}, timeout_s=300)
     assert run.returncode == 0, run.stderr
     return path, json.loads(result.read_text())
 

@@ -18,10 +18,10 @@ def test_a_block_is_stopped_at_its_limit_though_it_catches_exceptions():
     ):
         while True:
             try:
-                time.sleep(10)
+                time.sleep(600)
             except Exception:
                 continue
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 300
     assert signal.getsignal(signal.SIGALRM) is before and not signal.getitimer(signal.ITIMER_REAL)[0]
 
 
