@@ -156,7 +156,7 @@ class FewSteps(Graphed):
     def run(self, index):
         super().run(index)
         if index % 20 == 19:
-            for _ in range(400):
+            for _ in range(1500):
                 self.state.forward_loss()
 
 
