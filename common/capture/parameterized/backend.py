@@ -20,8 +20,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch.utils._pytree import tree_leaves
 
+from common.capture.parameterized.checks import check_separate
 from common.capture.parameterized.errors import RegionRefused
-from common.capture.parameterized.region import capture, check_separate, untested
+from common.capture.parameterized.region import capture, untested
 
 _DEVICES = ("cuda", "cpu")
 _OPTIONS: dict[str, int | None] = {"verify": 1, "device_updates": None}
