@@ -30,6 +30,7 @@ _MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
+_SAVES_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
 # What a captured region counts.
 _COUNTS = ("num_launches", "num_patched", "patch_s")
 
@@ -244,6 +245,10 @@ class _Compiled:
         lasting = metadata.static_input_indices if metadata is not None and direction != "backward" else ()
         self.region.fixed = [index for index in lasting if index not in written]
         self._moves = set(written)
+        # Autograd may hand over gradients that are still to be conjugated or negated; a launch reads bare memory.
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        self._tangents = {index for index, node in enumerate(placeholders) if "tangents" in str(node.target)}
+        self._lazy: set[int] = set()
         reason = _reason_against(graph, inputs)
         if reason:
             self.region.state, self.region.reason = "eager", reason
@@ -261,6 +266,8 @@ class _Compiled:
         if region.state != "parameterized":
             return self._graph(*inputs)
         fixed = set(region.fixed)
+        for index in self._lazy:
+            inputs[index] = inputs[index].resolve_conj().resolve_neg()
         moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
         results, _ = region.launch(moving)
         return region.captured.unflatten(results)
@@ -281,6 +288,9 @@ class _Compiled:
         for index in region.fixed:
             _lasting[args[index].data_ptr()] = args[index]
         fixed = {index: args[index].detach() for index in region.fixed}
+        # Dynamo's guards hold the other inputs to what they are now.
+        self._lazy = {index for index, tensor in enumerate(args) if tensor.is_conj() or tensor.is_neg()}
+        self._lazy = (self._lazy | self._tangents) - fixed.keys()
         places = [index for index in range(len(args)) if index not in fixed]
         graph, count = self._graph, len(args)
 
@@ -295,13 +305,15 @@ class _Compiled:
             verify = max(self._options["verify"], untested()) if args[0].is_cuda else 0
             captured = capture(
                 run,
-                [args[index] for index in places],
+                [args[index].resolve_conj().resolve_neg() for index in places],
                 verify,
                 unwritten(self._graph),
                 self._options["device_updates"],
             )
             if captured.written:
                 check_separate(args)
+                if self._lazy.intersection(places[index] for index in captured.written):
+                    raise RegionRefused("it writes an input that may be lazily conjugated or negated")
         except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:
             region.state, region.reason = "eager", str(error).splitlines()[0]
             return
@@ -339,7 +351,16 @@ def _reason_against(graph, inputs) -> str:
     """The reason why a graph cannot be captured, from the graph alone; empty where nothing speaks against it."""
     if not any(node.op == "call_function" for node in graph.graph.nodes):
         return "it has no operator"
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            name = node.target.name()
+            if name in _SAVES_RANDOM_STATE:
+                return f"it saves the random state for a checkpoint ({name}): checkpoint with preserve_rng_state=False"
+            if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
+                return f"it calls {name}, an operator on functions, which no record on the CPU holds"
     for value in inputs:
+        if isinstance(value, torch.Generator):
+            return "it takes the random state of a checkpoint: checkpoint with preserve_rng_state=False"
         if not isinstance(value, torch.Tensor):
             return "a size is symbolic: compile with dynamic=False"
         if any(not isinstance(size, int) for size in value.shape):
