@@ -18,6 +18,7 @@ from functorch.compile import default_partition
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from common.capture.parameterized.checks import check_separate
@@ -156,6 +157,7 @@ def collecting(regions: Regions):
 
 _regions: list[Region] = []
 _collectors: list[Regions] = []
+_breaks_before: dict[str, int] = {}
 # Storages that forward regions know to stay: parameters and buffers. Backward regions look for them by address.
 _lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
 
@@ -164,9 +166,22 @@ def regions() -> list[dict[str, Any]]:
     """Return a row for each graph that was compiled since `reset`, parameterized or not.
 
     Returns:
-        name, state (waiting, parameterized or eager), reason, and for a captured one its report.
+        name, state (waiting, parameterized or eager), reason, and for a captured one its report. Rows named
+        "graph break" have what Dynamo left out of all graphs, whatever their backend.
     """
-    return [region.row() for region in _regions]
+    known = [region.row() for region in _regions]
+    # Dynamo's own reset may have cleared its counts, so they differ in either direction.
+    reasons = [reason for reason, count in _breaks().items() if count != _breaks_before.get(reason)]
+    return known + [{"region": "graph break", "state": "eager", "reason": reason} for reason in reasons]
+
+
+def _breaks() -> dict[str, int]:
+    """Dynamo's counts of what it could not trace, by reason."""
+    found: dict[str, int] = {}
+    for reason, count in (*counters["unimplemented"].items(), *counters["graph_break"].items()):
+        line = reason.strip().splitlines()[0]
+        found[line] = found.get(line, 0) + count
+    return found
 
 
 def reset() -> None:
@@ -175,6 +190,8 @@ def reset() -> None:
         region.drop("eager", _RELEASED)
     _regions.clear()
     _lasting.clear()
+    _breaks_before.clear()
+    _breaks_before.update(_breaks())
 
 
 @register_backend(name="parameterized")

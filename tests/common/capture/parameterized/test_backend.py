@@ -170,3 +170,20 @@ def test_random_states_and_operators_on_functions_are_reasons_in_words():
     with graph.inserting_after(draws):
         graph.call_function(torch.ops.higher_order.cond, (x, None, None, ()))
     assert "calls cond" in backend._reason_against(module, [torch.ones(2), torch.ones(2)])
+
+
+def test_what_dynamo_leaves_out_is_listed_with_the_reason():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.LSTM(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.outer(self.inner(x)[0])
+
+    torch.compile(Recurrent(), backend="parameterized")(torch.randn(5, 8))
+    breaks = [row for row in backend.regions() if row["region"] == "graph break"]
+    assert [row["state"] for row in breaks] == ["eager"]
+    assert "LSTM" in breaks[0]["reason"] and "\n" not in breaks[0]["reason"]
+    backend.reset()
+    assert states() == []
