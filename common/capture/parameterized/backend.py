@@ -21,7 +21,7 @@ from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from common.capture.parameterized.checks import check_separate
+from common.capture.parameterized.checks import check_counts, check_separate
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, untested
 
@@ -208,12 +208,13 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
         the compiled function.
 
     Raises:
-        ValueError: an option is unknown.
+        ValueError: an option is unknown, or no count.
     """
     unknown = sorted(set(options or ()) - set(_OPTIONS))
     if unknown:
         raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
     chosen = {**_OPTIONS, **(options or {})}
+    check_counts(chosen)
 
     def compiler(direction):
         def compile_graph(graph, inputs):
@@ -266,14 +267,17 @@ class _Compiled:
         placeholders = graph.graph.find_nodes(op="placeholder")
         self._tangents = {index for index, node in enumerate(placeholders) if "tangents" in str(node.target)}
         self._lazy: set[int] = set()
-        reason = _reason_against(graph, inputs)
-        if reason:
-            self.region.state, self.region.reason = "eager", reason
+        self._reason = _reason_against(graph, inputs)
+        if self._reason:
+            self.region.state, self.region.reason = "eager", self._reason
 
     def __call__(self, args: list[Any]):
         region = self.region
         if _collectors:
             _collect(region)
+        if region.state == "waiting" and self._reason:
+            # It was released with the others.
+            region.state, region.reason = "eager", self._reason
         if region.state == "waiting":
             self._capture(args)
         if region.state == "parameterized" and region.addresses != [args[index].data_ptr() for index in region.fixed]:

@@ -15,6 +15,7 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, enum.Enum),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_RETURN = "which may hold tensors: return tensors in lists, tuples and dicts"
 
 
 def check_arguments(fn, example_inputs, counts: dict[str, Any]) -> list[Any]:
@@ -23,25 +24,38 @@ def check_arguments(fn, example_inputs, counts: dict[str, Any]) -> list[Any]:
     Args:
         fn: the function.
         example_inputs: its inputs.
-        counts: {name: value} of arguments that are counts; None counts as one that was not given.
+        counts: as of `check_counts`.
 
     Returns:
         the examples as a list.
 
     Raises:
-        ValueError: fn cannot be called, the examples are no list of separate strided tensors of one device, or a count
-            is none.
+        ValueError: fn cannot be called, or the examples or a count cannot be used.
     """
     if not callable(fn):
         raise ValueError(f"fn is a {type(fn).__name__}, which cannot be called")
     if isinstance(example_inputs, (torch.Tensor, dict, str)) or not hasattr(example_inputs, "__iter__"):
         raise ValueError(f"example_inputs is a {type(example_inputs).__name__}: pass a list of tensors")
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"{name} is {value!r}: it is a number of launches or kernels, 0 or more")
+    check_counts(counts)
     inputs = list(example_inputs)
     check_examples(inputs)
     return inputs
+
+
+def check_counts(counts: dict[str, Any]) -> None:
+    """Check arguments that are counts.
+
+    Args:
+        counts: {name: value}; `device_updates` may be None.
+
+    Raises:
+        ValueError: a value is no count.
+    """
+    for name, value in counts.items():
+        if value is None and name == "device_updates":
+            continue
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} is {value!r}: it is a number of launches or kernels, 0 or more")
 
 
 def reason_against(tensor: Any) -> str:
@@ -62,7 +76,7 @@ def reason_against(tensor: Any) -> str:
     if tensor.is_nested or tensor.layout != torch.strided:
         return f"is {'nested' if tensor.is_nested else tensor.layout}: a region takes strided tensors"
     if tensor.is_conj() or tensor.is_neg():
-        return "is lazily conjugated or negated: pass tensor.resolve_conj().resolve_neg()"
+        return "is lazily conjugated or negated: call tensor.resolve_conj().resolve_neg()"
     return ""
 
 
@@ -133,9 +147,11 @@ def checked(fn):
             if isinstance(leaf, torch.Tensor):
                 reason = reason_against(leaf)
             else:
-                reason = "" if isinstance(leaf, _PLAIN) else f"is a {type(leaf).__name__}, which may hold tensors"
+                reason = (
+                    "" if isinstance(leaf, _PLAIN) else f"is a {type(leaf).__name__}, which may hold tensors: {_RETURN}"
+                )
             if reason:
-                raise RegionRefused(f"result {index} {reason.split(':')[0]}: return tensors in lists, tuples and dicts")
+                raise RegionRefused(f"result {index} {reason}")
         return result
 
     return run

@@ -98,6 +98,8 @@ def test_released_regions_run_eagerly():
 def test_an_unknown_option_is_refused():
     with pytest.raises(Exception, match="no option pool; it has verify"):
         torch.compile(lambda x: x + 1, backend="parameterized", options={"pool": 1})(torch.ones(2))
+    with pytest.raises(Exception, match="verify is 'often'"):
+        torch.compile(lambda x: x + 1, backend="parameterized", options={"verify": "often"})(torch.ones(2))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -187,3 +189,17 @@ def test_what_dynamo_leaves_out_is_listed_with_the_reason():
     assert "LSTM" in breaks[0]["reason"] and "\n" not in breaks[0]["reason"]
     backend.reset()
     assert states() == []
+
+
+def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_captured_again():
+    @torch.compile(backend="parameterized", dynamic=True)
+    def scaled(x):
+        return x * x.shape[0]
+
+    x = torch.randn(5, 3)
+    for _ in range(2):
+        collected = backend.Regions()
+        with backend.collecting(collected):
+            assert torch.equal(scaled(x), x * 5)
+        assert [(region.state, "symbolic" in region.reason) for region in collected.all] == [("eager", True)]
+        collected.release()

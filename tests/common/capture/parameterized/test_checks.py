@@ -61,6 +61,7 @@ def test_a_region_inside_a_transform_is_refused():
         (lambda x: x + 1, None, {}, "example_inputs is a NoneType"),
         (3, [ones(3)], {}, "fn is a int"),
         (lambda x: x + 1, [ones(3)], {"verify": -1}, "verify is -1"),
+        (lambda x: x + 1, [ones(3)], {"verify": None}, "verify is None"),
         (lambda x: x + 1, [ones(3)], {"device_updates": "all"}, "device_updates is 'all'"),
     ],
 )
