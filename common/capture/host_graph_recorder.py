@@ -60,11 +60,13 @@ class _DispatchMode(TorchDispatchMode):
 
 
 _recording = None
+# What a capture replaces in torch is replaced for all threads.
+_one_capture = threading.RLock()
 
 
 def refuse_inside_capture(name: str, what: str) -> None:
-    """CaptureError where a capture is running, which fails then too."""
-    if _recording is not None:
+    """CaptureError where a capture of this thread is running, which fails then too."""
+    if _recording is not None and _recording.thread == threading.get_ident():
         _recording.fail(name, what)
 
 
@@ -87,8 +89,12 @@ class Recorder:
 
     def run(self, fn):
         """Run fn() once, recording it, and return what it returned; CaptureError for what a graph cannot hold."""
-        global _recording
         refuse_inside_capture("HostPool.capture", "runs inside another capture")
+        with _one_capture:
+            return self._run(fn)
+
+    def _run(self, fn):
+        global _recording
         originals = [(place, name, vars(place).get(name)) for place, name, _ in rules.PATCHED]
         _recording = self
         try:

@@ -18,10 +18,12 @@ from functorch.compile import default_partition
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
+from common.capture.parameterized.checks import check_counts, check_separate
 from common.capture.parameterized.errors import RegionRefused
-from common.capture.parameterized.region import capture, check_separate, untested
+from common.capture.parameterized.region import capture, untested
 
 _DEVICES = ("cuda", "cpu")
 _OPTIONS: dict[str, int | None] = {"verify": 1, "device_updates": None}
@@ -29,6 +31,7 @@ _MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
+_SAVES_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
 # What a captured region counts.
 _COUNTS = ("num_launches", "num_patched", "patch_s")
 
@@ -154,6 +157,7 @@ def collecting(regions: Regions):
 
 _regions: list[Region] = []
 _collectors: list[Regions] = []
+_breaks_before: dict[str, int] = {}
 # Storages that forward regions know to stay: parameters and buffers. Backward regions look for them by address.
 _lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
 
@@ -162,9 +166,22 @@ def regions() -> list[dict[str, Any]]:
     """Return a row for each graph that was compiled since `reset`, parameterized or not.
 
     Returns:
-        name, state (waiting, parameterized or eager), reason, and for a captured one its report.
+        name, state (waiting, parameterized or eager), reason, and for a captured one its report. Rows named
+        "graph break" have what Dynamo left out of all graphs, whatever their backend.
     """
-    return [region.row() for region in _regions]
+    known = [region.row() for region in _regions]
+    # Dynamo's own reset may have cleared its counts, so they differ in either direction.
+    reasons = [reason for reason, count in _breaks().items() if count != _breaks_before.get(reason)]
+    return known + [{"region": "graph break", "state": "eager", "reason": reason} for reason in reasons]
+
+
+def _breaks() -> dict[str, int]:
+    """Dynamo's counts of what it could not trace, by reason."""
+    found: dict[str, int] = {}
+    for reason, count in (*counters["unimplemented"].items(), *counters["graph_break"].items()):
+        line = reason.strip().splitlines()[0]
+        found[line] = found.get(line, 0) + count
+    return found
 
 
 def reset() -> None:
@@ -173,6 +190,8 @@ def reset() -> None:
         region.drop("eager", _RELEASED)
     _regions.clear()
     _lasting.clear()
+    _breaks_before.clear()
+    _breaks_before.update(_breaks())
 
 
 @register_backend(name="parameterized")
@@ -189,12 +208,13 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
         the compiled function.
 
     Raises:
-        ValueError: an option is unknown.
+        ValueError: an option is unknown, or no count.
     """
     unknown = sorted(set(options or ()) - set(_OPTIONS))
     if unknown:
         raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
     chosen = {**_OPTIONS, **(options or {})}
+    check_counts(chosen)
 
     def compiler(direction):
         def compile_graph(graph, inputs):
@@ -243,14 +263,21 @@ class _Compiled:
         lasting = metadata.static_input_indices if metadata is not None and direction != "backward" else ()
         self.region.fixed = [index for index in lasting if index not in written]
         self._moves = set(written)
-        reason = _reason_against(graph, inputs)
-        if reason:
-            self.region.state, self.region.reason = "eager", reason
+        # Autograd may hand over gradients that are still to be conjugated or negated; a launch reads bare memory.
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        self._tangents = {index for index, node in enumerate(placeholders) if "tangents" in str(node.target)}
+        self._lazy: set[int] = set()
+        self._reason = _reason_against(graph, inputs)
+        if self._reason:
+            self.region.state, self.region.reason = "eager", self._reason
 
     def __call__(self, args: list[Any]):
         region = self.region
         if _collectors:
             _collect(region)
+        if region.state == "waiting" and self._reason:
+            # It was released with the others.
+            region.state, region.reason = "eager", self._reason
         if region.state == "waiting":
             self._capture(args)
         if region.state == "parameterized" and region.addresses != [args[index].data_ptr() for index in region.fixed]:
@@ -260,6 +287,8 @@ class _Compiled:
         if region.state != "parameterized":
             return self._graph(*inputs)
         fixed = set(region.fixed)
+        for index in self._lazy:
+            inputs[index] = inputs[index].resolve_conj().resolve_neg()
         moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
         results, _ = region.launch(moving)
         return region.captured.unflatten(results)
@@ -280,6 +309,9 @@ class _Compiled:
         for index in region.fixed:
             _lasting[args[index].data_ptr()] = args[index]
         fixed = {index: args[index].detach() for index in region.fixed}
+        # Dynamo's guards hold the other inputs to what they are now.
+        self._lazy = {index for index, tensor in enumerate(args) if tensor.is_conj() or tensor.is_neg()}
+        self._lazy = (self._lazy | self._tangents) - fixed.keys()
         places = [index for index in range(len(args)) if index not in fixed]
         graph, count = self._graph, len(args)
 
@@ -294,13 +326,15 @@ class _Compiled:
             verify = max(self._options["verify"], untested()) if args[0].is_cuda else 0
             captured = capture(
                 run,
-                [args[index] for index in places],
+                [args[index].resolve_conj().resolve_neg() for index in places],
                 verify,
                 unwritten(self._graph),
                 self._options["device_updates"],
             )
             if captured.written:
                 check_separate(args)
+                if self._lazy.intersection(places[index] for index in captured.written):
+                    raise RegionRefused("it writes an input that may be lazily conjugated or negated")
         except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:
             region.state, region.reason = "eager", str(error).splitlines()[0]
             return
@@ -338,7 +372,16 @@ def _reason_against(graph, inputs) -> str:
     """The reason why a graph cannot be captured, from the graph alone; empty where nothing speaks against it."""
     if not any(node.op == "call_function" for node in graph.graph.nodes):
         return "it has no operator"
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            name = node.target.name()
+            if name in _SAVES_RANDOM_STATE:
+                return f"it saves the random state for a checkpoint ({name}): checkpoint with preserve_rng_state=False"
+            if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
+                return f"it calls {name}, an operator on functions, which no record on the CPU holds"
     for value in inputs:
+        if isinstance(value, torch.Generator):
+            return "it takes the random state of a checkpoint: checkpoint with preserve_rng_state=False"
         if not isinstance(value, torch.Tensor):
             return "a size is symbolic: compile with dynamic=False"
         if any(not isinstance(size, int) for size in value.shape):

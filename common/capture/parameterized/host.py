@@ -1,12 +1,13 @@
 """A region on the CPU: the recorded operators, run on new inputs and new memory in each call."""
 
+import gc
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from common.capture.checks import CaptureError
-from common.capture.host_graph_memory import ExternalStorage, View
+from common.capture.host_graph_memory import ExternalStorage, View, held_outside
 from common.capture.host_graph_recorder import Recorder, refuse_inside_capture
 from common.capture.parameterized import memory
 from common.capture.parameterized.errors import RegionRefused
@@ -24,6 +25,7 @@ class HostRegion:
     """
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):
+        refuse_inside_capture("parameterize", "runs inside a capture")
         inputs = [memory.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         state = torch.get_rng_state()
@@ -48,6 +50,11 @@ class HostRegion:
             if address not in self._inputs
         }
         self._results = [self._place(leaf) for leaf in leaves]
+        del leaves
+        _check_kept([recorder.storages[address] for address in self._made])
+        storages = [tensor.untyped_storage() for tensor in inputs]
+        inputs.clear()
+        _check_kept(storages)
         # What was read outside is held here, as a GPU region holds its function.
         self._fn = fn
         self.num_launches = 0
@@ -140,3 +147,16 @@ class HostRegion:
         if address in self._inputs or address in self._made:
             return View(address, int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride(), leaf.dtype)
         return leaf.detach()
+
+
+def _check_kept(storages):
+    """Refuse a region that keeps a tensor besides its results: no launch would write that one again."""
+    if any(held_outside(storage) for storage in storages):
+        # Cycles of Python objects may be all that holds them.
+        gc.collect()
+    kept = sum(held_outside(storage) for storage in storages)
+    if kept:
+        raise RegionRefused(
+            f"the region keeps {kept} tensors beyond its end, such as gradients that it set, a cache or an input: "
+            "return them, or make them before"
+        )

@@ -1,6 +1,5 @@
 """`parameterize`: a captured function that runs on any tensors like its examples."""
 
-import itertools
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from common.capture.checks import CaptureError
-from common.capture.parameterized import memory
+from common.capture.parameterized import checks
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.host import HostRegion
 
@@ -29,7 +28,7 @@ class Parameterized:
 
     def __init__(self, region, example_inputs: list[torch.Tensor]):
         self._region = region
-        self._signatures = [_signature(tensor) for tensor in example_inputs]
+        self._signatures = [checks.signature(tensor) for tensor in example_inputs]
         self._last: list[int] = []
 
     @property
@@ -53,12 +52,17 @@ class Parameterized:
             new tensors in the structure that the function returned. They carry no autograd history.
 
         Raises:
-            ValueError: an input is not like its example, or two inputs overlap; nothing is launched.
+            ValueError: an input is not like its example, two inputs overlap, or one that is written requires a
+                gradient; nothing is launched.
             CaptureError: the region was released.
         """
         self._check(inputs)
         results, _ = self._region.launch(list(inputs))
         return self._region.unflatten(results)
+
+    def __reduce_ex__(self, protocol):
+        """Refuse copies and pickles: two objects would launch, and free, one graph."""
+        raise TypeError("a captured region cannot be copied or pickled: parameterize its function again")
 
     def release(self) -> None:
         """Free the graph. Results of earlier calls stay; later calls raise a CaptureError."""
@@ -68,17 +72,25 @@ class Parameterized:
         if len(inputs) != len(self._signatures):
             raise ValueError(f"{len(inputs)} inputs where the region was captured with {len(self._signatures)}")
         for index, (tensor, before) in enumerate(zip(inputs, self._signatures, strict=True)):
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"input {index} is a {type(tensor).__name__}: a region takes tensors alone")
-            now = _signature(tensor)
+            reason = checks.reason_against(tensor)
+            if reason:
+                raise ValueError(f"input {index} {reason}")
+            now = checks.signature(tensor)
             if now != before:
                 names = ("shape", "strides", "dtype", "device")
                 changes = [f"{name} {a} -> {b}" for name, a, b in zip(names, before, now, strict=True) if a != b]
                 raise ValueError(f"input {index} is not as captured: {', '.join(changes)}")
         bases = [tensor.data_ptr() for tensor in inputs]
         if bases != self._last:
-            check_separate(inputs)
+            checks.check_separate(inputs)
             self._last = bases
+        if torch.is_grad_enabled():
+            for index in self._region.written:
+                if inputs[index].requires_grad:
+                    raise ValueError(
+                        f"input {index} requires a gradient and the region writes it, which autograd would not see: "
+                        "pass it detached, or call under torch.no_grad()"
+                    )
 
 
 def parameterize(fn, example_inputs, verify: int = 2, device_updates: int | None = None) -> Parameterized:
@@ -101,11 +113,10 @@ def parameterize(fn, example_inputs, verify: int = 2, device_updates: int | None
         the callable.
 
     Raises:
-        ValueError: an example is not a strided tensor of this device, or two overlap.
+        ValueError: an example is not a strided tensor of one device, two overlap, or another argument is none.
         RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
     """
-    inputs = list(example_inputs)
-    check_examples(inputs)
+    inputs = checks.check_arguments(fn, example_inputs, {"verify": verify, "device_updates": device_updates})
     if inputs[0].device.type == "cuda":
         verify = max(verify, untested())
     return Parameterized(capture(fn, inputs, verify, device_updates=device_updates), inputs)
@@ -133,7 +144,11 @@ def capture(
     Raises:
         RegionRefused: with the node and its kernel.
     """
-    device = inputs[0].device
+    if torch.is_inference_mode_enabled():
+        # Inference tensors count no versions, by which writes to inputs are found.
+        with torch.inference_mode(False), torch.no_grad():
+            return capture(fn, inputs, verify, unwritten, device_updates)
+    device, fn = inputs[0].device, checks.checked(fn)
     if device.type == "cpu":
         return HostRegion(fn, inputs)
     from common.capture.parameterized.analysis import analyse
@@ -227,52 +242,6 @@ def untested() -> int:
             stacklevel=3,
         )
     return 2
-
-
-def check_examples(inputs: list[Any]) -> None:
-    """Check that examples can be captured.
-
-    Args:
-        inputs: the examples.
-
-    Raises:
-        ValueError: there are none, one is not a strided tensor of the first one's device, or two overlap.
-    """
-    if not inputs:
-        raise ValueError("a region needs at least one input tensor")
-    for index, tensor in enumerate(inputs):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"example {index} is a {type(tensor).__name__}: a region takes tensors alone")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"example {index} is {tensor.layout}: a region takes strided tensors")
-        if tensor.device.type not in ("cuda", "cpu"):
-            raise ValueError(f"example {index} is on {tensor.device}: a region runs on a GPU or on the CPU")
-        if tensor.device != inputs[0].device:
-            raise ValueError(f"example {index} is on {tensor.device}, example 0 on {inputs[0].device}")
-    check_separate(inputs)
-
-
-def check_separate(inputs) -> None:
-    """Check that no two tensors overlap: a launch moves each by itself.
-
-    Args:
-        inputs: tensors of one device.
-
-    Raises:
-        ValueError: two overlap.
-    """
-    ranges = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor), index)
-        for index, tensor in enumerate(inputs)
-        if tensor.numel()
-    )
-    for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
-        if start < end:
-            raise ValueError(f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy")
-
-
-def _signature(tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 __all__ = ["CaptureError", "Parameterized", "parameterize"]

@@ -25,7 +25,7 @@ class Sums:
         self._layers = [own for layer in layers if (own := [p for p in layer if p._post_accumulate_grad_hooks])]
         self._hooks = [[dict(p._post_accumulate_grad_hooks) for p in layer] for layer in self._layers]
         self._num_ready = [0] * len(self._layers)
-        # Layers with the same shapes share a region.
+        # Layers with the same shapes and strides share a region.
         self._regions: dict[tuple, Region] = {}
 
     def enter(self) -> None:
@@ -53,7 +53,7 @@ class Sums:
     @torch.no_grad()
     def _add(self, layer):
         tensors = [parameter.main_grad for parameter in layer] + [parameter.grad for parameter in layer]
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         region = self._regions.get(shapes) or self._make(shapes, tensors)
         if region.state == "parameterized":
             region.launch(tensors)

@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from common.capture.parameterized import backend
 from tests.helpers import shaken
@@ -97,6 +98,8 @@ def test_released_regions_run_eagerly():
 def test_an_unknown_option_is_refused():
     with pytest.raises(Exception, match="no option pool; it has verify"):
         torch.compile(lambda x: x + 1, backend="parameterized", options={"pool": 1})(torch.ones(2))
+    with pytest.raises(Exception, match="verify is 'often'"):
+        torch.compile(lambda x: x + 1, backend="parameterized", options={"verify": "often"})(torch.ones(2))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -115,3 +118,88 @@ def test_parts_of_a_split_come_back():
     x = torch.randn(6, 3)
     assert same(compiled(x), (x + 1).split(2))
     assert states() == [("inference 0", "parameterized")]
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+def test_lazily_conjugated_and_negated_tensors_are_read_as_what_they_mean(lazy):
+    compiled = torch.compile(lambda x, w: x + w, backend="parameterized")
+    torch.manual_seed(0)
+    x, gradient, w = (torch.randn(shape, dtype=torch.complex64) for shape in ((3, 5), (3, 5), (5,)))
+    w.requires_grad_()
+    expected = torch.autograd.grad(x + w, w, lazy(gradient))[0].resolve_conj()
+    assert same([torch.autograd.grad(compiled(x, w), w, g)[0] for g in (lazy(gradient),) * 2], [expected] * 2)
+    with torch.no_grad():
+        for argument in (x, lazy(x), lazy(x)):
+            assert same([compiled(argument, w)], [argument + w])
+    assert {state for _, state in states()} == {"parameterized"}
+
+
+def test_inference_mode_and_no_grad_between_steps():
+    eager, model = build(), build()
+    compiled = torch.compile(model, backend="parameterized")
+    x = torch.randn(5, 8)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for _ in range(2):
+                assert same([compiled.eval()(x)], [eager.eval()(x)])
+    assert [row["launches"] for row in backend.regions()] == [2, 2]
+    assert same(train(compiled.train(), model.parameters(), 3), train(eager.train(), eager.parameters(), 3))
+    assert {state for _, state in states()} == {"parameterized"}
+
+
+def test_a_checkpoint_that_saves_the_random_state_runs_eagerly_and_says_so():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    eager, model = Checkpointed(), Checkpointed()
+    compiled = torch.compile(model, backend="parameterized")
+    assert same(train(compiled, model.parameters(), 3), train(eager, eager.parameters(), 3))
+    assert states() == [("forward 0", "eager"), ("backward 0", "eager")]
+    assert all("preserve_rng_state=False" in row["reason"] for row in backend.regions())
+
+
+def test_random_states_and_operators_on_functions_are_reasons_in_words():
+    graph = torch.fx.Graph()
+    x, draws = graph.placeholder("x"), graph.placeholder("draws")
+    graph.output(graph.call_function(torch.ops.aten.add.Tensor, (x, x)))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    assert "random state of a checkpoint" in backend._reason_against(module, [torch.ones(2), torch.Generator()])
+    with graph.inserting_after(draws):
+        graph.call_function(torch.ops.higher_order.cond, (x, None, None, ()))
+    assert "calls cond" in backend._reason_against(module, [torch.ones(2), torch.ones(2)])
+
+
+def test_what_dynamo_leaves_out_is_listed_with_the_reason():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.LSTM(8, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.outer(self.inner(x)[0])
+
+    torch.compile(Recurrent(), backend="parameterized")(torch.randn(5, 8))
+    breaks = [row for row in backend.regions() if row["region"] == "graph break"]
+    assert [row["state"] for row in breaks] == ["eager"]
+    assert "LSTM" in breaks[0]["reason"] and "\n" not in breaks[0]["reason"]
+    backend.reset()
+    assert states() == []
+
+
+def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_captured_again():
+    @torch.compile(backend="parameterized", dynamic=True)
+    def scaled(x):
+        return x * x.shape[0]
+
+    x = torch.randn(5, 3)
+    for _ in range(2):
+        collected = backend.Regions()
+        with backend.collecting(collected):
+            assert torch.equal(scaled(x), x * 5)
+        assert [(region.state, "symbolic" in region.reason) for region in collected.all] == [("eager", True)]
+        collected.release()

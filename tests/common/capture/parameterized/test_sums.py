@@ -56,3 +56,13 @@ def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(refuses
     exchanged.leave()
     assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
     assert regions[0].num_replays == (0 if refuses else 6)
+
+
+def test_layers_with_other_strides_have_a_region_of_their_own():
+    net, regions = model(), []
+    net[1].weight.main_grad = torch.zeros(4, 4).t()
+    assert net[1].weight.main_grad.stride() == net[0].weight.main_grad.t().stride()
+    expected = passes(net)
+    sums.Sums([list(layer.parameters()) for layer in net], regions.append).enter()
+    assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
+    assert [region.num_replays for region in regions] == [3, 3]
