@@ -15,6 +15,8 @@ CONTEXT_BYTES = 2 * GIB
 LORA_ALPHA = 32.0
 # Tokens whose logits the loss has at a time.
 LOSS_TOKENS = 2048
+# More would be buffers without end: no published model has as many experts.
+MOST_CAPACITY = 1000
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "top_k", "ffn", "vocab", "sequence")
 _COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "ep", "batches", "min_steps")
 
@@ -84,9 +86,11 @@ class Config(Timing):
         natural = ("window", "documents", "lora_rank")
         require_fields(self, natural, lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("lr", "aux_loss"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
-        require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
+        require_fields(self, ("norm_eps",), lambda value: 0 < value < math.inf, "a finite number above 0")
+        # YaRN divides by its logarithm.
+        require_fields(self, ("rope_theta",), lambda value: 1 < value < math.inf, "a finite number above 1")
         factors = ("capacity_factor", "rank_capacity_factor")
-        require_fields(self, factors, lambda value: 1 <= value < math.inf, "a finite number from 1 up")
+        require_fields(self, factors, lambda value: 1 <= value <= MOST_CAPACITY, f"a number from 1 to {MOST_CAPACITY}")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
         for flag, size, by, parts in (
