@@ -355,6 +355,15 @@ def needed_bytes(config: Config, num_pools: int = 3) -> int:
     )
 
 
+def host_bytes(config: Config) -> int:
+    """Bytes on a CPU, where attention is plain: scores of all pairs of tokens, which each layer keeps for its backward.
+
+    A pair has FP32 weights and a bf16 copy in each head of each layer, and 12 bytes in each head while they are made.
+    """
+    heads = config.local_heads * (6 * config.layers + 12)
+    return needed_bytes(config) + (heads + 9) * config.tokens**2
+
+
 def fit(config: Config, budget_bytes: int) -> Config:
     """The config with as many layers as fit. ValueError where not one does."""
     return fit_layers(config, PRESETS, needed_bytes, budget_bytes)

@@ -54,7 +54,8 @@ def resolve(args, device: torch.device):
     if config.checkpoint:
         open_checkpoint(config)
     if device.type == "cpu":
-        require_host(config, PRESETS, moe_config.needed_bytes, host_state.available_host_bytes())
+        for need in (moe_config.needed_bytes, moe_config.host_bytes):
+            require_host(config, PRESETS, need, host_state.available_host_bytes())
     else:
         # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
         budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB

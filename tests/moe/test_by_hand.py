@@ -22,6 +22,13 @@ def trained(name, **changes):
     return by_hand.run(made, args, CPU, 0)
 
 
+def test_scores_that_a_host_cannot_hold_are_refused_before_the_build(monkeypatch):
+    """Their bytes grow with the square of the tokens, those of all else with the tokens."""
+    monkeypatch.setattr("moe.workload.host_state.available_host_bytes", lambda: 24 * 2**30)
+    with pytest.raises(ValueError, match="--sequence 65536 is too large: .* --sequence 64, as in preset tiny, fits"):
+        trained("eager", sequence=2**16)
+
+
 @pytest.mark.parametrize("name", ["graph_moe_padded", "graph_layer"])
 def test_graphs_are_compared_with_eager_steps_of_the_same_model(name):
     result = trained(name, capacity_factor=1.0)
