@@ -126,6 +126,11 @@ def _require_features(folder, described, config):
     else:
         wanted |= {name: (rope.get(name, value), value) for name, value in YARN.items()}
         wanted |= {name: (described.get(name, value), value) for name, value in _GPT_OSS.items()}
+        # transformers rounds the bounds of YaRN's ramp unless the folder says otherwise.
+        wanted["truncate"] = (rope.get("truncate", True), False)
+        kinds = described.get("layer_types") or []
+        in_turns = isinstance(kinds, list) and all(kind == _LAYER_TYPES[i % 2] for i, kind in enumerate(kinds))
+        wanted["layer_types"] = (_IN_TURNS if in_turns else "in another order", _IN_TURNS)
     for name, (value, built) in wanted.items():
         if value != built:
             value = value.get("quant_method", value) if isinstance(value, dict) else value
@@ -138,6 +143,7 @@ def _require_features(folder, described, config):
 _QWEN3 = {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _QWEN3 |= {"use_sliding_window": False}
 _GPT_OSS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+_LAYER_TYPES, _IN_TURNS = ("sliding_attention", "full_attention"), "in turns, sliding first"
 
 
 def _require_sizes(folder, described, config):
@@ -164,7 +170,7 @@ def _require_sizes(folder, described, config):
             differing["layers"] = num_layers
     except KeyError as error:
         raise ValueError(f"{FLAG} {folder}: config.json has no {error.args[0]}") from None
-    except TypeError:
+    except (TypeError, OverflowError):
         raise ValueError(f"{FLAG} {folder}: config.json has sizes that are no numbers") from None
     if differing:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in differing.items())

@@ -15,6 +15,8 @@ CONTEXT_BYTES = 2 * GIB
 LORA_ALPHA = 32.0
 # Tokens whose logits the loss has at a time.
 LOSS_TOKENS = 2048
+# More would be buffers without end: no published model has as many experts.
+MOST_CAPACITY = 1000
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "top_k", "ffn", "vocab", "sequence")
 _COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "ep", "batches", "min_steps")
 
@@ -84,9 +86,11 @@ class Config(Timing):
         natural = ("window", "documents", "lora_rank")
         require_fields(self, natural, lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("lr", "aux_loss"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
-        require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
+        require_fields(self, ("norm_eps",), lambda value: 0 < value < math.inf, "a finite number above 0")
+        # YaRN divides by its logarithm.
+        require_fields(self, ("rope_theta",), lambda value: 1 < value < math.inf, "a finite number above 1")
         factors = ("capacity_factor", "rank_capacity_factor")
-        require_fields(self, factors, lambda value: 1 <= value < math.inf, "a finite number from 1 up")
+        require_fields(self, factors, lambda value: 1 <= value <= MOST_CAPACITY, f"a number from 1 to {MOST_CAPACITY}")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
         for flag, size, by, parts in (
@@ -349,6 +353,15 @@ def needed_bytes(config: Config, num_pools: int = 3) -> int:
     return (
         state_bytes(config) + (activation_bytes(config) + loss_bytes(config) + running_bytes(config)) * percent // 100
     )
+
+
+def host_bytes(config: Config) -> int:
+    """Bytes on a CPU, where attention is plain: scores of all pairs of tokens, which each layer keeps for its backward.
+
+    A pair has FP32 weights and a bf16 copy in each head of each layer, and 12 bytes in each head while they are made.
+    """
+    heads = config.local_heads * (6 * config.layers + 12)
+    return needed_bytes(config) + (heads + 9) * config.tokens**2
 
 
 def fit(config: Config, budget_bytes: int) -> Config:

@@ -4,6 +4,8 @@ Padded: an expert has a fixed number of rows, rows beyond it are dropped, missin
 experts in this mode alone. It trains another model, so the two are compared with each other.
 """
 
+import functools
+
 from common.variant import Compiled, Eager, require_compiler
 from moe.model import ADAPTERS
 from moe.state import State
@@ -25,6 +27,20 @@ class Padded:
     def leave(self):
         """Give each expert the rows that chose it, as all other variants do."""
         self.state.is_padded = False
+
+
+def padded(step):
+    """The step with padded experts, with which training by hand compares graphs of the padded variants."""
+
+    @functools.wraps(step)
+    def padded_step(state: State, index: int):
+        state.is_padded = True
+        try:
+            step(state, index)
+        finally:
+            state.is_padded = False
+
+    return padded_step
 
 
 class EagerPadded(Padded, Eager):

@@ -49,7 +49,9 @@ class State:
 
     def __init__(self, config: Config, device: torch.device, dtype=torch.bfloat16):
         self.config, self.device, self.dtype = config, device, dtype
+        # Both before any weight is made: a wrong path is told at once.
         self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.source = token_files.open_tokens(config.data, CACHE)
         # For as long as the state is open.
         self.opened = contextlib.ExitStack()
         self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
@@ -64,7 +66,6 @@ class State:
         self.microbatch_losses = torch.zeros(config.microbatches, device=device)
         self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
         self.rope_table = tuple(each.to(device) for each in rope_table(config))
-        self.source = token_files.open_tokens(config.data, CACHE)
         self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
         # Without packed documents all microbatches have the same positions.

@@ -22,7 +22,7 @@ exchange, a graph must stop before the experts: these are the scopes `attn`, `at
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
     graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
     graph_step                       the same with clipping and Adam
-    graph_static                     graph_fwd_bwd of several ranks: as many rows between each two (static_buffers.py)
+    graph_static                     graph_fwd_bwd with the ranks' exchange in buffers of fixed size (static_buffers.py)
     graph_moe_padded                 graph_layer with a fixed number of rows an expert, which drops and pads
 
 In plain PyTorch the captures come to:
@@ -40,7 +40,7 @@ In plain PyTorch the captures come to:
 Not captured, and why:
     the batch           it comes from the host, each time from another address
     the kept loss       each step stores it at its own place, and a graph writes to fixed ones
-    clip, Adam          but in graph_step: a learning rate may then be a number of Python, which a graph would freeze
+    clip, Adam          only graph_step holds them: else a learning rate may be a Python number, which a graph freezes
     embedding, loss     by the graphs of layers: a few large kernels a microbatch
 
 Copied in before a replay: the batch to state.inputs; by graphs of parts, x and the gradients of the outputs.
@@ -129,6 +129,7 @@ class GraphedPasses:
         # `state.reset` undoes that. The harness runs everything on one stream that is not the default one.
         warm_up(state, self.capture, eager_step)
         with self.capture.timed("capture_s"):
+            # state.static are the buffers that the host writes before each replay; here nothing is returned.
             self.graph, _ = self.pool.capture(self.captured, state.static)
 
     def captured(self):
@@ -167,6 +168,9 @@ class GraphedStep(GraphedPasses):
 
 # ------------------------------------------------------------------------------------------------
 # 3. The first parts of each layer, or all of them
+#
+# A scope returns a flat tuple of tensors, since a graph has fixed outputs. `rest_of_layer` gets the same tuple and
+# makes Routed and Plan of it again.
 
 
 def attn(state: State, number: int, inputs, x):

@@ -13,6 +13,7 @@ from common.variant import Workload
 from moe import config as moe_config
 from moe.checkpoint import open_checkpoint
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config
+from moe.other_variants import padded
 from moe.state import State, hyperparameters
 from moe.variants import VARIANTS
 
@@ -25,11 +26,12 @@ def workload(args, device: torch.device, rank: int, world_size: int, eager_step)
     args, notes = resolve(args, device)
     config = args.config
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    is_padded = VARIANTS[args.run.variant].reference == "eager_padded"
     return args, Workload(
         model="moe",
         build=lambda config, device: State(config, device),
         variants=VARIANTS,
-        reference=eager_step,
+        reference=padded(eager_step) if is_padded else eager_step,
         card=card(config),
         notes=notes,
         flops_per_step=moe_config.flops_per_step(config),
@@ -52,7 +54,8 @@ def resolve(args, device: torch.device):
     if config.checkpoint:
         open_checkpoint(config)
     if device.type == "cpu":
-        require_host(config, PRESETS, moe_config.needed_bytes, host_state.available_host_bytes())
+        for need in (moe_config.needed_bytes, moe_config.host_bytes):
+            require_host(config, PRESETS, need, host_state.available_host_bytes())
     else:
         # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
         budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB

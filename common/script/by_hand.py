@@ -205,6 +205,8 @@ class Training:
             with self._phase("canary"):
                 reference = self.workload.reference
                 self.result["said"] += compare_with_eager(self.state, self.variant, reference, self.device)
+        if isinstance(self.variant, variants.Reruns):
+            self.variant.counted()  # those of the canary are not the run's
         self.state.reset()
         replays = capture.num_replays
         with self._phase("parity" if options.parity else "profile" if options.profile else "steps"):

@@ -68,6 +68,11 @@ def _rows(result, workload):
         rest = ", ".join(f"{name} {result[f'{name}_s']:.2f} s" for name in ("warmup", "compile") if result[f"{name}_s"])
         yield "capture", f"{result['capture_s']:.2f} s", rest
     yield from _regions(result["capture_report"])
+    closing = result.get("closing", {})
+    if "reruns" in closing:
+        took = f", {closing['rerun_ms']:.2f} ms each" if closing["reruns"] else ""
+        used = f"; the fullest buffer needed {100 * closing['used']:.0f} % of its rows" if "used" in closing else ""
+        yield "reruns", str(closing["reruns"]), f"of {closing['steps']} steps{took}{used}"
     if result["reserved_bytes"]:
         pools = f"{memory.gib(result['graph_pool_bytes'])} in pools of graphs" if result["graphs"] else ""
         yield "memory", memory.gib(result["reserved_bytes"]), pools

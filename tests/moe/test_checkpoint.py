@@ -68,6 +68,29 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(checkpoints, famil
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "family, changes, words",
+    [
+        (
+            "gpt_oss",
+            {"layer_types": ["full_attention"] * 2},
+            "layer_types in another order, --family gpt_oss has in turns",
+        ),
+        ("gpt_oss", {"layer_types": 5}, "layer_types in another order"),
+        ("gpt_oss", {"rope_parameters": {"truncate": True}}, "truncate True, --family gpt_oss has False"),
+        ("qwen3", {"hidden_size": 10**400}, "sizes that are no numbers"),
+    ],
+)
+def test_a_config_of_another_architecture_is_refused_in_one_line(checkpoints, tmp_path, family, changes, words):
+    described = json.loads((checkpoints(family)[0] / "config.json").read_text())
+    for name, value in changes.items():
+        described[name] = described[name] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match="--checkpoint") as error:
+        open_checkpoint(replace(PRESETS[PRESET[family]], checkpoint=str(tmp_path)))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
 def test_quantised_weights_are_refused(tmp_path):
     described = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(described))

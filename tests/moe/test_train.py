@@ -142,6 +142,12 @@ def test_evaluation_leaves_the_training_as_it_is():
     assert all(map(torch.equal, before, [tensor for _, tensor in state.named_state()]))
 
 
+def test_a_wrong_path_is_told_before_a_weight_is_made(monkeypatch):
+    monkeypatch.setattr("moe.state.Layer", None)
+    with pytest.raises(ValueError, match="--data /nowhere: neither a folder of text"):
+        make("tiny", data="/nowhere")
+
+
 def test_a_state_that_is_gone_holds_no_memory():
     state = make("tiny")
     parameter = weakref.ref(state.layers[0].w1)
