@@ -13,7 +13,7 @@ from common.config import Parser, parse_with_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a graph cannot hold, why, what to take instead, and the settings that it refuses."""
+    """A thing that a graph cannot hold, why, what to take instead, and the settings that it refuses."""
 
     what: str
     why: str

@@ -1,4 +1,4 @@
-"""What a run measured: model, preset, flags, build and machine."""
+"""The workload of a run: model, preset, flags, build and machine."""
 
 import re
 from dataclasses import dataclass

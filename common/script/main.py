@@ -38,7 +38,7 @@ def train(args, workload, require=None) -> dict:
             worker.serve(made, args, device, rank, world_size)
             return {"status": "pass"}
         if args.run.doctor:
-            # The doctor makes a training script of a file that hands over its own step, so it imports this module.
+            # Imported where it is asked for: no training needs it.
             from common.your_step import of_model
 
             if world_size > 1:

@@ -26,8 +26,8 @@ from common.training.parallel import collectives
 from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
+from common.your_step.graphs import GraphedForwardBackward, GraphedStep
 from common.your_step.state import StepState
-from common.your_step.train import GraphedForwardBackward, GraphedStep
 from common.your_step.trial import EQUAL, Outcome, Trial
 from common.your_step.uninitialised import filled_with_zeros
 from common.your_step.watch import Watched

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from common.config import Timing, needs, option
 from common.variant_table import Declared, about, table
 
-TRAIN = "common.your_step.train"
+GRAPHS = "common.your_step.graphs"
 # A step of which a graph can remove less than this share of the time is not worth a capture.
 LEAST_GAIN = 1.01
 
@@ -23,12 +23,12 @@ class Config(Timing):
 PRESETS = {"tiny": Config(), "bench": Config()}
 
 VARIANTS = table(
-    Declared("eager", "the step as it is", "eager", f"{TRAIN}:EagerStep", parity="bitwise", headline=True),
+    Declared("eager", "the step as it is", "eager", f"{GRAPHS}:EagerStep", parity="bitwise", headline=True),
     Declared(
         "graph_step",
         "the whole step in one graph, one for each shape of batch",
         "graph",
-        f"{TRAIN}:GraphedStep",
+        f"{GRAPHS}:GraphedStep",
         graphs=None,
         replays=1,
         headline=True,
@@ -37,7 +37,7 @@ VARIANTS = table(
         "graph_fwd_bwd",
         "all up to the optimizer in one graph, optimizer and schedules eager",
         "graph",
-        f"{TRAIN}:GraphedForwardBackward",
+        f"{GRAPHS}:GraphedForwardBackward",
         graphs=None,
         replays=1,
         headline=True,
@@ -55,7 +55,7 @@ VARIANTS = table(
         "reduce_overhead",
         "torch.compile of the modules, whose mode reduce-overhead captures graphs itself",
         "compile",
-        f"{TRAIN}:reduce_overhead",
+        f"{GRAPHS}:reduce_overhead",
         graphs=None,
         replays=None,
         parity=1e-2,

@@ -71,7 +71,7 @@ def _tokens(config):
 
 
 def _quantized(config):
-    """Whether GEMMs read FP8 or FP4."""
+    """Say whether GEMMs read FP8 or FP4."""
     return config.precision in ("fp8", "nvfp4") and config.layer != "torch"
 
 

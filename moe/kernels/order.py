@@ -90,7 +90,7 @@ def _in_two_kernels(experts, counts, capacity):
 
 @functools.cache
 def _launches(top_k, num_experts, capacity):
-    """Of ranks, steps differ in the rows that a rank receives: the number of choices is no constant of the kernels."""
+    """Return the kernels. The rows that a rank receives change from step to step, so their number is no constant."""
     block_experts = max(2, triton.next_power_of_2(num_experts))
     return (
         Launch(_count, num_experts, BLOCK, block_experts, num_warps=4),

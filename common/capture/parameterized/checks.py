@@ -1,4 +1,4 @@
-"""What a region takes and returns: checks of examples, of the inputs of a call, and of results."""
+"""Arguments and results of a region: checks of examples, of the inputs of a call, and of results."""
 
 import enum
 import itertools

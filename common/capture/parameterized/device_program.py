@@ -38,7 +38,7 @@ class Unavailable(RuntimeError):
 
 
 def _folders() -> list[Path]:
-    """Where pip puts the libraries of CUDA's wheels."""
+    """Return the folders in which pip puts the libraries of CUDA's wheels."""
     try:
         import nvidia
     except ImportError:

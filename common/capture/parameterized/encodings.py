@@ -47,7 +47,7 @@ def explain(
 
 
 class _Found:
-    """What was found, and the words that are left: 8-byte candidates by position, and single words."""
+    """The codes that were found, and the words that are left: 8-byte candidates by position, and single words."""
 
     def __init__(self, chunks, blobs, slots, unexplained):
         self.left = {word.position: word for word in unexplained}

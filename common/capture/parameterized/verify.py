@@ -211,7 +211,7 @@ class Verification:
         return [word for word in numbers if word.node == nodes[0]]
 
     def _differs(self, numbers, pairs, nodes, example_inputs) -> bool:
-        """Whether a launch differs that has other words in these nodes alone."""
+        """Say whether a launch differs that has other words in these nodes alone."""
         self._region.overwrite(numbers, [word.first for word in numbers])
         own = [pair for pair in pairs if pair[0].node in nodes]
         self._region.overwrite([word for word, _ in own], [value for _, value in own])

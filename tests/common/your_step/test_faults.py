@@ -7,8 +7,8 @@ import torch
 
 from common.your_step import doctor, memory
 from common.your_step.findings import STOPS, WRONG
+from common.your_step.graphs import GraphedStep
 from common.your_step.state import StepState
-from common.your_step.train import GraphedStep
 from common.your_step.trial import EQUAL, Trial
 
 STEP = """

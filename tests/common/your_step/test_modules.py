@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from common.variant import Unsupported, enter, leave
+from common.your_step.graphs import eager_step, reduce_overhead
 from common.your_step.modules import GraphedModules
 from common.your_step.state import StepState
-from common.your_step.train import eager_step, reduce_overhead
 
 STEP = """
 import torch
