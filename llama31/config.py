@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training import schedule
 from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
@@ -250,7 +251,6 @@ def require_capturable(config: Config, variant: str, environment) -> None:
 
     environment: such as os.environ.
     """
-    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     several_ranks = environment.get("WORLD_SIZE", "1") != "1"
     TABLE.refuse(
         Setting(
@@ -258,8 +258,8 @@ def require_capturable(config: Config, variant: str, environment) -> None:
             nan_checks=config.nan_checks,
             clip=config.clip,
             ramp=config.ramp,
-            expandable_segments="expandable_segments:True" in allocator,
-            nccl_graph_register=several_ranks and environment.get("NCCL_GRAPH_REGISTER", "") != "0",
+            expandable_segments=has_expandable_segments(environment),
+            nccl_graph_register=several_ranks and nccl_registers(environment),
         )
     )
 

@@ -22,6 +22,7 @@ import time
 import torch
 
 from common.capture.pool import Pool
+from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.variant import Capture, Unsupported, warm_up
@@ -133,9 +134,7 @@ def refuse_expandable_segments(num_ranks: int, environment) -> None:
 
     environment: such as os.environ.
     """
-    allocator = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    registers = num_ranks > 1 and environment.get("NCCL_GRAPH_REGISTER", "") != "0"
-    if registers and "expandable_segments:True" in allocator:
+    if num_ranks > 1 and nccl_registers(environment) and has_expandable_segments(environment):
         raise Unsupported(
             f"--ep {num_ranks}: NCCL registers the graph's memory, and expandable segments are on: set "
             "NCCL_GRAPH_REGISTER=0, or PYTORCH_ALLOC_CONF without expandable_segments:True"

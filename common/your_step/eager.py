@@ -11,6 +11,7 @@ import os
 import torch
 from torch.utils._pytree import tree_leaves
 
+from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.your_step import compare, host_values, memory, ranks, user_file
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.snapshot import storage_id
@@ -369,9 +370,8 @@ class EagerSteps:
         if names and len(names) < len(trained):
             evidence = f"{len(names)} parameters never have a gradient, {names[0]} among them"
             yield Finding("unused parameter", NOTE, self.source.at(None), evidence)
-        allocator = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        registers = os.environ.get("NCCL_GRAPH_REGISTER", "1") != "0"
-        if "expandable_segments:True" in allocator and registers and torch.distributed.is_initialized():
+        moves = has_expandable_segments(os.environ) and nccl_registers(os.environ)
+        if moves and torch.distributed.is_initialized():
             evidence = "expandable segments, while NCCL registers the memory of graphs"
             yield Finding("settings", NOTE, "the environment", evidence)
         for each in self.state.modules:

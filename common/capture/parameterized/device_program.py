@@ -76,20 +76,16 @@ def build(architecture: str) -> bytes:
         _expect("nvJitLinkAddData", linker.nvJitLinkAddData(*data))
         _expect("nvJitLinkAddFile", linker.nvJitLinkAddFile(handle, c_int(_LIBRARY), str(runtime).encode()))
         _expect("nvJitLinkComplete", linker.nvJitLinkComplete(handle))
-        size = c_size_t()
-        _expect("nvJitLinkGetLinkedCubinSize", linker.nvJitLinkGetLinkedCubinSize(handle, byref(size)))
-        linked = ctypes.create_string_buffer(size.value)
-        _expect("nvJitLinkGetLinkedCubin", linker.nvJitLinkGetLinkedCubin(handle, linked))
+        return _bytes(linker, "nvJitLinkGetLinkedCubin", handle)
     finally:
         linker.nvJitLinkDestroy(byref(handle))
-    return linked.raw
 
 
 def _compile(architecture) -> bytes:
     # NVRTC loads its own part by name, which works once it is loaded.
     ctypes.CDLL(str(_find("libnvrtc-builtins.so.*")), ctypes.RTLD_GLOBAL)
     compiler = ctypes.CDLL(str(_find("libnvrtc.so.*")))
-    handle, size = c_void_p(), c_size_t()
+    handle = c_void_p()
     options = (c_char_p * 3)(
         f"--gpu-architecture={architecture}".encode(),
         b"--relocatable-device-code=true",
@@ -99,12 +95,18 @@ def _compile(architecture) -> bytes:
     _expect("nvrtcCreateProgram", compiler.nvrtcCreateProgram(*source))
     try:
         _expect("nvrtcCompileProgram", compiler.nvrtcCompileProgram(handle, c_int(len(options)), options))
-        _expect("nvrtcGetCUBINSize", compiler.nvrtcGetCUBINSize(handle, byref(size)))
-        compiled = ctypes.create_string_buffer(size.value)
-        _expect("nvrtcGetCUBIN", compiler.nvrtcGetCUBIN(handle, compiled))
+        return _bytes(compiler, "nvrtcGetCUBIN", handle)
     finally:
         compiler.nvrtcDestroyProgram(byref(handle))
-    return compiled.raw
+
+
+def _bytes(library, name, handle):
+    """What a function of a library writes; another one, named so with Size, tells how long it is."""
+    size = c_size_t()
+    _expect(f"{name}Size", getattr(library, f"{name}Size")(handle, byref(size)))
+    written = ctypes.create_string_buffer(size.value)
+    _expect(name, getattr(library, name)(handle, written))
+    return written.raw
 
 
 def _expect(name, error):

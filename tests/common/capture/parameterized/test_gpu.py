@@ -187,9 +187,7 @@ def test_copies_between_tensors_and_inputs_written_in_place(device):
     assert parameterized.report["nodes"]["memcpy"] >= 1
 
 
-def test_two_streams_take_turns(device):
-    run, make = training(device, 0.0)
-    parameterized = parameterize(run, make())
+def assert_like_eager_on_two_streams(parameterized, run, make):
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     batches = [make() for _ in range(6)]
     torch.cuda.synchronize()
@@ -200,6 +198,12 @@ def test_two_streams_take_turns(device):
     torch.cuda.synchronize()
     for batch, result in zip(batches, results, strict=True):
         assert same(result, run(*batch))
+
+
+def test_two_streams_take_turns(device):
+    run, make = training(device, 0.0)
+    parameterized = parameterize(run, make())
+    assert_like_eager_on_two_streams(parameterized, run, make)
 
 
 def test_an_input_at_an_odd_address_is_copied_and_written_back(device):
@@ -322,16 +326,7 @@ def test_addresses_that_the_gpu_writes_follow_launches_on_another_stream(device)
     run, make = training(device, 0.0)
     parameterized = parameterize(run, make(), device_updates=0)
     assert parameterized.report["device_updates"].startswith("launches")
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    batches = [make() for _ in range(6)]
-    torch.cuda.synchronize()
-    results = []
-    for index, batch in enumerate(batches):
-        with torch.cuda.stream(streams[index % 2]):
-            results.append(parameterized(*batch))
-    torch.cuda.synchronize()
-    for batch, result in zip(batches, results, strict=True):
-        assert same(result, run(*batch))
+    assert_like_eager_on_two_streams(parameterized, run, make)
 
 
 def test_the_generator_is_left_as_it_was(device):
