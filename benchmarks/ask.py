@@ -120,16 +120,17 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
 
 def _changes_nothing(fields, flags, config):
     """Return whether preset and command line have all values of a build."""
+    return all(_asked(name, flags, config) == str(value) for name, value in fields.items())
 
-    def asked(name):
-        value, flag = config.get(name), flag_of(name)
-        for text, following in itertools.zip_longest(flags, flags[1:]):
-            word, has_value, own = text.partition("=")
-            if word == flag:
-                value = own if has_value else following
-        return str(value)
 
-    return all(asked(name) == str(value) for name, value in fields.items())
+def _asked(name, flags, config) -> str:
+    """The value of a field that preset and command line give, as text."""
+    value, flag = config.get(name), flag_of(name)
+    for text, following in itertools.zip_longest(flags, flags[1:]):
+        word, has_value, own = text.partition("=")
+        if word == flag:
+            value = own if has_value else following
+    return str(value)
 
 
 def _chosen_already(fields, flags):
@@ -183,6 +184,7 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
         }
     environment = _environment(asked.root, on_gpu)
     parity = description.get("parity_variables") if on_gpu else None
+    layers = _asked("layers", [*asked.flags, *options], description.get("presets", {}).get(asked.preset, {}))
     return BuildRequest(
         name=name,
         fields=fields,
@@ -192,6 +194,7 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
         parity_environment=environment | parity if parity else None,
         eagers=[each for each in own if each in script.eagers_of(description)],
         parity_steps=description.get("parity_steps", 0),
+        asked_layers=int(layers) if layers.isdecimal() else None,
     )
 
 

@@ -25,7 +25,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import ask, command
+from benchmarks import ask, command, judge
 from benchmarks.command import Mistake, amount, count, positive, shown
 from benchmarks.files import partial, run_file
 from benchmarks.files.partial import Partial
@@ -126,7 +126,10 @@ def _header(asked, args) -> dict:
             **{key: getattr(args, key) for key in ("host_load", "share_memory")},
         },
         "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
-        "builds": {build.name: {"fields": build.fields, "variants": build.variants} for build in asked.builds},
+        "builds": {
+            build.name: {key: getattr(build, key) for key in ("fields", "variants", "asked_layers")}
+            for build in asked.builds
+        },
     }
 
 
@@ -156,10 +159,9 @@ def measure_run(asked: ask.Ask, args: argparse.Namespace, facts: Partial, log: P
         try:
             measurement.measure()
         except OutOfVariants as end:
-            measurement.leave_out_rest("failed", str(end))
+            measurement.leave_out_rest("error", str(end))
         except WorkerEnded as end:
-            own_words = re.sub(r"^python -m [\w.]+: |\s*\(exit status 2\)$", "", str(end))
-            measurement.leave_out_rest(*(("unsupported", own_words) if end.is_refusal else (end.status, str(end))))
+            measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
     facts.add("end", end_utc=partial.utc())
 
 
@@ -222,7 +224,7 @@ def measure(args: argparse.Namespace) -> int:
         print(run_table.suite(runs))
     # Of all models some may be refused: not every machine has a GPU for each.
     bad = (is_refused and args.model != ALL) or len(runs) < len(done)
-    return 1 if bad or not all(map(run_table.is_sound, runs)) else 0
+    return 1 if bad or not all(map(judge.is_sound, runs)) else 0
 
 
 def _measure_one(asked, args) -> tuple[run_file.Run, Path | None]:

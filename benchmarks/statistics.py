@@ -16,7 +16,6 @@ CONFIDENCE = 0.95
 SAME = 0.005  # two programs whose times differ by less are the same for our purpose
 LEAST_CYCLES = 8  # before `auto` ends a run
 LEAST_HOSTS = 3  # for an interval over hosts
-FEW_STEPS = 10  # the median of fewer steps depends on chance
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,6 @@ class HostsRatio:
     ratio: float
     low: float | None
     high: float | None
-
-
-def block_ms(ms: float, mean_ms: float, steps: int) -> float:
-    """Return the time of a step that a block stands for.
-
-    A median of few steps lands on one side or the other of steps that differ in kind: with three steps a block it made
-    1.005x of Llama 3.1 into 1.012x. Hiccups of the host, which a median leaves out, average over the cycles.
-
-    Args:
-        ms: of the block, the mean over classes of batch of each class's median.
-        mean_ms: of the block, the mean of its steps.
-        steps: in the block.
-
-    Returns:
-        `ms`, or `mean_ms` of a block with fewer than FEW_STEPS steps.
-    """
-    return mean_ms if steps < FEW_STEPS else ms
 
 
 def ratio_of(cycles: Sequence[tuple[Sequence[float], float]]) -> Ratio:
@@ -115,23 +97,6 @@ def word(ratio: Ratio) -> str:
     if ratio.low > 1:
         return "faster"
     return "slower" if ratio.high < 1 else "unclear"
-
-
-def predicted_gain(issue_ms: float, busy_ms: float) -> float:
-    """Return the predicted gain of a graph: a GPU waits for its host as long as the host is slower.
-
-    Args:
-        issue_ms: time that the host needs to issue an eager step.
-        busy_ms: time that the GPU is busy in a step.
-
-    Returns:
-        max(1, issue_ms / busy_ms).
-
-    Raises:
-        ValueError: a time is not positive and finite.
-    """
-    _mean_log([issue_ms, busy_ms])  # refuses other times
-    return max(1.0, issue_ms / busy_ms)
 
 
 def student_t(share: float, freedom: float) -> float:

@@ -10,20 +10,17 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Block, Build, Parity, Run, Variant
-from benchmarks.measuring import checks
+from benchmarks.files.run_file import Block, Build, Capture, Course, Profile, Run, Variant
 from common.files import write_text
 
 SUFFIX = ".partial.jsonl"
-# Losses are printed with seven digits and added up in FP32.
-LEAST_DEVIATION_AFTER = 1e-5
 # Facts that go into the run file under the same name.
 OF_HEADER = ("id", "model", "preset", "label", "flags", "source", "ranks", "begin_utc", "control")
-# Facts of a variant that has the GPU to itself, which stand in the place of those of its capture.
-ALONE = ("bytes_added", "pool_bytes", "memory", "peak_reserved_bytes", "driver_bytes")
-OF_BLOCK = [name for name in Block.__dataclass_fields__ if name not in ("worker_s", "busy_processes")]
-OF_BUILD = {"config": {}, "card": [], "notes": [], "flops_per_step": 0.0, "flops_convention": "", "items_per_step": 0.0}
+OF_DECLARATION = ("kind", "help", "headline", "traits", "reference", "tolerance")
+OF_BUILD = ("config", "card", "notes", "flops_per_step", "flops_convention", "items_per_step")
 
 
 class Busy(RuntimeError):
@@ -103,7 +100,7 @@ def seal(partial: Partial) -> Path:
         OSError: the disk takes no file; the partial one stays.
     """
     path = partial.path.with_name(partial.path.name.removesuffix(SUFFIX) + ".json")
-    write_text(path, run_file.as_text(folded(partial.facts)).encode())
+    write_text(path, run_file.as_bytes(folded(partial.facts)))
     os.chmod(path, 0o444)
     partial.close()
     partial.path.unlink()
@@ -122,20 +119,24 @@ def folded(facts: list[dict]) -> Run:
     seconds: dict[str, float] = {}
     for each in _of(facts, "seconds"):
         seconds[each["phase"]] = round(seconds.get(each["phase"], 0.0) + each["seconds"], 2)
-    builds = {name: [each for each in facts if each.get("build") == name] for name in header["builds"]}
-    return Run(
-        schema=run_file.SCHEMA,
+    by_build: dict[str, list[dict]] = {name: [] for name in header["builds"]}
+    for each in facts:
+        if each.get("build") in by_build:
+            by_build[each["build"]].append(each)
+    made = {
+        "schema": run_file.SCHEMA,
         **{key: header[key] for key in OF_HEADER},
-        device="cuda" if host["gpus"] else "cpu",
-        versions=host["versions"],
-        host={key: value for key, value in host.items() if key != "versions"}
-        | {"gpus": worker.get("gpus", host["gpus"])},
-        end_utc=ends[-1]["end_utc"] if ends else utc(),
-        unit=worker.get("unit", ""),
-        whole=bool(ends),
-        seconds=seconds,
-        builds={name: _build(header, name, own) for name, own in builds.items() if own},
-    )
+        "parity": header.get("parity", "courses"),
+        "device": "cuda" if host["gpus"] else "cpu",
+        "versions": host["versions"],
+        "host": host | {"gpus": worker.get("gpus", host["gpus"])},
+        "end_utc": ends[-1]["end_utc"] if ends else utc(),
+        "unit": worker.get("unit", ""),
+        "whole": bool(ends),
+        "seconds": seconds,
+        "builds": {name: _build(header["builds"][name], own) for name, own in by_build.items() if own},
+    }
+    return msgspec.convert(made, Run)
 
 
 def utc() -> str:
@@ -151,124 +152,58 @@ def _first(facts, fact, **values) -> dict:
     return next(iter(_of(facts, fact, **values)), {})
 
 
-def _build(header, name, facts) -> Build:
-    worker, declared = _first(facts, "worker"), header["builds"][name]["variants"]
-    made = Build(
-        base=_of(facts, "plan")[-1]["base"] if _of(facts, "plan") else "eager",
-        fields=header["builds"][name].get("fields", {}),
-        **{key: worker.get(key, default) for key, default in OF_BUILD.items()},
-        cycles=len(_of(facts, "cycle")),
-        variants={variant: _variant(variant, declared[variant], facts) for variant in declared},
+def _build(declared, facts) -> Build:
+    worker, plans = _first(facts, "worker"), _of(facts, "plan")
+    cycles = {each["cycle"]: each for each in _of(facts, "cycle")}
+    return Build(
+        anchor=plans[-1]["base"] if plans else "",
+        fields=declared.get("fields", {}),
+        asked_layers=declared.get("asked_layers"),
+        **{key: worker[key] for key in OF_BUILD if key in worker},
+        cycles=[
+            run_file.Cycle(
+                cycle=number,
+                busy_processes=each["busy"],
+                order=each["order"],
+                seconds=each.get("seconds"),
+                operator_us=each.get("operator_us"),
+            )
+            for number, each in sorted(cycles.items())
+        ],
+        variants={name: _variant(name, own, facts, cycles) for name, own in declared["variants"].items()},
     )
-    # Two eager runs say little of how far eager runs differ. The base has many blocks, on the same batches.
-    scatter = checks.scatter_of_losses(made)
-    device = "cuda" if worker.get("host", header["host"])["gpus"] else "cpu"
-    for variant, own in made.variants.items():
-        own.parity = _parity(variant, declared[variant], facts, scatter)
-    for variant, own in made.variants.items():
-        capture, tolerance = _first(facts, "capture", variant=variant), declared[variant].get("tolerance") or 0.0
-        promised = (capture.get("promised_graphs"), capture.get("promised_replays"))
-        if own.status == "pass":
-            fault = _parity_fault(own) or checks.fault_of(variant, made, device, tolerance, promised, header["ranks"])
-            own.status, own.reason = ("failed", fault) if fault else ("pass", "")
-    return made
 
 
-def _variant(name, declared, facts) -> Variant:
-    left_out = _first(facts, "left_out", variant=name)
-    profiles = _of(facts, "profile", variant=name)
-    parity, capture = _first(facts, "parity", variant=name), _first(facts, "capture", variant=name)
-    # Measured where the variant was captured by itself, before any memory is shared.
-    capture = capture | {key: parity[key] for key in ALONE if key in parity}
-    orders = {each["cycle"]: each["order"] for each in _of(facts, "cycle")}
-    own = [each for each in _of(facts, "block", variant=name) if _is_of_cycle(each, orders)]
-    blocks = {(each["cycle"], each["place"]): each for each in own}
+def _variant(name, declared, facts, cycles) -> Variant:
+    own = [each for each in facts if each.get("variant") == name]
+    left_out, captures, profiles = _first(own, "left_out"), _of(own, "capture"), _of(own, "profile")
+    # A cycle that is begun again, perhaps without a variant, replaces the first.
+    of_cycles = [each for each in _of(own, "block") if _is_of_cycle(each, cycles)]
+    blocks = {(each["cycle"], each["place"]): each for each in of_cycles}
     return Variant(
-        **{key: declared[key] for key in ("kind", "help", "headline", "traits")},
-        status=left_out.get("status", "pass"),
-        reason=left_out.get("reason", ""),
+        **{key: declared[key] for key in OF_DECLARATION},
+        promise=declared["parity"],
+        raised=_as(run_file.Raised, left_out) if left_out else None,
         apart=bool(_of(facts, "apart")),
-        parity=None,
-        capture=_plain(capture),
-        profile=_plain(profiles[-1] if profiles else {}),
+        capture=_as(Capture, (captures or _of(own, "parity") or [{}])[0]),
+        alone=_as(run_file.Alone, _of(own, "alone")[-1]) if _of(own, "alone") else None,
+        parity=[_as(Course, each) for each in _of(own, "parity")],
+        after=[_as(Course, each) for each in _of(own, "course")],
+        profile=_as(Profile, profiles[-1] if profiles else {}),
         blocks=[_block(blocks[key]) for key in sorted(blocks)],
     )
 
 
-def _is_of_cycle(block, orders):
-    """Return whether a block belongs to a whole cycle.
-
-    A cycle that is begun again, perhaps without a variant, replaces the first.
-
-    orders: cycle -> the names of its blocks by place, for whole cycles; [] where the order is not known.
-    """
-    order = orders.get(block["cycle"])
-    return order == [] or (order is not None and order[block["place"] :][:1] == [block["variant"]])
+def _is_of_cycle(block, cycles) -> bool:
+    cycle = cycles.get(block["cycle"])
+    return cycle is not None and cycle["order"][block["place"] :][:1] == [block["variant"]]
 
 
-def _plain(fact):
-    return {key: value for key, value in fact.items() if key not in ("fact", "build", "variant", "say")}
+def _as(kind, fact):
+    """The fact as a type of the run file, which has other fields, too."""
+    return msgspec.convert({key: fact[key] for key in kind.__struct_fields__ if key in fact}, kind)
 
 
 def _block(fact) -> Block:
-    return Block(
-        **{name: fact.get(name) for name in OF_BLOCK},
-        busy_processes=fact["busy"],
-        worker_s=round(fact["end_s"] - fact["begin_s"], 5),
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# Parity
-
-
-def _parity(name, declared, facts, block_scatter) -> Parity | None:
-    """Parity of a variant before and after its blocks. A reference is compared with another run of itself."""
-    reference, promise = declared["reference"], declared["parity"]
-    runs, courses = (_of(facts, fact, variant=name) for fact in ("parity", "course"))
-    if not runs:
-        return None
-    made = Parity(reference=reference, steps=len(runs[0]["hashes"]), result="", after="")
-    if reference == name:
-        made.result = _compared(runs[0], runs[1]) if len(runs) > 1 else ""
-        made.after = _compared(courses[0], courses[-1]) if courses else ""
-        return made
-    runs_of_reference, courses_of_reference = (_of(facts, fact, variant=reference) for fact in ("parity", "course"))
-    if runs_of_reference:
-        allowed = 2 * _scatter(runs_of_reference) if promise in ("bitwise", None) else promise
-        made.result = _compared(runs[0], runs_of_reference[0], allowed)
-        if made.result.startswith("differs"):
-            made.result += f" from step {_first_difference(runs[0], runs_of_reference[0])}"
-    if courses and courses_of_reference:
-        scatter = max(_scatter(courses_of_reference), block_scatter)
-        allowed = max(2 * scatter, declared.get("tolerance") or 0.0, LEAST_DEVIATION_AFTER)
-        made.after = _compared(courses[0], courses_of_reference[0], allowed)
-        if made.after.startswith("differs"):
-            made.after += f", eager runs by {scatter:.1e}"
-    return made
-
-
-def _compared(own, other, allowed: float | None = None) -> str:
-    """bitwise, or the largest relative difference of the losses, after "differs by" where it is more than allowed."""
-    if own["hashes"] == other["hashes"]:
-        return "bitwise"
-    deviation = checks.loss_deviation(own["losses"], other["losses"])
-    text = "no losses" if deviation is None else f"{deviation:.1e}"
-    is_allowed = allowed is None or (allowed > 0 and deviation is not None and deviation <= allowed)
-    return text if is_allowed else f"differs by {text}"
-
-
-def _scatter(runs) -> float:
-    """The deviation of two equal runs; 0 where there is one."""
-    return (checks.loss_deviation(runs[0]["losses"], runs[1]["losses"]) or 0.0) if len(runs) > 1 else 0.0
-
-
-def _first_difference(own, other) -> int:
-    pairs = zip(own["hashes"], other["hashes"], strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
-
-
-def _parity_fault(variant: Variant) -> str:
-    """The line of a variant whose parity differs, or ""."""
-    texts = {"": variant.parity.result, " after its blocks": variant.parity.after} if variant.parity else {}
-    return next((f"parity{when}: {text}" for when, text in texts.items() if text.startswith("differs")), "")
+    times = {"busy_processes": fact["busy"], "worker_s": round(fact["end_s"] - fact["begin_s"], 5)}
+    return _as(Block, fact | times)

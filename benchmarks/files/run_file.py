@@ -1,78 +1,118 @@
-"""The run file, schema 3: one JSON object a run, sealed once and never changed. Its types, and reading it back.
+"""The run file, schema 4: one JSON object a run, sealed once and never changed. Its types, and reading it back.
 
-Names end in their unit. A value that could not be measured is null. Reading a run starts no code of a model: the file
-holds all that tables need.
+A run file holds facts: times of steps, losses, hashes, counts, and what a worker raised. It holds no verdict;
+`benchmarks.judge` makes them when the file is read. Names end in their unit. A value that could not be measured is
+null. Files of schema 3 are read, too (`benchmarks.files.schema_3`).
 """
 
-import dataclasses
-import json
 import math
 import os
 import statistics as plain
-import types
-import typing
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from benchmarks import statistics
+import msgspec
+from msgspec import Meta, Struct, field
 
 # The model of a step that a user hands over.
 OWN_STEP = "common.your_step"
+CENSUS = "census"
 
-SCHEMA = 3
-MAX_BYTES = 8 * 2**20
+SCHEMA = 4
+MAX_BYTES = 32 * 2**20
 PASSED_OVER = ("archive", "figures")
 # Beside run files in the folder of a sweep.
 NOT_RUNS = ("sweep.json", "point.json")
-STATUSES = ("pass", "unsupported", "oom", "capture_failed", "numerics_failed", "failed", "timeout")
 
 
 class Damaged(ValueError):
-    """The file is no run file of this schema; the text is one line that says why."""
+    """The file is no run file; the text is one line that says why."""
 
     def __init__(self, text: str):
         super().__init__(printable(text))
 
 
-def _has_numbers(**least: float):
-    """A check that an object has numbers from `least` up, or null, or nothing, under these keys."""
-
-    def check(own):
-        return all(own.get(key) is None or (_is_number(own[key]) and least[key] <= own[key] < 1e15) for key in least)
-
-    return check
-
-
-def _is_number(value):
-    # A bool is an int to Python.
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# Types with a check and its words: tables, figures and terminals take these values as they are.
-Name = Annotated[str, lambda text: len(text) <= 100 and text.isprintable(), "a name that can be printed"]
-Text = Annotated[str, lambda text: len(text) <= 2000, "a text of at most 2,000 letters"]
-Status = Annotated[str, lambda text: text in STATUSES, "a known status"]
-Ms = Annotated[float, lambda ms: 1e-6 < ms < 1e9, "a time in ms"]
-Index = Annotated[int, lambda number: 0 <= number < 100_000, "a small number"]
-Count = Annotated[int, lambda number: 1 <= number < 10**9, "a number from 1 up"]
-Flops = Annotated[float, lambda number: 0 <= number < 1e24, "a number from 0 up"]
-_CAPTURE = {"graphs": 0, "made_s": 0, "bytes_added": -1e15, "peak_reserved_bytes": 0, "driver_bytes": 0}
-Capture = Annotated[dict, _has_numbers(**_CAPTURE), "an object of numbers"]
-Reruns = Annotated[dict, _has_numbers(steps=1, reruns=0, rerun_ms=0), "an object of numbers"]
-Profile = Annotated[dict, _has_numbers(busy_ms=1e-9, kernels=0, graph_share=0), "an object of numbers"]
+# Types with bounds: tables, figures and terminals take these values as they are.
+Name = Annotated[str, Meta(max_length=100)]
+Text = Annotated[str, Meta(max_length=2000)]
+Ms = Annotated[float, Meta(gt=1e-6, lt=1e9)]
+Index = Annotated[int, Meta(ge=0, lt=100_000)]
+Count = Annotated[int, Meta(ge=1, lt=10**9)]
+Whole = Annotated[int, Meta(ge=0, lt=10**15)]
+Size = Annotated[int, Meta(gt=-(10**15), lt=10**15)]
+Amount = Annotated[float, Meta(ge=0, lt=1e24)]
+Finite = Annotated[float, Meta(gt=-1e30, lt=1e30)]
+Promise = Literal["bitwise"] | Finite | None
 
 
-@dataclass(kw_only=True)
-class Block:
-    """One block of a variant: `steps` timed steps in a row.
+class Raised(Struct, kw_only=True):
+    """Why a variant is not measured to its end, as a worker or its end told it.
 
     Attributes:
-        ms: mean over classes of batch of the median step of each class. Tables take `step_ms`.
-        cpu_ms: processor time of the process in a step; older runs lack it.
-        reruns: of a variant that runs some steps again, its "steps", the "reruns" among them, and their mean
-            "rerun_ms".
+        kind: "error" for a worker that ended or an exception without a kind of its own; "changed_settings" and
+            "moved_state" for a variant that left torch or the training state other than it found them.
+        reason: in one line.
+    """
+
+    kind: Literal[
+        "unsupported",
+        "oom",
+        "capture_failed",
+        "numerics_failed",
+        "error",
+        "timeout",
+        "changed_settings",
+        "moved_state",
+    ]
+    reason: Text
+
+
+class Reruns(Struct, kw_only=True):
+    """Steps of a block that ran again in another way: timed steps, how many ran again, and their mean ms."""
+
+    steps: Count
+    reruns: Whole = 0
+    rerun_ms: Amount | None = None
+
+
+class GpuState(Struct, kw_only=True):
+    """Medians over the samples of a block.
+
+    Attributes:
+        sm_mhz: clock of the multiprocessors.
+        power_w: power of the board.
+        throttle: reasons for a lower clock that any sample named, as "power cap".
+    """
+
+    sm_mhz: Amount | None = None
+    power_w: Amount | None = None
+    throttle: list[Name] = field(default_factory=list)
+
+
+class Summary(Struct, kw_only=True):
+    """What a file of schema 3 says of a block's steps in the place of their times."""
+
+    steps: Count
+    mean_ms: Ms
+    typical_ms: Ms
+    p95_ms: Ms
+    num_classes: int
+
+
+class Block(Struct, kw_only=True):
+    """One block of a variant: timed steps in a row.
+
+    Attributes:
+        step_ms: of each timed step.
+        classes: of each timed step the number of its batch's class; [] where all are of one class.
+        issue_ms: the host's time to issue each drained step.
+        parent_s: time of the timed steps by the clock of another process; worker_s: by the worker's own.
+        held_bytes: memory in use before the variant was entered; older files lack it.
+        growth_bytes: growth of that memory inside the steps.
+        late_ms, late_change: work, and change of the state, after the block had ended.
+        moved: how far watched tensors of the training state moved.
+        cpu_ms: processor time of the process in a step.
     """
 
     cycle: Index
@@ -80,143 +120,262 @@ class Block:
     busy_processes: Index
     process: int
     threads: int
-    steps: Count
     untimed_steps: int
     drained_steps: int
-    ms: Ms
-    p5_ms: Ms
-    p95_ms: Ms
-    mean_ms: Ms
-    issue_ms: Ms | None
-    sm_mhz: float | None
-    parent_s: float
-    worker_s: float
-    reserved_bytes: int | None
-    growth_bytes: int | None
-    replays: int
-    expected_replays: int
-    late_ms: float
+    step_ms: list[Ms] = field(default_factory=list)
+    classes: list[Index] = field(default_factory=list)
+    issue_ms: list[Ms] = field(default_factory=list)
+    gpu: GpuState | None = None
+    parent_s: Finite
+    worker_s: Finite
+    reserved_bytes: Size | None = None
+    held_bytes: Size | None = None
+    growth_bytes: Size | None = None
+    replays: Whole
+    expected_replays: Whole
+    late_ms: Amount
     late_change: bool
     reset: bool
-    losses: list[float | None]
-    moved: list[float | None]
-    classes: list[float]
-    cpu_ms: float | None = None
+    losses: list[Finite | None]
+    moved: list[Finite | None]
+    cpu_ms: Amount | None = None
     reruns: Reruns | None = None
+    summary: Summary | None = None
 
     @property
-    def step_ms(self) -> float:
-        """The time of a step that the block stands for: `statistics.block_ms`."""
-        return statistics.block_ms(self.ms, self.mean_ms, self.steps)
+    def steps(self) -> int:
+        """Number of timed steps."""
+        return self.summary.steps if self.summary else len(self.step_ms)
+
+    @property
+    def mean_ms(self) -> float:
+        """Mean of the timed steps: what a step adds to the time of a job."""
+        return self.summary.mean_ms if self.summary else math.fsum(self.step_ms) / len(self.step_ms)
+
+    @property
+    def typical_ms(self) -> float:
+        """Median of the timed steps; with several classes of batch the mean of the classes' medians."""
+        if self.summary:
+            return self.summary.typical_ms
+        if not self.classes:
+            return plain.median(self.step_ms)
+        times: dict[int, list[float]] = {}
+        for kind, ms in zip(self.classes, self.step_ms, strict=False):
+            times.setdefault(kind, []).append(ms)
+        return plain.fmean(plain.median(own) for own in times.values())
+
+    @property
+    def p95_ms(self) -> float:
+        """95th percentile of the timed steps."""
+        if self.summary:
+            return self.summary.p95_ms
+        return sorted(self.step_ms)[math.ceil(0.95 * (len(self.step_ms) - 1))]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of batch."""
+        return self.summary.num_classes if self.summary else len(set(self.classes)) or 1
+
+    @property
+    def issued_ms(self) -> float | None:
+        """The host's time to issue a step, at most the step's own; None where none was drained.
+
+        Draining inflates the issue time: a step whose host is the slower side takes no longer than its issue.
+        """
+        return min(plain.median(self.issue_ms), self.mean_ms) if self.issue_ms else None
 
 
-@dataclass(kw_only=True)
-class Parity:
-    """Comparison with the reference from one seeded start.
+class Course(Struct, kw_only=True):
+    """Steps of training from the seeded start, to be compared with those of the reference.
 
     Attributes:
-        result, after: before and after the blocks, "bitwise", a relative difference of the losses as in "2.1e-05", or
-            "differs ..."; "" where nothing was compared.
+        hashes: of the training state, after each step before the blocks, after the last step else.
+        losses, grad_norms: of each step.
     """
 
-    reference: str
-    steps: int
-    result: str
-    after: str = ""
+    hashes: list[Name]
+    losses: list[Finite | None]
+    grad_norms: list[Finite | None] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class Variant:
-    """All facts of one variant of a build."""
+class Capture(Struct, kw_only=True):
+    """A variant's capture: times in s, sizes in bytes, and graphs made beside graphs promised.
 
-    kind: str
-    help: Text
-    status: Status
+    `promised_graphs`, `promised_replays` (a step): None where the variant promises any number from 1 up.
+    `bytes_added`: growth of torch's reserved memory while the variant was made; `memory`: see `common.variant.Capture`.
+    `peak_reserved_bytes`, `driver_bytes`: of older files.
+    """
+
+    strategy: Text = ""
+    graphs: Whole = 0
+    promised_graphs: Whole | None = None
+    promised_replays: Whole | None = None
+    made_s: Amount | None = None
+    warmup_s: Amount | None = None
+    compile_s: Amount | None = None
+    capture_s: Amount | None = None
+    bytes_added: Size | None = None
+    pool_bytes: Size | None = None
+    peak_reserved_bytes: Size | None = None
+    driver_bytes: Size | None = None
+    threads_added: int = 0
+    memory: dict | None = None
+    report: dict | None = None
+
+
+class Alone(Struct, kw_only=True):
+    """A variant as the only one of a process: built, made, and some steps with the kernels of the blocks.
+
+    Attributes:
+        peak_reserved_bytes: most that torch's allocator held in the steps.
+        driver_bytes: what the driver says is taken then, with CUDA's context and loaded kernels.
+        step_ms: of each step.
+    """
+
+    peak_reserved_bytes: Whole
+    driver_bytes: Whole | None = None
+    step_ms: list[Ms] = field(default_factory=list)
+
+
+class Profile(Struct, kw_only=True):
+    """The GPU's work in a step, see `common.measuring.trace.facts`; on a CPU operators in the place of kernels."""
+
+    busy_ms: Ms | None = None
+    kernels: Amount | None = None
+    graph_share: Amount | None = None
+    gap_ms: Finite | None = None
+    overlap_ms: Finite | None = None
+    kernels_hash: Name | None = None
+    top_kernels: list[dict] = field(default_factory=list)
+    timeline_us: list[list[Finite]] = field(default_factory=list)
+    timeline_step_us: Ms | None = None
+    sm_mhz: Amount | None = None
+    steps: int = 0
+
+
+class Sealed(Struct, kw_only=True):
+    """Verdicts that a file of schema 3 holds. Its hashes and losses of parity were not kept."""
+
+    status: Name
     reason: Text
-    apart: bool
+    parity: Name
+    parity_after: Name
+    parity_steps: int
+
+
+class Variant(Struct, kw_only=True):
+    """All facts of one variant of a build.
+
+    Attributes:
+        reference: the variant that training is compared with.
+        promise: how near: "bitwise", a relative difference of losses, or None for that of two runs of the reference.
+        tolerance: relative difference of losses that the variant declares.
+        apart: each block has a process of its own.
+        parity: courses before the blocks with deterministic kernels; a reference has two.
+        after: courses after the blocks, on the graphs that were timed; a reference has two.
+    """
+
+    kind: Name
+    help: Text
     headline: bool
-    traits: dict
-    parity: Parity | None
-    capture: Capture
-    profile: Profile
-    blocks: list[Block]
-    ranks: list = field(default_factory=list)
+    traits: dict[Name, Text] = field(default_factory=dict)
+    reference: Name
+    promise: Promise = None
+    tolerance: Amount | None = None
+    raised: Raised | None = None
+    apart: bool = False
+    capture: Capture = field(default_factory=Capture)
+    alone: Alone | None = None
+    parity: list[Course] = field(default_factory=list)
+    after: list[Course] = field(default_factory=list)
+    profile: Profile = field(default_factory=Profile)
+    blocks: list[Block] = field(default_factory=list)
+    sealed: Sealed | None = None
 
-    def issue_ms(self, busy: bool = False) -> float | None:
-        """Return the host's time to issue a step, in quiet cycles or in those beside busy processes.
 
-        It is the geometric mean over blocks, like the ms that stand beside it.
-        """
-        found = [b.issue_ms for b in self.blocks if b.issue_ms is not None and bool(b.busy_processes) == busy]
-        return round(plain.geometric_mean(found), 4) if found else None
+class Cycle(Struct, kw_only=True):
+    """A whole cycle of blocks.
+
+    Attributes:
+        order: names by place.
+        operator_us: the host's time for one small operator at its begin.
+    """
+
+    cycle: Index
+    busy_processes: Index = 0
+    order: list[Name] = field(default_factory=list)
+    seconds: Amount | None = None
+    operator_us: Amount | None = None
 
 
-@dataclass(kw_only=True)
-class Build:
-    """One state with its variants, which share base and cycles. `fields` differ from the preset's."""
+class Build(Struct, kw_only=True):
+    """One state with its variants, which share cycles. `fields` differ from the preset's.
 
-    base: Name
-    fields: dict
-    config: dict
-    card: list[str]
-    notes: list[str]
-    flops_per_step: Flops
-    flops_convention: str
-    items_per_step: float
-    cycles: int
+    Attributes:
+        anchor: the eager variant that has two blocks in each cycle and that the control repeats; "" without a cycle.
+        asked_layers: layers of the preset and the flags; `config` has those that the GPU holds.
+    """
+
+    anchor: Name = ""
+    fields: dict = field(default_factory=dict)
+    asked_layers: int | None = None
+    config: dict = field(default_factory=dict)
+    card: list[Text] = field(default_factory=list)
+    notes: list[Text] = field(default_factory=list)
+    flops_per_step: Amount = 0.0
+    flops_convention: Text = ""
+    items_per_step: Amount = 0.0
+    cycles: list[Cycle] = field(default_factory=list)
     variants: dict[Name, Variant]
 
-    def ratio_of(self, name: str, busy: bool = False, without_last: int = 0) -> statistics.Ratio | None:
-        """Return the ratio of a variant to the base; None for the base and where no cycle has both.
 
-        Args:
-            name: of the variant.
-            busy: of the cycles beside busy processes, instead of the quiet ones.
-            without_last: so many last cycles do not count.
-        """
-        base, own = self.variants.get(self.base), self.variants[name]
-        if base is None or base.status != "pass" or name == self.base:
-            return None
-        bases: dict[int, list[float]] = {}
-        for block in base.blocks:
-            if bool(block.busy_processes) == busy:
-                bases.setdefault(block.cycle, []).append(block.step_ms)
-        counted = sorted(bases)[: len(bases) - without_last]
-        rows = [(bases[block.cycle], block.step_ms) for block in own.blocks if block.cycle in counted]
-        return statistics.ratio_of(rows) if rows else None
+class Gpu(Struct, kw_only=True):
+    """A GPU of the run. `uuid` is None where it is not known."""
 
-    def predicted_gain(self, name: str, busy: bool = False) -> float | None:
-        """Return max(1, issue of the base / busy time of a variant); None where one is unknown.
-
-        The base's own busy time gives what can be known before a capture. A graph's busy time is longer: a GPU that
-        does not wait for its host runs at a lower clock.
-        """
-        base, busy_ms = self.variants.get(self.base), self.variants[name].profile.get("busy_ms")
-        issue_ms = base.issue_ms(busy) if base else None
-        return statistics.predicted_gain(issue_ms, busy_ms) if issue_ms and busy_ms else None
+    name: Name
+    uuid: Name | None = None
 
 
-@dataclass(kw_only=True)
-class Run:
-    """One request on one host."""
+class Host(Struct, kw_only=True):
+    """The machine. `boot` names it until it starts again."""
+
+    boot: Name | None = None
+    host: Text | None = None
+    cpu: Text | None = None
+    cores: int | None = None
+    gpus: list[Gpu] = field(default_factory=list)
+    operator_us: Amount | None = None
+    launch_us: Amount | None = None
+    driver: Name | None = None
+    variables: dict = field(default_factory=dict)
+    slurm: dict = field(default_factory=dict)
+
+
+class Run(Struct, kw_only=True):
+    """One request on one host.
+
+    Attributes:
+        parity: "courses", or "blocks" where nothing but the losses of the blocks shows that variants train alike.
+    """
 
     schema: int
     id: Name
     model: Name
     preset: Name
     label: Name
-    flags: list[str]
-    device: str
+    flags: list[Text]
+    device: Literal["cuda", "cpu"]
     control: Name
     source: dict
     versions: dict
-    host: dict
+    host: Host
     ranks: Count
-    begin_utc: str
-    end_utc: str
+    begin_utc: Name
+    end_utc: Name
     unit: Name
     whole: bool
-    seconds: dict
+    seconds: dict[Name, Amount]
+    parity: Literal["courses", "blocks"] = "courses"
     builds: dict[Name, Build]
 
     @property
@@ -246,23 +405,47 @@ def read(path: Path) -> Run:
             raise ValueError("no regular file")
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"larger than {MAX_BYTES >> 20} MiB, no run file is")
-        data = json.loads(path.read_text())
-        if not isinstance(data, dict) or "schema" not in data:
-            raise ValueError("no run file")
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {str(data['schema'])[:20]}, this version reads {SCHEMA}")
-        run = _made(Run, data, "")
-        _require_sound(run)
-        return run
-    except (json.JSONDecodeError, RecursionError):
-        fault = "no whole JSON"
-    except UnicodeDecodeError:
-        fault = "is no text"
+        return parsed(path.read_bytes())
     except OSError as error:
         fault = error.strerror or "cannot be read"
     except (ValueError, OverflowError) as error:
         fault = str(error)
+    except RecursionError:
+        fault = "no whole JSON"
     raise Damaged(f"{path}: {fault}")
+
+
+class _Head(Struct):
+    schema: int
+
+
+def parsed(data: bytes) -> Run:
+    """Return the run that the bytes of a file hold.
+
+    Raises:
+        ValueError: they hold none; the text names the place.
+    """
+    from benchmarks.files import schema_3
+
+    try:
+        schema = msgspec.json.decode(data, type=_Head).schema
+        if schema == schema_3.SCHEMA:
+            run = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
+        elif schema == SCHEMA:
+            run = msgspec.json.decode(data, type=Run)
+        else:
+            raise ValueError(f"schema {schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    except msgspec.DecodeError:
+        raise ValueError("no whole JSON") from None
+    _require_sound(run)
+    return run
+
+
+def as_bytes(run: Run) -> bytes:
+    """Return the content of a run file."""
+    return msgspec.json.encode(run) + b"\n"
 
 
 def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
@@ -289,66 +472,29 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
     return found, faults
 
 
-def as_text(run: Run) -> str:
-    """Return the text of a run file."""
-    return json.dumps(dataclasses.asdict(run), allow_nan=False, separators=(",", ":")) + "\n"
-
-
 def printable(text: str) -> str:
     """Return a text in which every letter can be printed, in one line of a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-# ------------------------------------------------------------------------------------------------
-# From JSON to the types above
-
-
 def _require_sound(run: Run) -> None:
-    """Refuse what no single value shows: hosts without names of GPUs, and cycles with too many blocks."""
-    gpus = run.host.get("gpus", ())
-    _require(isinstance(gpus, list) and all(isinstance(gpu, dict) for gpu in gpus), "host.gpus", "a list of objects")
-    for gpu in gpus:
-        _require("name" in gpu, "host.gpus", "named")
-        _made(Name, gpu["name"], "host.gpus")
-    _require(isinstance(run.host.get("boot"), (str, type(None))), "host.boot", "a text")
+    """Refuse what no single value shows.
+
+    Raises:
+        ValueError: a name that garbles a terminal, a block without steps, or too many blocks in a cycle.
+    """
+    names = [run.id, run.model, run.preset, run.label, run.control, run.unit, run.begin_utc, *run.builds]
+    names += [gpu.name for gpu in run.host.gpus] + [run.host.boot or ""]
+    names += [name for build in run.builds.values() for name in (build.anchor, *build.variants)]
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"{name!a} is no name that can be printed")
     for build in run.builds.values():
         for name, own in build.variants.items():
-            most, seen = 2 if name == build.base else 1, Counter(block.cycle for block in own.blocks)
-            _require(all(number <= most for number in seen.values()), name, f"measured {most} times a cycle at most")
-
-
-def _made(kind: typing.Any, value, place):
-    """`value` as `kind`; ValueError that names the place. Unknown keys are left out: a later file may have more."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        _require(isinstance(value, dict), place or "the file", "an object")
-        hints, own, make = typing.get_type_hints(kind, include_extras=True), {}, typing.cast(type, kind)
-        for each in dataclasses.fields(kind):
-            inside = f"{place}.{each.name}".lstrip(".")
-            if each.name in value:
-                own[each.name] = _made(hints[each.name], value[each.name], inside)
-            elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{inside} is missing")
-        return make(**own)
-    if origin is Annotated:
-        made = _made(parts[0], value, place)
-        _require(parts[1](made), place, parts[2])
-        return made
-    if origin in (typing.Union, types.UnionType):
-        return None if value is None else _made(parts[0], value, place)
-    if origin is list:
-        _require(isinstance(value, list), place, "a list")
-        return [_made(parts[0], each, f"{place}[{index}]") for index, each in enumerate(value)]
-    if origin is dict:
-        _require(isinstance(value, dict), place, "an object")
-        return {_made(parts[0], key, place): _made(parts[1], each, f"{place}.{key}") for key, each in value.items()}
-    if kind is float:
-        _require(_is_number(value) and math.isfinite(value), place, "a number")
-        return float(value)
-    _require(isinstance(value, kind) and (kind is not int or _is_number(value)), place, f"of type {kind.__name__}")
-    return value
-
-
-def _require(good, place, expected):
-    if not good:
-        raise ValueError(f"{place} is not {expected}")
+            seen = Counter(block.cycle for block in own.blocks)
+            if any(number > (2 if name == build.anchor else 1) for number in seen.values()):
+                raise ValueError(f"{name} has more blocks in a cycle than the order has")
+            if any(not block.steps for block in own.blocks):
+                raise ValueError(f"{name} has a block without steps")
+            if any(block.classes and len(block.classes) != len(block.step_ms) for block in own.blocks):
+                raise ValueError(f"{name} has a block whose classes are not those of its steps")

@@ -1,26 +1,32 @@
-"""All runs below a folder as rows: one row for each variant of a workload, over its runs and hosts.
+"""All runs below a folder as rows: a row for each variant of a workload against one base, over its hosts.
 
-A row has base ms, variant ms and their ratio, which is their quotient. Several runs of one host count as one host.
+A row never mixes bases. Several runs of one host count as one host. Hosts of the archive count, too, where eager makes
+the same kernels there.
 """
 
 import math
 import statistics as plain
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from benchmarks import ROOT, statistics
-from benchmarks.files import run_file
-from benchmarks.files.run_file import Block, Build, Run, Variant
+from benchmarks.files import archive, run_file
+from benchmarks.files.archive import ArchivedHost
+from benchmarks.files.run_file import Run, Variant
 from benchmarks.files.workload import Workload, workload_of
+from benchmarks.judge import PASS, Judged, Verdict, judged
 from benchmarks.pages.published import stem
-from benchmarks.pages.run_table import milliseconds
 from benchmarks.statistics import Ratio
 
-# A row names its base's fastest and slowest block if they differ by more, and an eager variant that is faster by more.
-WIDE_SPREAD, FASTER_EAGER = 0.10, 1.01
+# A row names the scatter of its base's blocks if they differ by more.
+WIDE_SPREAD = 0.10
+# Beside a smaller effect stands what two equal programs differed by.
+SMALL_EFFECT = 0.01
+NUMBER_WORDS = {1: "one host", 2: "two hosts"}
+Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -29,105 +35,101 @@ class Point:
 
     path: Path
     run: Run
-    build: Build
+    judged: Judged
     name: str
     is_busy: bool
 
     @property
     def variant(self) -> Variant:
         """The variant's facts."""
-        return self.build.variants[self.name]
+        return self.judged.build.variants[self.name]
 
     @property
-    def base(self) -> Variant | None:
-        """The base's facts."""
-        return self.build.variants.get(self.build.base)
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """The variant's blocks."""
-        return _blocks(self.variant, self.is_busy)
+    def verdict(self) -> Verdict:
+        """The variant's verdict."""
+        return self.judged.verdicts[self.name]
 
     @cached_property
     def ratio(self) -> Ratio | None:
         """The ratio to the base; None for the base and for variants without a time."""
-        return self.build.ratio_of(self.name, self.is_busy) if self.variant.status == "pass" else None
+        return self.judged.ratio_of(self.name, self.is_busy)
 
     @property
     def host(self) -> str:
         """The boot of the host."""
-        return str(self.run.host.get("boot"))
+        return str(self.run.host.boot)
 
     @property
     def issue_ms(self) -> float | None:
         """The host's time to issue a step of the variant."""
-        return self.variant.issue_ms(self.is_busy)
+        return self.judged.issue_ms(self.name, self.is_busy)
 
     @property
     def base_issue_ms(self) -> float | None:
         """The host's time to issue a step of the base."""
-        return self.base.issue_ms(self.is_busy) if self.base else None
+        return self.judged.issue_ms(self.judged.base, self.is_busy)
 
     @property
     def busy_ms(self) -> float | None:
         """The GPU's busy time in a step of the variant."""
-        return self.variant.profile.get("busy_ms")
+        return self.judged.busy_ms(self.name)
 
     @property
     def base_busy_ms(self) -> float | None:
         """The GPU's busy time in a step of the base."""
-        return self.base.profile.get("busy_ms") if self.base else None
+        return self.judged.busy_ms(self.judged.base)
+
+    @cached_property
+    def ceiling(self) -> float | None:
+        """The most that a graph can gain: step / busy time of the uncaptured program."""
+        return self.judged.ceiling(self.name, self.is_busy)
 
     @property
-    def predicted_gain(self) -> float | None:
-        """max(1, issue of the base / busy of the variant); None for eager variants."""
-        return None if self.variant.kind == "eager" else self.build.predicted_gain(self.name, self.is_busy)
+    def reached(self) -> float | None:
+        """The share of its ceiling that the variant reached."""
+        return self.judged.reached(self.name, self.is_busy)
+
+
+@dataclass(frozen=True)
+class HostMeans:
+    """A row's means on one host, over its runs there; `is_archived`: of the archive."""
+
+    host: str
+    base_ms: float
+    ms: float
+    is_archived: bool = False
 
     @property
-    def early_prediction(self) -> float | None:
-        """max(1, issue / busy) of the base, which needs no capture; None for eager variants."""
-        if self.variant.kind == "eager" or self.base is None:
-            return None
-        return self.build.predicted_gain(self.build.base, self.is_busy)
-
-    @property
-    def why_missed(self) -> str:
-        """The ms that the predicted gain leaves out, as a sentence; "" without a prediction."""
-        if self.ratio is None or self.predicted_gain is None:
-            return ""
-        pace_ms = max(self.base_issue_ms or 0.0, self.base_busy_ms or 0.0)
-        base = f"{self.build.base} takes {self.ratio.base_ms:,.2f} ms, the slower of its issue and busy {pace_ms:,.2f}"
-        return f"{base}; the graph's step is {self.ratio.variant_ms - (self.busy_ms or 0.0):+.2f} ms off its busy"
+    def ratio(self) -> float:
+        """Base ms / ms."""
+        return self.base_ms / self.ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A variant of a workload over all its runs. Numbers are None, or 0, if nothing was timed.
+    """A variant of a workload against one base, over all its runs.
 
     Attributes:
-        ratio: base ms / variant ms: of one host, or the geometric mean over hosts, each counted once.
-        low, high: ends of the 95 % interval: of one run, or over at least three hosts; None between.
-        lowest, highest: range of the runs' ratios.
-        base_ms, variant_ms: geometric means over the same runs; their quotient is `ratio`.
+        base: the variant that ratios compare with; the row's own name where the row is the base.
+        points: the variant in each run with this base.
+        archived: hosts of the archive that count.
     """
 
     workload: Workload
     variant: str
+    base: str
     points: tuple[Point, ...]
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    lowest: float | None = None
-    highest: float | None = None
-    base_ms: float | None = None
-    variant_ms: float | None = None
-    cycles: int = 0
-    hosts: int = 0
+    archived: tuple[HostMeans, ...] = ()
 
     @cached_property
     def newest(self) -> Point:
-        """The point of the latest run."""
-        return max(self.points, key=lambda point: point.run.begin_utc)
+        """The point of the latest run, timed ones first."""
+        return max(self.points, key=lambda point: (point.verdict.status == PASS, point.run.begin_utc))
+
+    @cached_property
+    def timed(self) -> list[Point]:
+        """The points with a ratio."""
+        return [point for point in self.points if point.ratio is not None]
 
     @property
     def kind(self) -> str:
@@ -146,64 +148,118 @@ class Row:
 
     @property
     def status(self) -> str:
-        """The status in the newest run; "pass" if anything was timed in any run."""
-        return self.newest.variant.status if self.ratio is None else "pass"
+        """The status in the newest run; "pass" if the variant passed in any run."""
+        return self.newest.verdict.status
 
     @property
     def reason(self) -> str:
         """The reason why nothing was timed."""
-        return self.newest.variant.reason if self.ratio is None else ""
+        return self.newest.verdict.reason
 
     @cached_property
-    def base(self) -> str:
-        """The base's name; "" if runs have different bases."""
-        timed = [point for point in self.points if point.ratio is not None]
-        bases = {point.build.base for point in timed or [self.newest]}
-        return bases.pop() if len(bases) == 1 else ""
+    def own_hosts(self) -> list[HostMeans]:
+        """The hosts of published runs, each once."""
+        found: dict[str, list[Ratio]] = defaultdict(list)
+        for point in self.timed:
+            assert point.ratio is not None, "a timed point has a ratio"
+            found[point.host].append(point.ratio)
+        return [
+            HostMeans(host, geometric([own.base_ms for own in each]), geometric([own.variant_ms for own in each]))
+            for host, each in found.items()
+        ]
+
+    @cached_property
+    def hosts(self) -> list[HostMeans]:
+        """All hosts of the row, those of the archive last."""
+        return [*self.own_hosts, *self.archived]
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.hosts)
+
+    @property
+    def hosts_text(self) -> str:
+        """One host, two hosts, or 7 hosts, 3 archived."""
+        text = NUMBER_WORDS.get(self.num_hosts, f"{self.num_hosts} hosts")
+        return f"{text}, {len(self.archived)} archived" if self.archived else text
 
     @property
     def ms(self) -> float | None:
-        """Time of a step: `variant_ms`, or without a ratio the geometric mean over the newest run's blocks."""
-        blocks = [block.step_ms for block in self.newest.blocks]
-        return self.variant_ms or (geometric(blocks) if blocks else None)
+        """The step: the median over hosts; of the base, or of a row without a ratio, of its newest run."""
+        if self.hosts:
+            return plain.median(host.ms for host in self.hosts)
+        return self.newest.judged.ms(self.variant, self.newest.is_busy) if self.status == PASS else None
 
     @property
-    def reserved_gib(self) -> float | None:
-        """Median over the newest run's blocks of the GiB that torch holds; None if unknown."""
-        found = [block.reserved_bytes for block in self.newest.variant.blocks if block.reserved_bytes]
-        return plain.median(found) / 2**30 if found else None
+    def base_ms(self) -> float | None:
+        """The base's step: the median over hosts."""
+        return plain.median(host.base_ms for host in self.hosts) if self.hosts else None
 
     @property
-    def tflops(self) -> float | None:
-        """Useful TFLOP/s; None if unknown, or if steps differ in kind, as FLOP are not counted for each kind."""
-        flops, ms = self.newest.build.flops_per_step, self.ms
-        is_alike = all(len(block.classes) < 2 for block in self.newest.variant.blocks)
-        return flops / ms / 1e9 if flops and ms and is_alike else None
+    def ms_range(self) -> Range | None:
+        """The step's range over hosts."""
+        return _range([host.ms for host in self.hosts])
+
+    @property
+    def base_ms_range(self) -> Range | None:
+        """The base's range over hosts."""
+        return _range([host.base_ms for host in self.hosts])
+
+    @property
+    def gain_range(self) -> Range | None:
+        """The gain's range over hosts."""
+        return _range([host.ratio for host in self.hosts])
+
+    @cached_property
+    def ratio(self) -> float | None:
+        """The gain: of one host base ms / ms, of several the geometric mean over hosts; None without any."""
+        return geometric([host.ratio for host in self.hosts]) if self.hosts else None
+
+    @cached_property
+    def interval(self) -> Range | None:
+        """The 95 % interval of a row with one run on one host."""
+        if len(self.timed) != 1 or self.archived or self.timed[0].ratio is None or self.timed[0].ratio.cycles < 2:
+            return None
+        return self.timed[0].ratio.low, self.timed[0].ratio.high
+
+    @property
+    def cycles(self) -> int:
+        """Cycles of all runs."""
+        return sum(point.ratio.cycles for point in self.timed if point.ratio is not None)
 
     def median(self, name: str) -> float | None:
-        """Return the median over runs of a number of `Point`, such as "issue_ms"; None if no run has it."""
-        found = [value for point in self.points if (value := getattr(point, name)) is not None]
+        """Return the median over passing runs of a number of `Point`, such as "issue_ms"; None if none has it."""
+        passed = [point for point in self.points if point.verdict.status == PASS]
+        found = [value for point in passed if (value := getattr(point, name)) is not None]
         return plain.median(found) if found else None
 
     @property
+    def alone_gib(self) -> float | None:
+        """GiB that the variant needs as the only one of its process; None if unknown."""
+        size = self.newest.judged.alone_bytes(self.variant)
+        return None if size is None else size / 2**30
+
+    @property
+    def tflops(self) -> float | None:
+        """Useful TFLOP/s of the newest run; None if unknown, or if steps differ in kind."""
+        return self.newest.judged.tflops(self.variant, self.newest.is_busy)
+
+    @property
     def word(self) -> str:
-        """faster, slower, same or unclear; "" without an interval."""
-        if self.ratio is None or self.low is None or self.high is None:
-            return ""
-        times = (self.base_ms or 0.0, self.variant_ms or 0.0)
-        return statistics.word(Ratio(self.ratio, self.low, self.high, self.high / self.ratio - 1, self.cycles, *times))
+        """faster, slower, same or unclear on one host, "" without an interval."""
+        return statistics.word(self.timed[0].ratio) if self.interval and self.timed[0].ratio else ""
 
     @property
     def note(self) -> str:
-        """All that a reader has to know beside the ratio."""
-        is_graph = self.ratio is not None and not self.control
+        """All that a reader has to know beside the numbers. It rests on timed, passing runs alone."""
+        is_graph = bool(self.timed) and not self.control
         texts = [self.word if self.word in ("same", "unclear") else ""]
-        texts.append("" if self.base in ("eager", "", self.variant) else f"against {self.base}")
-        texts.append("" if self.base else "against the base of each run")
+        texts.append("" if self.base in ("eager", "", self.variant) or self.control else f"against {self.base}")
         texts.append(_first_build(self.newest) if is_graph else "")
-        texts.append("a process for each block" if any(point.variant.apart for point in self.points) else "")
         if is_graph:
-            texts += [_faster_eager(self.points), _spread(self.points, self.base), _added(self.points)]
+            texts.append("a process for each block" if any(point.variant.apart for point in self.timed) else "")
+            texts += [_control_beside(self), _spread(self), _added(self)]
         texts.append("" if self.is_committed else "uncommitted source")
         return "; ".join(filter(None, texts))
 
@@ -240,22 +296,57 @@ def read(root: Path) -> Found:
         else:
             paths = ", ".join(str(path) for path, _ in same)
             faults.append(f"{paths}: have one id and differ: none of them counts")
-    return Found(root, kept, faults, rows_of(kept))
+    return Found(root, kept, faults, rows_of(kept, archive.read(root / "archive")))
 
 
-def rows_of(found: list[tuple[Path, Run]]) -> list[Row]:
-    """Return a row for each variant of each workload."""
+def rows_of(
+    found: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None
+) -> list[Row]:
+    """Return a row for each variant and base of each workload; of several bases the one with most runs first."""
     points: dict[tuple[Workload, str], list[Point]] = defaultdict(list)
     for path, run in found:
-        for name, build in run.builds.items():
-            numbers = {block.busy_processes for own in build.variants.values() for block in own.blocks}
+        for name, own in judged(run).items():
+            numbers = {block.busy_processes for each in own.build.variants.values() for block in each.blocks}
             for busy in sorted({0, *numbers}):
                 where = workload_of(run, name, busy)
-                for variant, own in build.variants.items():
-                    if not busy or _blocks(own, True):
-                        points[where, variant].append(Point(path, run, build, variant, bool(busy)))
-    keys = sorted(points, key=lambda key: key[0])
-    return [_row(where, variant, points[where, variant]) for where, variant in keys]
+                for variant in own.build.variants:
+                    if not busy or own.blocks(variant, True):
+                        points[where, variant].append(Point(path, run, own, variant, bool(busy)))
+    rows = []
+    for where, variant in sorted(points, key=lambda key: key[0]):
+        by_base: dict[str, list[Point]] = defaultdict(list)
+        for point in points[where, variant]:
+            by_base[_base_of(point)].append(point)
+        # A run without a time of the variant says nothing against a base: it stands with the others' row.
+        untimed = [point for point in points[where, variant] if point.verdict.status != PASS]
+        timed = {base: [each for each in own if each not in untimed] for base, own in by_base.items()}
+        kept = {base: own for base, own in timed.items() if own} or {"": []}
+        for index, (base, own) in enumerate(sorted(kept.items(), key=lambda item: -len(item[1]))):
+            row_points = (*own, *(untimed if index == 0 else ()))
+            rows.append(_with_archive(where, variant, base, row_points, archived or {}))
+    return rows
+
+
+def _base_of(point: Point) -> str:
+    return point.judged.build.anchor if point.name == point.run.control else point.judged.base
+
+
+def _with_archive(where, variant, base, points, archived) -> Row:
+    row = Row(workload=where, variant=variant, base=base, points=points)
+    kernels = row.newest.judged.build.variants[base].profile.kernels if base in row.newest.judged.verdicts else None
+    if not row.timed or not kernels or row.control:
+        return row
+    known = {host.host for host in row.own_hosts}
+    # The archive's builds are of one preset.
+    of_archive = Workload(where.gpu, where.ranks, where.model, where.preset, where.label, "", where.busy)
+    hosts = tuple(
+        HostMeans(host.boot, host.ms[base], host.ms[variant], True)
+        for host in archived.get(of_archive, ())
+        if host.boot not in known
+        and {base, variant} <= host.ms.keys()
+        and (base != "eager" or abs(host.kernels / kernels - 1) <= archive.SAME_KERNELS)
+    )
+    return Row(workload=where, variant=variant, base=base, points=points, archived=hosts)
 
 
 def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -274,11 +365,14 @@ def best_measured(rows: Sequence[Row]) -> list[Row]:
     """
     timed = [row for row in rows if row.kind == "graph" and row.ratio is not None and not row.workload.busy]
     graphs = [row for row in timed if row.workload.model != run_file.OWN_STEP]
+    hosts: Counter = Counter()
+    for row in graphs:
+        hosts[row.workload] = max(hosts[row.workload], row.num_hosts)
 
     def rank(row):
         where = row.workload
-        is_other = stem(where.preset) != "bench", where.label != "", where.preset != stem(where.preset)
-        return *is_other, -row.hosts, where.build, not row.headline, -row.cycles, row.variant_ms
+        is_other = stem(where.preset) != "bench", where.label != "", where.ranks > 1, where.preset != stem(where.preset)
+        return *is_other, -hosts[where], where.build, not row.headline, -row.num_hosts, row.ms
 
     best = {row.workload.model: row for row in sorted(graphs, key=rank, reverse=True)}
     return [best[model] for model in sorted(best)]
@@ -294,77 +388,44 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
-def _blocks(variant, is_busy):
-    return [block for block in variant.blocks if bool(block.busy_processes) == is_busy]
+def digits(value: float) -> str:
+    """Return a time with three digits or more."""
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
-def _row(where, name, points):
-    by_host = defaultdict(list)
-    for point in points:
-        if point.ratio is not None:
-            by_host[point.host].append(point.ratio)
-    if not by_host:
-        return Row(workload=where, variant=name, points=tuple(points))
-    hosts, ratios = [_mean(own) for own in by_host.values()], [own for each in by_host.values() for own in each]
-    over = statistics.across_hosts(hosts)
-    only = ratios[0] if len(ratios) == 1 else over
-    return Row(
-        workload=where,
-        variant=name,
-        points=tuple(points),
-        ratio=over.ratio,
-        low=only.low,
-        high=only.high,
-        lowest=min(own.ratio for own in ratios),
-        highest=max(own.ratio for own in ratios),
-        base_ms=geometric([host.base_ms for host in hosts]),
-        variant_ms=geometric([host.variant_ms for host in hosts]),
-        cycles=sum(own.cycles for own in ratios),
-        hosts=len(hosts),
-    )
-
-
-def _mean(ratios):
-    """One ratio for several runs on one host. It has no interval."""
-    if len(ratios) == 1:
-        return ratios[0]
-    base_ms, variant_ms = geometric([own.base_ms for own in ratios]), geometric([own.variant_ms for own in ratios])
-    cycles, no_interval = sum(own.cycles for own in ratios), (0.0, math.inf, math.inf)
-    return Ratio(base_ms / variant_ms, *no_interval, cycles, base_ms, variant_ms)
-
-
-def _faster_eager(points):
-    """Name an eager variant that took less time than the base that the first cycles chose."""
-    for point in points:
-        for name, own in point.build.variants.items():
-            if own.kind == "eager" and own.status == "pass" and name != point.run.control:
-                ratio = point.build.ratio_of(name)
-                if ratio is not None and ratio.ratio > FASTER_EAGER:
-                    own_ms, base_ms = milliseconds(ratio.variant_ms), milliseconds(ratio.base_ms)
-                    return f"{name} took {own_ms} ms where its base took {base_ms}"
-    return ""
+def _range(values) -> Range | None:
+    return (min(values), max(values)) if values else None
 
 
 def _first_build(point):
     """Name the base of the run's first build if it is faster: the ratio then overstates the gain."""
-    build = next(iter(point.run.builds.values()))
-    base = build.variants.get(build.base)
-    if base is None or not base.blocks or build.base == point.build.base or point.ratio is None:
+    first = next(iter(judged(point.run).values()))
+    if first.base in ("", point.judged.base) or point.ratio is None:
         return ""
-    ms = geometric([block.step_ms for block in base.blocks])
-    return f"{build.base} of the other build: {milliseconds(ms)} ms" if ms < point.ratio.base_ms / 1.01 else ""
+    ms = first.ms(first.base)
+    return f"{first.base} of the other build: {digits(ms)} ms" if ms and ms < point.ratio.base_ms / 1.01 else ""
 
 
-def _spread(points, name):
-    """Name the base's fastest and slowest block if the host's pace made them differ."""
-    bases = [point.build.variants[name] for point in points if name in point.build.variants]
-    times = [block.step_ms for base in bases for block in _blocks(base, points[0].is_busy)]
+def _control_beside(row):
+    """Name the control where the effect is small: two equal programs differed by so much in the same run."""
+    if row.interval is None or abs(row.ratio - 1) >= SMALL_EFFECT:
+        return ""
+    point = row.timed[0]
+    control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None
+    return f"control {control.ratio:.3f}x +- {100 * control.half_width:.1f} %" if control else ""
+
+
+def _spread(row):
+    """Name the base's fastest and slowest block of one host if the host's pace made them differ."""
+    if len(row.timed) != 1:
+        return ""
+    times = [block.mean_ms for block in row.timed[0].judged.blocks(row.base, row.timed[0].is_busy)]
     if not times or max(times) <= (1 + WIDE_SPREAD) * min(times):
         return ""
-    return f"{name} {milliseconds(min(times))} to {milliseconds(max(times))} ms"
+    return f"{row.base} {digits(min(times))} to {digits(max(times))} ms"
 
 
-def _added(points):
-    """Name the memory that a graph adds, from half a GiB."""
-    gib = plain.median([point.variant.capture.get("bytes_added") or 0 for point in points]) / 2**30
-    return f"adds {gib:.1f} GiB" if gib >= 0.5 else ""
+def _added(row):
+    """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
+    added = row.newest.judged.added_bytes(row.variant)
+    return f"adds {added / 2**30:.1f} GiB" if added is not None and added >= 2**29 else ""

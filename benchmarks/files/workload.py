@@ -1,17 +1,18 @@
 """The workload of a run: model, preset, flags, build and machine."""
 
-import re
 from dataclasses import dataclass
 
-from benchmarks.files.run_file import Run, title_of
-
-# The note of a script that made the model smaller (common/training/memory_fit.py).
-FEWER_LAYERS = re.compile(r"(\d+) of \d+ layers: what fits into ")
+from benchmarks.files.run_file import OWN_STEP, Run, title_of
 
 
 @dataclass(frozen=True, order=True)
 class Workload:
-    """Model, preset, flags (as `label`), build and machine of a measurement. `busy`: number of busy processes."""
+    """Model, preset, flags (as `label`), build and machine of a measurement.
+
+    Attributes:
+        busy: number of busy processes.
+        digest: of the file of a user's own step: two files of one name are two workloads.
+    """
 
     gpu: str
     ranks: int
@@ -20,6 +21,7 @@ class Workload:
     label: str
     build: str = ""
     busy: int = 0
+    digest: str = ""
 
     @property
     def name(self) -> str:
@@ -38,8 +40,13 @@ class Workload:
 
 def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     """Return the workload of one build of a run. Its preset is bench-l6 where the GPU held 6 layers of more."""
-    gpu = next((each["name"] for each in run.host.get("gpus") or []), "CPU")
+    gpu = next((each.name for each in run.host.gpus), "CPU")
     own = run.builds.get(build)
-    fewer = next(filter(None, map(FEWER_LAYERS.match, own.notes if own else [])), None)
-    preset = f"{run.preset}-l{fewer[1]}" if fewer else run.preset
-    return Workload(gpu, run.ranks, run.model, preset, run.label, build, busy)
+    asked, held = (own.asked_layers, own.config.get("layers")) if own else (None, None)
+    preset = f"{run.preset}-l{held}" if asked and held and held < asked else run.preset
+    return Workload(gpu, run.ranks, run.model, preset, run.label, build, busy, _digest(run))
+
+
+def _digest(run: Run) -> str:
+    flags = run.flags if run.model == OWN_STEP else []
+    return next((after for flag, after in zip(flags, flags[1:], strict=False) if flag == "--step-digest"), "")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import statistics
+from benchmarks import judge, statistics
 from benchmarks.files import partial
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan
@@ -27,6 +27,7 @@ AUTO_MINUTES = 10.0
 # `auto` looks at all cycles but these: a rule that stops at once stops where the scatter is small by luck.
 LATER_CYCLES = 4
 STEPS_AFTER_BLOCKS = 5
+ALONE_S, MOST_ALONE_STEPS = 1.5, 10
 PILOT_STEPS = 10
 
 
@@ -48,18 +49,24 @@ class BuildMeasurement:
             WorkerEnded: no worker can be started.
         """
         try:
-            for phase in (self._check_parity, self._measure_cycles, self._profile, self._check_parity_afterwards):
+            for phase in self._phases():
                 self._finish(phase)
         finally:
-            self.worker.end()
+            self.worker.close()
 
-    def leave_out_rest(self, status: str, reason: str) -> None:
+    def _phases(self) -> list[Callable[[], None]]:
+        cycles = [self._measure_cycles, self._profile]
+        if self.settings.is_census:
+            return cycles
+        return [self._check_parity, *cycles, self._check_parity_afterwards, self._measure_alone]
+
+    def leave_out_rest(self, kind: str, reason: str) -> None:
         """Leave out every variant that remains."""
         names = self.worker.remaining()
         for name in names:
-            self.worker.leave_out(name, status, reason, is_said=False)
+            self.worker.leave_out(name, kind, reason, is_said=False)
         if names:
-            self.say(f"  {', '.join(names)}: {status} ({reason})")
+            self.say(f"  {', '.join(names)}: {'failed' if kind == 'error' else kind} ({reason})")
 
     def _finish(self, phase):
         while any(map(self._is_eager, self.worker.remaining())):
@@ -73,10 +80,15 @@ class BuildMeasurement:
         if "eager" in self.request.variants and "eager" not in self.worker.remaining() and not self._of("parity"):
             raise OutOfVariants("eager did not run")
         with self._timed("parity"):
-            for variant in self._missing("parity", twice=True):
+            missing = self._missing("parity", twice=True)
+            if missing:
+                self.say(f"  parity: {', '.join(dict.fromkeys(missing))}, deterministic kernels")
+            for variant in missing:
                 is_kept = self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
                 command = {"do": "parity", "keep": is_kept, **self._parity_steps()}
                 self._add("parity", variant, **self.worker.ask(variant, command, parity=True))
+                if self.request.parity_environment is not None:
+                    self.worker.start_ahead()
             if self.request.parity_environment is not None:
                 self.worker.end()
 
@@ -109,6 +121,7 @@ class BuildMeasurement:
     def _measure_cycle(self, number):
         plan = self._plan()
         base, steps, start = plan["base"], plan["steps"], time.monotonic()
+        pace: dict = {}
         others = [name for name in self.worker.remaining() if name != base]
         others += [self.settings.control] if self.settings.control else []
         seed = f"{self.partial.facts[0]['id']} {self.request.name} {number}"
@@ -118,12 +131,12 @@ class BuildMeasurement:
             for place, name in enumerate(order):
                 runs = base if name == self.settings.control else name
                 self._hold(runs)
+                pace = pace or self.worker.ask(runs, {"do": "pace"})
                 command = {"do": "block", **steps, "reset": steps["resets_each"] or place == 0}
                 answer = self.worker.ask(runs, command)
-                del answer["finite"]
                 self._add("block", name, cycle=number, place=place, busy=busy, **answer)
         took_s = time.monotonic() - start
-        fact = {"cycle": number, "order": order, "busy": busy, "seconds": round(took_s, 2)}
+        fact = {"cycle": number, "order": order, "busy": busy, "seconds": round(took_s, 2), **pace}
         self.partial.add("cycle", build=self.request.name, **fact)
         self.say(f"  {self._progress(number + 1, took_s)}")
 
@@ -134,6 +147,7 @@ class BuildMeasurement:
         known, remaining = self._of("plan"), self.worker.remaining()
         if known and known[-1]["base"] in remaining:
             return known[-1]
+        self.say(f"  capture and pilot: {', '.join(remaining)}")
         with self._timed("pilot"):
             paces = {}
             for variant in remaining:
@@ -152,7 +166,7 @@ class BuildMeasurement:
                     self._hold(variant)
                     answer = self.worker.ask(variant, {"do": "block", **block})
                     if variant in times:
-                        times[variant].append(statistics.block_ms(answer["ms"], answer["mean_ms"], answer["steps"]))
+                        times[variant].append(math.fsum(answer["step_ms"]) / len(answer["step_ms"]))
         base = block_plan.choose_base(times)
         return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces)
 
@@ -206,16 +220,20 @@ class BuildMeasurement:
 
     def _ratios(self, without_last: int = 0) -> dict[str, statistics.Ratio]:
         """Ratios of the variants in the quiet cycles so far, less the last ones, without the control."""
-        build = partial.folded(self.partial.facts).builds[self.request.name]
-        found = {name: build.ratio_of(name, without_last=without_last) for name in self.worker.remaining()}
+        run = partial.folded(self.partial.facts)
+        own, base = judge.Judged(run, run.builds[self.request.name]), self._of("plan")[-1]["base"]
+        found = {name: own.ratio_to(base, name, without_last=without_last) for name in self.worker.remaining()}
         return {name: ratio for name, ratio in found.items() if ratio is not None}
 
     # --- profiles
 
     def _profile(self):
         paces, is_short = self._of("plan")[-1]["paces"], self.settings.is_short
+        missing = self._missing("profile")
+        if missing:
+            self.say("  profiles, and parity once more on the graphs that were timed")
         with self._timed("profile"):
-            for variant in self._missing("profile"):
+            for variant in missing:
                 self._hold(variant)
                 ms = paces.get(variant, {"ms": 100.0})["ms"]
                 steps = min(MOST_PROFILE_STEPS, max(LEAST_PROFILE_STEPS, int(PROFILE_S * 1e3 / ms)))
@@ -223,6 +241,25 @@ class BuildMeasurement:
                 steps = max(steps, period) if period <= 4 * MOST_PROFILE_STEPS else steps
                 command = {"do": "profile", "steps": LEAST_PROFILE_STEPS if is_short else steps, "ms": ms}
                 self._add("profile", variant, **self.worker.ask(variant, command))
+
+    def _measure_alone(self):
+        """Give each headline variant a process of its own, to see the memory that it needs there."""
+        if not self._of("worker")[-1]["gpus"]:
+            return
+        paces, headline = self._of("plan")[-1]["paces"], [self._of("plan")[-1]["base"]]
+        headline += [name for name in self.worker.remaining() if self.request.variants[name]["headline"]]
+        done = {each["variant"] for each in self._of("alone")}
+        missing = [name for name in dict.fromkeys(headline) if name not in done]
+        if not missing:
+            return
+        self.say(f"  memory alone: {', '.join(missing)}, a process each")
+        with self._timed("alone"):
+            for index, variant in enumerate(missing):
+                ms = paces.get(variant, {"ms": 100.0})["ms"]
+                command = {"do": "alone", "steps": min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))}
+                answer = self.worker.alone(variant, command, is_last=index == len(missing) - 1)
+                if answer is not None:
+                    self._add("alone", variant, **answer)
 
     # --- facts
 

@@ -43,6 +43,8 @@ class BuildWorker:
         self.apart = bool(partial.of("apart", build=request.name))
         self._shares = settings.share_memory or bool(partial.of("share", build=request.name))
         self._worker: Worker | None = None
+        # Started ahead, while another one works: it imports meanwhile.
+        self._next: tuple[dict, Worker] | None = None
         self._killed: set[str] = set()
         self._restarts = 0
 
@@ -67,17 +69,17 @@ class BuildWorker:
             if end.was_killed and variant not in self._killed:
                 # Perhaps by somebody else, so the variant gets a second chance.
                 self._killed.add(variant)
-                self._note("killed", variant, end.reason)
-                self.say(f"  {end.reason}; {variant} is tried once more")
+                self._note("killed", variant, str(end))
+                self.say(f"  {end}; {variant} is tried once more")
             else:
-                self.leave_out(variant, end.status, end.reason)
+                self.leave_out(variant, end.kind, str(end))
             raise TryAgain from None
         if answer.pop("say") == "done":
             return answer
-        if answer["status"] == "oom" and command["do"] != "parity" and not self.apart:
+        if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
             self._make_room(variant, answer["reason"])
         else:
-            self.leave_out(variant, answer["status"], answer["reason"])
+            self.leave_out(variant, answer["kind"], answer["reason"])
             if answer["fatal"]:
                 self.end()
         raise TryAgain
@@ -87,18 +89,52 @@ class BuildWorker:
         if self._restarts > LEAST_RESTARTS + 2 * len(self.request.variants) and not self.apart:
             raise OutOfVariants("the worker had to be started too often")
         self._restarts += 1
-        start, own = time.monotonic(), self.request.parity_environment if parity else None
-        self._worker = Worker(self.request.command(self.remaining()[0]), own or self.request.environment, self.log)
-        self.partial.add("seconds", phase="import", seconds=round(self._worker.ready_s, 2))
-        answer = self._worker.call(
-            {"do": "build", "share": self._shares and not own, "parity": bool(own)}, self.settings.limit_s
-        )
-        if answer.pop("say") == "failed":
-            raise WorkerEnded(answer["status"], answer["reason"])
-        self.facts = self.partial.add("worker", build=self.request.name, **answer)
-        took = time.monotonic() - start - self._worker.ready_s
-        self.partial.add("seconds", phase="build", seconds=round(took, 2))
+        own = self.request.parity_environment if parity else None
+        self._worker = self._started(own or self.request.environment)
+        # The facts are those of the process that the blocks run in.
+        self.facts = self._built(self._worker, {"share": self._shares and not own, "parity": bool(own)})
+        self.partial.add("worker", build=self.request.name, **self.facts)
         return self._worker
+
+    def _started(self, environment) -> Worker:
+        """A worker with this environment: the one that was started ahead, or another."""
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead[0] == environment:
+            return ahead[1]
+        if ahead is not None:
+            ahead[1].end()
+        return Worker(self.request.command(self.remaining()[0]), environment, self.log)
+
+    def _built(self, worker, how) -> dict:
+        """Let a worker build its state, and return what it says of it."""
+        self.partial.add("seconds", phase="import", seconds=round(worker.wait(), 2))
+        start = time.monotonic()
+        answer = worker.call({"do": "build", **how}, self.settings.limit_s)
+        if answer.pop("say") == "failed":
+            raise WorkerEnded(answer["kind"], answer["reason"])
+        self.partial.add("seconds", phase="build", seconds=round(time.monotonic() - start, 2))
+        return answer
+
+    def start_ahead(self) -> None:
+        """Start a worker that will be needed: it imports while another one works, and waits to be told to build."""
+        if self._next is None and self.remaining():
+            environment = self.request.environment
+            self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
+
+    def alone(self, variant: str, command: dict, is_last: bool) -> dict | None:
+        """Return the answer of a new worker that has nothing but this variant; None where it gives none."""
+        self.end()
+        worker = self._started(self.request.environment)
+        if not is_last:
+            self.start_ahead()
+        try:
+            self._built(worker, {"share": False, "parity": False})
+            answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+            return answer if answer.pop("say") == "done" else None
+        except WorkerEnded:
+            return None
+        finally:
+            worker.end()
 
     def _make_room(self, variant, reason):
         """The variant ran by itself, and does not fit beside the others."""
@@ -116,16 +152,23 @@ class BuildWorker:
             self._worker.end()
         self._worker, self.captured, self.paces = None, [], {}
 
+    def close(self) -> None:
+        """End every worker."""
+        self.end()
+        if self._next is not None:
+            self._next[1].end()
+            self._next = None
+
     def remaining(self) -> list[str]:
         """Return the variants that are not left out, without the control."""
         gone = {each["variant"] for each in self.partial.of("left_out", build=self.request.name)}
         return [name for name in self.request.variants if name not in gone and name != self.settings.control]
 
-    def leave_out(self, variant: str, status: str, reason: str, is_said: bool = True) -> None:
-        """Note that a variant is not measured any more, with a status of `run_file.STATUSES`."""
-        self._note("left_out", variant, reason, status=status)
+    def leave_out(self, variant: str, kind: str, reason: str, is_said: bool = True) -> None:
+        """Note that a variant is not measured any more, with a kind of `run_file.Raised`."""
+        self._note("left_out", variant, reason, kind=kind)
         if is_said:
-            self.say(f"  {variant}: {status} ({reason})")
+            self.say(f"  {variant}: {'failed' if kind == 'error' else kind} ({reason})")
 
     def _note(self, fact, variant, reason, **more):
         self.partial.add(fact, build=self.request.name, variant=variant, reason=reason, **more)

@@ -26,6 +26,7 @@ class Settings:
         share_memory: eager steps use the graphs' memory pool from the start.
         end_s: time.monotonic() at which the last cycle should have ended; from FEWEST_CYCLES on no cycle begins that
             would end later. None: all cycles are made.
+        is_census: the losses of blocks are the parity, and nothing is measured beside cycles and profiles.
         compiles_once: a compiled variant is timed as its parity was checked, since compiling takes long.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     share_memory: bool = False
     end_s: float | None = None
     compiles_once: bool = False
+    is_census: bool = False
 
     @property
     def is_short(self) -> bool:
@@ -65,6 +67,7 @@ class BuildRequest:
         parity_environment: of a worker for parity only, where the model needs another one.
         eagers: eager variants that may be the base.
         parity_steps: steps of the parity check that the model asks for; 0 for the default.
+        asked_layers: layers of the preset and the flags; a GPU may hold fewer.
     """
 
     name: str
@@ -75,3 +78,4 @@ class BuildRequest:
     parity_environment: dict | None = None
     eagers: list[str] = field(default_factory=list)
     parity_steps: int = 0
+    asked_layers: int | None = None

@@ -1,95 +1,118 @@
-"""The end of `make bench`: one table of a run, and the lines below it, in words that need no glossary."""
+"""A run's own table, as a screen shows it: one row a variant, at most 100 characters wide."""
 
 import textwrap
+from collections.abc import Iterable, Iterator
 
 from benchmarks import statistics
-from benchmarks.files.run_file import OWN_STEP, Build, Run, printable
+from benchmarks.files.run_file import OWN_STEP, Run, printable
+from benchmarks.files.runs import SMALL_EFFECT, digits
+from benchmarks.judge import PASS, Judged, judged
 
-COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "issue ms", "busy ms", "parity")
-FINE = ("pass", "oom", "unsupported")
+COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity")
+WIDTH = 100
+NO_SPEED = "It says nothing about the speed of a GPU."
+GIB = 2**30
 
 
 def report(run: Run) -> str:
     """Return the tables of all builds and lines that explain them, of at most 100 characters but for reasons."""
-    parts = [_build_report(run, name, build) for name, build in run.builds.items()]
+    builds = judged(run)
+    parts = [_build_report(name, own) for name, own in builds.items()]
     text = "\n\n".join(part for part in parts if part)
-    said = "On a CPU this shows that the variants train alike. It says nothing about the speed of a GPU."
-    timed = any(own.blocks for build in run.builds.values() for own in build.variants.values())
-    return f"{text}\n{said}" if run.device == "cpu" and timed else text
+    if run.device != "cpu" or not any(own.blocks for each in builds.values() for own in each.build.variants.values()):
+        return text
+    return f"{text}\n{on_a_cpu(builds.values())}"
+
+
+def on_a_cpu(builds: Iterable[Judged]) -> str:
+    """Return what a run on a CPU shows, in a sentence or two."""
+    compared, failed = [], []
+    for each in builds:
+        for name, verdict in each.verdicts.items():
+            own = each.build.variants[name]
+            if own.kind == "eager" or name == each.run.control:
+                continue
+            compared += [name] if verdict.status == PASS else []
+            failed += [name] if verdict.is_wrong_numbers else []
+    if failed:
+        return f"On a CPU this shows that not all variants train alike: {', '.join(failed)}. {NO_SPEED}"
+    if compared:
+        return f"On a CPU this shows that the variants train alike. {NO_SPEED}"
+    return "Measured on a CPU, which says nothing about the speed of a GPU."
 
 
 def build_title(name: str, fields: dict) -> str:
     """Return a build's name and flags, as in validate (--validate-every 4); "" for the preset itself."""
     flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in fields.items())
-    return f"{name} ({flags})" if name else ""
-
-
-def is_sound(run: Run) -> bool:
-    """Return whether no variant failed and something was timed."""
-    variants = [own for build in run.builds.values() for own in build.variants.values()]
-    return all(own.status in FINE for own in variants) and any(own.blocks for own in variants)
+    return f"{name} ({flags})" if name and flags else name
 
 
 def milliseconds(value: float | None) -> str:
     """Return a time with three digits or more; - for None."""
-    if value is None:
-        return "-"
-    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+    return "-" if value is None else digits(value)
 
 
-def rates(run: Run, build: Build) -> str:
+def rates(own: Judged) -> str:
     """Return the FLOP of a step, how they were counted and, of a GPU, each variant's rate; "" where none are known."""
+    build = own.build
     notes = [note for note in build.notes if note.startswith("FLOP")]
     if not build.flops_per_step:
         return printable(". ".join(notes))
     parts = [f"{build.flops_per_step / 1e12:.3g} TFLOP a step of each rank"]
-    for name, own in build.variants.items() if run.device == "cuda" else ():
-        times = [((block.step_ms,), block.step_ms) for block in own.blocks if not block.busy_processes]
-        if own.status == "pass" and times and name != run.control:
-            rate = build.flops_per_step / statistics.ratio_of(times).base_ms / 1e9
-            parts.append(f"{name} {rate:.3g} TFLOP/s")
+    for name in build.variants:
+        rate = own.tflops(name) if own.passed(name) and name != own.run.control else None
+        parts += [f"{name} {rate:.3g} TFLOP/s"] if rate else []
     return printable(". ".join([f"{', '.join(parts)} ({build.flops_convention})", *notes]))
 
 
 def suite(runs: list[Run]) -> str:
     """Return one table of several models: the headline graphs of each."""
-    rows = [("workload", "variant", *COLUMNS[1:5])]
+    rows = [("workload", "variant", *COLUMNS[1:6])]
     for run in runs:
-        for build_name, build in run.builds.items():
-            for name, own in build.variants.items():
-                ratio = build.ratio_of(name) if own.headline and own.status == "pass" else None
+        for build_name, own in judged(run).items():
+            for name in own.build.variants:
+                ratio = own.ratio_of(name) if own.build.variants[name].headline else None
                 if ratio is not None:
-                    rows.append((f"{run.title} {build_name}".rstrip(), name, *_cells(ratio)))
+                    title = f"{run.title} {build_name}".rstrip()
+                    rows.append((title, name, *_cells(ratio), _times(own.ceiling(name))))
     return "\n".join(_aligned(rows, 2))
 
 
-def _build_report(run, name, build):
-    blocks = [block for own in build.variants.values() for block in own.blocks]
-    if not blocks:
-        return _faults(build)
+def _build_report(name: str, own: Judged) -> str:
+    build, run = own.build, own.run
+    if not any(each.blocks for each in build.variants.values()):
+        return _faults(own)
     lines = [f"{build_title(name, build.fields)}:"] if name else []
-    number = max(block.busy_processes for block in blocks)
-    for busy in sorted({bool(block.busy_processes) for block in blocks}):
+    number = max(cycle.busy_processes for cycle in build.cycles)
+    for busy in sorted({bool(cycle.busy_processes) for cycle in build.cycles}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
-        lines += _table(run, build, busy)
-    rate = textwrap.fill(rates(run, build), 100) if run.model == OWN_STEP else ""
-    lines += [text for text in (_faults(build), _reruns(build), _meaning(run, build), rate) if text]
+        lines += _table(own, busy)
+    rate = textwrap.fill(rates(own), WIDTH) if run.model == OWN_STEP else ""
+    lines += [text for text in (_faults(own), _reruns(own), _meaning(own), rate) if text]
     return "\n".join(lines)
 
 
-def _table(run, build, busy):
+def _table(own: Judged, busy: bool) -> Iterator[str]:
     rows = [COLUMNS]
-    for name, own in build.variants.items():
-        times = [((block.step_ms,), block.step_ms) for block in own.blocks if bool(block.busy_processes) == busy]
-        ratio = build.ratio_of(name, busy)
-        if own.status != "pass" or not times or (ratio is None and name != build.base):
+    for name in own.build.variants:
+        ratio = own.ratio_of(name, busy)
+        if not own.passed(name) or not own.blocks(name, busy) or (ratio is None and name != own.base):
             continue
-        parity = "" if name == run.control or own.parity is None else own.parity.result or "not compared"
-        tail = (milliseconds(own.issue_ms(busy)), milliseconds(own.profile.get("busy_ms")), parity)
-        base_ms = milliseconds(statistics.ratio_of(times).base_ms)
-        cells = _cells(ratio) if ratio else ("", base_ms, "base", "")
-        rows.append((f"{name} (base again)" if name == run.control else name, *cells, *tail))
+        is_control = name == own.run.control
+        memory, rate = own.alone_bytes(name), own.tflops(name, busy)
+        cells = _cells(ratio) if ratio else ("", milliseconds(own.ms(name, busy)), "base", "")
+        tail = (
+            _times(None if is_control else own.ceiling(name, busy)),
+            "" if rate is None or is_control else f"{rate:.0f}",
+            "" if memory is None else f"{memory / GIB:.1f}",
+            "" if is_control else own.verdicts[name].parity or _by_blocks(own),
+        )
+        rows.append((f"{name} (base again)" if is_control else name, *cells, *tail))
     return _aligned(rows, 1)
+
+
+def _by_blocks(own: Judged) -> str:
+    return "losses" if own.run.parity == "blocks" else ""
 
 
 def _cells(ratio):
@@ -97,53 +120,72 @@ def _cells(ratio):
     return milliseconds(ratio.base_ms), milliseconds(ratio.variant_ms), f"{ratio.ratio:.3f}x", interval
 
 
-def _aligned(rows, num_left):
-    """Lines of a table whose first `num_left` columns are flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+def _times(value):
+    return "" if value is None else f"{value:.3f}x"
+
+
+def _aligned(rows, num_left) -> Iterator[str]:
+    """Lines of a table whose first `num_left` columns are flush left, without columns that are empty."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])] if len(rows) > 1 else zip(*rows)
+    columns = list(columns)
+    widths = [max(map(len, column)) for column in columns]
+    gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH + 2 else " "
+    for row in zip(*columns, strict=True):
         cells = [text.ljust(width) for text, width in zip(row[:num_left], widths, strict=False)]
         cells += [text.rjust(width) for text, width in zip(row[num_left:], widths[num_left:], strict=True)]
-        yield "  ".join(cells).rstrip()
+        yield gap.join(cells).rstrip()
 
 
-def _faults(build):
+def _faults(own: Judged) -> str:
     alike: dict = {}
-    for name, own in build.variants.items():
-        if own.reason:
-            alike.setdefault((own.status, own.reason), []).append(name)
+    for name, verdict in own.verdicts.items():
+        if verdict.reason:
+            alike.setdefault((verdict.status, verdict.reason), []).append(name)
     lines = (f"{status}: {', '.join(names)} ({reason})" for (status, reason), names in alike.items())
     return "\n".join(map(printable, lines))
 
 
-def _reruns(build):
+def _reruns(own: Judged) -> str:
     """A line for each variant that may run steps again."""
     lines = []
-    for name, own in build.variants.items():
-        counted = [block.reruns for block in own.blocks if block.reruns and own.status == "pass"]
-        steps, reruns = (sum(each.get(key) or 0 for each in counted) for key in ("steps", "reruns"))
+    for name, variant in own.build.variants.items():
+        counted = [block.reruns for block in variant.blocks if block.reruns and own.passed(name)]
+        steps, reruns = sum(each.steps for each in counted), sum(each.reruns for each in counted)
         if steps:
-            total_ms = sum((each.get("rerun_ms") or 0.0) * (each.get("reruns") or 0) for each in counted)
+            total_ms = sum((each.rerun_ms or 0.0) * each.reruns for each in counted)
             cost = f", which took {milliseconds(total_ms / reruns)} ms each" if reruns else ""
             lines.append(f"{name}: {reruns} of {steps:,} timed steps ran again without fixed buffers{cost}.")
     return "\n".join(lines)
 
 
-def _meaning(run, build):
-    if run.device == "cpu":
+def _meaning(own: Judged) -> str:
+    """What the numbers mean: the ceiling, then a sentence for each graph."""
+    if own.run.device == "cpu" or not own.base:
         return ""
-    base, lines = build.variants.get(build.base), []
-    predicted = build.predicted_gain(build.base) if base else None
-    if predicted is not None:
-        lines.append(
-            f"The host needs {milliseconds(base.issue_ms())} ms to issue a step of {build.base}, the GPU "
-            f"{milliseconds(base.profile['busy_ms'])} ms to run it: graphs can gain {predicted:.2f}x at most, less "
-            "where the GPU clocks lower without pauses."
-        )
-    for name, own in build.variants.items():
-        ratio = build.ratio_of(name) if own.status == "pass" and own.kind != "eager" else None
+    lines, ceiling = [], own.ceiling(own.base)
+    if ceiling is not None:
+        said = f"A step of {own.base} takes {milliseconds(own.ms(own.base))} ms and keeps the GPU busy for "
+        said += f"{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most."
+        lines.append(said)
+    issue = own.issue_ms(own.base)
+    if issue is not None:
+        lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
+    for name, variant in own.build.variants.items():
+        ratio = own.ratio_of(name) if variant.kind not in ("eager", "control") and name != own.run.control else None
         if ratio is not None and ratio.cycles > 1:
-            predicted = build.predicted_gain(name)
-            more = f"; predicted from issue and its own GPU time: {predicted:.2f}x" if predicted else ""
-            within = f"to within {100 * ratio.half_width:.1f} %"
-            lines.append(f"{name}: {statistics.word(ratio)} on this host in these minutes, {within}{more}.")
-    return "\n".join(lines)
+            lines.append(f"{name}: {statistics.word(ratio)} on this host in these minutes{_beside(own, name, ratio)}.")
+    return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
+
+
+def _beside(own: Judged, name: str, ratio: statistics.Ratio) -> str:
+    """How sure it is, how much of its ceiling it reached, and the control beside a small effect."""
+    text = f", to within {100 * ratio.half_width:.1f} %"
+    reached, clocks = own.reached(name), (own.sm_mhz(name), own.sm_mhz(own.base))
+    if reached is not None:
+        text += f"; {100 * reached:.1f} % of the most"
+        if None not in clocks and reached < 0.95:
+            text += f" (GPU at {clocks[0]:.0f} MHz, {own.base} at {clocks[1]:.0f})"
+    control = own.ratio_of(own.run.control) if own.run.control in own.build.variants else None
+    if control is not None and abs(ratio.ratio - 1) < SMALL_EFFECT:
+        text += f"; the control reads {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
+    return text

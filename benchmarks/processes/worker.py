@@ -25,25 +25,32 @@ POLL_S = 0.5
 
 
 class WorkerEnded(RuntimeError):
-    """The worker is gone. status: "failed" or "timeout"; the text says why."""
+    """The worker is gone; the text says why.
 
-    def __init__(self, status: str, reason: str):
-        super().__init__(reason)
-        self.status, self.reason = status, reason
+    Args:
+        kind: "error" or "timeout", or what it said while it built its state, of `run_file.Raised`.
+        reason: in one line.
+        exit_status: of its process, where that ended by itself.
+        signal: that ended it, or None.
+    """
+
+    def __init__(self, kind: str, reason: str, exit_status: int | None = None, signal: int | None = None):
+        super().__init__(reason if exit_status is None else f"{reason} (exit status {exit_status})")
+        self.kind, self.reason, self.exit_status, self.signal = kind, reason, exit_status, signal
 
     @property
     def is_refusal(self) -> bool:
         """Return whether the script did not take its arguments, or said that they cannot run on this machine."""
-        return "(exit status 2)" in self.reason
+        return self.exit_status == 2
 
     @property
     def was_killed(self) -> bool:
         """Return whether signal 9 ended the worker; a program cannot send it to itself by mistake."""
-        return "SIGKILL" in self.reason
+        return self.signal == signal.SIGKILL
 
 
 class Worker:
-    """One worker process, from its start to `end`.
+    """One worker process, from its start to `end`. It starts at once; the first call waits until it answers.
 
     Args:
         command: words that start the script; the socket's path is appended as --worker.
@@ -51,7 +58,6 @@ class Worker:
         log: file that gets what the worker prints.
 
     Raises:
-        WorkerEnded: it ended, or did not answer within START_LIMIT_S.
         Mistake: GRAPH_SOCKET_DIR, or TMPDIR, names no folder for sockets.
     """
 
@@ -60,24 +66,29 @@ class Worker:
         # A launcher has to end what it started on other machines, so it is asked first.
         asks = command[0] != sys.executable
         self._patience_s = supervisor.TERMINATE_S + (supervisor.ASK_S if asks else 0.0)
-        self._folder, listener = _listening()
+        self._folder, self._listener = _listening()
         self._log_start = log.stat().st_size if log.exists() else 0
+        self._channel: Channel | None = None
         words = [*command, "--worker", str(self._folder / "s")]
-        with open(log, "ab") as file, listener:
+        with open(log, "ab") as file:
             self._process = children.start(words, asks, stdout=file, stderr=subprocess.STDOUT, env=environment)
-            try:
-                self._channel = self._accepted(listener)
-            except BaseException:
-                self._end_process()
-                raise
-        self.ready_s = time.monotonic() - self.start_s
 
-    def _accepted(self, listener) -> Channel:
-        while time.monotonic() - self.start_s < START_LIMIT_S:
+    def wait(self) -> float:
+        """Wait until it answers, and return the seconds that this took.
+
+        Raises:
+            WorkerEnded: it ended, or did not answer within START_LIMIT_S.
+        """
+        start_s = time.monotonic()
+        while self._channel is None:
             with contextlib.suppress(TimeoutError):
-                return Channel(listener.accept()[0])
+                self._channel = Channel(self._listener.accept()[0])
+                self._listener.close()
+                break
             self._require_alive()
-        raise WorkerEnded("timeout", f"the worker did not answer within {START_LIMIT_S:g} s of its start")
+            if time.monotonic() - start_s > START_LIMIT_S:
+                raise WorkerEnded("timeout", f"the worker did not answer within {START_LIMIT_S:g} s of its start")
+        return time.monotonic() - start_s
 
     def call(self, command: dict, limit_s: float) -> dict:
         """Send a command and wait for its answer.
@@ -93,6 +104,8 @@ class Worker:
         Raises:
             WorkerEnded: it died, or sent nothing for limit_s.
         """
+        self.wait()
+        assert self._channel is not None, "it has answered"
         marks: dict[str, float] = {}
         try:
             self._channel.send(command)
@@ -116,33 +129,35 @@ class Worker:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
             self._require_alive()
-            raise WorkerEnded("failed", "the worker closed its line") from None
+            raise WorkerEnded("error", "the worker closed its line") from None
 
     def _require_alive(self):
         status = self._process.poll()
         if status is not None:
-            raise WorkerEnded("failed", self._described(status))
+            raise self._ended(status)
 
-    def _described(self, status):
+    def _ended(self, status) -> WorkerEnded:
         if status > 128 or status < 0:
             number = status - 128 if status > 128 else -status
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
             more = ", perhaps out of host memory" if number == signal.SIGKILL else ""
-            return f"the worker was ended by {name}{more}"
+            return WorkerEnded("error", f"the worker was ended by {name}{more}", signal=number)
         said = _last_line(self.log, self._log_start)
-        return f"{said} (exit status {status})" if said else f"the worker ended with exit status {status}"
+        return WorkerEnded("error", said or "the worker ended", exit_status=status)
 
     def end(self) -> None:
         """Hang up, and end what does not end by itself."""
-        self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
+        if self._channel is not None:
+            self._channel.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
         self._end_process()
 
     def _end_process(self):
         try:
             children.end(self._process, self._patience_s)
         finally:
+            self._listener.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -165,11 +180,15 @@ def _listening():
 
 
 def _last_line(log: Path, start: int) -> str:
-    """The last line that a script said of itself after byte `start` of a log, else the last line of all, or ""."""
+    """The last line that a script said of itself after byte `start` of a log, else the last line of all, or "".
+
+    A script's own line begins with its name, which is left out.
+    """
     with open(log, "rb") as file:
         file.seek(start)
         lines = [line.strip() for line in file.read(2**20).decode(errors="replace").splitlines()]
     # Below it stands what torchrun prints of a rank that failed, which says nothing of why.
-    said = [line for line in lines if re.match(r"python -m [\w.]+\.train: ", line)]
+    name = re.compile(r"python -m [\w.]+\.train: ")
+    said = [line[own.end() :] for line in lines if (own := name.match(line))]
     found = said or [line for line in lines if line and not line.startswith("{")]
     return found[-1][-400:] if found else ""

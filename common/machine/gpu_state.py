@@ -1,4 +1,4 @@
-"""The clock of a GPU, and its driver. Both are observed, and nothing is ever set.
+"""The clock, power and throttle reasons of a GPU, and its driver. Both are observed, and nothing is ever set.
 
 `GpuSampler` samples in a child process, because a polling thread would take the GIL from the loop that is measured.
 All of this answers None where the machine cannot tell. Times are `time.monotonic()` in seconds.
@@ -10,6 +10,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
+
+# Bits of nvidia-smi's clocks_event_reasons.active, from NVML. An idle GPU and clocks that an application chose are none.
+THROTTLE_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
 
 # Runs in the child. Both it and nvidia-smi ask the kernel to be killed with their parent (PR_SET_PDEATHSIG is 1);
 # the check of the parent's id closes the gap before that call.
@@ -25,8 +36,17 @@ for line in child.stdout:
 """
 
 
+class Sample(NamedTuple):
+    """A line of nvidia-smi: time.monotonic() in s, clock in MHz, power in W or None, bits of the throttle reasons."""
+
+    time_s: float
+    sm_mhz: float
+    power_w: float | None
+    reasons: int
+
+
 class GpuSampler:
-    """Samples the SM clock of one GPU every `interval_ms`.
+    """Samples SM clock, power and throttle reasons of one GPU every `interval_ms`.
 
     gpu: UUID or index, as `nvidia-smi -i` takes it. Without nvidia-smi it stays idle and answers None.
     start() has to be called on a thread that lives as long as the run, since the child ends with it.
@@ -44,7 +64,7 @@ class GpuSampler:
         nvidia_smi = shutil.which("nvidia-smi")
         if nvidia_smi is None:
             return
-        command = [nvidia_smi, "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+        command = [nvidia_smi, "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader,nounits"]
         command += ["-lms", str(self.interval_ms), "-i", str(self.gpu)]
         # The file has no name, so nothing is left behind; it is read by position, since the child's write position
         # is shared with it.
@@ -66,17 +86,42 @@ class GpuSampler:
 
     def sm_mhz(self, t0: float, t1: float) -> float | None:
         """Median clock over t0 <= time.monotonic() <= t1; None without a sample."""
-        clocks = [mhz for time_s, mhz in self.samples() if t0 <= time_s <= t1]
+        clocks = [sample.sm_mhz for sample in self.samples() if t0 <= sample.time_s <= t1]
         return statistics.median(clocks) if clocks else None
 
-    def samples(self) -> list[tuple[float, float]]:
-        """(time_s, sm_mhz) of each whole line that has a clock."""
+    def state(self, t0: float, t1: float) -> dict | None:
+        """Return "sm_mhz" and "power_w", medians over t0 <= time.monotonic() <= t1, and "throttle", all reasons seen.
+
+        None without a sample.
+        """
+        found = [sample for sample in self.samples() if t0 <= sample.time_s <= t1]
+        if not found:
+            return None
+        powers, bits = [sample.power_w for sample in found if sample.power_w is not None], 0
+        for sample in found:
+            bits |= sample.reasons
+        return {
+            "sm_mhz": statistics.median(sample.sm_mhz for sample in found),
+            "power_w": statistics.median(powers) if powers else None,
+            "throttle": [name for bit, name in THROTTLE_REASONS.items() if bits & bit],
+        }
+
+    def samples(self) -> list[Sample]:
+        """Each whole line that has a clock."""
         if self._file is None:
             return []
         descriptor = self._file.fileno()
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
         rows = [line.split(", ") for line in text.split("\n")[:-1]]
-        return [(float(row[0]), float(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
+        return [_sample(row) for row in rows if len(row) == 4 and row[1].isdecimal()]
+
+
+def _sample(row: list[str]) -> Sample:
+    try:
+        power = float(row[2])
+    except ValueError:
+        power = None  # a GPU that does not tell says [N/A]
+    return Sample(float(row[0]), float(row[1]), power, int(row[3], 16) if row[3].startswith("0x") else 0)
 
 
 def driver_version() -> str | None:

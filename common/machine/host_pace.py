@@ -32,14 +32,21 @@ def measure_us(issue, drain, seconds: float) -> float:
     return round(statistics.median(bursts[1:]), 3)
 
 
+def operator_us(seconds: float = SECONDS / 2) -> float:
+    """Return the host's microseconds to issue one small operator, on the CPU to compute it.
+
+    Args:
+        seconds: of all bursts together.
+    """
+    is_gpu = torch.cuda.is_available()
+    operand = torch.zeros(1, device="cuda" if is_gpu else "cpu")
+    return measure_us(lambda: operand.add_(1.0), torch.cuda.synchronize if is_gpu else lambda: None, seconds)
+
+
 def pace_of_host() -> dict:
-    """operator_us and launch_us. On the CPU an operator is computed as it is issued, and there is no launch: None."""
+    """Return operator_us and launch_us. There is no launch on the CPU: None."""
     if not torch.cuda.is_available():
-        operand = torch.zeros(1)
-        return {"operator_us": measure_us(lambda: operand.add_(1.0), lambda: None, SECONDS), "launch_us": None}
-    operand = torch.zeros(1, device="cuda")
+        return {"operator_us": operator_us(), "launch_us": None}
     sleep = torch.cuda._sleep
-    return {
-        "operator_us": measure_us(lambda: operand.add_(1.0), torch.cuda.synchronize, SECONDS / 2),
-        "launch_us": measure_us(lambda: sleep(0), torch.cuda.synchronize, SECONDS / 2),
-    }
+    launch_us = measure_us(lambda: sleep(0), torch.cuda.synchronize, SECONDS / 2)
+    return {"operator_us": operator_us(), "launch_us": launch_us}

@@ -9,9 +9,7 @@ import gc
 import itertools
 import math
 import os
-import statistics
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +99,7 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
         tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
 
     Returns:
-        JSON-able facts; times in ms, `classes` holds the median of each class of batch.
+        JSON-able facts; times in ms.
     """
     device = watched.device
     gc.collect()
@@ -126,12 +124,12 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
         gc.enable()
     now_held = held_bytes(device)
     timed = range(steps.untimed, steps.untimed + steps.timed)
-    facts |= times(step_ms, [state.batch_class(each) for each in timed])
     facts |= {
         "untimed_steps": steps.untimed,
-        "steps": steps.timed,
         "drained_steps": steps.drained,
-        "issue_ms": round(statistics.median(issue_ms), 4) if issue_ms else None,
+        "step_ms": [round(ms, 5) for ms in step_ms],
+        "classes": class_numbers([state.batch_class(each) for each in timed]),
+        "issue_ms": [round(ms, 4) for ms in issue_ms],
         "process": os.getpid(),
         "threads": num_threads(),
         "reserved_bytes": reserved_bytes(device),
@@ -221,28 +219,10 @@ def issue_ms_of(variant, index: int, device: torch.device) -> float | None:
     return spent * 1e3
 
 
-def times(step_ms: list[float], classes: list) -> dict:
-    """Sum up the times of steps.
-
-    Args:
-        step_ms: of each step.
-        classes: of each step, the class of its batch.
-
-    Returns:
-        `ms`, the mean over classes of each one's median, which are in `classes`; mean, 5th and 95th percentile of all.
-    """
-    by_class = defaultdict(list)
-    for kind, ms in zip(classes, step_ms, strict=True):
-        by_class[kind].append(ms)
-    medians = [statistics.median(own) for own in by_class.values()]
-    ordered = sorted(step_ms)
-    return {
-        "ms": round(statistics.mean(medians), 5),
-        "mean_ms": round(statistics.mean(step_ms), 5),
-        "p5_ms": round(ordered[int(0.05 * (len(ordered) - 1))], 5),
-        "p95_ms": round(ordered[math.ceil(0.95 * (len(ordered) - 1))], 5),
-        "classes": [round(each, 4) for each in medians] if 1 < len(medians) <= 16 else [],
-    }
+def class_numbers(classes: list) -> list[int]:
+    """Return the number of each step's class of batch, in the order of their first steps; [] where all are of one."""
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(classes))}
+    return [numbers[kind] for kind in classes] if len(numbers) > 1 else []
 
 
 def period_of(batch_class, most: int = 256) -> int | None:

@@ -9,9 +9,11 @@ commands until that process hangs up. Each command is an object with "do", each 
                                                `keep` the kernels of blocks, for which the variant is kept
     capture  variant                           keeps it for blocks
     pilot    variant, steps                    ms of a step and of a reset
+    pace                                       the host's time for one small operator
     block    variant, untimed, timed, drained  see common/measuring/block.py
     profile  variant, steps                    kernels, busy time, share launched by graphs
     course   variant, first, steps             losses and hash of untimed steps from the seeded start
+    alone    variant, steps                    memory and times of steps, where it is the only variant of the process
     drop     variant
 
 Rank 0 is told; the other ranks follow it. All variants share one state, so each is entered before its steps and left
@@ -20,6 +22,7 @@ after them.
 
 import contextlib
 import gc
+import itertools
 import math
 import time
 import traceback
@@ -32,7 +35,7 @@ from common import variant as variants
 from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
-from common.machine.host_pace import pace_of_host
+from common.machine.host_pace import operator_us, pace_of_host
 from common.measuring import block, operators, shared_memory, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
@@ -41,7 +44,7 @@ from common.measuring.torch_flags import changes, torch_flags
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, State, Variant
 
-PROFILE_HEAT_S, LEAST_COURSE = 0.5, 3
+PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
 
 def serve(workload, args, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
@@ -59,7 +62,7 @@ def serve(workload, args, device: torch.device, rank: int = 0, world_size: int =
     def give_up(fault):
         if channel is not None:
             with contextlib.suppress(Closed):
-                channel.send({"say": "failed", "status": fault.status, "reason": str(fault), "fatal": True})
+                channel.send({"say": "failed", "kind": _kind(fault.status), "reason": str(fault), "fatal": True})
 
     with Agreement(rank, world_size, give_up) as ranks:
         worker = Worker(workload, args, device, channel, ranks)
@@ -114,8 +117,9 @@ class Worker:
             self.ranks.agree()
             changed, moved = changes(self.flags, torch_flags()), self._moved()
             if changed or moved:
+                kind = "changed_settings" if changed else "moved_state"
                 reason = f"left torch changed: {changed}" if changed else f"moved the training state: {moved}"
-                self.say({"say": "failed", "status": "failed", "reason": reason, "fatal": True})
+                self.say({"say": "failed", "kind": kind, "reason": reason, "fatal": True})
                 return False
             self.say({"say": "done", **facts})
             return True
@@ -135,7 +139,7 @@ class Worker:
             self._settle_memory()
         line = (str(reason).strip() or "no reason given").splitlines()[0][:400]
         with contextlib.suppress(Closed):
-            self.say({"say": "failed", "status": status, "reason": line, "fatal": fatal})
+            self.say({"say": "failed", "kind": _kind(status), "reason": line, "fatal": fatal})
         return not fatal
 
     def _moved(self):
@@ -199,9 +203,8 @@ class Worker:
         with torch_settings.deterministic_kernels():
             variant, facts = self._make(name)
             try:
-                block.forget_peak(self.device)
                 with self._entered(command["variant"], variant):
-                    return facts | self._course(variant, 0, count, True, seconds) | block.peak(self.device)
+                    return facts | self._course(variant, 0, count, True, seconds)
             finally:
                 self._release(variant)
                 del variant
@@ -237,13 +240,13 @@ class Worker:
         def tell(text):
             self.say({"say": text})
 
-        reset = command.get("reset", True)
+        reset, held = command.get("reset", True), block.held_bytes(self.device)
         with self._entered(command["variant"], variant):
             if reset:
                 self.state.reset()
-            facts = block.run(variant, self.state, self.watched, steps, tell) | {"reset": reset}
-        if self.sampler:
-            facts["sm_mhz"] = self.sampler.sm_mhz(facts["begin_s"], facts["end_s"])
+            facts = block.run(variant, self.state, self.watched, steps, tell)
+        gpu = self.sampler.state(facts["begin_s"], facts["end_s"]) if self.sampler else None
+        facts |= {"reset": reset, "held_bytes": held, "gpu": gpu}
         if not facts["finite"]:
             raise FloatingPointError("loss is not finite in a block")
         return facts
@@ -260,6 +263,20 @@ class Worker:
         variant = self.kept[command["variant"]]
         with self._entered(command["variant"], variant):
             return self._course(variant, command["first"], command["steps"], every_step=False)
+
+    def do_pace(self, command):
+        """Sample the host's pace."""
+        return of_first_rank({"operator_us": operator_us(PACE_S)})
+
+    def do_alone(self, command):
+        """Make steps of a variant that nothing but the state was made beside, and tell the memory that it needs."""
+        name = command["variant"]
+        block.forget_peak(self.device)
+        self.do_capture(command)
+        with self._entered(name, self.kept[name]):
+            self.state.reset()
+            step_ms = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
+        return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
 
     def do_drop(self, command):
         """Release a kept variant, where it is kept."""
@@ -380,6 +397,11 @@ class Worker:
         if self.sampler:
             self.sampler.stop()
         self.settings.close()
+
+
+def _kind(status):
+    """The kind of `benchmarks.files.run_file.Raised`: a file of a run holds no "failed"."""
+    return "error" if status == "failed" else status
 
 
 def _is_plain(value):

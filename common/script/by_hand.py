@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import math
 import sys
 import time
 import traceback
@@ -241,7 +242,7 @@ class Training:
             gc.enable()
         self._read(num_steps)
         classes = [self.state.batch_class(index) for index in range(num_steps)]
-        ms = block.times(step_ms, classes)["ms"]
+        ms = round(math.fsum(step_ms) / len(step_ms), 5)
         self.result.update(
             ms=ms,
             step_ms=[round(each, 4) for each in step_ms],
