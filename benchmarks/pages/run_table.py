@@ -71,7 +71,9 @@ def suite(runs: list[Run]) -> str:
     for run in runs:
         for build_name, own in judged(run).items():
             for name in own.build.variants:
-                ratio = own.ratio_of(name) if own.build.variants[name].headline else None
+                variant = own.build.variants[name]
+                is_graph = variant.headline and variant.kind != "eager"
+                ratio = own.ratio_of(name) if is_graph else None
                 if ratio is not None:
                     title = f"{run.title} {build_name}".rstrip()
                     rows.append((title, name, *_cells(ratio), _times(own.ceiling(name))))
