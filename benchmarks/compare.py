@@ -53,7 +53,7 @@ def report(args) -> int:
     for fault in found.faults:
         print(f"left out: {fault}")
     if rows:
-        hosts = runs.counted(len({run.host.get("boot") for _, run in found.runs}), "host")
+        hosts = runs.counted(len({run.host.boot for _, run in found.runs}), "host")
         where = f"{hosts} in {shown(Path(args.root))}"
         print(f"\n{runs.counted(len(found.runs), 'run')} on {where}. docs/method.md: how to read them")
     return 1 if found.faults else 0

@@ -44,7 +44,7 @@ class Change:
         if self.change is None or self.bound is None:
             why = f" ({self.new.reason})" if self.new.reason else ""
             return printable(f"{self.name}: {self.old.status} before, {self.new.status} now{why}")
-        hosts = "" if min(self.old.hosts, self.new.hosts) >= statistics.LEAST_HOSTS else ", on few hosts"
+        hosts = "" if min(self.old.num_hosts, self.new.num_hosts) >= statistics.LEAST_HOSTS else ", on few hosts"
         numbers = f"{self.old.ratio:.3f}x before, {self.new.ratio:.3f}x now"
         chance = f"chance is {100 * self.bound:.1f} %" if self.bound < 10 else "too few cycles to tell"
         return f"{self.name}: {numbers}: {100 * self.change:+.1f} %, {chance}{hosts}"
@@ -52,8 +52,10 @@ class Change:
 
 def changes(old: list[Row], new: list[Row]) -> list[Change]:
     """Each variant of the workloads that are on both sides, of one kind of GPU; controls left out."""
-    before, now = ({(row.workload, row.variant): row for row in rows if not row.control} for rows in (old, new))
-    again = {workload for workload, _ in now}
+    before, now = (
+        {(row.workload, row.variant, row.base): row for row in rows if not row.control} for rows in (old, new)
+    )
+    again = {workload for workload, *_ in now}
     pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again]
     pairs = [(row, own) for row, own in pairs if own is not None or row.ratio is not None]
     both = sum(own is not None and None not in (row.ratio, own.ratio) for row, own in pairs)

@@ -243,7 +243,9 @@ class Judged:
         found = [block for block in self.blocks(name, busy) if block.gpu and block.gpu.power_w]
         if not found:
             return None
-        return plain.fmean(block.gpu.power_w * block.mean_ms / 1e3 for block in found if block.gpu and block.gpu.power_w)
+        return plain.fmean(
+            block.gpu.power_w * block.mean_ms / 1e3 for block in found if block.gpu and block.gpu.power_w
+        )
 
     def sm_mhz(self, name: str, busy: bool = False) -> float | None:
         """Return the median clock over the blocks of a variant."""
@@ -290,7 +292,7 @@ def _verdict(run: Run, build: Build, name: str) -> Verdict:
     texts = (own.sealed.parity, own.sealed.parity_after) if own.sealed else ("", "")
     if own.sealed is None and name != run.control:
         before, after = _agreements(build, name)
-        texts = tuple("" if each is None else str(each) for each in (before, after))
+        texts = _text(before), _text(after)
     if own.raised:
         status = own.raised.kind if own.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
         return Verdict(status, Fault.RAISED, own.raised.reason, *texts)
@@ -300,6 +302,10 @@ def _verdict(run: Run, build: Build, name: str) -> Verdict:
         return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", *texts)
     found = _parity_fault(run, build, name, before, after) or fault_of(run, build, name)
     return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
+
+
+def _text(agreement: Agreement | None) -> str:
+    return "" if agreement is None else str(agreement)
 
 
 def _agreements(build, name) -> tuple[Agreement | None, Agreement | None]:
@@ -364,8 +370,8 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
     """
     variant = build.variants[name]
     base = _anchor_of(build) or variant
-    reference = build.variants.get(variant.reference, base)
-    if not reference.blocks or reference is variant:
+    reference = base if name == run.control else build.variants.get(variant.reference, base)
+    if not reference.blocks:
         reference = base
     checks: Iterator[Found | None] = iter(
         (
@@ -494,7 +500,7 @@ def growth_over_cycles(build: Build, name: str = "") -> int:
     total = 0
     for (cycle, _, each, block), (after, place, _, following) in zip(placed, placed[1:], strict=False):
         is_counted = 1 <= cycle < last and (after < last or place == 0) and block.process == following.process
-        if is_counted and name in ("", each) and None not in (block.held_bytes, following.held_bytes):
+        if is_counted and name in ("", each) and block.held_bytes is not None and following.held_bytes is not None:
             total += following.held_bytes - block.held_bytes
     return total
 

@@ -19,8 +19,8 @@ Ctrl-C.
 """
 
 import argparse
+import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +32,8 @@ from pathlib import Path
 from benchmarks import ROOT, command, report, run, script, statistics
 from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Build, Run, Variant
+from benchmarks.files.run_file import Run
+from benchmarks.judge import Judged, Verdict, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
 from common.config import flag_of
@@ -54,10 +55,7 @@ DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; profiles and the last check of parity take some ten more.
 CYCLES_END_S = 108.0
 # A graph of the whole step leaves nothing that a graph of a part would remove.
-WHOLE, WHOLE_IS_RIGHT = "graph_step,reduce_overhead", "graph of the whole step: trains as eager does"
-FAILED = ("failed", "numerics_failed")
-# Reasons of checks that compare what was computed, and not how (benchmarks/measuring/checks.py).
-NUMBERS = re.compile("parity|loss|moved the training state|still changed")
+WHOLE = "graph_step,reduce_overhead"
 HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
@@ -130,21 +128,20 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
 
 def verdict(measured: Run) -> tuple[int, str]:
     """Return the exit status and the sentence that a run comes to."""
-    (build,) = measured.builds.values()
-    graphs = {name: own for name, own in build.variants.items() if own.kind in ("graph", "compile")}
-    passed = {name: own for name, own in graphs.items() if own.status == "pass"}
-    wrong = {name: own for name, own in graphs.items() if own.status in FAILED and NUMBERS.search(own.reason)}
+    (own,) = judged(measured).values()
+    graphs = [name for name, each in own.build.variants.items() if each.kind in ("graph", "compile")]
+    passed = [name for name in graphs if own.passed(name)]
+    wrong = [name for name in graphs if own.verdicts[name].is_wrong_numbers]
     if graphs and not passed:
-        return _none_passed(graphs, wrong)
+        return _none_passed({name: own.verdicts[name] for name in graphs}, wrong)
     if measured.device == "cpu" or not graphs:
-        return NOT_MEASURED, _not_measured(measured, build, passed, wrong)
-    return _measured(build, passed, wrong)
+        return NOT_MEASURED, _not_measured(own, passed, wrong)
+    return _measured(own, passed, wrong)
 
 
-def _none_passed(graphs, wrong):
+def _none_passed(graphs: dict[str, Verdict], wrong):
     if wrong:
-        name, own = next(iter(wrong.items()))
-        return WRONG, f"Wrong numbers: {name} does not train as the eager step does ({own.reason})."
+        return WRONG, f"Wrong numbers: {wrong[0]} does not train as the eager step does ({graphs[wrong[0]].reason})."
     if all(own.status == "unsupported" for own in graphs.values()):
         return NOT_MEASURED, f"Not measured: {next(iter(graphs.values())).reason}."
     captured = {name: own for name, own in graphs.items() if own.status == "capture_failed"}
@@ -152,14 +149,13 @@ def _none_passed(graphs, wrong):
     return NO_CAPTURE, f"Cannot be captured: {name}: {own.reason}"
 
 
-def _not_measured(measured, build, passed, wrong) -> str:
+def _not_measured(own: Judged, passed, wrong) -> str:
     parts = []
-    if measured.device == "cpu":
+    if own.run.device == "cpu":
         parts.append("Not measured: there is no GPU.")
-    base = build.variants[build.base]
-    foretold = build.predicted_gain(build.base)
-    if foretold is not None:
-        parts.append(_law(base, foretold))
+    ceiling = own.ceiling(own.base) if own.base else None
+    if ceiling is not None:
+        parts.append(_ceiling(own, ceiling))
     if passed:
         parts.append(f"Graphs that train as eager does: {', '.join(passed)}.")
     if wrong:
@@ -167,16 +163,16 @@ def _not_measured(measured, build, passed, wrong) -> str:
     return " ".join(parts) or "Not measured."
 
 
-def _law(base: Variant, foretold: float) -> str:
-    times = f"the host issues a step in {milliseconds(base.issue_ms())} ms, the GPU is busy for "
-    times += f"{milliseconds(base.profile.get('busy_ms'))} ms"
-    if foretold < LEAST_GAIN:
+def _ceiling(own: Judged, ceiling: float) -> str:
+    times = f"a step takes {milliseconds(own.ms(own.base))} ms, "
+    times += f"the GPU is busy for {milliseconds(own.busy_ms(own.base))} ms"
+    if ceiling < LEAST_GAIN:
         return f"A graph has little to remove: {times}."
-    return f"A graph may gain up to {foretold:.2f}x: {times}."
+    return f"A graph may gain up to {ceiling:.2f}x: {times}."
 
 
-def _measured(build: Build, passed: dict, wrong: dict) -> tuple[int, str]:
-    ratios = {name: build.ratio_of(name) for name in passed}
+def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
+    ratios = {name: own.ratio_of(name) for name in passed}
     found = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
     if not found:
         return NOT_MEASURED, "Not measured: fewer than two cycles."
@@ -194,8 +190,11 @@ def _measured(build: Build, passed: dict, wrong: dict) -> tuple[int, str]:
     return STATUS_OF[word], text
 
 
-def doctor(asked: argparse.Namespace) -> tuple[int, str]:
-    """Print what stands against a graph of the step; return the doctor's exit status and its text.
+def doctor(asked: argparse.Namespace) -> tuple[int, str, bool]:
+    """Print what stands against a graph of the step.
+
+    Returns:
+        The doctor's exit status, its text, and whether a graph of the whole step trains as eager does.
 
     Raises:
         Mistake: the interpreter of the step has no torch.
@@ -214,16 +213,18 @@ def doctor(asked: argparse.Namespace) -> tuple[int, str]:
             done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, stderr=errors, text=True)
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
-            return 0, ""
+            return 0, "", False
         print(flush=True)
         mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG)]
         if mistakes:
             print(mistakes[0], file=sys.stderr)
-            return MISTAKE, ""
-        status = text.with_suffix(".status")
-        if done.returncode == 0 and status.is_file():
-            return int(status.read_text()), text.read_text()
-        return done.returncode, text.read_text() if text.is_file() else ""
+            return MISTAKE, "", False
+        told = text.with_suffix(".json")
+        if not told.is_file():
+            return done.returncode, "", False
+        found = json.loads(told.read_text())
+        # Of several ranks each returns 0.
+        return done.returncode or found["status"], text.read_text(), found["whole_is_right"]
 
 
 def _signal(number: int) -> str:
@@ -251,8 +252,8 @@ def _check_root(asked: argparse.Namespace) -> None:
 
 def _is_seen(measured: Run) -> bool:
     """Say whether the run itself found the graph of the whole step wrong, so that the others may be trusted."""
-    (build,) = measured.builds.values()
-    return "graph_step" in build.variants and build.variants["graph_step"].status in FAILED
+    (own,) = judged(measured).values()
+    return "graph_step" in own.verdicts and own.verdicts["graph_step"].status in ("failed", "numerics_failed")
 
 
 def doctor_of_model(args: argparse.Namespace) -> int:
@@ -279,7 +280,7 @@ def measure(args: argparse.Namespace) -> int:
     is_left_out = args.quick and not args.doctor
     if not args.doctor:
         _check_root(asked)
-    found, said = (0, "") if is_left_out else doctor(asked)
+    found, said, whole_is_right = (0, "", False) if is_left_out else doctor(asked)
     if args.doctor and found < 0:
         print(f"{PROG}: the doctor was ended by {_signal(-found)}, perhaps out of host memory", file=sys.stderr)
         return 1
@@ -288,7 +289,7 @@ def measure(args: argparse.Namespace) -> int:
     if found not in (0, WRONG, NO_CAPTURE):
         ended = f" (ended by {_signal(-found)})" if found < 0 else ""
         print(f"The doctor itself failed{ended} and is left out.")
-    if not args.variants and WHOLE_IS_RIGHT in said and gpus.find_gpus().names:
+    if not args.variants and whole_is_right and gpus.find_gpus().names:
         print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
         args.variants = WHOLE
         asked = request(args)

@@ -11,12 +11,13 @@ from benchmarks import ROOT, command
 from benchmarks.command import shown
 from benchmarks.compare import found_in
 from benchmarks.files import runs
+from benchmarks.judge import PASS
 from benchmarks.pages import readme, tables
 from common.files import write_text
 
 # A table for people has at most eight columns.
-TIME = ("workload", "variant", "issue ms", "busy ms", "predicted", "kernels", "in graphs", "parity")
-MEMORY = ("workload", "variant", *(name for name in tables.WIDE if name not in TIME))
+TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")
+OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture s", "alone GiB")
 
 
 def parse(argv=None):
@@ -28,53 +29,35 @@ def parse(argv=None):
 
 def page_of(found: runs.Found, page: Path) -> str:
     """The text of overview.md."""
-    hosts = len({run.host.get("boot") for _, run in found.runs})
+    hosts = len({run.host.boot for _, run in found.runs})
     parts = [
         "# All runs",
-        f"{len(found.runs)} runs on {hosts} host{'s' if hosts != 1 else ''}. Base ms / ms is the ratio; above 1 the "
-        "variant is faster. *95 %* speaks for that host in those minutes, from three hosts on for hosts. `control` is "
-        "the base once more: what two equal programs differ by. [How it is measured](../docs/method.md). Runs from "
-        "before blocks are in [the archive](archive/README.md). All fields: [overview.csv](overview.csv).",
+        f"{len(found.runs)} runs on {runs.counted(hosts, 'host')}, and hosts of [the archive](archive/README.md) where "
+        "eager makes the same kernels, counted as archived. Times are mean steps: of several hosts the median and the "
+        "range. A gain is base ms / ms on one host, with its 95 % interval in those minutes, or the range over hosts. "
+        "*At most* is the base's step / the busy time of the uncaptured step. `control` is the base once more. "
+        "[How it is measured](../docs/method.md). All fields: [overview.csv](overview.csv).",
         "## The best-measured graph of each model",
         readme.models(found.rows, page),
     ]
     for machine, rows in runs.of_machines(found.rows).items():
-        timed = [row for row in rows if row.status == "pass"]
+        timed = [row for row in rows if row.status == PASS]
         parts += [f"## {machine}", tables.rows_as_markdown(timed, page)]
         left = tables.not_timed_as_markdown(rows)
         parts += ["Without a number:", left] if left else []
         parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
-        parts += ["Rate, memory and capture:", tables.rows_as_markdown(timed, page, MEMORY)]
-    parts += _predicted(found.rows)
+        parts += ["Parity, rate, energy, capture and memory:", tables.rows_as_markdown(timed, page, OTHER)]
+    missed = readme.misses(found.rows)
+    parts += ["## Step / busy as a ceiling", readme.ceiling_text(found.rows)]
+    if missed:
+        listed = "\n".join(f"- {line}" for line in missed)
+        parts += [
+            "Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:",
+            listed,
+        ]
     if found.faults:
         parts += ["## Left out", "\n".join(f"- {fault}" for fault in found.faults)]
     return "\n\n".join(parts) + "\n"
-
-
-def _predicted(rows):
-    points = readme.predictions(rows)
-    if not points:
-        return []
-    lines = [
-        [
-            *(row.workload.name, row.variant, point.run.id, f"{point.base_issue_ms:,.1f}", f"{point.busy_ms:,.1f}"),
-            *(f"{point.predicted_gain:.3f}x", f"{point.ratio.ratio:.3f}x", f"{off:.3f}"),
-        ]
-        for row, point, off in points
-        if point.ratio is not None
-    ]
-    columns = ["workload", "variant", "run", "issue ms", "busy ms", "predicted", "ratio", "measured / predicted"]
-    missed = [
-        f"- {row.workload.name} {row.variant}, {point.run.id}: {point.why_missed}."
-        for row, point, off in points
-        if abs(off - 1) > readme.WITHIN
-    ]
-    return [
-        "## Predicted from issue and busy",
-        f"{readme.law(rows)} Issue is eager's and of the same cycles, busy the graph's own.",
-        tables.markdown(columns, lines),
-        *(["Where it misses:", "\n".join(missed)] if missed else []),
-    ]
 
 
 def wanted(found: runs.Found, root: Path = ROOT) -> dict[Path, str]:

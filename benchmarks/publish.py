@@ -13,13 +13,18 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.command import parser_of
-from benchmarks.files import run_file
-from benchmarks.files.run_file import Run
+from benchmarks.files import run_file, runs
+from benchmarks.files.run_file import CENSUS, Census, Run
+from benchmarks.files.runs import digits
+from benchmarks.judge import judged
+from benchmarks.pages import tables
 from benchmarks.processes.gpus import Gpus
 from benchmarks.statistics import LEAST_CYCLES
 from common.files import write_text
 from common.machine.source import last_commits, source_hash_of_commit
 
+# Of a census, which asks for hosts and not for narrow intervals.
+LEAST_CENSUS_CYCLES = 4
 # How far back the source of a run is looked for.
 COMMITS = 50
 # Names of folders and files are made of these, so none leads out of results/.
@@ -49,11 +54,11 @@ def publish(path: Path, results: Path) -> Path:
     for each in (path.absolute(), *list(path.absolute().parents)[:2]):
         if each.is_symlink():
             raise Refused(f"{path}: {each.name} is a link; publish takes regular files")
-    run = run_file.read(path)
-    reason = why_not(run)
+    found = run_file.read_all(path)
+    reason = why_not(found)
     if reason:
         raise Refused(f"{path}: {reason}")
-    target = results.joinpath(*folders_of(run), f"{run.id}.json")
+    target = results.joinpath(*folders_of(found), f"{found.id}.json")
     for each in (target, target.parent, target.parent.parent):
         if each.is_symlink():
             raise Refused(f"{path}: {each} is a link; nothing is written there")
@@ -67,21 +72,32 @@ def publish(path: Path, results: Path) -> Path:
     return target
 
 
-def folders_of(run: Run) -> tuple[str, str]:
-    """("h200x1", "gpt3-bench"), of what the run says of itself."""
-    slug = Gpus(names=tuple(gpu["name"] for gpu in run.host["gpus"])).slug
-    return f"{slug}x{run.ranks}", run_file.folder_of(run.model, run.preset, run.label)
+def folders_of(found: Run | Census) -> tuple[str, str]:
+    """("h200x1", "gpt3-bench"), of what the run says of itself; ("h200x1", "census") of a census."""
+    run = found.runs[0] if isinstance(found, Census) else found
+    slug = Gpus(names=tuple(gpu.name for gpu in run.host.gpus)).slug
+    folder = CENSUS if isinstance(found, Census) else run_file.folder_of(run.model, run.preset, run.label)
+    return f"{slug}x{run.ranks}", folder
 
 
-def why_not(run: Run) -> str:
-    """Return the reason why a run is no evidence, in a few words, or ""."""
-    gpus = run.host.get("gpus")
+def why_not(found: Run | Census) -> str:
+    """Return the reason why a file is no evidence, in a few words, or ""."""
+    if isinstance(found, Run):
+        return _why_not(found)
+    if not found.runs:
+        return "a census without a run"
+    if len({(run.host.boot, run.ranks) for run in found.runs}) > 1:
+        return "a census of several hosts"
+    if not _WORD.fullmatch(found.id):
+        return "its id cannot be the name of a file"
+    return next(filter(None, map(_why_not, found.runs)), "")
+
+
+def _why_not(run: Run) -> str:
     if run.preset.startswith("tiny"):
         return f"preset {run.preset} shows that variants work, nothing about speed"
-    if run.device != "cuda" or not isinstance(gpus, list) or not gpus:
+    if run.device != "cuda" or not run.host.gpus:
         return "measured on a CPU, which says nothing about the speed of a GPU"
-    if not all(isinstance(gpu, dict) and isinstance(gpu.get("name"), str) for gpu in gpus):
-        return "its GPUs have no names"
     if not all(_WORD.fullmatch(word) for word in (run.id, *folders_of(run))):
         return "its id, model, preset or label cannot be the name of a file"
     if not is_committed(run.source):
@@ -90,15 +106,42 @@ def why_not(run: Run) -> str:
         return "it ended before all that was asked was measured; the same make bench goes on with it"
     if not run.builds:
         return "it holds no build"
-    for name, build in run.builds.items():
-        base = build.variants.get(build.base)
-        if base is None or base.status != "pass":
-            return f"its base {build.base} did not pass"
-        number = quiet_cycles(build)
-        if number < LEAST_CYCLES:
-            label = f"build {name}" if name else "the run"
-            return f"{label} has {number} whole cycles on a quiet host, published runs have at least {LEAST_CYCLES}"
+    least = LEAST_CENSUS_CYCLES if run.parity == "blocks" else LEAST_CYCLES
+    for name, own in judged(run).items():
+        if not any(each.blocks for each in own.build.variants.values()):
+            continue
+        label = f"build {name}" if name else "the run"
+        if not own.base:
+            return f"no eager variant of {label} passed"
+        if own.quiet_cycles < least:
+            return f"{label} has {own.quiet_cycles} whole cycles on a quiet host, published runs have at least {least}"
+    if not any(own.base for own in judged(run).values()):
+        return "nothing in it was timed"
     return ""
+
+
+def added(path: Path, results: Path) -> list[str]:
+    """Return a line for each row that a file would add to: its times, and the hosts that the row has without it."""
+    found = run_file.read_all(path)
+    own = [(path, run) for run in (found.runs if isinstance(found, Census) else [found])]
+    before = {(row.workload, row.variant, row.base): row for row in runs.read(results).rows}
+    lines = []
+    for row in runs.rows_of(own):
+        if row.kind == "eager" or row.control or not row.headline:
+            continue
+        name, old = f"{row.workload.machine}, {row.workload.name} {row.variant}", before.get(_key(row))
+        if row.base_ms is None or row.ms is None:
+            lines.append(f"{name}: {row.status} ({row.reason})")
+            continue
+        hosts = {host.host for host in old.hosts} if old else set()
+        kind = "a host more" if row.hosts[0].host not in hosts else "a run more of a known host"
+        had = f"{old.hosts_text} before, {tables.gain(old)}" if old and old.hosts else "the first"
+        lines.append(f"{name}: {kind} ({had}): {digits(row.base_ms)} / {digits(row.ms)} ms, {tables.gain(row)}")
+    return lines
+
+
+def _key(row):
+    return row.workload, row.variant, row.base
 
 
 def is_committed(source: dict, root: Path = ROOT) -> bool:
@@ -120,13 +163,6 @@ def _hashes(commits, root):
     return {source_hash_of_commit(sha, root) for sha in commits}
 
 
-def quiet_cycles(build: run_file.Build) -> int:
-    """Whole cycles without busy processes beside them: those of the variant that passed and has fewest."""
-    passed = [own for own in build.variants.values() if own.status == "pass"]
-    numbers = [len({block.cycle for block in own.blocks if not block.busy_processes}) for own in passed]
-    return min([build.cycles, *numbers])
-
-
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
     parser = parser_of("publish", "Copy sealed run files, unchanged, into results/.")
@@ -136,7 +172,8 @@ def main(argv=None) -> int:
     refused = 0
     for path in args.paths:
         try:
-            print(publish(path, args.into))
+            lines = added(path, args.into)
+            print("\n  ".join([str(publish(path, args.into)), *map(run_file.printable, lines)]))
         except (ValueError, OSError) as error:
             refused += 1
             text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -18,9 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import ask, command, run, script
+from benchmarks import ask, command, judge, run, script
 from benchmarks.command import Mistake, shown
-from benchmarks.pages import run_table
 from benchmarks.processes import launch
 from benchmarks.sweeps import crossover, quantity
 from benchmarks.sweeps.points import Points, is_timed, report
@@ -101,7 +100,7 @@ class Sweep:
             print(stop)
         result = self.points.write()
         print(f"\n{report(result)}\n\n{shown(self.points.root)}/: a folder a point, sweep.json, table.md")
-        bad = [f"{self.args.over} {own['value']}" for own in result["points"] if own["status"] not in run_table.FINE]
+        bad = [f"{self.args.over} {own['value']}" for own in result["points"] if own["status"] not in judge.FINE]
         if bad:
             print(f"failed: {', '.join(bad)}")
         return 1 if bad or not is_timed(result) else 0

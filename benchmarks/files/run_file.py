@@ -384,6 +384,16 @@ class Run(Struct, kw_only=True):
         return title_of(self.model, self.preset, self.label)
 
 
+class Census(Struct, kw_only=True):
+    """Short runs of several workloads on one host, in one file. `left_out`: workload -> reason."""
+
+    schema: int
+    census: Literal[True]
+    id: Name
+    left_out: dict[Name, Text]
+    runs: list[Run]
+
+
 def title_of(model: str, preset: str, label: str) -> str:
     """Return gpt3/bench, or the label of a step of the user's own."""
     return label if model == OWN_STEP else f"{model}/{preset}"
@@ -398,7 +408,19 @@ def read(path: Path) -> Run:
     """Return the run in a file.
 
     Raises:
-        Damaged: the file holds no run, is too large, or is of another schema.
+        Damaged: the file holds no run, or a census, is too large, or is of another schema.
+    """
+    found = read_all(path)
+    if isinstance(found, Census):
+        raise Damaged(f"{path}: a census of {len(found.runs)} runs, not one run")
+    return found
+
+
+def read_all(path: Path) -> Run | Census:
+    """Return the run, or the census, in a file.
+
+    Raises:
+        Damaged: the file holds neither, is too large, or is of another schema.
     """
     try:
         if not path.is_file() or path.is_symlink():
@@ -417,10 +439,11 @@ def read(path: Path) -> Run:
 
 class _Head(Struct):
     schema: int
+    census: bool = False
 
 
-def parsed(data: bytes) -> Run:
-    """Return the run that the bytes of a file hold.
+def parsed(data: bytes) -> Run | Census:
+    """Return the run, or the census, that the bytes of a file hold.
 
     Raises:
         ValueError: they hold none; the text names the place.
@@ -428,28 +451,31 @@ def parsed(data: bytes) -> Run:
     from benchmarks.files import schema_3
 
     try:
-        schema = msgspec.json.decode(data, type=_Head).schema
-        if schema == schema_3.SCHEMA:
-            run = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
-        elif schema == SCHEMA:
-            run = msgspec.json.decode(data, type=Run)
+        head = msgspec.json.decode(data, type=_Head)
+        if head.schema == schema_3.SCHEMA:
+            found: Run | Census = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
+        elif head.schema != SCHEMA:
+            raise ValueError(f"schema {head.schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
+        elif head.census:
+            found = msgspec.json.decode(data, type=Census)
         else:
-            raise ValueError(f"schema {schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
+            found = msgspec.json.decode(data, type=Run)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise ValueError("no whole JSON") from None
-    _require_sound(run)
-    return run
+    for run in found.runs if isinstance(found, Census) else [found]:
+        _require_sound(run)
+    return found
 
 
-def as_bytes(run: Run) -> bytes:
-    """Return the content of a run file."""
+def as_bytes(run: Run | Census) -> bytes:
+    """Return the content of a file."""
     return msgspec.json.encode(run) + b"\n"
 
 
 def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
-    """Return every run below a folder, by path, and a line for each damaged file and each folder that is not readable.
+    """Return every run below a folder, by path, those of a census too, and a line for each damaged file and each folder that is not readable.
 
     Hidden folders and those named archive or figures are passed over; links to folders are not followed.
     """
@@ -466,7 +492,8 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
         paths += [Path(folder, name) for name in names]
     for path in sorted(paths):
         try:
-            found.append((path, read(path)))
+            each = read_all(path)
+            found += [(path, run) for run in (each.runs if isinstance(each, Census) else [each])]
         except Damaged as error:
             faults.append(str(error))
     return found, faults

@@ -299,11 +299,9 @@ def read(root: Path) -> Found:
     return Found(root, kept, faults, rows_of(kept, archive.read(root / "archive")))
 
 
-def rows_of(
-    found: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None
-) -> list[Row]:
+def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None) -> list[Row]:
     """Return a row for each variant and base of each workload; of several bases the one with most runs first."""
-    points: dict[tuple[Workload, str], list[Point]] = defaultdict(list)
+    grouped: dict[tuple[Workload, str], list[Point]] = defaultdict(list)
     for path, run in found:
         for name, own in judged(run).items():
             numbers = {block.busy_processes for each in own.build.variants.values() for block in each.blocks}
@@ -311,18 +309,19 @@ def rows_of(
                 where = workload_of(run, name, busy)
                 for variant in own.build.variants:
                     if not busy or own.blocks(variant, True):
-                        points[where, variant].append(Point(path, run, own, variant, bool(busy)))
+                        grouped[where, variant].append(Point(path, run, own, variant, bool(busy)))
     rows = []
-    for where, variant in sorted(points, key=lambda key: key[0]):
+    for where, variant in sorted(grouped, key=lambda key: key[0]):
         by_base: dict[str, list[Point]] = defaultdict(list)
-        for point in points[where, variant]:
+        points = grouped[where, variant]
+        for point in points:
             by_base[_base_of(point)].append(point)
         # A run without a time of the variant says nothing against a base: it stands with the others' row.
-        untimed = [point for point in points[where, variant] if point.verdict.status != PASS]
-        timed = {base: [each for each in own if each not in untimed] for base, own in by_base.items()}
-        kept = {base: own for base, own in timed.items() if own} or {"": []}
-        for index, (base, own) in enumerate(sorted(kept.items(), key=lambda item: -len(item[1]))):
-            row_points = (*own, *(untimed if index == 0 else ()))
+        untimed = [point for point in points if point.verdict.status != PASS]
+        timed = {base: [each for each in points if each not in untimed] for base, points in by_base.items()}
+        kept = {base: each for base, each in timed.items() if each} or {"": []}
+        for index, (base, each) in enumerate(sorted(kept.items(), key=lambda item: -len(item[1]))):
+            row_points = (*each, *(untimed if index == 0 else ()))
             rows.append(_with_archive(where, variant, base, row_points, archived or {}))
     return rows
 

@@ -4,33 +4,33 @@ A table stands between two markers and is made again by `make readme`; a test fa
 
     <!-- table: models -->      the best-measured graph of each model
     <!-- table: model gpt3 -->  all rows of a model on GPUs
-    <!-- table: decide -->      what to do, by issue / busy, with a measured row each
+    <!-- table: decide -->      what to do, by step / busy, with a measured row each
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
-    <!-- table: law -->         how well issue / busy predicts the gain, in a sentence
-    <!-- table: memory -->      time and memory of builds with parameterized launches
+    <!-- table: ceiling -->     how many graphs reached step / busy, in a sentence or two
     <!-- end -->
 """
 
-import os
 import re
 from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.files import runs
 from benchmarks.files.runs import Row
+from benchmarks.judge import PASS
 from benchmarks.pages import published, tables
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
 WITHIN = 0.05
 SUBMITTED = "NVIDIA's submission: "
-PARAMETERIZED = "graph_parameterized"
 NOTHING = "Nothing has been measured on a GPU yet."
-# Bounds of issue / busy, in words, and what to do.
+# Runs begun later show whether the rule on step / busy holds, which was found on earlier ones.
+RULE_WRITTEN = "2026-11-25T20:45:00Z"
+# Bounds of step / busy, in words, and what to do.
 BANDS = (
     (1.2, float("inf"), "above 1.2", "Capture the whole step, or as much of it as you can."),
-    (0.9, 1.2, "0.9 to 1.2", "Try it: up to 20 %, more on a slower host."),
-    (0.0, 0.9, "below 0.9", "Leave it eager, unless host noise delays steps."),
+    (1.05, 1.2, "1.05 to 1.2", "Try it; on a slower host it gains more."),
+    (0.0, 1.05, "below 1.05", "Leave it eager, unless other hosts issue slower."),
 )
 
 
@@ -88,69 +88,35 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
         title = own.title if own else model
         if row is None:
             graphs = [each for each in _on_gpu(rows) if (each.workload.model, each.kind) == (model, "graph")]
-            seen = [f"no graph has a time ([{each.status}]({_folder(each, page)}))" for each in graphs[:1]]
+            seen = [f"no graph has a time ([{each.status}]({tables.folder(each, page)}))" for each in graphs[:1]]
             lines.append([title, *(seen or ["not measured in blocks yet"]), *[""] * 5])
             continue
         captured = f"{row.newest.variant.help.removeprefix(SUBMITTED)} (`{row.variant}`)"
-        numbers = [tables.cells(row, name) for name in ("base ms", "ms", "ratio", "95 %")]
-        hosts = f"{row.hosts} ({row.workload.gpu.removeprefix('NVIDIA ')})"
-        lines.append([f"[{title}, {row.workload.preset}]({_folder(row, page)})", captured, *numbers, hosts])
-    return tables.markdown(["Workload", "Captured", "eager ms", "graph ms", "ratio", "95 %", "hosts"], lines)
+        numbers = [tables.cells(row, name) for name in ("ms over hosts", "base ms over hosts", "gain over hosts")]
+        hosts = f"{row.hosts_text} ({row.workload.gpu.removeprefix('NVIDIA ')})"
+        name = f"[{title}, {row.workload.preset}]({tables.folder(row, page)})"
+        lines.append([name, captured, *numbers, tables.cells(row, "at most"), hosts])
+    return tables.markdown(["Workload", "Captured", "graph ms", "eager ms", "gain", "at most", "hosts"], lines)
 
 
 def _decide(rows, page, argument):
-    """By issue / busy of eager: what to do, and the best-measured row of such a step."""
+    """By step / busy of eager: what to do, and the best-measured row of such a step."""
     best = runs.best_measured(_on_gpu(rows))
     lines = []
     for low, high, name, advice in BANDS:
         seen = []
         for row in best:
-            issue, busy = row.median("base_issue_ms"), row.median("busy_ms")
-            if issue and busy and low <= issue / busy < high:
-                text = f"{issue:,.3g} / {busy:,.3g} ms: {row.ratio:.3f}x, {tables.interval(row)}"
-                seen.append(f"[{row.workload.name}]({_folder(row, page)}) {text}")
+            ceiling = row.median("ceiling")
+            if ceiling and low <= ceiling < high:
+                link = f"[{row.workload.name}]({tables.folder(row, page)})"
+                seen.append(f"{link} {ceiling:.2f}: {tables.gain_and_interval(row)}, {row.hosts_text}")
         lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
-    return tables.markdown(["Issue / busy", "What to do", "Measured here"], lines)
-
-
-def _memory(rows, page, argument):
-    """Each workload in which parameterized launches were timed, with its other variants."""
-    own: dict = {}
-    for row in _on_gpu(rows):
-        if not row.control and row.status == "pass":
-            own.setdefault(row.workload, []).append(row)
-    lines = []
-    for workload, alike in own.items():
-        if PARAMETERIZED not in [row.variant for row in alike]:
-            continue
-        eager = next((row for row in alike if row.variant == "eager"), None)
-        for row in alike:
-            peak, base = _captured(row, "peak_reserved_bytes"), _captured(eager, "peak_reserved_bytes")
-            over = None if None in (peak, base) else peak - base
-            name = f"[{workload.name}]({_folder(row, page)}), {workload.machine.removeprefix('NVIDIA ')}"
-            sizes = (peak, over, _captured(row, "pool_bytes"), _captured(row, "driver_bytes"))
-            coverage = (_captured(row, "report") or {}).get("coverage")
-            share = "" if coverage is None else f"{100 * coverage:.0f} %"
-            lines.append([name, row.variant, tables.cells(row, "ms"), *map(_gib, sizes), share])
-    columns = ["workload", "variant", "ms", "peak GiB", "over eager", "pools GiB", "driver GiB", "in regions"]
-    return tables.markdown(columns, lines) if lines else NOTHING
-
-
-def _captured(row, key):
-    return None if row is None else row.newest.variant.capture.get(key)
-
-
-def _gib(size):
-    return "" if size is None else f"{size / 2**30:.2f}"
-
-
-def _folder(row, page):
-    return Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()
+    return tables.markdown(["Step / busy", "What to do", "Measured here"], lines)
 
 
 def _model(rows, page, argument):
     own = [row for row in _on_gpu(rows) if row.workload.model == argument]
-    timed = [row for row in own if row.status == "pass"]
+    timed = [row for row in own if row.status == PASS]
     if not timed:
         has_notes = (page.parents[1] / "results" / "archive" / f"notes-{argument}.md").is_file()
         earlier = "; [the archive](../results/archive/README.md) has earlier runs" if has_notes else ""
@@ -170,19 +136,17 @@ def _nvidia(rows, page, argument):
             and published.stem(row.workload.preset) in own.presets
         ]
         order = list(own.presets)
-        found.sort(
-            key=lambda row: (not row.ratio, order.index(published.stem(row.workload.preset)), row.workload.build)
-        )
+
+        def rank(row, order=order):
+            where = row.workload
+            return not row.ratio, order.index(published.stem(where.preset)), where.ranks, -row.num_hosts, where.build
+
+        found.sort(key=rank)
         here, differs = "not measured yet", next(reversed(own.presets.values()))
         if found:
             row = found[0]
-            hosts = f" ({row.hosts} host{'s' if row.hosts > 1 else ''})"
-            text = (
-                f"{row.ratio:.3f}x, {tables.interval(row)}{hosts}"
-                if row.ratio
-                else f"{row.status}: {row.reason.partition(':')[0]}"
-            )
-            here = f"[{row.workload.name}]({_folder(row, page)}) {row.variant}: {text}"
+            text = f"{tables.gain_and_interval(row)}, {row.hosts_text}" if row.ratio else row.status
+            here = f"[{row.workload.name}]({tables.folder(row, page)}) {row.variant}: {text}"
             gpus = f"{row.workload.ranks} {row.workload.gpu.removeprefix('NVIDIA ')}"
             differs = f"{gpus}: {own.presets[published.stem(row.workload.preset)]}"
         lines.append([own.title, own.mechanism, f"[{own.gain_range}]({own.source})", here, differs])
@@ -191,44 +155,67 @@ def _nvidia(rows, page, argument):
     )
 
 
-def predictions(rows: list[Row]) -> list[tuple[Row, runs.Point, float]]:
-    """(row, point, measured gain / predicted gain) of each graph in each run on a GPU, contended cycles too."""
+# ------------------------------------------------------------------------------------------------
+# The ceiling
+
+
+def ceilings(rows: list[Row]) -> list[tuple[Row, runs.Point]]:
+    """Each graph in each run on a GPU that has a gain and a ceiling, contended cycles too."""
     return [
-        (row, point, point.ratio.ratio / point.predicted_gain)
+        (row, point)
         for row in _on_gpu(rows)
-        if row.kind == "graph"
-        for point in row.points
-        if point.ratio is not None and point.predicted_gain
+        if row.kind in ("graph", "compile") and not row.control
+        for point in row.timed
+        if point.ceiling and point.reached
     ]
 
 
-def law(rows: list[Row], page: Path | None = None, argument: str = "") -> str:
-    """How many gains lie within 5 % of max(1, issue / busy), in a sentence."""
-    found = predictions(rows)
+def ceiling_text(rows: list[Row]) -> str:
+    """Return how many graphs reached step / busy, in a sentence or two."""
+    found = ceilings(rows)
     if not found:
         return NOTHING
-    near = sum(abs(off - 1) <= WITHIN for _, _, off in found)
-    above = [off for _, _, off in found if off > 1 + WITHIN]
-    below = [off for _, _, off in found if off < 1 - WITHIN]
-    hosts = len({point.host for _, point, _ in found})
-    where = f"{hosts} host{'s' if hosts > 1 else ''}"
-    text = f"In runs on {where}, {near} of {len(found)} graphs gain max(1, issue / busy) to within {100 * WITHIN:g} %, "
-    text += "with the graph's own busy time"
-    if above:
-        text += f"; {len(above)} gain{'s' if len(above) == 1 else ''} up to {100 * (max(above) - 1):.1f} % more"
-    if below:
-        text += f"; {len(below)} gain{'s' if len(below) == 1 else ''} up to {100 * (1 - min(below)):.1f} % less"
-    # What needs no capture, and what needs no thought.
-    gains = [(point.ratio.ratio, point.early_prediction or 1.0) for _, point, _ in found if point.ratio is not None]
-    before = sum(abs(gain / early - 1) <= WITHIN for gain, early in gains)
-    none = sum(abs(gain - 1) <= WITHIN for gain, _ in gains)
-    return (
-        f'{text}. With eager\'s busy time, known before a capture, it holds for {before}; "no gain" holds for {none}.'
-    )
+    hosts = {point.host for _, point in found}
+    most = max(point.reached or 0.0 for _, point in found) - 1
+    text = f"In runs on {runs.counted(len(hosts), 'host')}, none of {len(found)} graphs gained over "
+    text += f"{100 * max(most, 0.0):.1f} % more than step / busy of the uncaptured step."
+    after = [point for _, point in found if point.run.begin_utc > RULE_WRITTEN]
+    if not after:
+        return text
+    gaining = [point for point in after if (point.ceiling or 0.0) > 1 + WITHIN]
+    others = [point for point in after if point not in gaining]
+    parts = [
+        f"{sum((point.reached or 0.0) >= 1 - WITHIN for point in own)} of {len(own)} graphs that could gain {what}"
+        for own, what in ((gaining, f"over {100 * WITHIN:g} %"), (others, "less"))
+        if own
+    ]
+    return f"{text} In runs made after this rule was written, {' and '.join(parts)} reached it to within 5 %."
 
 
-def _law(rows, page, argument):
-    return law(rows)
+def misses(rows: list[Row]) -> list[str]:
+    """Return a line for each graph that stayed more than 5 % below its ceiling, with the cause."""
+    lines = []
+    for row, point in ceilings(rows):
+        own = point.judged
+        base_busy, busy, ms = (
+            own.busy_ms(own.uncaptured(row.variant)),
+            point.busy_ms,
+            own.ms(row.variant, point.is_busy),
+        )
+        if (point.reached or 0.0) >= 1 - WITHIN or not base_busy or not busy or not ms:
+            continue
+        clocks = own.sm_mhz(row.variant, point.is_busy), own.sm_mhz(own.base, point.is_busy)
+        said = f"its kernels take {100 * (busy / base_busy - 1):+.1f} %"
+        if None not in clocks:
+            said += f" (GPU at {clocks[0]:,.0f} MHz, {own.base} at {clocks[1]:,.0f})"
+        said += f", its GPU waits for {100 * max(0.0, 1 - busy / ms):.1f} % of the step"
+        name = f"{row.workload.name} {row.variant}, {point.run.id}"
+        lines.append(f"{name}: {100 * (point.reached or 0.0):.1f} % of {point.ceiling:.3f}x; {said}.")
+    return lines
 
 
-_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "law": _law, "memory": _memory}
+def _ceiling(rows, page, argument):
+    return ceiling_text(rows)
+
+
+_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "ceiling": _ceiling}

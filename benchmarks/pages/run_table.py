@@ -128,8 +128,7 @@ def _times(value):
 
 def _aligned(rows, num_left) -> Iterator[str]:
     """Lines of a table whose first `num_left` columns are flush left, without columns that are empty."""
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])] if len(rows) > 1 else zip(*rows)
-    columns = list(columns)
+    columns = [column for column in zip(*rows, strict=True) if len(rows) == 1 or any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH + 2 else " "
     for row in zip(*columns, strict=True):

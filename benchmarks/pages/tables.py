@@ -8,39 +8,46 @@ from pathlib import Path
 
 from benchmarks.files import runs
 from benchmarks.files.run_file import printable
-from benchmarks.files.runs import Row
+from benchmarks.files.runs import Row, digits
+from benchmarks.judge import PASS
 from benchmarks.pages.run_table import milliseconds
 
 SCREEN = 100
-FEW = ("workload", "variant", "base ms", "ms", "ratio", "95 %", "cycles, hosts", "note")
+FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")
+ON_SCREEN = ("variant", "base ms", "ms", "gain", "95 %", "at most", "hosts", "note")
 WIDE = (
-    "issue ms",
-    "busy ms",
-    "predicted",
-    "kernels",
-    "in graphs",
-    "parity",
-    "TFLOP/s",
-    "capture s",
-    "reserved GiB",
-    "added GiB",
-    "runs",
+    *("reached", "typical ms", "issue ms", "busy ms", "kernels", "in graphs", "parity", "TFLOP/s", "J a step", "MHz"),
+    *("capture s", "alone GiB", "added GiB", "runs"),
 )
-TEXT = ("workload", "variant", "note", "parity")
+TEXT = ("workload", "variant", "note", "parity", "hosts")
 
 
 def interval(row: Row) -> str:
-    """The 95 % interval, or the range of runs where there is none; "" of one cycle."""
-    if row.ratio is None:
+    """The 95 % interval of a row with one run; "" of others."""
+    return f"{row.interval[0]:.3f} to {row.interval[1]:.3f}" if row.interval else ""
+
+
+def gain(row: Row) -> str:
+    """The gain of one host, or its range over hosts."""
+    if row.gain_range is None:
+        return "base" if row.variant == row.base else ""
+    if row.num_hosts == 1:
+        return f"{row.ratio:.3f}x"
+    return f"{row.gain_range[0]:.3f} to {row.gain_range[1]:.3f}x"
+
+
+def gain_and_interval(row: Row) -> str:
+    """The gain of one host with its interval, or its range over hosts."""
+    return f"{gain(row)} ({interval(row)})" if row.interval else gain(row)
+
+
+def with_range(value: float | None, over: runs.Range | None) -> str:
+    """Ms with the range over hosts, as in 127.0 (126.8 to 129.0); without it where there is one host."""
+    if value is None:
         return ""
-    if row.low is not None:
-        return f"{row.low:.3f} to {row.high:.3f}" if row.low else ""
-    return f"runs {row.lowest:.3f} to {row.highest:.3f}"
-
-
-def count(row: Row) -> str:
-    """Return cycles and hosts, as in 8, 1 host."""
-    return f"{row.cycles}, {runs.counted(row.hosts, 'host')}" if row.cycles else ""
+    if over is None or over[0] == over[1]:
+        return digits(value)
+    return f"{digits(value)} ({digits(over[0])} to {digits(over[1])})"
 
 
 def cells(row: Row, column: str) -> str:
@@ -48,51 +55,54 @@ def cells(row: Row, column: str) -> str:
     return _CELLS[column](row)
 
 
-def _scaled(number, format_):
-    return "" if number is None else format(number, format_)
-
-
-def _of_variant(row, part, key):
-    return getattr(row.newest.variant, part).get(key)
+def _scaled(number, format_, unit=""):
+    return "" if number is None else f"{format(number, format_)}{unit}"
 
 
 def _parity(row):
-    own = row.newest.variant.parity
-    return "" if row.control or own is None else own.result
+    return "" if row.control else row.newest.verdict.parity
 
 
-def _added(row):
-    added = _of_variant(row, "capture", "bytes_added")
-    return "" if added is None else f"{added / 2**30:.2f}"
+def _of_judged(name):
+    return lambda row: getattr(row.newest.judged, name)(row.variant, row.newest.is_busy)
 
 
-def _share(row):
-    share = _of_variant(row, "profile", "graph_share")
-    return "" if share is None else f"{100 * share:.0f} %"
+def _added_gib(row):
+    added = row.newest.judged.added_bytes(row.variant)
+    return None if added is None else added / 2**30
+
+
+def _percent(share, places=0):
+    return "" if share is None else f"{100 * share:.{places}f} %"
 
 
 _CELLS: dict[str, Callable[[Row], str]] = {
     "workload": lambda row: row.workload.name,
     "variant": lambda row: f"{row.variant} (base again)" if row.control else row.variant,
     "base ms": lambda row: milliseconds(row.base_ms) if row.ratio else "",
-    "ms": lambda row: milliseconds(row.ms) if row.status == "pass" else "",
-    "ratio": lambda row: f"{row.ratio:.3f}x" if row.ratio else "base" if row.variant == row.base else "",
+    "ms": lambda row: milliseconds(row.ms) if row.status == PASS else "",
+    "base ms over hosts": lambda row: with_range(row.base_ms, row.base_ms_range),
+    "ms over hosts": lambda row: with_range(row.ms, row.ms_range) if row.status == PASS else "",
+    "gain": gain,
+    "gain over hosts": gain_and_interval,
     "95 %": interval,
-    "cycles, hosts": count,
-    "note": lambda row: row.note if row.status == "pass" else row.status,
+    "at most": lambda row: "" if row.control else _scaled(row.median("ceiling"), ".3f", "x"),
+    "hosts": lambda row: row.hosts_text if row.hosts else "",
+    "note": lambda row: row.note if row.status == PASS else row.status,
+    "reached": lambda row: "" if row.control else _percent(row.median("reached"), 1),
+    "typical ms": lambda row: milliseconds(_of_judged("typical_ms")(row)) if row.status == PASS else "",
     "issue ms": lambda row: _scaled(row.median("issue_ms"), ",.1f"),
     "busy ms": lambda row: _scaled(row.median("busy_ms"), ",.1f"),
-    "predicted": lambda row: (
-        _scaled(row.median("predicted_gain"), ".3f") + "x" if row.ratio and row.median("predicted_gain") else ""
-    ),
-    "kernels": lambda row: _scaled(_of_variant(row, "profile", "kernels"), ",.0f"),
-    "in graphs": _share,
+    "kernels": lambda row: _scaled(row.newest.variant.profile.kernels, ",.0f"),
+    "in graphs": lambda row: _percent(row.newest.variant.profile.graph_share),
     "parity": _parity,
     "TFLOP/s": lambda row: _scaled(row.tflops, ".0f"),
-    "capture s": lambda row: _scaled(_of_variant(row, "capture", "made_s"), ".1f"),
-    "reserved GiB": lambda row: _scaled(row.reserved_gib, ".1f"),
-    "added GiB": _added,
-    "runs": lambda row: str(len(row.points)),
+    "J a step": lambda row: _scaled(_of_judged("joules")(row), ".1f"),
+    "MHz": lambda row: _scaled(_of_judged("sm_mhz")(row), ".0f"),
+    "capture s": lambda row: _scaled(row.newest.variant.capture.made_s, ".1f"),
+    "alone GiB": lambda row: _scaled(row.alone_gib, ".1f"),
+    "added GiB": lambda row: _scaled(_added_gib(row), ".2f"),
+    "runs": lambda row: str(len(row.timed)),
 }
 
 
@@ -102,14 +112,14 @@ _CELLS: dict[str, Callable[[Row], str]] = {
 
 def screen(rows: list[Row], wide: bool = False) -> str:
     """Each workload's rows below its name; no line is longer than 100 characters unless `wide`."""
-    columns = [name for name in (*FEW, *(WIDE if wide else ())) if name != "workload"]
+    columns = [*ON_SCREEN, *(WIDE if wide else ())]
     parts = []
     for machine, own in runs.of_machines(rows).items():
         lines = [machine]
-        shown = [row for row in own if row.status == "pass"]
+        shown = [row for row in own if row.status == PASS]
         table = [columns, *([cells(row, name) for name in columns] for row in shown)]
-        widths = [max(len(line[index]) for line in table) for index in range(len(columns))]
         note = columns.index("note")
+        widths = [max(len(line[index]) for line in table) for index in range(len(columns))]
         lines.append(_line(table[0], columns, widths))
         before = None
         for row, line in zip(shown, table[1:], strict=True):
@@ -121,7 +131,7 @@ def screen(rows: list[Row], wide: bool = False) -> str:
                 said, line[note] = line[note], ""
                 text = f"{_line(line, columns, widths)}\n      {said}"
             lines.append(text)
-        lines += _not_timed(own)
+        lines += not_timed(own)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -134,11 +144,11 @@ def _line(line, columns, widths):
     return ("  " + "  ".join(padded)).rstrip()
 
 
-def _not_timed(rows):
+def not_timed(rows: list[Row]) -> list[str]:
     """Lines for what has no number, equal reasons together."""
     alike: dict = {}
     for row in rows:
-        if row.status != "pass":
+        if row.status != PASS:
             alike.setdefault((row.workload.name, row.status, row.reason), []).append(row.variant)
     return [
         printable(f"{where}: {', '.join(names)}: {status}{f' ({reason})' if reason else ''}")
@@ -170,40 +180,59 @@ def rows_as_markdown(rows: list[Row], page: Path, columns=FEW) -> str:
     return markdown(list(columns), lines)
 
 
+def folder(row: Row, page: Path) -> str:
+    """The folder of a row's newest run, from a page."""
+    return Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()
+
+
 def _linked(row, page):
-    folder = os.path.relpath(row.newest.path.parent, page.parent)
-    return f"[{row.workload.name}]({Path(folder).as_posix()})"
+    return f"[{row.workload.name}]({folder(row, page)})"
 
 
 def not_timed_as_markdown(rows: list[Row]) -> str:
     """A list of what has no number, and why; "" where all have."""
-    return "\n".join(f"- {line}" for line in _not_timed(rows))
+    return "\n".join(f"- {line}" for line in not_timed(rows))
+
+
+_CSV: dict[str, Callable[[Row], object]] = {
+    "machine": lambda row: row.workload.machine,
+    "model": lambda row: row.workload.model,
+    "preset": lambda row: row.workload.preset,
+    "label": lambda row: row.workload.label,
+    "build": lambda row: row.workload.build,
+    "busy_processes": lambda row: row.workload.busy,
+    "variant": lambda row: row.variant,
+    "kind": lambda row: row.kind,
+    "base": lambda row: row.base,
+    "status": lambda row: row.status,
+    "reason": lambda row: row.reason,
+    "base_ms": lambda row: row.base_ms,
+    "base_ms_low": lambda row: row.base_ms_range and row.base_ms_range[0],
+    "base_ms_high": lambda row: row.base_ms_range and row.base_ms_range[1],
+    "ms": lambda row: row.ms,
+    "ms_low": lambda row: row.ms_range and row.ms_range[0],
+    "ms_high": lambda row: row.ms_range and row.ms_range[1],
+    "gain_low": lambda row: row.gain_range and row.gain_range[0],
+    "gain_high": lambda row: row.gain_range and row.gain_range[1],
+    "interval_low": lambda row: row.interval and row.interval[0],
+    "interval_high": lambda row: row.interval and row.interval[1],
+    "ceiling": lambda row: row.median("ceiling"),
+    "reached": lambda row: row.median("reached"),
+    "cycles": lambda row: row.cycles,
+    "hosts": lambda row: row.num_hosts,
+    "archived_hosts": lambda row: len(row.archived),
+    "runs": lambda row: len(row.timed),
+    "issue_ms": lambda row: row.median("issue_ms"),
+    "base_issue_ms": lambda row: row.median("base_issue_ms"),
+    "busy_ms": lambda row: row.median("busy_ms"),
+    "note": lambda row: row.note if row.status == PASS else "",
+}
 
 
 def as_csv(rows: list[Row]) -> str:
     """All fields of all rows, unrounded."""
-    names: tuple[str, ...] = (
-        "machine",
-        "model",
-        "preset",
-        "label",
-        "build",
-        "busy_processes",
-        "variant",
-        "kind",
-        "base",
-        "status",
-    )
-    names += ("reason", "base_ms", "ms", "ratio", "low", "high", "lowest", "highest", "cycles", "hosts", "runs")
-    names += ("issue_ms", "base_issue_ms", "busy_ms", "predicted", "note")
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(names)
-    for row in rows:
-        where = row.workload
-        own = (row.variant, row.kind, row.base, row.status, row.reason, row.base_ms, row.ms)
-        over = (row.ratio, row.low, row.high, row.lowest, row.highest, row.cycles, row.hosts, len(row.points))
-        medians = [row.median(name) for name in ("issue_ms", "base_issue_ms", "busy_ms", "predicted_gain")]
-        place = (where.machine, where.model, where.preset, where.label, where.build, where.busy)
-        writer.writerow([*place, *own, *over, *medians, row.note])
+    writer.writerow(_CSV)
+    writer.writerows([value(row) for value in _CSV.values()] for row in rows)
     return file.getvalue()

@@ -11,15 +11,16 @@ from pathlib import Path
 from benchmarks import ask, statistics
 from benchmarks.command import Mistake
 from benchmarks.files.run_file import Build, Run
+from benchmarks.judge import PASS, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.sweeps import crossover
 from benchmarks.sweeps.quantity import Quantity
 from common.config import flag_of
 from common.files import write_text
 
-SCHEMA = 3
-NUMBERS = ("base", "base_ms", "ms", "ratio", "low", "high", "word", "issue_ms", "busy_ms", "predicted")
-COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "predicted")
+SCHEMA = 4
+NUMBERS = ("base", "base_ms", "ms", "ratio", "low", "high", "word", "issue_ms", "busy_ms", "ceiling")
+COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most")
 WIDTH = 100
 
 
@@ -104,30 +105,31 @@ class Points:
     def _numbers(self, run, flags):
         """Status, message and numbers of a run."""
         variant, busy = self.variant, bool(self.host_load)
-        builds = [build for build in run.builds.values() if variant in build.variants]
+        builds = [own for own in judged(run).values() if variant in own.verdicts]
         if not builds:
             return _unmeasured("failed", "nothing was measured")
-        build = next((build for build in builds if build.variants[variant].blocks), builds[0])
-        base, ratio = build.variants[build.base], build.ratio_of(variant, busy)
-        for each in (base, build.variants[variant]):
-            if each.status != "pass":
-                return _unmeasured(each.status, each.reason)
-        smaller = _smaller(build, flags, self.asked.description["presets"][self.asked.preset])
+        own = next((each for each in builds if each.build.variants[variant].blocks), builds[0])
+        ratio = own.ratio_of(variant, busy)
+        for name in filter(None, (own.base or own.build.anchor or "eager", variant)):
+            verdict = own.verdicts.get(name)
+            if verdict is not None and verdict.status != PASS:
+                return _unmeasured(verdict.status, verdict.reason)
+        smaller = _smaller(own.build, flags, self.asked.description["presets"][self.asked.preset])
         if smaller or ratio is None:
-            return _unmeasured(*(("oom", smaller) if smaller else ("failed", f"no cycle beside {build.base}")))
+            return _unmeasured(*(("oom", smaller) if smaller else ("failed", f"no cycle beside {own.base}")))
         has_interval = ratio.cycles > 1
-        return _unmeasured("pass", "") | {
-            "base": build.base,
+        return _unmeasured(PASS, "") | {
+            "base": own.base,
             "base_ms": ratio.base_ms,
             "ms": ratio.variant_ms,
             "ratio": ratio.ratio,
             "low": ratio.low if has_interval else None,
             "high": ratio.high if has_interval else None,
             "word": statistics.word(ratio),
-            "cycles": build.cycles,
-            "issue_ms": base.issue_ms(busy),
-            "busy_ms": base.profile.get("busy_ms"),
-            "predicted": build.predicted_gain(variant, busy),
+            "cycles": len(own.build.cycles),
+            "issue_ms": own.issue_ms(own.base, busy),
+            "busy_ms": own.busy_ms(own.base),
+            "ceiling": own.ceiling(variant, busy),
         }
 
 
@@ -178,9 +180,9 @@ def report(result: dict) -> str:
 def _row(point):
     interval = f"{point['low']:.3f} to {point['high']:.3f}" if point["low"] else "-"
     base_ms, ms, issue_ms, busy_ms = (milliseconds(point[name]) for name in ("base_ms", "ms", "issue_ms", "busy_ms"))
-    own, predicted = (f"{point[name]:.3f}x" if point[name] else "-" for name in ("ratio", "predicted"))
+    own, ceiling = (f"{point[name]:.3f}x" if point[name] else "-" for name in ("ratio", "ceiling"))
     word = point["word"] or point["status"]
-    return (str(point["value"]), base_ms, ms, own, interval, word, issue_ms, busy_ms, predicted)
+    return (str(point["value"]), base_ms, ms, own, interval, word, issue_ms, busy_ms, ceiling)
 
 
 def _notes(result):

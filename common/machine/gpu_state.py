@@ -12,7 +12,7 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-# Bits of nvidia-smi's clocks_event_reasons.active, from NVML. An idle GPU and clocks that an application chose are none.
+# Bits of clocks_event_reasons.active, by NVML. An idle GPU, and clocks that an application chose, are none of them.
 THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -64,7 +64,8 @@ class GpuSampler:
         nvidia_smi = shutil.which("nvidia-smi")
         if nvidia_smi is None:
             return
-        command = [nvidia_smi, "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader,nounits"]
+        query = "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
+        command = [nvidia_smi, query, "--format=csv,noheader,nounits"]
         command += ["-lms", str(self.interval_ms), "-i", str(self.gpu)]
         # The file has no name, so nothing is left behind; it is read by position, since the child's write position
         # is shared with it.

@@ -10,6 +10,7 @@ Exit status: 0 where nothing stands against a graph, 5 where it would train wron
 """
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -75,6 +76,7 @@ class Diagnosis:
         waits: the time that the GPU waits in an eager step; None where it was not measured.
         pace: whether the step is bound by its launches, in words; "" on a CPU.
         memory: the graph's predicted memory beside the free one in words, or "".
+        whole_is_right: a graph of the whole step trains as eager does.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -84,6 +86,7 @@ class Diagnosis:
     waits: idle.Idle | None = None
     pace: str = ""
     memory: str = ""
+    whole_is_right: bool = False
 
     @property
     def whole(self) -> str:
@@ -183,6 +186,7 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
             _bisect(state, found, eager.watched)
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
+    found.whole_is_right = graphs[0] is WHOLE and outcomes[0].is_equal
     if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
         # Its numbers are eager's: what changes on the host does not matter.
         noted = _HARMLESS if state.text else ()
@@ -312,12 +316,13 @@ def main(argv=None) -> int:
 
 
 def _tell(found: Diagnosis, names: list[str]) -> None:
-    """Print a diagnosis, write it to a file, and its status beside it."""
+    """Print a diagnosis, write it to a file, and what programs want of it beside it."""
     print(found.text())
     for name in names:
         try:
             write_text(Path(name), found.text())
-            write_text(Path(f"{name}.status"), str(found.status))
+            told = {"status": found.status, "whole_is_right": found.whole_is_right}
+            write_text(Path(f"{name}.json"), json.dumps(told))
         except OSError as error:
             raise ValueError(f"{name}: {error.strerror}") from None
 

@@ -52,7 +52,7 @@ def diagnosed(tmp_path, **changes):
     begun, _, first = first.partition("\n")
     assert begun.startswith("looks at the step")
     assert not second and first.strip() == (tmp_path / "said").read_text().strip()
-    return first, int((tmp_path / "said.status").read_text()), text.splitlines()
+    return first, json.loads((tmp_path / "said.json").read_text())["status"], text.splitlines()
 
 
 @pytest.mark.parametrize("shared", ["ddp", "fsdp"])
