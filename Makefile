@@ -20,6 +20,7 @@ from_make = @$(python) -m benchmarks.from_make
 
 bench_takes = MODEL PRESET VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT LABEL CONTROL ARGS
 measure_takes = STEP VARIANTS CYCLES MINUTES NGPU HOST_LOAD OUT ARGS
+census_takes = MODEL PRESET CYCLES MINUTES OUT ARGS
 doctor_takes = STEP MODEL PRESET NGPU ARGS
 publish_takes = RUN ARGS
 sweep_takes = MODEL PRESET CYCLES MINUTES NGPU HOST_LOAD OUT OVER VALUES VARIANT ARGS
@@ -29,14 +30,14 @@ plots_takes = OUT ARGS
 readme_takes = ARGS
 # make bench NODES=2 is refused, and its reader told that make submit takes NODES.
 space = $(subst x,,x x)
-targets_with = $(strip $(foreach target,bench measure publish sweep submit compare plots,$(if \
+targets_with = $(strip $(foreach target,bench measure census publish sweep submit compare plots,$(if \
     $(filter $1,$($(target)_takes)),$(target))))
 or_nobody = $(if $(targets_with),make $(subst $(space), or make ,$(targets_with)) does,no target does any more)
 check = $(foreach name,$(filter-out $($@_takes),$(variables)),$(if \
     $(strip $(make_$(name))),$(error make $@ takes no $(name), $(call or_nobody,$(name)))))
 need = $(if $(strip $(make_$1)),,$(error $1 is missing, as in make $@ $1=$2))
 
-.PHONY: help bench measure doctor publish sweep compare plots readme submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor publish sweep compare plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -83,6 +84,11 @@ measure: ## measure your own training STEP, eager against graphs, in two minutes
 	$(check)$(call need,STEP,my_step.py:build)
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make measure || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
+
+census: ## eager and one graph of eight workloads in eight minutes: a host more for every row
+	$(check)
+	$(setup) core
+	$(from_make) census
 
 doctor: ## what stands against a graph of your own training STEP, or of MODEL's, each with file and line
 	$(check)$(if $(strip $(make_MODEL)),,$(call need,STEP,my_step.py:build))

@@ -14,7 +14,7 @@ import shlex
 import sys
 
 # What programs need. pip knows xdist under another name.
-MEASURE, TABLES = ("torch", "numpy", "scipy"), ("numpy", "scipy")
+MEASURE, TABLES = ("torch", "numpy", "scipy", "msgspec"), ("numpy", "scipy", "msgspec")
 FIGURES, TEST = (*TABLES, "matplotlib"), (*MEASURE, "pandas", "pytest", "xdist")
 PIP = {"xdist": "pytest-xdist"}
 RUN = ("MODEL", "PRESET", "VARIANTS", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "LABEL")
@@ -27,10 +27,11 @@ TESTS = ["-m", "pytest", "--dist"]
 TARGETS = {
     "bench": (["-m", "benchmarks.run"], RUN, MEASURE),
     "measure": (["-m", "benchmarks.measure"], STEP, MEASURE),
+    "census": (["-m", "benchmarks.census"], ("MODEL", "PRESET", "CYCLES", "MINUTES", "OUT"), MEASURE),
     "doctor": (["-m", "benchmarks.measure", "--doctor"], ("STEP", "MODEL", "PRESET", "NGPU", "PYTHON"), MEASURE),
-    "publish": (["-m", "benchmarks.publish", "RUN"], (), ()),
+    "publish": (["-m", "benchmarks.publish", "RUN"], (), TABLES),
     "sweep": (["-m", "benchmarks.sweep"], POINT, MEASURE),
-    "submit": (["-m", "benchmarks.submit"], POINT + JOB, ("numpy", "scipy")),
+    "submit": (["-m", "benchmarks.submit"], POINT + JOB, TABLES),
     "compare": (["-m", "benchmarks.compare", "OUT"], (), TABLES),
     "gate": (["-m", "benchmarks.gate", "OUT"], ("BASE",), TABLES),
     "plots": (["-m", "benchmarks.plot", "OUT"], (), FIGURES),

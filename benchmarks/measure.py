@@ -90,22 +90,35 @@ def parse(argv=None) -> argparse.Namespace:
     return args
 
 
+def words_of_step(step: str) -> tuple[list[str], list[str]]:
+    """Return the words for `benchmarks.run` that name a step, and the flags of its script.
+
+    Args:
+        step: FILE.py:FUNCTION.
+
+    Raises:
+        Mistake: there is no such file or function.
+    """
+    try:
+        path, function = step_file.split(step)
+        digest = step_file.digest(step)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    # From the root of the repository, where workers start, so that a published run names no folder of a machine.
+    own = path.resolve()
+    named = f"{own.relative_to(ROOT) if own.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
+    label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
+    words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
+    return words, ["--step", named, "--step-digest", digest]
+
+
 def request(args: argparse.Namespace) -> argparse.Namespace:
     """Return the command line of `benchmarks.run` that measures the step.
 
     Raises:
         Mistake: there is no such file or function, or no such interpreter.
     """
-    try:
-        path, function = step_file.split(args.step)
-        digest = step_file.digest(args.step)
-    except ValueError as error:
-        raise Mistake(str(error)) from None
-    # From the root of the repository, where workers start, so that a published run names no folder of a machine.
-    own = path.resolve()
-    step = f"{own.relative_to(ROOT) if own.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
-    label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
-    words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
+    words, flags = words_of_step(args.step)
     handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
     words += [f"{flag_of(name)}={value}" for name, value in handed_on.items() if value]
     unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
@@ -115,7 +128,6 @@ def request(args: argparse.Namespace) -> argparse.Namespace:
         words += ["--variants=eager", "--cycles=1", "--no-control"]
     elif args.variants:
         words += [f"--variants={args.variants}"]
-    flags = ["--step", step, "--step-digest", digest]
     if args.variants:
         # What was asked for is waited for.
         flags += ["--compile-limit-s", "0"]

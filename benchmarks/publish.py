@@ -14,8 +14,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from benchmarks.command import parser_of
 from benchmarks.files import run_file, runs
-from benchmarks.files.run_file import CENSUS, Census, Run
-from benchmarks.files.runs import digits
+from benchmarks.files.run_file import CENSUS, Census, Run, digits
 from benchmarks.judge import judged
 from benchmarks.pages import tables
 from benchmarks.processes.gpus import Gpus

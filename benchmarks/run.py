@@ -88,7 +88,8 @@ def parse(argv=None) -> argparse.Namespace:
     if unknown:
         hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
         parser.error(f"unknown argument {unknown[0]!r}{hint if unknown[0].startswith('--') else ''}")
-    args.flags, args.findings = flags, ""
+    # benchmarks.census sets it.
+    args.flags, args.findings, args.is_census = flags, "", False
     return args
 
 
@@ -121,6 +122,7 @@ def _header(asked, args) -> dict:
         "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
         "begin_utc": partial.utc(),
         "control": "" if args.no_control else CONTROL,
+        "parity": "blocks" if args.is_census else "courses",
         "request": {
             "gpus": list(asked.gpus.uuids[: args.ngpu]),
             **{key: getattr(args, key) for key in ("host_load", "share_memory")},
@@ -142,6 +144,7 @@ def settings_of(args: argparse.Namespace, preset: str) -> Settings:
         block_s=OWN_BLOCK_S if is_own and size != "tiny" else BLOCK_S[size],
         most_blocks_s=1.0 if is_own else 4.0,
         compiles_once=is_own,
+        is_census=args.is_census,
         end_s=getattr(args, "end_s", None),
         control="" if args.no_control else CONTROL,
         **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
@@ -159,7 +162,7 @@ def measure_run(asked: ask.Ask, args: argparse.Namespace, facts: Partial, log: P
         try:
             measurement.measure()
         except OutOfVariants as end:
-            measurement.leave_out_rest("error", str(end))
+            measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
         except WorkerEnded as end:
             measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
     facts.add("end", end_utc=partial.utc())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 SAME = 0.005  # two programs whose times differ by less are the same for our purpose
+SMALL_EFFECT = 0.01  # beside a smaller one stands what two equal programs differed by
 LEAST_CYCLES = 8  # before `auto` ends a run
 LEAST_HOSTS = 3  # for an interval over hosts
 

@@ -504,6 +504,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def digits(value: float) -> str:
+    """Return a time with three digits or more."""
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
 def _require_sound(run: Run) -> None:
     """Refuse what no single value shows.
 

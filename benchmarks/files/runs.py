@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks import ROOT, statistics
 from benchmarks.files import archive, run_file
 from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.run_file import Run, Variant
+from benchmarks.files.run_file import Run, Variant, digits
 from benchmarks.files.workload import Workload, workload_of
 from benchmarks.judge import PASS, Judged, Verdict, judged
 from benchmarks.pages.published import stem
@@ -23,8 +23,6 @@ from benchmarks.statistics import Ratio
 
 # A row names the scatter of its base's blocks if they differ by more.
 WIDE_SPREAD = 0.10
-# Beside a smaller effect stands what two equal programs differed by.
-SMALL_EFFECT = 0.01
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
 Range = tuple[float, float]
 
@@ -387,11 +385,6 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
-def digits(value: float) -> str:
-    """Return a time with three digits or more."""
-    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
-
-
 def _range(values) -> Range | None:
     return (min(values), max(values)) if values else None
 
@@ -407,7 +400,7 @@ def _first_build(point):
 
 def _control_beside(row):
     """Name the control where the effect is small: two equal programs differed by so much in the same run."""
-    if row.interval is None or abs(row.ratio - 1) >= SMALL_EFFECT:
+    if row.interval is None or abs(row.ratio - 1) >= statistics.SMALL_EFFECT:
         return ""
     point = row.timed[0]
     control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None

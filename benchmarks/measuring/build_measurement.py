@@ -60,6 +60,11 @@ class BuildMeasurement:
             return cycles
         return [self._check_parity, *cycles, self._check_parity_afterwards, self._measure_alone]
 
+    def kind_of_eagers(self) -> str:
+        """Return the kind of `run_file.Raised` of the eager variants that were left out; "error" where they differ."""
+        kinds = {each["kind"] for each in self._of("left_out") if self._is_eager(each["variant"])}
+        return kinds.pop() if len(kinds) == 1 else "error"
+
     def leave_out_rest(self, kind: str, reason: str) -> None:
         """Leave out every variant that remains."""
         names = self.worker.remaining()
@@ -231,7 +236,9 @@ class BuildMeasurement:
         paces, is_short = self._of("plan")[-1]["paces"], self.settings.is_short
         missing = self._missing("profile")
         if missing:
-            self.say("  profiles, and parity once more on the graphs that were timed")
+            self.say(
+                "  profiles" if self.settings.is_census else "  profiles, and parity on the graphs that were timed"
+            )
         with self._timed("profile"):
             for variant in missing:
                 self._hold(variant)

@@ -4,8 +4,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from benchmarks import statistics
-from benchmarks.files.run_file import OWN_STEP, Run, printable
-from benchmarks.files.runs import SMALL_EFFECT, digits
+from benchmarks.files.run_file import OWN_STEP, Run, digits, printable
 from benchmarks.judge import PASS, Judged, judged
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity")
@@ -187,6 +186,6 @@ def _beside(own: Judged, name: str, ratio: statistics.Ratio) -> str:
         if None not in clocks and reached < 0.95:
             text += f" (GPU at {clocks[0]:.0f} MHz, {own.base} at {clocks[1]:.0f})"
     control = own.ratio_of(own.run.control) if own.run.control in own.build.variants else None
-    if control is not None and abs(ratio.ratio - 1) < SMALL_EFFECT:
+    if control is not None and abs(ratio.ratio - 1) < statistics.SMALL_EFFECT:
         text += f"; the control reads {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
     return text

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.files import runs
-from benchmarks.files.run_file import printable
-from benchmarks.files.runs import Row, digits
+from benchmarks.files.run_file import digits, printable
+from benchmarks.files.runs import Row
 from benchmarks.judge import PASS
 from benchmarks.pages.run_table import milliseconds
 

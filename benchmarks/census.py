@@ -1,0 +1,141 @@
+"""Measure eager and one graph of eight workloads on this machine, in at most eight minutes: a host more for each row.
+
+    python -m benchmarks.census
+    python -m benchmarks.publish runs/h200x1/census/ID.json
+
+The workloads are the models' preset and two steps of examples/steps; the graph is `graph_step`, or the first headline
+graph. A run has four cycles without control; the losses of its blocks show that the graph trains as eager does. What
+does not fit or cannot run is left out by name. One file holds all runs. After a stop the same command goes on.
+
+Exit status: 0 when something was timed and no graph failed; 1 otherwise; 2 for a mistake on the command line; 130 after
+Ctrl-C.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import ask, command, judge, measure, run, script
+from benchmarks.command import Mistake, amount, positive, shown
+from benchmarks.files import partial, run_file
+from benchmarks.pages import run_table
+from benchmarks.processes import launch, locks
+from common.files import write_text
+
+CYCLES, LIMIT_MINUTES = 4, 8.0
+# No workload begins that would probably end later than the limit.
+LONGEST_S = 90.0
+STEPS = ("examples/steps/muon.py:build", "examples/steps/nanogpt.py:build")
+USUAL = "graph_step"
+
+
+def parse(argv=None) -> argparse.Namespace:
+    """Return the command line. Mistakes end the program with one line."""
+    parser = command.parser_of("census", "Eager and one graph of eight workloads, for hosts.")
+    add = parser.add_argument
+    add("--model", metavar="A,B", default=run.ALL, help="some of the models, without the steps (all)")
+    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
+    add("--cycles", metavar="N", type=positive, default=CYCLES, help=f"cycles ({CYCLES})")
+    add(
+        "--minutes", metavar="M", type=amount, default=LIMIT_MINUTES, help=f"begin no workload late ({LIMIT_MINUTES:g})"
+    )
+    add("--out", metavar="DIR", help="root of the runs (runs)")
+    return parser.parse_args(argv)
+
+
+def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask | str, argparse.Namespace]]:
+    """Return (name, request or the reason why it is refused, command line of `benchmarks.run`) of each workload."""
+    own: list[tuple[str, list[str], list[str]]] = [
+        (name, ["--model", name], []) for name in run.chosen_models(args.model)
+    ]
+    if args.model == run.ALL:
+        own += [(Path(step.partition(":")[0]).stem, *measure.words_of_step(step)) for step in STEPS]
+    found = []
+    for name, words, flags in own:
+        words += ["--cycles", str(args.cycles), "--no-control"]
+        words += [f"--{each}={value}" for each in ("preset", "out") if (value := getattr(args, each))]
+        asked = run.parse([*words, "--", *flags])
+        asked.is_census = True
+        found.append((name, _request(asked, machine), asked))
+    return found
+
+
+def _request(asked, machine) -> ask.Ask | str:
+    try:
+        first = ask.ask_of(asked, asked.model, machine)
+        asked.variants = ",".join(["eager", _graph_of(first.description)])
+        chosen = ask.ask_of(asked, asked.model, machine)
+    except Mistake as mistake:
+        return str(mistake)
+    chosen.builds = chosen.builds[:1]
+    return chosen
+
+
+def _graph_of(description) -> str:
+    names = [name for name in description.get("headline", []) if script.kind_of(description, name) == "graph"]
+    return USUAL if USUAL in names else script.first_graph(description)
+
+
+def census(args: argparse.Namespace) -> int:
+    """Measure every workload, write one file, and return the exit status."""
+    begin_s, machine = time.monotonic(), launch.describe_here()
+    wanted = requests(args, machine)
+    left_out = {name: own for name, own, _ in wanted if isinstance(own, str)}
+    asks = [(name, own, asked) for name, own, asked in wanted if isinstance(own, ask.Ask)]
+    if not asks:
+        raise Mistake(f"no workload can be measured here: {'; '.join(f'{k}: {v}' for k, v in left_out.items())}")
+    print(f"census of {len(asks)} workloads, at most {args.minutes:g} minutes", flush=True)
+    done: list[tuple[partial.Partial, run_file.Run]] = []
+    with locks.gpu_locks(list(asks[0][1].gpus.uuids[:1]), "census") as others:
+        for text in others:
+            print(f"beside   {text}")
+        for name, own, asked in asks:
+            if time.monotonic() - begin_s > 60 * args.minutes - LONGEST_S and done:
+                left_out[name] = f"not begun within {args.minutes:g} minutes"
+                continue
+            print(f"{own.name}", flush=True)
+            facts = run.open_run(own, asked)
+            log = facts.path.with_suffix(".log")
+            run.measure_run(own, asked, facts, log)
+            measured = partial.folded(facts.facts)
+            reason = _why_not(measured)
+            if reason:
+                left_out[name] = reason
+            done.append((facts, measured))
+    return _sealed(args, asks[0][1], done, left_out, time.monotonic() - begin_s)
+
+
+def _why_not(measured: run_file.Run) -> str:
+    """Return the first reason why a run has not all times, or ""."""
+    verdicts = [each for own in judge.judged(measured).values() for each in own.verdicts.values()]
+    return next((f"{each.status}: {each.reason}" for each in verdicts if each.status != judge.PASS), "")
+
+
+def _sealed(args, first, done, left_out, took_s) -> int:
+    """Print and write what was measured; return the exit status."""
+    runs = [measured for _, measured in done if any(own.base for own in judge.judged(measured).values())]
+    for name, reason in left_out.items():
+        print(run_file.printable(f"left out: {name}: {reason}"))
+    if runs:
+        found = run_file.Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
+        path = first.group.parent / run_file.CENSUS / f"{found.id}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, run_file.as_bytes(found))
+        path.chmod(0o444)
+        print(f"\n{run_table.suite(runs)}\n{shown(path)}  ({took_s:.0f} s)")
+    for facts, _ in done:
+        facts.close()
+        facts.path.unlink()
+    failed = [measured for measured in runs if not judge.is_sound(measured)]
+    return 1 if failed or not runs else 0
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    args = parse(argv)
+    return command.exit_status("python -m benchmarks.census", lambda: census(args), run.FAILURES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
