@@ -9,6 +9,7 @@ check of time or memory accuses a variant only where three blocks of eight show 
 """
 
 import enum
+import itertools
 import math
 import statistics as plain
 from collections.abc import Iterator, Sequence
@@ -498,7 +499,7 @@ def growth_over_cycles(build: Build, name: str = "") -> int:
     placed.sort(key=lambda item: item[:2])
     last = max((cycle for cycle, *_ in placed), default=0)
     total = 0
-    for (cycle, _, each, block), (after, place, _, following) in zip(placed, placed[1:], strict=False):
+    for (cycle, _, each, block), (after, place, _, following) in itertools.pairwise(placed):
         is_counted = 1 <= cycle < last and (after < last or place == 0) and block.process == following.process
         if is_counted and name in ("", each) and block.held_bytes is not None and following.held_bytes is not None:
             total += following.held_bytes - block.held_bytes

@@ -475,9 +475,10 @@ def as_bytes(run: Run | Census) -> bytes:
 
 
 def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
-    """Return every run below a folder, by path, those of a census too, and a line for each damaged file and each folder that is not readable.
+    """Return every run below a folder, by path, and a line for each damaged file and each folder that is not readable.
 
-    Hidden folders and those named archive or figures are passed over; links to folders are not followed.
+    The runs of a census are among them. Hidden folders and those named archive or figures are passed over; links to
+    folders are not followed.
     """
     found: list[tuple[Path, Run]] = []
     faults: list[str] = []

@@ -1,5 +1,6 @@
 """The workload of a run: model, preset, flags, build and machine."""
 
+import itertools
 from dataclasses import dataclass
 
 from benchmarks.files.run_file import OWN_STEP, Run, title_of
@@ -49,4 +50,4 @@ def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
 
 def _digest(run: Run) -> str:
     flags = run.flags if run.model == OWN_STEP else []
-    return next((after for flag, after in zip(flags, flags[1:], strict=False) if flag == "--step-digest"), "")
+    return next((after for flag, after in itertools.pairwise(flags) if flag == "--step-digest"), "")

@@ -1,5 +1,6 @@
 """The doctor on two ranks of gloo: DDP and FSDP steps, findings of one rank alone, and ranks that part."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
