@@ -5,7 +5,7 @@ of schema 3 hold verdicts; their failures stay as they were sealed. docs/method.
 
 Each check compares with the base or with the reference in the same cycle, names its `Fault`, and says it in one line. A
 wrong benchmark is usually the fastest. On a GPU every block counts. A CPU shares its cores with other programs: there a
-check of time or memory accuses a variant only where three blocks of eight show the fault.
+check of time or threads accuses a variant only where three blocks of eight show the fault, and never fewer than three.
 """
 
 import enum
@@ -32,6 +32,8 @@ LEAST_LOSS_DEVIATION = {"cuda": 1e-5, "cpu": 1e-6}
 # After the blocks losses are compared further along, where rounding has grown.
 LEAST_DEVIATION_AFTER = 1e-5
 SCATTER_FACTOR = 2.0
+# Blocks on a CPU that have to show a fault of time or threads.
+LEAST_CPU_BLOCKS, CPU_SHARE = 3, 3 / 8
 # Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
 # others: in Llama 2 70B by up to 3.4e-3, eager's blocks like graphs'. More than this is no rounding.
 LARGEST_OF_ONE_BLOCK = 1e-2
@@ -394,9 +396,15 @@ def _anchor_of(build: Build) -> Variant | None:
 
 
 def _shows(flags: Sequence[bool], device: str) -> bool:
-    """Whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three."""
-    needed = 1 if device == "cuda" else min(len(flags), max(3, math.ceil(3 * len(flags) / 8)))
-    return sum(flags) >= max(1, needed)
+    """Whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three.
+
+    One or two blocks on a CPU show nothing: any other program may have taken the core in them.
+    """
+    return sum(flags) >= (1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(flags))))
+
+
+def _quiet(variant: Variant) -> list[Block]:
+    return [block for block in variant.blocks if not block.busy_processes]
 
 
 def _promise_fault(variant: Variant) -> Found | None:
@@ -434,11 +442,10 @@ def _share_fault(variant, device) -> Found | None:
 
 
 def _clock_fault(variant, base, run) -> Found | None:
-    quiet = [block for block in variant.blocks if not block.busy_processes]
-    slack_s = CLOCK_SLACK_S[run.device]
+    quiet, slack_s = _quiet(variant), CLOCK_SLACK_S[run.device]
     if run.device == "cpu":
         # A busy CPU may keep the other process waiting, at the begin or at the end of a block.
-        slack_s = max([slack_s, *(2 * abs(_clock_gap_s(block)) for block in base.blocks if not block.busy_processes)])
+        slack_s = max([slack_s, *(2 * abs(_clock_gap_s(block)) for block in _quiet(base))])
     wrong = [_is_other_time(block, slack_s, run.ranks) for block in quiet]
     if not _shows(wrong, run.device):
         return None
@@ -464,12 +471,11 @@ def _is_other_time(block, slack_s, ranks) -> bool:
 def _late_fault(variant, base, device) -> Found | None:
     if any(block.late_change for block in variant.blocks):
         return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
-    # Work that goes on after a variant's block may reach the base's next block.
-    usual = min(block.late_ms for block in base.blocks)
-    late = [block.late_ms > usual + LATE_MS for block in variant.blocks]
-    if not _shows(late, device):
+    # Work that goes on after a variant's block may reach the base's next block. Busy processes delay the look itself.
+    usual, quiet = min(block.late_ms for block in base.blocks), _quiet(variant)
+    if not _shows([block.late_ms > usual + LATE_MS for block in quiet], device):
         return None
-    most = max(block.late_ms for block in variant.blocks)
+    most = max(block.late_ms for block in quiet)
     return Found(Fault.LATE_WORK, f"{most:.0f} ms of work went on after a block had ended, {usual:.0f} ms in the base")
 
 
@@ -517,7 +523,7 @@ def _thread_fault(variant, base, device) -> Found | None:
 
 
 def _training_fault(variant, reference, build, device) -> Found | None:
-    if not any(moved for block in variant.blocks for moved in block.moved if moved is None or moved > 0):
+    if not any(moved is None or moved > 0 for block in variant.blocks for moved in block.moved):
         return Found(Fault.NOT_WATCHED, "no watched tensor of the training state moved in its blocks")
     if reference is variant:
         return None
@@ -526,7 +532,7 @@ def _training_fault(variant, reference, build, device) -> Found | None:
     others: dict[int, Block] = {}
     for block in reference.blocks:
         others.setdefault(block.cycle, block)
-    deviations = []
+    deviations, pairs = [], []
     # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
     of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > LEAST_LOSS_DEVIATION[device] else bound
     for own in variant.blocks:
@@ -540,9 +546,14 @@ def _training_fault(variant, reference, build, device) -> Found | None:
             said = f"its losses in cycle {own.cycle} differ from the reference's by {deviation:.1e}"
             return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}")
         deviations.append(deviation)
+        pairs.append((own, other))
         found = _movement_fault(own, other)
         if found:
             return found
+    still = _still_tensors(pairs)
+    if still:
+        said = f"{still} watched tensors of the training state never moved in its blocks, in the reference's always"
+        return Found(Fault.MOVEMENT, said)
     middle = plain.median(deviations) if deviations else 0.0
     if middle > bound:
         said = f"its losses differ from the reference's by {middle:.1e} in most cycles"
@@ -559,6 +570,15 @@ def _movement_fault(own: Block, other: Block) -> Found | None:
     if abs(ratio - 1) > MOVED_TOLERANCE:
         return Found(Fault.MOVEMENT, f"{where} the training state {ratio:.2f} times as far as the reference")
     return None
+
+
+def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
+    """Number of watched tensors that moved in every block of the reference and in no block of a variant.
+
+    A single block says nothing: in bfloat16 a small tensor may stay where it is.
+    """
+    tensors = zip(*([*zip(own.moved, other.moved, strict=False)] for own, other in pairs), strict=False)
+    return sum(all(b and a == 0 for a, b in tensor) for tensor in tensors) if pairs else 0
 
 
 def scatter_of_losses(build: Build) -> float:

@@ -1,11 +1,13 @@
-"""A sound run of schema 3, made of facts as benchmarks.measuring adds them, on an H200 or on a CPU."""
+"""A sound run, made of facts as benchmarks.measuring adds them, on an H200 or on a CPU."""
 
 from pathlib import Path
 
+from benchmarks import judge
 from benchmarks.files import partial, run_file
 
+STEPS = 20
 HEADER = {
-    "schema": 3,
+    "schema": run_file.SCHEMA,
     "id": "20261125T101500Z-a7d396",
     "model": "gpt3",
     "preset": "bench",
@@ -36,15 +38,16 @@ HEADER = {
 
 
 def block(variant, cycle, place, ms=10.0, **more):
+    """The fact of a block: STEPS steps that take `ms` each, or the steps of a list."""
+    step_ms = list(ms) if isinstance(ms, (list, tuple)) else [ms] * STEPS
+    seconds, replays = sum(step_ms) / 1e3, 0 if variant == "eager" else len(step_ms)
     own = {
-        **{"build": "", "variant": variant, "cycle": cycle, "place": place, "busy": 0, "ms": ms, "p5_ms": ms},
-        **{"p95_ms": ms, "mean_ms": ms, "issue_ms": None, "sm_mhz": None, "process": 1, "threads": 3, "steps": 100},
-        **{"untimed_steps": 2, "drained_steps": 3, "reserved_bytes": 0, "growth_bytes": 0, "replays": 100},
-        **{"expected_replays": 100, "late_ms": 0.1, "late_change": False, "reset": True, "losses": [1.0, 0.5]},
-        **{"moved": [1.0], "classes": [], "parent_s": ms / 10, "begin_s": 0.0, "end_s": ms / 10},
+        **{"build": "", "variant": variant, "cycle": cycle, "place": place, "busy": 0, "step_ms": step_ms},
+        **{"classes": [], "issue_ms": [], "gpu": None, "process": 1, "threads": 3, "untimed_steps": 2},
+        **{"drained_steps": 3, "reserved_bytes": 0, "held_bytes": 2**30, "growth_bytes": 0, "replays": replays},
+        **{"expected_replays": replays, "late_ms": 0.1, "late_change": False, "reset": True, "losses": [1.0, 0.5]},
+        **{"moved": [1.0], "cpu_ms": None, "reruns": None, "parent_s": seconds, "begin_s": 0.0, "end_s": seconds},
     }
-    if variant == "eager":
-        own |= {"replays": 0, "expected_replays": 0}
     return own | more
 
 
@@ -62,7 +65,19 @@ H200 = ({"name": "NVIDIA H200", "uuid": "GPU-1"},)
 
 
 def made_run(
-    *, preset="bench", gpus=H200, cycles=8, busy=0, unsupported=(), ms=None, issue=None, boot="b", **header
+    *,
+    preset="bench",
+    gpus=H200,
+    cycles=8,
+    busy=0,
+    unsupported=(),
+    ms=None,
+    issue=None,
+    boot="b",
+    names=("eager", "graph_layer"),
+    alone=None,
+    kernels=9,
+    **header,
 ) -> run_file.Run:
     """A run of eager and graph_layer, each with a block in every cycle.
 
@@ -72,46 +87,58 @@ def made_run(
         cycles: whole cycles; where `busy` is not 0, so many quiet ones and so many beside busy processes.
         busy: number of busy processes in every second cycle.
         unsupported: names of further variants, which cannot run.
-        ms: variant -> ms of its blocks; of each cycle's if it is a list.
+        ms: variant -> ms of its steps; of each cycle's steps if it is a list.
         issue: (ms to issue a step of eager, ms of GPU time of every variant's step), or None.
         boot: of the host.
+        names: of the variants that are measured, the base first; "eager..." is of kind eager, "control" repeats it.
+        alone: variant -> bytes that it needs as the only one of a process.
+        kernels: of a step, for a run with `issue`.
         header: fields of the run that are others.
     """
     like = HEADER["builds"][""]["variants"]
-    names = ("eager", "graph_layer", *unsupported)
-    declared = {name: like["eager" if name == "eager" else "graph_step"] for name in names}
+    eagers = [name for name in (*names, *unsupported) if name.startswith("eager") or name == "control"]
+    declared = {name: like["eager" if name in eagers else "graph_step"] for name in (*names, *unsupported)}
     head = {**HEADER, "preset": preset, "builds": {"": {"variants": declared}}, "id": "20261125T101500Z-a7d396c1"}
     head["host"] = {"boot": boot, "gpus": list(gpus), "versions": {"torch": "2.13"}}
-    graphs = {"graphs": 1, "promised_graphs": 1, "promised_replays": 1}
-    facts = [_fact("plan", base="eager"), _fact("capture", "graph_layer", **graphs)]
-    for name in ("eager", "graph_layer"):
-        facts += [_fact(kind, name, hashes=["h"], losses=[1.0]) for kind in ("parity", "parity", "course", "course")]
+    facts = [_fact("plan", base=names[0])]
+    for name in names:
+        made = int(name not in eagers)
+        facts.append(_fact("capture", name, graphs=made, promised_graphs=made, promised_replays=made))
+        if name != "control":
+            courses = ("parity", "parity", "course", "course")
+            facts += [_fact(kind, name, hashes=["h"], losses=[1.0]) for kind in courses]
         if issue:
-            facts.append(_fact("profile", name, busy_ms=issue[1], kernels=9, graph_share=0.9 * (name != "eager")))
-    facts += [_fact("left_out", name, status="unsupported", reason="needs a GPU") for name in unsupported]
+            facts.append(_fact("profile", name, busy_ms=issue[1], kernels=kernels, graph_share=0.9 * made))
+    for name, size in (alone or {}).items():
+        facts.append(_fact("alone", name, peak_reserved_bytes=size, driver_bytes=2 * size, step_ms=[10.0, 10.0]))
+    facts += [_fact("left_out", name, kind="unsupported", reason="needs a GPU") for name in unsupported]
+    order = [*names, names[0]]
     for cycle in range(2 * cycles if busy else cycles):
         beside = busy if cycle % 2 else 0
-        for place, name in enumerate(("eager", "graph_layer", "eager")):
+        for place, name in enumerate(order):
             own = (ms or {}).get(name, 10.0)
             taken = own[cycle % len(own)] if isinstance(own, list) else own
-            facts.append({"fact": "block", **block(name, cycle, place, busy=beside, ms=taken)})
-            facts[-1]["issue_ms"] = (issue[0] if name == "eager" else 0.5) if issue else None
-        facts.append(_fact("cycle", cycle=cycle, order=[], busy=beside))
+            more = {"replays": 0, "expected_replays": 0} if name in eagers else {}
+            issued = [issue[0] if name in eagers else 0.5] * 3 if issue else []
+            fact = block(name, cycle, place, busy=beside, ms=taken, issue_ms=issued, **more)
+            facts.append({"fact": "block", **fact})
+        facts.append(_fact("cycle", cycle=cycle, order=order, busy=beside, operator_us=9.0))
     facts.append(_fact("end", end_utc="2026-11-25T10:18:00Z"))
     run = partial.folded([{"fact": "header", **head, **header}, *facts])
-    assert [own.status for own in run.builds[""].variants.values()][:2] == ["pass", "pass"], run.builds
+    verdicts = judge.judged(run)[""].verdicts
+    assert all(verdicts[name].status == judge.PASS for name in names), verdicts
     return run
 
 
-def _fact(kind, variant="", **more):
-    return {"fact": kind, "build": "", "variant": variant, **more}
+def _fact(fact, variant="", /, **more):
+    return {"fact": fact, "build": "", "variant": variant, **more}
 
 
 def write(run: run_file.Run, folder: Path) -> Path:
     """The sealed file of a run in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{run.id}.json"
-    path.write_text(run_file.as_text(run))
+    path.write_bytes(run_file.as_bytes(run))
     path.chmod(0o444)
     return path
 
