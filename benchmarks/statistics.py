@@ -15,6 +15,7 @@ from dataclasses import dataclass
 CONFIDENCE = 0.95
 SAME = 0.005  # two programs whose times differ by less are the same for our purpose
 SMALL_EFFECT = 0.01  # beside a smaller one stands what two equal programs differed by
+NEAR = 0.05  # a graph that stays further below its ceiling missed it
 LEAST_CYCLES = 8  # before `auto` ends a run
 LEAST_HOSTS = 3  # for an interval over hosts
 

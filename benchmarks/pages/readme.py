@@ -13,7 +13,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
 import re
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import ROOT, statistics
 from benchmarks.files import runs
 from benchmarks.files.runs import Row
 from benchmarks.judge import PASS
@@ -21,7 +21,6 @@ from benchmarks.pages import published, tables
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
-WITHIN = 0.05
 SUBMITTED = "NVIDIA's submission: "
 NOTHING = "Nothing has been measured on a GPU yet."
 # Runs begun later show whether the rule on step / busy holds, which was found on earlier ones.
@@ -182,11 +181,11 @@ def ceiling_text(rows: list[Row]) -> str:
     after = [point for _, point in found if point.run.begin_utc > RULE_WRITTEN]
     if not after:
         return text
-    gaining = [point for point in after if (point.ceiling or 0.0) > 1 + WITHIN]
+    gaining = [point for point in after if (point.ceiling or 0.0) > 1 + statistics.NEAR]
     others = [point for point in after if point not in gaining]
     parts = [
-        f"{sum((point.reached or 0.0) >= 1 - WITHIN for point in own)} of {len(own)} graphs that could gain {what}"
-        for own, what in ((gaining, f"over {100 * WITHIN:g} %"), (others, "less"))
+        f"{sum((point.reached or 0.0) >= 1 - statistics.NEAR for point in own)} of {len(own)} graphs that could gain {what}"
+        for own, what in ((gaining, f"over {100 * statistics.NEAR:g} %"), (others, "less"))
         if own
     ]
     return f"{text} In runs made after this rule was written, {' and '.join(parts)} reached it to within 5 %."
@@ -202,7 +201,7 @@ def misses(rows: list[Row]) -> list[str]:
             point.busy_ms,
             own.ms(row.variant, point.is_busy),
         )
-        if (point.reached or 0.0) >= 1 - WITHIN or not base_busy or not busy or not ms:
+        if (point.reached or 0.0) >= 1 - statistics.NEAR or not base_busy or not busy or not ms:
             continue
         clocks = own.sm_mhz(row.variant, point.is_busy), own.sm_mhz(own.base, point.is_busy)
         said = f"its kernels take {100 * (busy / base_busy - 1):+.1f} %"

@@ -173,7 +173,7 @@ def _meaning(own: Judged) -> str:
     for name, variant in own.build.variants.items():
         ratio = own.ratio_of(name) if variant.kind not in ("eager", "control") and name != own.run.control else None
         if ratio is not None and ratio.cycles > 1:
-            lines.append(f"{name}: {statistics.word(ratio)} on this host in these minutes{_beside(own, name, ratio)}.")
+            lines.append(f"{name}: {statistics.word(ratio)} on this host now{_beside(own, name, ratio)}.")
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
 
 
@@ -183,9 +183,9 @@ def _beside(own: Judged, name: str, ratio: statistics.Ratio) -> str:
     reached, clocks = own.reached(name), (own.sm_mhz(name), own.sm_mhz(own.base))
     if reached is not None:
         text += f"; {100 * reached:.1f} % of the most"
-        if None not in clocks and reached < 0.95:
-            text += f" (GPU at {clocks[0]:.0f} MHz, {own.base} at {clocks[1]:.0f})"
+        if None not in clocks and reached < 1 - statistics.NEAR:
+            text += f" (GPU {clocks[0]:.0f} MHz, {own.base} {clocks[1]:.0f})"
     control = own.ratio_of(own.run.control) if own.run.control in own.build.variants else None
     if control is not None and abs(ratio.ratio - 1) < statistics.SMALL_EFFECT:
-        text += f"; the control reads {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
+        text += f"; control {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
     return text

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT, command, measure, report
+from benchmarks import ROOT, command, judge, measure, report
 from benchmarks.files import run_file
 from benchmarks.pages import run_table
 from benchmarks.processes.gpus import Gpus
-from common.your_step.doctor import WHOLE, Diagnosis
-from common.your_step.trial import EQUAL
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
@@ -54,7 +52,7 @@ def test_the_verdict_follows_the_interval(ms, status, word):
 @pytest.mark.parametrize(
     ("given", "reason", "status"),
     [
-        ("failed", "parity: its losses differ", measure.WRONG),
+        ("differs", "parity: differs by", measure.WRONG),
         ("numerics_failed", "loss is not finite", measure.WRONG),
         ("capture_failed", "Tensor.item at my_step.py:9 cannot be captured", measure.NO_CAPTURE),
         ("oom", "needs 9 GiB more", measure.NO_CAPTURE),
@@ -64,7 +62,10 @@ def test_the_verdict_follows_the_interval(ms, status, word):
 def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
     run = made_run(ms={"graph_layer": 8.0})
     own = run.builds[""].variants["graph_layer"]
-    own.status, own.reason, own.blocks = given, reason, []
+    if given == "differs":
+        own.parity[0].hashes, own.parity[0].losses = ["other"], [2.0]
+    else:
+        own.raised, own.blocks = run_file.Raised(kind=given, reason=reason), []
     found, sentence = measure.verdict(run)
     assert found == status and reason in sentence
 
@@ -74,12 +75,12 @@ def test_on_a_cpu_nothing_is_measured():
     assert found == measure.NOT_MEASURED and "there is no GPU" in sentence and "graph_layer" in sentence
 
 
-@pytest.mark.parametrize(("issue", "words"), [(15.0, "may gain up to 1.50x"), (9.0, "has little to remove")])
-def test_the_quick_answer_names_issue_busy_and_what_a_graph_can_gain(issue, words):
-    run = made_run(issue=(issue, 10.0))
+@pytest.mark.parametrize(("ms", "words"), [(15.0, "may gain up to 1.50x"), (10.1, "has little to remove")])
+def test_the_quick_answer_names_step_busy_and_what_a_graph_can_gain(ms, words):
+    run = made_run(issue=(9.0, 10.0), ms={"eager": ms})
     del run.builds[""].variants["graph_layer"]
     found, sentence = measure.verdict(run)
-    assert found == measure.NOT_MEASURED and words in sentence and f"issues a step in {issue:.2f}" in sentence
+    assert found == measure.NOT_MEASURED and words in sentence and f"a step takes {ms:.2f} ms" in sentence
 
 
 def test_a_rate_says_what_was_counted_and_what_was_not():
@@ -88,7 +89,7 @@ def test_a_rate_says_what_was_counted_and_what_was_not():
     build.flops_per_step, build.flops_convention = 4e12, "counted by torch"
     build.notes = ["FLOP not counted: mine::kernel", "another note"]
     text = "4 TFLOP a step of each rank, eager 400 TFLOP/s, graph_layer 500 TFLOP/s (counted by torch). "
-    assert run_table.rates(run, build) == f"{text}FLOP not counted: mine::kernel"
+    assert run_table.rates(judge.judged(run)[""]) == f"{text}FLOP not counted: mine::kernel"
     assert text in run_table.report(run).replace("\n", " ") and text in report.page_of(run)
 
 
@@ -104,8 +105,9 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
     assert "graph_step, graph_fwd_bwd" in done.stdout.splitlines()[-1]
     (path,) = (tmp_path / "runs").rglob("*.json")
-    (build,) = run_file.read(path).builds.values()
-    assert {build.variants[name].parity.result for name in ("graph_step", "graph_fwd_bwd")} == {"bitwise"}
+    (own,) = judge.judged(run_file.read(path)).values()
+    build = own.build
+    assert {own.verdicts[name].parity for name in ("graph_step", "graph_fwd_bwd")} == {"bitwise"}
     # Three products of each layer but one: the first one's input needs no gradient.
     assert build.flops_per_step == 2 * 16 * 64 * 64 * 5
 
@@ -113,9 +115,9 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("names", "whole", "timed"),
     [
-        (("NVIDIA H100",), EQUAL, ["graph_step", "reduce_overhead"]),
-        (("NVIDIA H100",), "failed: a read on the host", None),
-        ((), EQUAL, None),
+        (("NVIDIA H100",), True, ["graph_step", "reduce_overhead"]),
+        (("NVIDIA H100",), False, None),
+        ((), True, None),
     ],
 )
 def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, timed):
@@ -126,7 +128,7 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
         raise Asked(asked.variants)
 
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (0, Diagnosis(outcomes={WHOLE.title: whole}).text()))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "said", whole))
     monkeypatch.setattr(measure.gpus, "find_gpus", lambda: Gpus(names))
     monkeypatch.setattr(measure.run, "measured", ask)
     with pytest.raises(Asked) as asked:
@@ -142,7 +144,7 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
 def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypatch, words, is_limited):
     seen = []
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (0, ""))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", False))
     monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
     assert measure.main(["--step", str(tmp_path / "my_step.py"), *words]) == 1
     assert (getattr(seen[0], "end_s", None) is not None) == is_limited
@@ -180,7 +182,7 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
     tmp_path, monkeypatch, capsys, found, said
 ):
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (found, ""))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (found, "", False))
     monkeypatch.setattr(measure.run, "measured", lambda asked: ([(made_run(ms={"graph_layer": 8.0}), tmp_path)], False))
 
     def full(*_, **__):
@@ -195,7 +197,7 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
 
 def test_a_doctor_that_is_killed_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (-9, ""))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (-9, "", False))
     assert measure.main(["--step", str(tmp_path / "my_step.py"), "--doctor"]) == 1
     said = capsys.readouterr().err
     assert "the doctor was ended by SIGKILL" in said and said.count("\n") == 1
@@ -279,8 +281,8 @@ def test_a_model_is_for_the_doctor_alone(words, said, capsys):
 @pytest.mark.parametrize(
     ("errors", "found"),
     [
-        ("torchrun's own words", (6, "a finding")),
-        (f"{measure.PROG}: no build\n" * 2 + "torchrun", (measure.MISTAKE, "")),
+        ("torchrun's own words", (6, "a finding", False)),
+        (f"{measure.PROG}: no build\n" * 2 + "torchrun", (measure.MISTAKE, "", False)),
     ],
 )
 def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, monkeypatch, capsys, errors, found):
@@ -288,7 +290,7 @@ def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, 
         if "-c" not in words:
             assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
             Path(words[-1]).write_text("a finding")
-            Path(f"{words[-1]}.status").write_text("6")
+            Path(words[-1]).with_suffix(".json").write_text('{"status": 6, "whole_is_right": false}')
         return subprocess.CompletedProcess(words, 0, stderr=errors)
 
     (tmp_path / "my_step.py").write_text(STEP)
@@ -311,8 +313,7 @@ def test_the_doctor_of_a_model_is_its_script(monkeypatch):
 
 def test_a_variant_that_failed_otherwise_has_no_wrong_numbers():
     run = made_run(ms={"graph_layer": 8.0})
-    own = run.builds[""].variants["graph_layer"]
-    own.status, own.reason, own.blocks = "failed", "graphs launch 1.3 % of the kernels, at least 20 % are expected", []
+    run.builds[""].variants["graph_layer"].profile.graph_share = 0.013
     assert measure.verdict(run)[0] == measure.NO_CAPTURE
 
 

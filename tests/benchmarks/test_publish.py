@@ -3,11 +3,11 @@
 pytest tests/benchmarks/test_publish.py
 """
 
-import dataclasses
 import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks import publish
 from benchmarks.files import run_file
@@ -45,6 +45,10 @@ def refused(path, results):
     return str(caught.value)
 
 
+def without(run, name):
+    return {each: own for each, own in run.builds[""].variants.items() if each != name}
+
+
 # ------------------------------------------------------------------------------------------------
 # What is published, and where
 
@@ -58,7 +62,7 @@ def test_a_run_is_copied_byte_for_byte_under_its_machine_and_folder(made, result
 
 
 def test_the_folder_follows_from_the_run_and_not_from_where_its_file_lies(made, results):
-    run = {"label": "batch-2", "gpus": [{"name": "NVIDIA H100 80GB HBM3"}] * 2, "ranks": 2}
+    run = {"label": "batch-2", "gpus": ({"name": "NVIDIA H100 80GB HBM3"},) * 2, "ranks": 2}
     assert publish.publish(made("elsewhere", **run), results).parent == results / "h100x2" / "gpt3-bench-batch-2"
 
 
@@ -67,42 +71,39 @@ def test_the_folder_follows_from_the_run_and_not_from_where_its_file_lies(made, 
     [
         ({"preset": "tiny"}, "preset tiny"),
         ({"gpus": ()}, "on a CPU"),
-        ({"gpus": ({"uuid": "GPU-1"},)}, "host.gpus is not named"),
         ({"source": {"commit": "c", "clean": False, "hash": "changed"}}, "a tree with changes"),
         ({"source": {"commit": "deadbeef", "clean": True, "hash": "x"}}, "an unknown commit"),
         ({"cycles": 7}, "7 whole cycles"),
         ({"cycles": 7, "busy": 16}, "7 whole cycles on a quiet host"),
         ({"id": "../../x"}, "cannot be the name of a file"),
         ({"label": "a/b"}, "cannot be the name of a file"),
-        ({"label": "a\nb"}, "label is not a name"),
+        ({"label": "a\nb"}, "is no name that can be printed"),
     ],
 )
 def test_what_is_no_evidence_is_refused(tmp_path, results, run, said):
     path = tmp_path / "run.json"
-    path.write_text(run_file.as_text(made_run(**run)))
+    path.write_bytes(run_file.as_bytes(made_run(**run)))
     assert said in refused(path, results)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda run: dataclasses.replace(run, whole=False), "ended before"),
-        (lambda run: dataclasses.replace(run, builds={}), "no build"),
+        (lambda run: replace(run, whole=False), "ended before"),
+        (lambda run: replace(run, builds={}), "no build"),
         (
-            lambda run: dataclasses.replace(
-                run, builds={**run.builds, "fp8": dataclasses.replace(run.builds[""], cycles=3)}
-            ),
+            lambda run: replace(run, builds={**run.builds, "fp8": made_run(cycles=3).builds[""]}),
             "build fp8 has 3 whole cycles",
         ),
         (
-            lambda run: dataclasses.replace(run, builds={"": dataclasses.replace(run.builds[""], base="graph_layer")}),
-            "eager is not measured",
+            lambda run: replace(run, builds={"": replace(run.builds[""], variants=without(run, "eager"))}),
+            "no eager variant",
         ),
     ],
 )
 def test_a_run_that_is_not_whole_is_refused(tmp_path, results, change, said):
     path = tmp_path / "run.json"
-    path.write_text(run_file.as_text(change(made_run())))
+    path.write_bytes(run_file.as_bytes(change(made_run())))
     assert said in refused(path, results)
 
 
@@ -135,6 +136,48 @@ def test_a_name_that_is_taken_by_other_content_is_refused(made, results):
     other = made("other", end_utc="x", flags=["--batch", "2"])
     assert "published with other content" in refused(other, results)
     assert target.read_bytes() == before
+
+
+def test_what_the_facts_do_not_show_is_refused(made, tmp_path, results):
+    """Nothing in a file says that a variant passed: forged replays are counted again."""
+    run = made_run()
+    for block in run.builds[""].variants["eager"].blocks:
+        block.replays = 5
+    assert "no eager variant of the run passed" in refused(write(run, tmp_path / "runs" / GROUP), results)
+
+
+def census(tmp_path, **more):
+    models = {"gpt3": "20261125T101500Z-a7d396c1", "rnnt": "20261125T101600Z-a7d396c2"}
+    runs = [made_run(cycles=4, model=model, id=number) for model, number in models.items()]
+    left_out = {"moe": "too large"}
+    found = run_file.Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
+    for run in runs:
+        run.parity = "blocks"
+    path = tmp_path / "runs" / "h200x1" / "census" / f"{found.id}.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(run_file.as_bytes(replace(found, **more)))
+    return path
+
+
+def test_a_census_is_one_file_that_adds_a_host_to_each_row(tmp_path, results, capsys):
+    publish.publish(write(made_run(boot="a"), tmp_path / "other" / GROUP), results)
+    path = census(tmp_path)
+    assert publish.main([str(path), "--into", str(results)]) == 0
+    target, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert target == str(results / "h200x1" / "census" / path.name)
+    assert "gpt3/bench graph_layer: a host more (one host before, 1.000x)" in first
+    assert "rnnt/bench graph_layer: a host more (the first)" in second
+    assert len(run_file.find(results)[0]) == 3
+
+
+def test_a_census_without_runs_or_of_two_hosts_is_refused(tmp_path, results):
+    path = census(tmp_path)
+    found = run_file.read_all(path)
+    found.runs[1].host.boot = "other"
+    path.write_bytes(run_file.as_bytes(found))
+    assert "of several hosts" in refused(path, results)
+    path.write_bytes(run_file.as_bytes(replace(found, runs=[])))
+    assert "without a run" in refused(path, results)
 
 
 # ------------------------------------------------------------------------------------------------
