@@ -73,6 +73,7 @@ class GpuRegion:
 
         Raises:
             CaptureError: the region was released.
+            driver.DriverError: the driver refused a node's parameters or the launch; nothing was launched.
         """
         if self._executable is None:
             raise CaptureError("call of a parameterized region that was released")
@@ -93,9 +94,8 @@ class GpuRegion:
             except BaseException:
                 self._patcher.forget()
                 raise
-            if self._increment:
-                random_state.advance(self.device, self._increment)
-            self._executable.launch(torch.cuda.current_stream(self.device).cuda_stream)
+            with random_state.advanced(self.device, self._increment):
+                self._executable.launch(torch.cuda.current_stream(self.device).cuda_stream)
             self.num_launches += 1
             self.num_patched += changed
         if aligned is not inputs:

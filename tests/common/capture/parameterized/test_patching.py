@@ -1,12 +1,13 @@
-"""GpuRegion with fakes of the GPU: counts of patching; the function that it holds."""
+"""GpuRegion with fakes of the GPU: counts of patching, the function that it holds, a launch that fails."""
 
 import gc
 import weakref
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from common.capture.parameterized import analysis, gpu, verify
+from common.capture.parameterized import analysis, gpu, random_state, verify
 from common.capture.parameterized.backend import Region
 from common.capture.parameterized.region import capture
 
@@ -73,3 +74,35 @@ def test_a_region_holds_the_function_until_release(monkeypatch):
     region.release()
     gc.collect()
     assert three() is None
+
+
+@pytest.mark.parametrize(("increment", "fails", "after"), [(8, False, 108), (8, True, 100), (0, False, 100)])
+def test_a_launch_that_fails_draws_nothing(monkeypatch, increment, fails, after):
+    """What runs eagerly in its place draws the same numbers."""
+
+    class Draws:
+        offset = 100
+
+        def get_offset(self):
+            return self.offset
+
+        def set_offset(self, offset):
+            self.offset = offset
+
+    draws = Draws()
+    anchor = SimpleNamespace(replay=lambda: draws.set_offset(draws.offset + 4))
+    monkeypatch.setattr(random_state, "generator", lambda device: draws)
+    monkeypatch.setattr(random_state, "_anchor", lambda index: (anchor, None))
+
+    def launch():
+        with random_state.advanced(torch.device("cuda", 0), increment):
+            assert draws.offset == 100
+            if fails:
+                raise OSError
+
+    if fails:
+        with pytest.raises(OSError):
+            launch()
+    else:
+        launch()
+    assert draws.offset == after
