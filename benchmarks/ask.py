@@ -100,9 +100,12 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
     )
     chosen = chosen_variants(args.variants, description)
     builds = description.get("builds", {"": {}})
-    # A build that changes nothing of what is asked for is the preset as it is.
+    # A build that changes nothing of what is asked for is measured with the preset. A build with the fields of an
+    # earlier one (the preset has none) is not: it is there to have a worker of its own.
     config = description.get("presets", {}).get(preset, {})
-    merged = {name for name, fields in builds.items() if name and _changes_nothing(fields, flags, config)}
+    unchanged = {name for name, fields in builds.items() if name and _changes_nothing(fields, flags, config)}
+    declared = list(builds.values())
+    merged = {name for name in unchanged if declared.index(builds[name]) == list(builds).index(name)}
     for name, fields in builds.items():
         if name in merged:
             continue
@@ -111,7 +114,8 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
         kinds = {script.kind_of(description, each) for each in own}
         is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
         # Eagers of a build alone say nothing that another build has not said.
-        if "eager" in kinds and (is_new or kinds != {"eager"}) and not _chosen_already(fields, flags):
+        is_undone = name not in unchanged and _chosen_already(fields, flags)
+        if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
             asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
     if not asked.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")

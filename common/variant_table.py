@@ -114,7 +114,8 @@ def about(variants: dict[str, Declared], builds: dict[str, dict] | None = None) 
 
     Args:
         variants: of `table`.
-        builds: name -> {field of the config: value} of builds beside the preset itself.
+        builds: name -> {field of the config: value} of builds beside the preset itself. A build without fields, or with
+            those of an earlier build, is there to have a worker of its own.
     """
     own = variants.values()
     return {

@@ -7,7 +7,8 @@ chunks workload.py puts the constructors of pipeline/ in their places.
 from common.variant_table import Declared, table
 
 # What torch.compile needs: te and FP8 modules opt out of it.
-BUILDS = {"torch_bf16": {"layer": "torch", "precision": "bf16"}}
+TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
+BUILDS = {"torch_bf16": TORCH_BF16, "parameterized": TORCH_BF16}
 STEP = {"step": "gpt3.train:eager_step"}
 
 
@@ -30,7 +31,7 @@ VARIANTS = table(
         options=STEP,
         parity="bitwise",
         headline=True,
-        builds=("", "torch_bf16"),
+        builds=("", "torch_bf16", "parameterized"),
     ),
     Declared(
         "graph_layer",
@@ -126,6 +127,6 @@ VARIANTS = table(
         graphs=None,
         replays=None,
         parity="bitwise",
-        builds=("torch_bf16",),
+        builds=("parameterized",),
     ),
 )

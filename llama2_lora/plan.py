@@ -15,8 +15,8 @@ from llama2_lora.config import MAX_DOCUMENTS, PRESETS, Config, layer_weights, nu
 CONTEXT_BYTES = int(1.5 * GIB)
 # FP32 tensors of the size of all scores that are alive at a time in plain attention's backward.
 PLAIN_ATTENTION_COPIES = 5
-# cuBLAS workspaces of the two streams that a captured step uses, 32 MiB each on Hopper.
-LIBRARY_BYTES = 64 * 2**20
+# cuBLAS workspaces, 32 MiB each on Hopper: of the two streams of eager steps, and in the pools of two graphed variants.
+LIBRARY_BYTES = 128 * 2**20
 
 
 def element_bytes(config: Config, kind: str) -> int:

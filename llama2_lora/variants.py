@@ -7,7 +7,8 @@ the layers that --layer names.
 from common.variant_table import Declared, table
 
 # torch.compile needs plain layers in bf16: it cannot see into our kernels or Transformer Engine's.
-BUILDS = {"te": {"layer": "te"}, "torch_bf16": {"layer": "torch", "precision": "bf16"}}
+TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
+BUILDS = {"te": {"layer": "te"}, "torch_bf16": TORCH_BF16, "parameterized": TORCH_BF16}
 STEP = {"step": "llama2_lora.train:eager_step"}
 EXACT = {"parity": "bitwise", "headline": True}
 TE = {"reference": "eager_te", "builds": ("te",), "traits": {"layer": "te"}}
@@ -25,7 +26,7 @@ VARIANTS = table(
         kind="eager",
         make="common.variant:Eager",
         options=STEP,
-        builds=("", "torch_bf16"),
+        builds=("", "torch_bf16", "parameterized"),
         **EXACT,
     ),
     Declared(
@@ -98,6 +99,6 @@ VARIANTS = table(
         graphs=None,
         replays=None,
         parity="bitwise",
-        builds=("torch_bf16",),
+        builds=("parameterized",),
     ),
 )

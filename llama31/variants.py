@@ -6,10 +6,12 @@ other_variants.py.
 
 from common.variant_table import Declared, table
 
-# torch_bf16 is for torch.compile: te, FP8 and FP4 modules leave the compiler.
+# What torch.compile needs: te, FP8 and FP4 modules leave the compiler.
+TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
 BUILDS = {
     "validate": {"validate_every": 4},  # training and validation, a graph each, as in NVIDIA's submission
-    "torch_bf16": {"layer": "torch", "precision": "bf16", "weights": "bf16"},
+    "torch_bf16": TORCH_BF16,
+    "parameterized": TORCH_BF16,
 }
 STEP = {"step": "llama31.train:eager_step"}
 
@@ -49,7 +51,7 @@ VARIANTS = table(
         options=STEP,
         parity="bitwise",
         headline=True,
-        builds=("", "validate", "torch_bf16"),
+        builds=("", "validate", "torch_bf16", "parameterized"),
     ),
     Declared(
         "graph_layer",
@@ -123,7 +125,7 @@ VARIANTS = table(
         graphs=None,
         replays=None,
         parity="bitwise",
-        builds=("torch_bf16",),
+        builds=("parameterized",),
     ),
     Declared(
         "eager_nan_checks",

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training.memory_fit import require_batch
 from common.variant_table import about
-from stable_diffusion.variants import VARIANTS
+from stable_diffusion.variants import BUILDS, VARIANTS
 
 TIMESTEPS = 1000
 LATENT_SCALE = 0.18215  # times latents of the VAE: variance one
@@ -74,7 +74,7 @@ PRESETS = {
 }
 
 ABOUT = {
-    **about(VARIANTS),
+    **about(VARIANTS, BUILDS),
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"]},
     "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(8, 8) if preset == "mlperf" else None),

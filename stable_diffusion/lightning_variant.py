@@ -13,7 +13,6 @@ import greenlet
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from common.capture.lightning import CUDAGraphCallback
@@ -112,25 +111,10 @@ class LightningGraph:
             self.loop.switch(None)
 
 
-class SharedCUDA(CUDAAccelerator):
-    """Lightning's accelerator on a GPU where graphs have been captured before.
-
-    Lightning frees cuBLAS's workspaces at the start and the end of Trainer.fit. Graphs captured before hold their
-    addresses, so their next replay is an illegal memory access. Here the workspaces stay.
-    """
-
-    def setup(self, trainer):
-        pass
-
-    def teardown(self):
-        pass
-
-
 def _trainer(device, callback):
-    on_gpu = device.type == "cuda"
     return Trainer(
-        accelerator=SharedCUDA() if on_gpu else "cpu",
-        devices=[device.index or 0] if on_gpu else 1,
+        accelerator=device.type,
+        devices=[device.index or 0] if device.type == "cuda" else 1,
         # Not the environment of torchrun or Slurm: this trainer has one process.
         plugins=[LightningEnvironment()],
         max_epochs=1,

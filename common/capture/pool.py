@@ -33,15 +33,17 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 class Pool:
     """Graphs that share memory.
 
+    The workspaces of cuBLAS lie in the pool (`new_workspaces`). One has 32 MiB under CUBLAS_WORKSPACE_CONFIG=:4096:8,
+    which a run sets. Each thread that multiplies in a capture takes one, so a pool holds 32 MiB more, and 64 MiB if a
+    graph holds a forward and its backward, for which autograd has a second thread. That of cuBLASLt adds 1 MiB at most.
+    These numbers are computed from torch's source and still to be measured.
+
     Args:
         device: of type cuda or cpu.
-        own_workspace: cuBLAS's workspace lies in the pool, too. Else graphs use that of eager calls, which must not be
-            freed then, as torch.compile's mode reduce-overhead does (_cuda_clearCublasWorkspaces).
     """
 
-    def __init__(self, device: torch.device, own_workspace: bool = False):
+    def __init__(self, device: torch.device):
         self.device = torch.device(device)
-        self._own_workspace = own_workspace
         self.graphs: list[CudaGraph | HostGraph] = []
         self._host = HostPool() if self.device.type == "cpu" else None
         self._handle = torch.cuda.graph_pool_handle() if self._host is None else None
@@ -65,10 +67,14 @@ class Pool:
         if self._host is not None:
             graph, result = self._host.capture(fn, static_inputs)
         else:
-            if not self.graphs:
-                _empty_cache()
             graph = CudaGraph(static_inputs)
-            with _new_workspace() if self._own_workspace else contextlib.nullcontext():
+            # After its capture a workspace is free memory of the pool, like a temporary tensor. A later capture may
+            # take it for its workspace or for tensors, so hundreds of graphs need the memory of one. That is as safe
+            # as with temporaries: graphs are replayed in the order of their capture, so before an earlier graph runs
+            # again, what later ones wrote there has been read.
+            with new_workspaces():
+                if not self.graphs:
+                    _empty_cache()
                 result = graph.capture(fn, self._handle, self._generators)
         self.graphs.append(graph)
         return graph, result
@@ -96,7 +102,6 @@ class Pool:
         assert self._host is None, "only CUDA graphs are made by other libraries"
         original = torch.cuda.CUDAGraph
         pool = self
-        _empty_cache()
 
         class AdoptedGraph(original):  # type: ignore[valid-type,misc]
             def __new__(cls, keep_graph=False):
@@ -116,11 +121,13 @@ class Pool:
                 self.owner.num_replays += 1
                 super().replay()
 
-        torch.cuda.CUDAGraph = AdoptedGraph  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            torch.cuda.CUDAGraph = original  # type: ignore[misc]
+        with new_workspaces():
+            _empty_cache()
+            torch.cuda.CUDAGraph = AdoptedGraph  # type: ignore[misc]
+            try:
+                yield
+            finally:
+                torch.cuda.CUDAGraph = original  # type: ignore[misc]
 
     def fill_free_memory(self) -> None:
         """Fill what is free in the pool with NaN, between steps: no graph may depend on it."""
@@ -168,8 +175,17 @@ def _empty_cache():
 
 
 @contextlib.contextmanager
-def _new_workspace():
-    """Within it, and again after it, cuBLAS allocates a workspace when it needs one."""
+def new_workspaces():
+    """Let what is captured in this block have cuBLAS workspaces in the memory of its graphs, and eager calls others.
+
+    torch keeps a workspace for each handle (a thread has one) and stream, and allocates it at the first product
+    (aten/src/ATen/cuda/CublasHandlePool.cpp). Here all are dropped before and after: the first product of a capture
+    allocates one in the graph's pool, and the next eager product one outside.
+
+    Every capture needs this block. A graph that shares the workspace of eager calls writes to memory of others as soon
+    as that is freed: by Lightning's Trainer.fit, by torch.compile's mode reduce-overhead, by a parameterized capture,
+    and from some version of torch on by the reset of any graph that was captured on the same stream.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield

@@ -216,7 +216,7 @@ def _failure(call: Call, state: StepState) -> str | None:
         return torch.autograd.grad(needed, wanted, incoming, allow_unused=True)
 
     cast = torch.autocast(state.device.type, call.casts_to, call.casts_to is not None, cache_enabled=False)
-    pool = Pool(state.device, own_workspace=True)
+    pool = Pool(state.device)
     for generator in state.snapshot.generators:
         pool.register_generator(generator)
     try:

@@ -43,7 +43,7 @@ class GraphedStep:
     def __init__(self, state: StepState):
         if state.device.type == "cpu" and _num_ranks() > 1:
             raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
-        self.state, self.pool = state, Pool(state.device, own_workspace=True)
+        self.state, self.pool = state, Pool(state.device)
         for generator in state.snapshot.generators:
             self.pool.register_generator(generator)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])

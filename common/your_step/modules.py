@@ -47,7 +47,7 @@ class GraphedModules:
             raise Unsupported("no module was handed over")
         if any(hasattr(parameter, "to_local") for module in state.modules for parameter in module.parameters()):
             raise Unsupported("FSDP gathers a module's weights around its forward, and a graph of the module has none")
-        self.state, self.pool = state, Pool(state.device, own_workspace=True)
+        self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy="", pools=[self.pool])
         warm_up(state, self.capture, StepState.train)
         chosen = _chosen(state)

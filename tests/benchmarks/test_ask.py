@@ -9,30 +9,47 @@ GPU = {"names": ["NVIDIA H100 80GB HBM3"]}
 TORCH = ["--layer", "torch", "--precision=bf16", "--weights", "bf16"]
 
 
-def builds(*argv):
-    """{name of a build: its variants without the control}, of Llama 3.1 on one GPU."""
-    asked = ask.ask_of(run.parse(["--model", "llama31", *argv]), "llama31", launch.describe_here() | {"gpus": GPU})
+def builds(*argv, model="llama31"):
+    """{name of a build: its variants without the control}, of a model on one GPU."""
+    asked = ask.ask_of(run.parse(["--model", model, *argv]), model, launch.describe_here() | {"gpus": GPU})
     return {build.name: [name for name in build.variants if name != ask.CONTROL] for build in asked.builds}
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        ("--preset", "slice_70b", "--variants", "graph_step,graph_parameterized"),
-        ("--preset", "bench", "--variants", "graph_step,graph_parameterized", "--", *TORCH),
+        ("--preset", "slice_70b", "--variants", "graph_step,compile"),
+        ("--preset", "bench", "--variants", "graph_step,compile", "--", *TORCH),
     ],
     ids=["preset", "flags"],
 )
 def test_a_build_that_changes_nothing_is_measured_with_the_preset(argv):
-    assert builds(*argv) == {"": ["eager", "graph_step", "graph_parameterized"]}
+    assert builds(*argv) == {"": ["eager", "graph_step", "compile"]}
 
 
 def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
-    argv = ("--preset", "bench", "--variants", "graph_fwd_bwd,graph_parameterized")
+    argv = ("--preset", "bench", "--variants", "graph_fwd_bwd,compile")
     assert builds(*argv) == {
         "": ["eager", "graph_fwd_bwd"],
         "validate": ["eager", "graph_fwd_bwd"],
-        "torch_bf16": ["eager", "graph_parameterized"],
+        "torch_bf16": ["eager", "compile"],
     }
     # Some of its flags alone leave it out: it would undo them.
     assert builds(*argv, "--", *TORCH[:2]).keys() == {"", "validate"}
+
+
+@pytest.mark.parametrize(
+    ("model", "graph", "argv"),
+    [
+        ("llama31", "graph_step", ("--preset", "slice_70b")),
+        ("llama31", "graph_step", ("--preset", "bench", "--", *TORCH)),
+        ("gpt3", "graph_layer", ("--preset", "tiny")),
+        ("llama2_lora", "graph_layer", ("--preset", "tiny")),
+        ("stable_diffusion", "graph_step", ("--preset", "tiny")),
+    ],
+)
+def test_parameterized_launches_have_a_worker_of_their_own_where_they_are_asked_for(model, graph, argv):
+    variants = f"eager,{graph},graph_parameterized"
+    asked = builds("--variants", variants, *argv, model=model)
+    assert asked == {"": ["eager", graph], "parameterized": ["eager", "graph_parameterized"]}
+    assert builds("--variants", f"eager,{graph}", *argv, model=model) == {"": ["eager", graph]}

@@ -22,7 +22,10 @@ def said(*arguments):
     "arguments, told",
     [
         (["--sequence", "1000"], "--sequence 1000: takes a multiple of 16"),
-        (["--memory-gib", "0.01"], "the smallest plan needs 90,177,536: 90,177,536 fixed and 3 layers of 0; --memory-"),
+        (
+            ["--memory-gib", "0.01"],
+            "the smallest plan needs 157,286,400: 157,286,400 fixed and 3 layers of 0; --memory-",
+        ),
         (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
         (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter/adapter_model.safetensors: cannot write"),

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from common.capture.parameterized import arenas, driver, encodings, memory, random_state, words
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
+from common.capture.pool import new_workspaces
 
 _NUM_WARM_UPS = 2
 _MAX_NAMED = 5
@@ -190,12 +191,11 @@ def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
 
 def _capture(fn, example_inputs) -> Captured:
     inputs = [memory.clone(tensor) for tensor in example_inputs]
-    torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    result, made = _record(graph, fn, inputs)
-    torch._C._cuda_clearCublasWorkspaces()
+    with new_workspaces():
+        result, made = _record(graph, fn, inputs)
     leaves, structure = tree_flatten(result)
     segments = [(part["address"], part["total_size"]) for part in _snapshot(graph)]
     blocks = [(address, size) for address, size in made if memory.find(address, segments) >= 0]

@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 from common.capture.parameterized.checks import check_counts, check_separate
+from common.capture.parameterized.driver import DriverError
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, untested
 
@@ -85,9 +86,16 @@ class Region:
             inputs: those that are not fixed.
 
         Returns:
-            flat results, and the memory that holds them.
+            flat results, and the memory that holds them. None where the driver refused the launch: nothing ran, and the
+            region is eager from now on.
         """
-        return self.captured.launch(inputs)
+        try:
+            return self.captured.launch(inputs)
+        except DriverError as error:
+            # A driver that fails may free nothing either.
+            with contextlib.suppress(DriverError):
+                self.drop("eager", f"a launch failed: {error}")
+            return None
 
     def counts(self) -> dict[str, Any]:
         """Return num_launches, num_patched and patch_s of the capture and of those before it."""
@@ -110,9 +118,9 @@ class Region:
             reason: why.
         """
         self.earlier = self.counts()
-        if self.captured is not None:
-            self.captured.release()
-        self.captured, self.state, self.reason = None, state, reason
+        captured, self.captured, self.state, self.reason = self.captured, None, state, reason
+        if captured is not None:
+            captured.release()
 
 
 class Regions:
@@ -290,8 +298,8 @@ class _Compiled:
         for index in self._lazy:
             inputs[index] = inputs[index].resolve_conj().resolve_neg()
         moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
-        results, _ = region.launch(moving)
-        return region.captured.unflatten(results)
+        launched = region.launch(moving)
+        return self._graph(*inputs) if launched is None else region.captured.unflatten(launched[0])
 
     def _recapture(self, args):
         """Capture again where a parameter has moved: from then on it moves."""
@@ -335,7 +343,7 @@ class _Compiled:
                 check_separate(args)
                 if self._lazy.intersection(places[index] for index in captured.written):
                     raise RegionRefused("it writes an input that may be lazily conjugated or negated")
-        except (RegionRefused, torch.OutOfMemoryError, ValueError) as error:
+        except (RegionRefused, DriverError, torch.OutOfMemoryError, ValueError) as error:
             region.state, region.reason = "eager", str(error).splitlines()[0]
             return
         region.captured, region.state, region.reason = captured, "parameterized", ""

@@ -22,6 +22,8 @@ class GpuRegion:
     """A captured region that is launched on any inputs.
 
     Args:
+        fn: the function that was captured. It is held until `release`, with all that its closure holds: the graph reads
+            those tensors at their addresses.
         analysis: the comparison of two captures; the first one is alive.
         device: the GPU.
         threshold: changed kernels above which the GPU writes the addresses itself; None for never.
@@ -31,7 +33,8 @@ class GpuRegion:
         driver.DriverError: the driver refused.
     """
 
-    def __init__(self, analysis: Analysis, device: torch.device, threshold: int | None = None):
+    def __init__(self, fn, analysis: Analysis, device: torch.device, threshold: int | None = None):
+        self._fn = fn
         self.device = device
         first = analysis.first
         self._num_inputs = len(first.inputs)
@@ -70,6 +73,7 @@ class GpuRegion:
 
         Raises:
             CaptureError: the region was released.
+            driver.DriverError: the driver refused a node's parameters or the launch; nothing was launched.
         """
         if self._executable is None:
             raise CaptureError("call of a parameterized region that was released")
@@ -90,9 +94,8 @@ class GpuRegion:
             except BaseException:
                 self._patcher.forget()
                 raise
-            if self._increment:
-                random_state.advance(self.device, self._increment)
-            self._executable.launch(torch.cuda.current_stream(self.device).cuda_stream)
+            with random_state.advanced(self.device, self._increment):
+                self._executable.launch(torch.cuda.current_stream(self.device).cuda_stream)
             self.num_launches += 1
             self.num_patched += changed
         if aligned is not inputs:
@@ -149,9 +152,9 @@ class GpuRegion:
 
     def release(self) -> None:
         """Free the graph. Results of earlier calls stay."""
-        if self._executable is not None:
-            self._executable.destroy()
-        self._executable = None
+        executable, self._executable, self._fn = self._executable, None, None
+        if executable is not None:
+            executable.destroy()
 
     def _outputs(self, inputs, arenas) -> list[Any]:
         storages: dict[int, Any] = {}

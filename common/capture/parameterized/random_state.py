@@ -5,6 +5,7 @@ parameterized graph is launched without that object, so a tiny graph of the same
 replay fills the tensors, and keeps them alive at their addresses.
 """
 
+import contextlib
 from functools import cache
 
 import torch
@@ -63,14 +64,21 @@ def anchor(device: torch.device) -> None:
     _anchor(device.index)
 
 
-def advance(device: torch.device, increment: int) -> None:
-    """Fill the tensors with the current state, in the order of the current stream, and advance like eager.
+@contextlib.contextmanager
+def advanced(device: torch.device, increment: int):
+    """Fill the tensors with the current state, for a launch in this block, and advance like eager if it succeeds.
 
     Args:
-        device: the GPU.
-        increment: what the region's eager run adds to the generator's offset.
+        device: the GPU; its current stream is that of the launch.
+        increment: what the region's eager run adds to the generator's offset; with 0 nothing is done.
     """
+    if not increment:
+        yield
+        return
     draws = generator(device)
     offset = draws.get_offset()
     _anchor(device.index)[0].replay()
+    # The replay has advanced the generator by the tiny graph's own draw.
+    draws.set_offset(offset)
+    yield
     draws.set_offset(offset + increment)

@@ -158,7 +158,7 @@ def capture(
     analysis = analyse(fn, inputs, device)
     try:
         analysis.check()
-        region = GpuRegion(analysis, device)
+        region = GpuRegion(fn, analysis, device)
         try:
             check = Verification(region, fn, device, unwritten)
             _prove(check, analysis, inputs, verify)
@@ -197,7 +197,7 @@ def _updated_by_device(region, analysis, threshold, arguments):
     fn, inputs, unwritten = arguments
     try:
         # The GPU changes all kernels in the launches that are compared.
-        other = GpuRegion(analysis, region.device, threshold=-1)
+        other = GpuRegion(fn, analysis, region.device, threshold=-1)
         try:
             check = Verification(other, fn, region.device, unwritten)
             check.spoil(analysis.all_bytes())

@@ -7,6 +7,7 @@ the last hook of a layer launches all of its additions as one region.
 import torch
 
 from common.capture.parameterized.backend import Region
+from common.capture.parameterized.driver import DriverError
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, untested
 
@@ -55,9 +56,7 @@ class Sums:
         tensors = [parameter.main_grad for parameter in layer] + [parameter.grad for parameter in layer]
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         region = self._regions.get(shapes) or self._make(shapes, tensors)
-        if region.state == "parameterized":
-            region.launch(tensors)
-        else:
+        if region.state != "parameterized" or region.launch(tensors) is None:
             _add(*tensors)
         for parameter in layer:
             parameter.grad = None
@@ -67,7 +66,7 @@ class Sums:
         try:
             region.captured = capture(_add, tensors, max(1, untested()) if tensors[0].is_cuda else 0)
             region.state = "parameterized"
-        except (RegionRefused, torch.OutOfMemoryError) as error:
+        except (RegionRefused, DriverError, torch.OutOfMemoryError) as error:
             region.state, region.reason = "eager", str(error).splitlines()[0]
         self._collect(region)
         return region

@@ -9,6 +9,8 @@ import torch
 from common.capture.pool import CaptureError, Pool, StaticInputs
 
 CPU = torch.device("cpu")
+CLEAR = "_cuda_clearCublasWorkspaces"
+MIB = 2**20
 
 
 def line_of(fn, offset):
@@ -134,6 +136,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty cache"))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch._C, CLEAR, lambda: log.append("clear workspaces"), raising=False)
     yield torch.device("cuda"), log
     assert gc.isenabled()
     gc.enable()
@@ -145,12 +148,14 @@ def test_cuda_capture_in_order_without_the_collector(cuda):
     graph, result = pool.capture(lambda: log.append(("fn", gc.isenabled())) or "result")
     assert result == "result" and pool.graphs == [graph] and graph.graph.kept
     assert log == [
+        "clear workspaces",
         "empty cache",
         "synchronize",
         ("begin", (0, 1), "thread_local", False),
         ("fn", False),
         ("end", False),
         "instantiate",
+        "clear workspaces",
     ]
     graph.replay()
     graph.replay()
@@ -166,7 +171,7 @@ def test_cuda_capture_needs_a_side_stream(cuda, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
     with pytest.raises(AssertionError, match="side stream"):
         Pool(device).capture(lambda: None)
-    assert log == ["empty cache"]
+    assert log == ["clear workspaces", "empty cache", "clear workspaces"]
 
 
 def synchronises():
@@ -184,7 +189,7 @@ def test_an_invalidated_capture_is_ended_and_told_with_the_users_line(cuda, monk
         "CUDA error: operation not permitted when stream is capturing " + f"(at {line_of(synchronises, 1)})"
     )
     assert isinstance(error.value.__cause__, RuntimeError)
-    assert log[-1] == ("end", False) and "instantiate" not in log
+    assert log[-2:] == [("end", False), "clear workspaces"] and "instantiate" not in log
     assert gc.isenabled()
     assert pool.graphs == []
 
@@ -229,7 +234,7 @@ def test_out_of_memory_and_what_is_no_cuda_error_go_through(cuda, monkeypatch, e
     with pytest.raises(type(error)) as raised:
         Pool(device).capture(fails)
     assert raised.value is error
-    assert log[-1] == ("end", False) and gc.isenabled()
+    assert log[-2:] == [("end", False), "clear workspaces"] and gc.isenabled()
 
 
 def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
@@ -237,16 +242,17 @@ def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
     pool = Pool(device)
     before = torch.cuda.CUDAGraph()
     with pool.adopt():
-        assert "empty cache" in log, "the other library's stream cannot take memory that an eager warm-up has cached"
+        # The other library's stream cannot take memory that an eager warm-up has cached.
+        assert log == ["clear workspaces", "empty cache"]
         foreign, never_captured = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         assert isinstance(foreign, FakeGraph) and foreign.kept, "a graph that another library made is kept"
         assert pool.graphs == []
         foreign.capture_begin(pool=(7, 7))
         foreign.capture_end()
-    assert torch.cuda.CUDAGraph is FakeGraph
+    assert torch.cuda.CUDAGraph is FakeGraph and log[-1] == "clear workspaces"
     with pytest.raises(KeyError), Pool(device).adopt():
         raise KeyError
-    assert torch.cuda.CUDAGraph is FakeGraph
+    assert torch.cuda.CUDAGraph is FakeGraph and log[-2:] == ["empty cache", "clear workspaces"]
     after = torch.cuda.CUDAGraph()
     for graph in (before, after, never_captured):
         graph.replay()
@@ -272,17 +278,107 @@ def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
     assert pool.bytes() == 23 << 20
 
 
+# --- workspaces of cuBLAS
+
+
+def capture_by_reduce_overhead():
+    compiled = torch.compile(lambda x: x @ x + 1, mode="reduce-overhead", dynamic=False, fullgraph=True)
+    x = torch.ones(64, 64, device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            compiled(x)
+
+
+def fit_with_lightning():
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cuda",
+        devices=[torch.cuda.current_device()],
+        plugins=[LightningEnvironment()],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), [torch.randn(4, 8) for _ in range(2)])
+
+
+def parameterize_a_product():
+    from common.capture.parameterized.region import parameterize
+
+    parameterize(lambda x: x @ x, [torch.ones(64, 64, device="cuda")]).release()
+
+
 @pytest.mark.gpu
-def test_a_graph_with_its_own_workspace_outlives_that_of_eager_calls():
-    device = torch.device("cuda", 0)
+@pytest.mark.parametrize("free", [capture_by_reduce_overhead, fit_with_lightning, parameterize_a_product])
+def test_a_graph_replays_after_others_have_freed_eagers_workspaces(free, monkeypatch):
+    # Lightning sets it.
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    device = torch.device("cuda", torch.cuda.current_device())
+    original, cleared = getattr(torch._C, CLEAR), []
+
+    def clear():
+        cleared.append(True)
+        original()
+
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        a, b = torch.randn(2048, 2048, device=device), torch.randn(2048, 2048, device=device)
-        expected = a @ b
-        pool = Pool(device, own_workspace=True)
+        # Few results of long sums: cuBLAS adds up parts of each sum in its workspace.
+        a = torch.randn(64, 1 << 17, device=device, dtype=torch.bfloat16)
+        b = torch.randn(1 << 17, 64, device=device, dtype=torch.bfloat16)
+        for _ in range(3):
+            torch.mm(a, b)
+        pool = Pool(device)
         graph, product = pool.capture(lambda: a @ b)
-        torch._C._cuda_clearCublasWorkspaces()
+        assert pool.bytes() > 8 * MIB, "the product has 8 KiB, so the pool has no workspace"
+        monkeypatch.setattr(torch._C, CLEAR, clear)
+        try:
+            free()
+        finally:
+            torch._dynamo.reset()
+        assert cleared, "it frees no workspaces any more"
+        gc.collect()
         torch.cuda.empty_cache()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(product, expected)
+        # These take the memory that was freed.
+        others = [torch.full((32 * MIB,), 7, dtype=torch.uint8, device=device) for _ in range(8)]
+        for _ in range(3):
+            a.normal_()
+            b.normal_()
+            expected = a @ b
+            product.zero_()
+            graph.replay()
+            assert torch.equal(product, expected)
+        assert all(bool((other == 7).all()) for other in others)
+        pool.release()
+
+
+@pytest.mark.gpu
+def test_all_graphs_of_a_pool_share_the_memory_of_a_workspace():
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        x = torch.randn(64, 64, device=device)
+        expected = x @ x
+        pool = Pool(device)
+        pool.capture(lambda: x @ x)
+        first = pool.bytes()
+        made = [pool.capture(lambda: x @ x) for _ in range(20)]
+        # The products themselves are small: their segments have 2 MiB.
+        assert pool.bytes() - first <= 2 * MIB
+        for graph, product in made:
+            graph.replay()
+            assert torch.equal(product, expected)
         pool.release()

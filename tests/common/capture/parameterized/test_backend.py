@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.capture.parameterized import backend
+from common.capture.parameterized.driver import DriverError
+from common.capture.parameterized.host import HostRegion
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
 
@@ -80,6 +82,29 @@ def test_a_graph_that_cannot_be_captured_runs_eagerly_and_is_listed_with_the_rea
     assert torch.equal(scaled(x), x * 5)
     assert [(row["region"], row["state"]) for row in backend.regions()] == [("inference 0", "eager")]
     assert "symbolic" in backend.regions()[0]["reason"]
+
+
+@pytest.mark.parametrize("at", ["capture", "launch"])
+def test_a_failure_of_the_driver_leaves_a_region_eager_and_the_step_goes_on(at, monkeypatch):
+    eager, model = build(), build()
+    compiled = torch.compile(model, backend="parameterized")
+
+    def refused(*arguments):
+        raise DriverError("CUDA_ERROR_UNKNOWN")
+
+    if at == "capture":
+        monkeypatch.setattr(backend, "capture", refused)
+    else:
+        train(compiled, model.parameters(), 2)
+        train(eager, eager.parameters(), 2)
+        assert [row["launches"] for row in backend.regions()] == [2, 2]
+        monkeypatch.setattr(HostRegion, "launch", refused)
+        # The capture may be beyond release as well.
+        monkeypatch.setattr(HostRegion, "release", refused)
+    assert same(train(compiled, model.parameters(), 3, seed=2), train(eager, eager.parameters(), 3, seed=2))
+    assert same(model.state_dict().values(), eager.state_dict().values())
+    reason = "CUDA_ERROR_UNKNOWN" if at == "capture" else "a launch failed: CUDA_ERROR_UNKNOWN"
+    assert [(row["state"], row["reason"]) for row in backend.regions()] == [("eager", reason)] * 2
 
 
 def test_released_regions_run_eagerly():

@@ -276,8 +276,8 @@ def test_updates_by_the_gpu_are_used_where_launches_equal_eager_and_else_the_rep
 ):
     host, device = Captured(), Captured(failed)
 
-    def make(analysis, where, threshold):
-        assert threshold == -1
+    def make(fn, analysis, where, threshold):
+        assert (fn, threshold) == ("the region", -1)
         if missing:
             raise missing
         return device
@@ -287,7 +287,7 @@ def test_updates_by_the_gpu_are_used_where_launches_equal_eager_and_else_the_rep
     monkeypatch.setattr(Checked, "failure", refused)
     monkeypatch.setattr(Checked, "runs", 0)
     analysis = SimpleNamespace(all_bytes=lambda: ["bytes"])
-    chosen = region._updated_by_device(host, analysis, 40, (None, [], ()))
+    chosen = region._updated_by_device(host, analysis, 40, ("the region", [], ()))
     works = not (missing or refused or failed)
     assert chosen is (device if works else host)
     assert chosen.report["device_updates"] == reason and chosen.report["slots"] == 3

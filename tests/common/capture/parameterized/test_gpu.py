@@ -92,6 +92,19 @@ def test_pointwise(device):
     check(lambda x, y: [(x.sin() + 2 * y).relu()], lambda: [torch.randn(1000, 33, device=device) for _ in range(2)])
 
 
+def test_a_tensor_that_only_the_closure_holds_is_read_as_it_was(device):
+    def make():
+        three = torch.full((MIB,), 3.0, device=device)
+        return parameterize(lambda x: x * three, [torch.ones(MIB, device=device)])
+
+    region = make()
+    gc.collect()
+    # These would take its memory.
+    others = [torch.full((MIB,), 5.0, device=device) for _ in range(8)]
+    assert region(torch.ones(MIB, device=device)).unique().tolist() == [3.0]
+    del others
+
+
 def test_linear_with_packed_parameters(device):
     layer = nn.Linear(1024, 1024, device=device, dtype=torch.bfloat16).requires_grad_(False)
     check(lambda x: [layer(x)], lambda: [torch.randn(512, 1024, device=device, dtype=torch.bfloat16)])

@@ -1,9 +1,15 @@
-"""What a region counts of patching: nodes that change, and host seconds of the launches that change any."""
+"""GpuRegion with fakes of the GPU: counts of patching, the function that it holds, a launch that fails."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
-from common.capture.parameterized import gpu
+import pytest
+import torch
+
+from common.capture.parameterized import analysis, gpu, random_state, verify
 from common.capture.parameterized.backend import Region
+from common.capture.parameterized.region import capture
 
 
 class Patcher:
@@ -42,3 +48,61 @@ def test_a_row_counts_the_captures_before_too():
         "launches": 4, "patched": 12, "patch_s": 0.75, "slots": 3,
     }  # fmt: skip
     assert region.num_replays == 4
+
+
+def test_a_region_holds_the_function_until_release(monkeypatch):
+    """The graph reads tensors that only the function's closure holds at their addresses."""
+    first = SimpleNamespace(inputs=[], outputs=[], structure=None, nodes=[])
+    found = SimpleNamespace(
+        first=first, plan=SimpleNamespace(sizes=[]), written=[], increment=0, blob=None, slots=[], encoded=0,
+        unexplained=[], suspects=[], build_s={}, check=lambda: None, release=lambda: None,
+    )  # fmt: skip
+    checked = SimpleNamespace(inexact=set(), prove_unread=lambda found, inputs: None)
+    monkeypatch.setattr(analysis, "analyse", lambda fn, inputs, device: found)
+    monkeypatch.setattr(verify, "Verification", lambda *arguments: checked)
+    monkeypatch.setattr(gpu.words, "Patcher", lambda *arguments: None)
+    monkeypatch.setattr(gpu, "_in_arenas", lambda found: None)
+    monkeypatch.setattr(gpu, "_executable", lambda *arguments: (SimpleNamespace(destroy=lambda: None), None))
+
+    def make():
+        three = torch.full((4,), 3.0)
+        return capture(lambda x: x * three, [SimpleNamespace(device=torch.device("cuda", 0))], 0), weakref.ref(three)
+
+    region, three = make()
+    gc.collect()
+    assert three() is not None
+    region.release()
+    gc.collect()
+    assert three() is None
+
+
+@pytest.mark.parametrize(("increment", "fails", "after"), [(8, False, 108), (8, True, 100), (0, False, 100)])
+def test_a_launch_that_fails_draws_nothing(monkeypatch, increment, fails, after):
+    """What runs eagerly in its place draws the same numbers."""
+
+    class Draws:
+        offset = 100
+
+        def get_offset(self):
+            return self.offset
+
+        def set_offset(self, offset):
+            self.offset = offset
+
+    draws = Draws()
+    anchor = SimpleNamespace(replay=lambda: draws.set_offset(draws.offset + 4))
+    monkeypatch.setattr(random_state, "generator", lambda device: draws)
+    monkeypatch.setattr(random_state, "_anchor", lambda index: (anchor, None))
+
+    def launch():
+        with random_state.advanced(torch.device("cuda", 0), increment):
+            assert draws.offset == 100
+            if fails:
+                raise OSError
+
+    if fails:
+        with pytest.raises(OSError):
+            launch()
+    else:
+        launch()
+    assert draws.offset == after

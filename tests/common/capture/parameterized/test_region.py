@@ -1,5 +1,8 @@
 """common/capture/parameterized on the CPU: regions on other tensors, what is refused, bad input."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -153,6 +156,19 @@ def test_a_tensor_that_aliases_another_only_later_is_refused_too():
 def test_bad_examples_are_one_clear_error(examples, message):
     with pytest.raises(ValueError, match=message):
         parameterize(lambda *inputs: inputs[0] + 1, examples)
+
+
+def test_a_tensor_that_only_the_closure_holds_lives_as_long_as_the_region():
+    def make():
+        three = torch.full((4,), 3.0)
+        return parameterize(lambda x: x * three, [torch.ones(4)]), weakref.ref(three)
+
+    region, three = make()
+    gc.collect()
+    assert three() is not None and torch.equal(region(torch.ones(4)), torch.full((4,), 3.0))
+    region.release()
+    gc.collect()
+    assert three() is None
 
 
 def test_a_call_after_release_is_refused_and_earlier_results_stay():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from common.capture.parameterized import sums
+from common.capture.parameterized.driver import DriverError
 from common.capture.parameterized.errors import RegionRefused
 
 
@@ -36,11 +37,12 @@ def passes(net, count=3):
     return [parameter.main_grad.clone() for parameter in net.parameters()]
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(refuses, monkeypatch):
+@pytest.mark.parametrize("error", [None, RegionRefused, DriverError])
+def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(error, monkeypatch):
     def refused(*arguments):
-        raise RegionRefused("as asked\nwith more")
+        raise error("as asked\nwith more")
 
+    refuses = error is not None
     if refuses:
         monkeypatch.setattr(sums, "capture", refused)
     net, regions = model(), []
@@ -56,6 +58,22 @@ def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(refuses
     exchanged.leave()
     assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
     assert regions[0].num_replays == (0 if refuses else 6)
+
+
+def test_a_launch_that_the_driver_refuses_leaves_the_additions_eager(monkeypatch):
+    net, regions = model(), []
+    expected = passes(net, 2)
+    exchanged = sums.Sums([list(layer.parameters()) for layer in net], regions.append)
+    exchanged.enter()
+    passes(net, 1)
+
+    def refused(*arguments):
+        raise DriverError("launching a graph: CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(regions[0].captured, "launch", refused)
+    assert all(torch.equal(a, b) for a, b in zip(passes(net, 2), expected, strict=True))
+    assert regions[0].row()["reason"] == "a launch failed: launching a graph: CUDA_ERROR_UNKNOWN"
+    assert (regions[0].state, regions[0].num_replays) == ("eager", 2)
 
 
 def test_layers_with_other_strides_have_a_region_of_their_own():
