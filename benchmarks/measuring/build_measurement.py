@@ -87,7 +87,7 @@ class BuildMeasurement:
         with self._timed("parity"):
             missing = self._missing("parity", twice=True)
             if missing:
-                self.say(f"  parity: {', '.join(dict.fromkeys(missing))}, deterministic kernels")
+                self.say(f"  parity of {len(set(missing))} variants, with deterministic kernels")
             for variant in missing:
                 is_kept = self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
                 command = {"do": "parity", "keep": is_kept, **self._parity_steps()}
@@ -152,7 +152,7 @@ class BuildMeasurement:
         known, remaining = self._of("plan"), self.worker.remaining()
         if known and known[-1]["base"] in remaining:
             return known[-1]
-        self.say(f"  capture and pilot: {', '.join(remaining)}")
+        self.say(f"  capture and pilot of {len(remaining)} variants")
         with self._timed("pilot"):
             paces = {}
             for variant in remaining:
@@ -259,7 +259,7 @@ class BuildMeasurement:
         missing = [name for name in dict.fromkeys(headline) if name not in done]
         if not missing:
             return
-        self.say(f"  memory alone: {', '.join(missing)}, a process each")
+        self.say(f"  memory of {len(missing)} variants, each alone in a process")
         with self._timed("alone"):
             for index, variant in enumerate(missing):
                 ms = paces.get(variant, {"ms": 100.0})["ms"]

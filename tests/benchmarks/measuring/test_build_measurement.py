@@ -35,6 +35,7 @@ def test_a_step_of_ones_own_is_planned_to_have_its_verdict_in_two_minutes(monkey
         name: {"ms": eager_ms / 2, "reset_s": 0.01} for name in ("graph_step", "reduce_overhead")
     }
     own = SimpleNamespace(model=run.run_file.OWN_STEP, cycles=None, no_control=False, end_s=measure.CYCLES_END_S)
+    own.is_census = False
     own.minutes, own.host_load, own.limit_s, own.share_memory = None, 0, 600.0, False
     settings = run.settings_of(own, "bench")
     steps = block_plan.steps_of_block(paces, {"period": 8, "least_steps": 10, "gpus": [1]}, settings)

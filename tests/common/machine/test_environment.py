@@ -131,23 +131,26 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_the_sampler_tells_the_median_clock_of_a_while(nvidia_smi, monkeypatch):
-    folder = nvidia_smi("1000")
+    folder = nvidia_smi("1000, 200.5, 0x0000000000000001")
     sampler = gpu_state.GpuSampler("GPU-1")
     t0 = time.monotonic()
     sampler.start()
     seen_s = []
-    for count, lines in enumerate(("1500\n", "[N/A]\na line of another kind\n1800\n", ""), 1):
+    more = ("1500, 700.0, 0x0000000000000004\n", "[N/A], 1.0, 0x0\na line\n1800, [N/A], 0x0000000000000020\n", "")
+    for count, lines in enumerate(more, 1):
         wait_until(lambda count=count: len(sampler.samples()) == count)
         seen_s.append(time.monotonic())
         with open(folder / "samples", "a") as file:
             file.write(lines)
     t1 = seen_s[-1]
-    times = [time_s for time_s, _ in sampler.samples()]
+    times = [sample.time_s for sample in sampler.samples()]
     assert t0 < times[0] < seen_s[0] < times[1] < seen_s[1] < times[2] < t1
     assert sampler.sm_mhz(t0, t1) == 1500 and sampler.sm_mhz(times[0], times[1]) == 1250
-    assert sampler.sm_mhz(t1, t1 + 1) is None
+    assert sampler.sm_mhz(t1, t1 + 1) is None and sampler.state(t1, t1 + 1) is None
+    assert sampler.state(t0, t1) == {"sm_mhz": 1500, "power_w": 450.25, "throttle": ["power cap", "software thermal"]}
     called, *command = (folder / "call").read_text().split()
-    assert command == ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-lms", "250", "-i", "GPU-1"]
+    assert command[0] == "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
+    assert command[1:] == ["--format=csv,noheader,nounits", "-lms", "250", "-i", "GPU-1"]
     sampler.stop()
     wait_until(lambda: not alive(int(called)))
     # A line that is not whole is no sample.
