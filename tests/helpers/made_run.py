@@ -1,11 +1,11 @@
-"""A sound run of schema 3, made of facts as benchmarks.measuring adds them, on an H200 or on a CPU."""
+"""A sound run of schema 4, made of facts as benchmarks.measuring adds them, on an H200 or on a CPU."""
 
 from pathlib import Path
 
 from benchmarks.files import partial, run_file
+from benchmarks.judge import judged
 
 HEADER = {
-    "schema": 3,
     "id": "20261125T101500Z-a7d396",
     "model": "gpt3",
     "preset": "bench",
@@ -36,12 +36,13 @@ HEADER = {
 
 
 def block(variant, cycle, place, ms=10.0, **more):
+    """The fact of a block of 100 steps, each of `ms` milliseconds."""
     own = {
-        **{"build": "", "variant": variant, "cycle": cycle, "place": place, "busy": 0, "ms": ms, "p5_ms": ms},
-        **{"p95_ms": ms, "mean_ms": ms, "issue_ms": None, "sm_mhz": None, "process": 1, "threads": 3, "steps": 100},
-        **{"untimed_steps": 2, "drained_steps": 3, "reserved_bytes": 0, "growth_bytes": 0, "replays": 100},
-        **{"expected_replays": 100, "late_ms": 0.1, "late_change": False, "reset": True, "losses": [1.0, 0.5]},
-        **{"moved": [1.0], "classes": [], "parent_s": ms / 10, "begin_s": 0.0, "end_s": ms / 10},
+        **{"build": "", "variant": variant, "cycle": cycle, "place": place, "busy": 0, "step_ms": [ms] * 100},
+        **{"process": 1, "threads": 3, "untimed_steps": 2, "drained_steps": 3, "issue_ms": [], "gpu": None},
+        **{"reserved_bytes": 0, "held_bytes": 0, "growth_bytes": 0, "replays": 100, "expected_replays": 100},
+        **{"late_ms": 0.1, "late_change": False, "reset": True, "losses": [1.0, 0.5], "moved": [1.0]},
+        **{"parent_s": ms / 10, "begin_s": 0.0, "end_s": ms / 10},
     }
     if variant == "eager":
         own |= {"replays": 0, "expected_replays": 0}
@@ -85,33 +86,36 @@ def made_run(
     graphs = {"graphs": 1, "promised_graphs": 1, "promised_replays": 1}
     facts = [_fact("plan", base="eager"), _fact("capture", "graph_layer", **graphs)]
     for name in ("eager", "graph_layer"):
-        facts += [_fact(kind, name, hashes=["h"], losses=[1.0]) for kind in ("parity", "parity", "course", "course")]
+        kinds = ("parity", "parity", "course", "course") if name == "eager" else ("parity", "course")
+        facts += [_fact(kind, name, hashes=["h"], losses=[1.0]) for kind in kinds]
         if issue:
             facts.append(_fact("profile", name, busy_ms=issue[1], kernels=9, graph_share=0.9 * (name != "eager")))
-    facts += [_fact("left_out", name, status="unsupported", reason="needs a GPU") for name in unsupported]
+    facts += [_fact("left_out", name, kind="unsupported", reason="needs a GPU") for name in unsupported]
     for cycle in range(2 * cycles if busy else cycles):
         beside = busy if cycle % 2 else 0
-        for place, name in enumerate(("eager", "graph_layer", "eager")):
+        order = ("eager", "graph_layer", "eager")
+        for place, name in enumerate(order):
             own = (ms or {}).get(name, 10.0)
             taken = own[cycle % len(own)] if isinstance(own, list) else own
             facts.append({"fact": "block", **block(name, cycle, place, busy=beside, ms=taken)})
-            facts[-1]["issue_ms"] = (issue[0] if name == "eager" else 0.5) if issue else None
-        facts.append(_fact("cycle", cycle=cycle, order=[], busy=beside))
+            facts[-1]["issue_ms"] = [issue[0] if name == "eager" else 0.5] if issue else []
+        facts.append(_fact("cycle", cycle=cycle, order=list(order), busy=beside))
     facts.append(_fact("end", end_utc="2026-11-25T10:18:00Z"))
     run = partial.folded([{"fact": "header", **head, **header}, *facts])
-    assert [own.status for own in run.builds[""].variants.values()][:2] == ["pass", "pass"], run.builds
+    verdicts = judged(run)[""].verdicts
+    assert [own.status for own in verdicts.values()][:2] == ["pass", "pass"], verdicts
     return run
 
 
-def _fact(kind, variant="", **more):
-    return {"fact": kind, "build": "", "variant": variant, **more}
+def _fact(fact, variant="", **more):
+    return {"fact": fact, "build": "", "variant": variant, **more}
 
 
 def write(run: run_file.Run, folder: Path) -> Path:
     """The sealed file of a run in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{run.id}.json"
-    path.write_text(run_file.as_text(run))
+    path.write_bytes(run_file.as_bytes(run))
     path.chmod(0o444)
     return path
 
