@@ -19,8 +19,10 @@ WITHIN = 0.05
 EQUAL = 0.005
 # Ceilings are drawn on a log axis of what they leave to gain, from this on.
 LEAST = 0.005
-CEILING_TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
-GAIN_TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+CEILING_TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
+GAIN_TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
+
+LONGEST = 24  # letters of a name
 
 Mark = tuple[Row, Point, float, float]
 
@@ -28,8 +30,10 @@ Mark = tuple[Row, Point, float, float]
 def name_of(workload: Workload) -> str:
     """Return a workload's name in a figure: GPT-3 without 175B, since most runs hold a share; a user's own label."""
     if workload.model == run_file.OWN_STEP:
-        return workload.label.removesuffix("-build")
-    return re.sub(r" \d+B\b", "", published.title_of(workload.model, workload.preset))
+        name = workload.label.removesuffix("-build")
+    else:
+        name = re.sub(r" \d+B\b", "", published.title_of(workload.model, workload.preset))
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 
 # ------------------------------------------------------------------------------------------------
@@ -41,7 +45,7 @@ def reached(rows: Sequence[Row]) -> list[Mark]:
     return [
         (row, point, ceiling, share)
         for row in rows
-        if row.kind != "eager" and not row.control and row.workload.gpu != "CPU"
+        if row.workload.gpu != "CPU"
         for point in row.timed
         if (ceiling := point.ceiling) is not None and (share := point.reached) is not None
     ]
@@ -55,9 +59,9 @@ def ceiling_title(marks: list[Mark]) -> str:
     if above:
         text = f"{len(above)} of {len(marks)} graphs gain up to {100 * (max(above) - 1):.1f} % more than step / busy"
     percent = f"{100 * WITHIN:g} %"
-    return text + (
-        f"; of {len(near)} that gain over {percent}, {sum(near)} come within {percent} of it" if near else ""
-    )
+    if near:
+        text += f"; of {len(near)} that gain over {percent}, {sum(near)} come within {percent} of it"
+    return text
 
 
 def ceiling(rows: Sequence[Row]) -> Page:
@@ -82,7 +86,7 @@ def ceiling(rows: Sequence[Row]) -> Page:
     axes.set_ylim(min(0.88, least - 0.03), max(1.03, highest + 0.03))
     axes.set_ylabel("gain / ceiling")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    _ticks(axes.xaxis, CEILING_TICKS, 1)
+    _ticks(axes, CEILING_TICKS, 1)
     axes.grid(True)
     axes.axhspan(1 - WITHIN, 1, color=BAND, linewidth=0, zorder=0.5)
     axes.axhline(1, color=INK, linewidth=1.2, gid="ceiling")
@@ -169,7 +173,9 @@ def hosts(rows: Sequence[Row]) -> Page:
     note += " Hollow: the archive's runs." if any(row.archived for row in drawn) else ""
     step, height = 0.56, 0.56 * len(drawn)
     used = [point.run for row in drawn for point in row.timed]
-    page = Page(hosts_title(drawn), note, _footer(used), height + 0.55)
+    archived = {own.host for row in drawn for own in row.archived}
+    more = f"; {runs.counted(len(archived), 'host')} of the archive" if archived else ""
+    page = Page(hosts_title(drawn), note, _footer(used) + more, height + 0.55)
     texts = [(_said(row.base, row.base_ms_range), _said("graph", row.ms_range)) for row in drawn]
     left = page.MARGIN + max(style.width_of(text, 9.5, "bold") for row in drawn for text in [name_of(row.workload)])
     left = max(left, page.MARGIN + max(style.width_of(_where(row), SMALL) for row in drawn)) + 0.2
@@ -178,7 +184,7 @@ def hosts(rows: Sequence[Row]) -> Page:
     ends = [each / (row.ms or 1.0) for row in drawn for own in row.hosts for each in (own.ms, own.base_ms)]
     axes.set(xscale="log", xlim=(min(0.95, *ends) / 1.04, max(1.2, *ends) * 1.08))
     axes.set_xlabel("step / the graph's median step")
-    _ticks(axes.xaxis, [tick for tick in GAIN_TICKS if tick != 1.2 or max(ends) < 4], 0)
+    _ticks(axes, GAIN_TICKS, 0)
     axes.axvline(1, color=INK, linewidth=1.0)
     for index, (row, pair) in enumerate(zip(drawn, texts, strict=True)):
         y, middle = index * step + 0.17, row.ms or 1.0
@@ -220,11 +226,18 @@ def _spread(span: Range | None) -> float:
 # Parts of both
 
 
-def _ticks(axis, values, offset) -> None:
-    """Mark ratios on a log axis of ratio - offset."""
-    axis.set_major_locator(FixedLocator([value - offset for value in values]))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: f"{value + offset:.4g}x")
+def _ticks(axes, values: Sequence[float], offset: int) -> None:
+    """Mark ratios on a log x axis of ratio - offset, so far apart that their texts do not touch."""
+    left, right = axes.get_xlim()
+    least = (right / left) ** (0.47 * axes.figure.dpi / axes.bbox.width)
+    kept: list[float] = []
+    for value in values:
+        at = value - offset
+        if left <= at <= right and (not kept or at >= kept[-1] * least):
+            kept.append(at)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value + offset:.4g}x")
 
 
 def _footer(used: Sequence[Run]) -> str:

@@ -163,7 +163,7 @@ def test_the_grid_lies_below_the_marks(several):
 def test_runs_on_a_cpu_are_not_drawn(tmp_path, capsys):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "hosts.svg").write_text("of yesterday")
-    put(tmp_path, 0, gpus=(), preset="tiny", issue=None)
+    put(tmp_path, 0, gpus=(), preset="tiny")
     assert plot.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "not drawn: hosts: no graph on a GPU has a ratio" in out and "0 figures in" in out
@@ -188,3 +188,11 @@ def test_a_name_cannot_break_a_file(tmp_path):
         text = (tmp_path / "out" / f"{name}.svg").read_text()
         assert_reads_on_both_pages(text)
         assert "../x$a$&lt;b&gt;" in text
+
+
+def test_odd_numbers_and_long_names_are_drawn(tmp_path):
+    put(tmp_path, 0, model=run_file.OWN_STEP, label="x" * 100, ms={"eager": 5e3, "graph_layer": 0.5}, issue=(1.0, 3.0))
+    put(tmp_path, 1, model="y" * 100, ms={"eager": 0.5, "graph_layer": 5e3}, issue=(1.0, 0.4))
+    put(tmp_path, 2, ms={"eager": 10.0, "graph_layer": 10.0}, issue=(1.0, 10.0))
+    for name in front.FIGURES:
+        assert_inside_and_apart(page_of(tmp_path, name), name)
