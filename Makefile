@@ -116,11 +116,11 @@ plots: ## figures of all results, or of the runs in OUT, into its figures/
 	$(setup) core plots
 	$(from_make) plots
 
-readme: ## write results/overview.*, the tables in the READMEs and README's figures from the runs
+readme: ## write results/overview.*, the tables in the READMEs and README's figures
 	$(check)
 	$(setup) core plots
 	$(from_make) readme
-	$(python) -m benchmarks.plot results --readme
+	$(python) -m benchmarks.plot results
 
 submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then print the tables
 	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))

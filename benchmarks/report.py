@@ -1,4 +1,4 @@
-"""One page about a run, for a browser: its verdict, why, blocks over time, a step before and after, memory.
+"""One page about a run, for a browser: its verdict, why, blocks over time, and a step before and after.
 
     python -m benchmarks.report runs/h200x1/gpt3-bench/ID.json         writes ID.html beside it
     python -m benchmarks.report RUN.json --out page.html
@@ -15,12 +15,15 @@ from jinja2 import Environment, FileSystemLoader, select_autoescape
 
 from benchmarks import command, statistics
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Build, Run
-from benchmarks.pages.run_table import build_title, milliseconds, rates
+from benchmarks.files.run_file import Run
+from benchmarks.judge import Judged, judged
+from benchmarks.pages.run_table import GIB, build_title, milliseconds, on_a_cpu, rates
 from common.files import write_text
 
 TEMPLATE = "report.html.j2"
-GIB = 2**30
+WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
+# Tints of a kind's color, for several variants of a kind.
+NUM_TINTS = 4
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
@@ -34,122 +37,146 @@ def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=select_autoescape(default=True)
     )
-    gpus = sorted({gpu["name"] for gpu in run.host.get("gpus", [])})
+    gpus = sorted({gpu.name for gpu in run.host.gpus})
+    builds = judged(run)
     facts = {
         "run": run,
-        "machine": f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.get('cores', '?')} cores",
+        "machine": f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
         "findings": findings,
-        "builds": [
-            _build(run, name, build) | ({"verdict": verdict} if verdict else {})
-            for name, build in run.builds.items()
-            if build.base in build.variants
-        ],
+        "verdict": verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
+        "builds": [_build(name, own) for name, own in builds.items()],
     }
     return environment.get_template(TEMPLATE).render(facts)
 
 
-def _build(run: Run, name: str, build: Build) -> dict:
-    rows = [_row(run, build, variant) for variant in build.variants]
-    timed = [row for row in rows if row["ms"] is not None]
-    graphs = [row for row in timed if row["kind"] in ("graph", "compile") and row["ratio"]]
-    best = max(graphs, key=lambda row: row["low"], default=None)
+def _build(name: str, own: Judged) -> dict:
+    rows = [_row(own, each) for each in own.build.variants if own.passed(each) and own.blocks(each)]
+    tints: dict[str, int] = {}
+    for row in rows:
+        number = tints[row["kind"]] = tints.get(row["kind"], -1) + 1
+        row["color"] = "control" if row["kind"] == "control" else f"{row['kind']}{number % NUM_TINTS}"
+    best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
-        "title": build_title(name, build.fields),
-        "verdict": _verdict(run, best, build.base),
+        "title": build_title(name, own.build.fields),
+        "verdict": _verdict(own, best),
         "rows": rows,
-        "why": _why(build),
-        "rates": rates(run, build),
-        "series": _series(build, [row["name"] for row in timed]),
-        "timelines": [found for row in timed if (found := _timeline(build, row["name"]))],
+        "has_memory": any(row["alone"] for row in rows),
+        "faults": [(each, verdict) for each, verdict in own.verdicts.items() if verdict.reason],
+        "why": _why(own, best["name"] if best else ""),
+        "rates": rates(own),
+        "series": _series(own, rows),
+        "timelines": [line for row in rows if (line := _timeline(own, row))],
     }
 
 
-def _row(run, build, name) -> dict:
-    own = build.variants[name]
-    ratio = build.ratio_of(name) if own.status == "pass" else None
-    times = [block.step_ms for block in own.blocks if not block.busy_processes]
-    ms = math.exp(sum(map(math.log, times)) / len(times)) if times and own.status == "pass" else None
-    parity = own.parity.result if own.parity and name != run.control else ""
-    added = own.capture.get("bytes_added")
+def _row(own: Judged, name: str) -> dict:
+    """A variant that passed, as a row of the table. Times and ratios are of quiet cycles."""
+    variant, is_control, is_base = own.build.variants[name], name == own.run.control, name == own.base
+    ratio, memory = own.ratio_of(name), own.alone_bytes(name)
+    has_interval = ratio is not None and ratio.cycles > 1
+    ceiling = own.ceiling(name) if own.run.device == "cuda" and not is_control else None
     return {
-        "name": f"{name} (base again)" if name == run.control else name,
-        "kind": "control" if name == run.control else own.kind,
-        "help": own.help,
-        "status": own.status,
-        "reason": own.reason,
-        "ms": ms,
-        "ms_text": milliseconds(ms),
-        "is_base": name == build.base,
-        "ratio": f"{ratio.ratio:.3f}x" if ratio and name != build.base else "",
-        "interval": f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and ratio.cycles > 1 and name != build.base else "",
+        "name": name,
+        "label": f"{name} (base again)" if is_control else name,
+        "kind": "control" if is_control else variant.kind,
+        "is_graph": ratio is not None and not is_control and variant.kind != "eager",
+        "help": variant.help,
+        "ms": milliseconds(own.ms(name)),
+        "typical": milliseconds(own.typical_ms(name)),
+        "ratio": "base" if is_base else f"{ratio.ratio:.3f}x" if ratio else "",
+        "interval": f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and has_interval else "",
+        "ceiling": f"{ceiling:.3f}x" if ceiling else "",
         "low": ratio.low if ratio else 0.0,
-        "word": statistics.word(ratio) if ratio and ratio.cycles > 1 else "",
-        "parity": parity,
-        "added": f"{added / GIB:.2f} GiB" if added is not None and own.kind != "eager" else "",
+        "word": statistics.word(ratio) if ratio and has_interval else "",
+        "parity": "" if is_control else own.verdicts[name].parity or ("losses" if own.run.parity == "blocks" else ""),
+        "alone": f"{memory / GIB:.1f}" if memory is not None else "",
     }
 
 
-def _verdict(run, best, base) -> str:
-    if run.device == "cpu":
-        return "On a CPU this shows that the variants train alike. It says nothing about the speed of a GPU."
+def _verdict(own: Judged, best: dict | None) -> str:
     if best is None:
         return "No graph has a time."
-    word = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}.get(best["word"])
-    said = f"{best['name']} {word} {base}" if word else f"Whether {best['name']} is faster than {base} is unclear"
-    return f"{said}: {best['ratio']}, {best['interval']}, on this host in these minutes."
+    word = WORDS.get(best["word"])
+    said = (
+        f"{best['name']} {word} {own.base}" if word else f"Whether {best['name']} is faster than {own.base} is unclear"
+    )
+    interval = f", {best['interval']}" if best["interval"] else ""
+    return f"{said}: {best['ratio']}{interval}, on this host in these minutes."
 
 
-def _why(build: Build) -> dict | None:
-    """Issue and busy of the base as two bars."""
-    base = build.variants[build.base]
-    issue, busy = base.issue_ms(), base.profile.get("busy_ms")
-    if not issue or not busy:
+def _why(own: Judged, best: str) -> dict | None:
+    """The base's step with its busy and its idle part, and the step of the best graph, as bars."""
+    if own.run.device != "cuda" or not own.base:
         return None
-    gain = statistics.predicted_gain(issue, busy)
-    return {
-        "bars": [
-            {"label": "host: issue", "text": milliseconds(issue), "width": 100 * issue / max(issue, busy)},
-            {"label": "GPU: busy", "text": milliseconds(busy), "width": 100 * busy / max(issue, busy)},
-        ],
-        "text": f"The GPU waits for the host: issue / busy is {gain:.2f}."
-        if gain > 1.01
-        else "The host is faster than the GPU: a graph has little to remove.",
-    }
+    busy_ms, base_ms, issue_ms = own.busy_ms(own.base), own.ms(own.base), own.issue_ms(own.base)
+    ceiling, share, ms = own.ceiling(own.base), own.reached(best) if best else None, own.ms(best) if best else None
+    if not busy_ms or not base_ms or not ceiling:
+        return None
+    idle = max(0.0, 1 - busy_ms / base_ms)
+    text = f"A step of {own.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for {milliseconds(busy_ms)}. "
+    text += f"A graph can gain {ceiling:.2f}x at most"
+    text += f"; {best} reached {100 * share:.1f} % of that." if share else "."
+    widest = max(base_ms, busy_ms, ms or 0.0)
+    bars = [
+        {
+            "kind": "eager",
+            "text": f"{own.base}, {milliseconds(base_ms)} ms: the GPU is idle for {100 * idle:.0f} % of it",
+            "width": 100 * base_ms / widest,
+            "busy": 100 * min(1.0, busy_ms / base_ms),
+        }
+    ]
+    if best and ms:
+        kind = own.build.variants[best].kind
+        bars.append({"kind": kind, "text": f"{best}, {milliseconds(ms)} ms", "width": 100 * ms / widest, "busy": 100})
+    issue = f"This host issues the step in {milliseconds(issue_ms)} ms. A slower host takes longer, a graph does not."
+    return {"bars": bars, "text": text, "issue": issue if issue_ms else ""}
 
 
-def _series(build: Build, names: list[str]) -> dict:
-    """Ms of each variant's blocks in the order of time, as points of a chart of 600 x 220."""
-    plain = [name.removesuffix(" (base again)") for name in names]
-    blocks = {name: build.variants[name].blocks for name in plain}
-    order = sorted({(block.cycle, block.place) for own in blocks.values() for block in own})
+def _series(own: Judged, rows: list[dict]) -> dict:
+    """Mean step of each variant's blocks in the order of time, as points of a chart of 600 x 220."""
+    blocks = {row["name"]: own.build.variants[row["name"]].blocks for row in rows}
+    order = sorted({(block.cycle, block.place) for each in blocks.values() for block in each})
     if not order:
         return {}
-    step = 560 / max(1, len(order) - 1)
-    where = {place: 30 + index * step for index, place in enumerate(order)}
-    every = [block.step_ms for own in blocks.values() for block in own]
-    top = 1.05 * max(every)
+    step = 535 / max(1, len(order) - 1)
+    where = {place: 60 + index * step for index, place in enumerate(order)}
+    top = 1.05 * max(block.mean_ms for each in blocks.values() for block in each)
     lines = []
-    for index, (name, own) in enumerate(blocks.items()):
-        points = [(where[(b.cycle, b.place)], 200 - 185 * b.step_ms / top) for b in own]
-        points.sort()
+    for row in rows:
+        points = sorted((where[(b.cycle, b.place)], 200 - 185 * b.mean_ms / top) for b in blocks[row["name"]])
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        lines.append({"name": name, "points": points, "text": text, "color": index % 7})
+        lines.append({"label": row["label"], "points": points, "text": text, "color": row["color"]})
     unit = 10 ** math.floor(math.log10(top))
     tick = next(unit * factor for factor in (5, 2, 1, 0.5) if unit * factor <= top / 1.5)
     marks = [{"y": 200 - 185 * n * tick / top, "text": f"{n * tick:g}"} for n in range(1, int(top / tick) + 1)]
-    return {"lines": lines, "marks": marks}
+    busy = {cycle.cycle: cycle.busy_processes for cycle in own.build.cycles if cycle.busy_processes}
+    shades = [[x for (cycle, _), x in where.items() if cycle == number] for number in busy]
+    return {
+        "lines": lines,
+        "marks": marks,
+        "shades": [(min(xs) - step / 2, max(xs) - min(xs) + step) for xs in shades if xs],
+        "busy": max(busy.values(), default=0),
+    }
 
 
-def _timeline(build: Build, name: str) -> dict | None:
-    """Busy intervals of one step, as rectangles of a strip 600 wide."""
-    profile = build.variants.get(name.removesuffix(" (base again)"))
-    if profile is None or " (base" in name or not profile.profile.get("timeline_us"):
+def _timeline(own: Judged, row: dict) -> dict | None:
+    """Busy intervals of one profiled step, as rectangles of a strip 600 wide."""
+    profile = own.build.variants[row["name"]].profile
+    length_us, busy_ms, ms = profile.timeline_step_us, own.busy_ms(row["name"]), own.ms(row["name"])
+    spans = [each for each in profile.timeline_us if len(each) == 2 and 0 <= each[0] <= each[1]]
+    if row["kind"] == "control" or not length_us or not spans:
         return None
-    found = [own.profile.get("timeline_step_us") or 0.0 for own in build.variants.values()]
-    longest = max(found) or 1.0
-    spans = [(start / longest * 600, (end - start) / longest * 600) for start, end in profile.profile["timeline_us"]]
-    length_us = profile.profile["timeline_step_us"]
-    return {"name": name, "spans": spans, "width": length_us / longest * 600, "text": milliseconds(length_us / 1e3)}
+    longest = max(each.profile.timeline_step_us or 0.0 for each in own.build.variants.values())
+    text = f"{row['name']}: {row['ms']} ms"
+    if busy_ms and ms:
+        text += f", the GPU is idle for {100 * max(0.0, 1 - busy_ms / ms):.0f} % of it"
+    return {
+        "text": f"{text} ({milliseconds(length_us / 1e3)} ms under the profiler, as drawn)",
+        "color": row["color"],
+        "label": row["name"],
+        "spans": [(start / longest * 600, (end - start) / longest * 600) for start, end in spans],
+        "width": length_us / longest * 600,
+    }
 
 
 def write(path: Path, out: Path | None = None, findings: str = "", verdict: str = "") -> Path:

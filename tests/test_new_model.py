@@ -66,6 +66,6 @@ def test_it_is_in_the_tables_and_pages(checkout, found):
 
 def test_it_is_in_the_figures(found, tmp_path):
     drawn, left_out = plot.draw(found, tmp_path)
-    assert "models" in drawn, left_out
+    assert "hosts" in drawn, left_out
     for name in drawn:
         assert "my_model" in (tmp_path / f"{name}.svg").read_text()

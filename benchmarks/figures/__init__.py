@@ -1,1 +1,1 @@
-"""Figures of runs: their style, the choice of runs, those of the front page and those of each model."""
+"""Figures of runs: their style, and those of the front page."""

@@ -1,210 +1,253 @@
-"""The front page's figures: whether issue / busy predicts the gain, why graphs gain, and each model's ratios."""
+"""The figures of the front page: how much of its ceiling each graph reached, and a step on each host."""
 
-from benchmarks.figures import choice, style
-from benchmarks.figures.choice import Shown, digits, short
-from benchmarks.figures.style import BAND, CLEAR, CONTROL, EAGER, FAINT, INK, NotDrawn, Page, look
-from benchmarks.files import runs
-from benchmarks.files.runs import Row
-from benchmarks.pages import readme, tables
+import re
+from collections.abc import Sequence
 
-GPU_COLOUR, HOST_COLOUR, *_ = style.PALETTE
-WITHIN = f"{100 * readme.WITHIN:g} %"
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from benchmarks.figures import style
+from benchmarks.figures.style import BAND, FAINT, INK, KINDS, MARKS, SMALL, NotDrawn, Page
+from benchmarks.files import run_file, runs
+from benchmarks.files.run_file import Run
+from benchmarks.files.runs import Point, Range, Row, digits
+from benchmarks.files.workload import Workload
+from benchmarks.pages import published
+
+# A graph has reached its ceiling if it lies this near. Graphs that gain less than this are counted apart.
+WITHIN = 0.05
+# Two equal programs differ by so much.
+EQUAL = 0.005
+# Ceilings are drawn on a log axis of what they leave to gain, from this on.
+LEAST = 0.005
+CEILING_TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
+GAIN_TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
+
+LONGEST = 24  # letters of a name
+
+Mark = tuple[Row, Point, float, float]
 
 
-def law_title(points: list) -> str:
-    """How many gains lie near max(1, issue / busy), from `readme.predictions`."""
-    above = [off for *_, off in points if off > 1 + readme.WITHIN]
-    below = [off for *_, off in points if off < 1 - readme.WITHIN]
-    near = len(points) - len(above) - len(below)
-    text = f"Graphs gain max(1, issue / busy): {near} of {len(points)} lie within {WITHIN} of it"
-    text += f", {len(above)} above, by up to {100 * (max(above) - 1):.1f} %" if above else ""
-    return text + (f", {len(below)} below, by up to {100 * (1 - min(below)):.1f} %" if below else "")
+def name_of(workload: Workload) -> str:
+    """Return a workload's name in a figure: GPT-3 without 175B, since most runs hold a share; a user's own label."""
+    if workload.model == run_file.OWN_STEP:
+        name = workload.label.removesuffix("-build")
+    else:
+        name = re.sub(r" \d+B\b", "", published.title_of(workload.model, workload.preset))
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 
-def law(shown: Shown) -> Page:
-    """Measured gain against issue / busy, a mark a run and graph.
+# ------------------------------------------------------------------------------------------------
+# How much of its ceiling each graph reached
+
+
+def reached(rows: Sequence[Row]) -> list[Mark]:
+    """Return (row, point, ceiling, share of it) of each graph in each run on a GPU, contended cycles apart."""
+    return [
+        (row, point, ceiling, share)
+        for row in rows
+        if row.workload.gpu != "CPU"
+        for point in row.timed
+        if (ceiling := point.ceiling) is not None and (share := point.reached) is not None
+    ]
+
+
+def ceiling_title(marks: list[Mark]) -> str:
+    """Say how many graphs gained more than their ceiling, and how many of those that gained came near it."""
+    above = [share for *_, share in marks if share > 1 + EQUAL]
+    near = [mark[-1] >= 1 - WITHIN for mark in marks if _gains(mark)]
+    text = "No graph gains more than its ceiling, step / busy"
+    if above:
+        text = f"{len(above)} of {len(marks)} graphs gain up to {100 * (max(above) - 1):.1f} % more than step / busy"
+    percent = f"{100 * WITHIN:g} %"
+    if near:
+        text += f"; of {len(near)} that gain over {percent}, {sum(near)} come within {percent} of it"
+    return text
+
+
+def ceiling(rows: Sequence[Row]) -> Page:
+    """Draw the share of its ceiling that each graph reached, by ceiling.
 
     Raises:
-        NotDrawn: no graph on a GPU has a ratio with both times.
+        NotDrawn: no graph on a GPU has a ratio and a busy time of the uncaptured program.
     """
-    points = readme.predictions(shown.rows)
-    if not points:
-        raise NotDrawn("no graph on a GPU has a ratio, eager's issue time and its own busy time")
-    note = "Issue: the host's time to issue an eager step. Busy: the GPU's time in a step of the graph. Line: max(1, "
-    note += f"issue / busy), grey: within {WITHIN} of it. Each mark is a graph in one run on one host; bar: its 95 % "
-    note += "interval, for that host in those minutes."
-    note += " Hollow: beside busy processes." if any(row.workload.busy for row, *_ in points) else ""
-    page = Page(law_title(points), note, choice.footer([row for row, *_ in points]), 4.4)
-    axes = page.axes(0.65, 0.15, page.WIDTH - 0.65 - page.MARGIN, 3.8)
-    axes.set(xlabel="issue / busy", ylabel="measured gain over eager")
-    # A prediction has both times and a ratio.
-    issue_and_busy = [(point.base_issue_ms, point.busy_ms) for _, point, _ in points]
-    xs = [issue / busy for issue, busy in issue_and_busy if issue is not None and busy is not None]
-    ratios = [point.ratio for _, point, _ in points if point.ratio is not None]
-    tops = [ratio.high if ratio.cycles > 1 else ratio.ratio for ratio in ratios]
-    left, right = min(0.8, *xs) / 1.1, max(1.2, *xs) * 1.12
-    style.ratio_axis(axes, "x", left, right)
-    style.ratio_axis(axes, "y", min(0.94, *(r.ratio for r in ratios)) / 1.05, max(right, *tops) * 1.03)
-    line = sorted([1.0, *(left * (right / left) ** (step / 60) for step in range(61))])
-    predicted = [max(1.0, x) for x in line]
-    near = 1 + readme.WITHIN
-    axes.fill_between(line, [y / near for y in predicted], [y * near for y in predicted], color=BAND, linewidth=0)
-    axes.plot(line, predicted, color=FAINT, linewidth=1.2, gid="law")
-    labels, taken = [], list(zip(line, predicted, strict=True))
-    for (row, point, _), x, ratio in zip(points, xs, ratios, strict=True):
-        colour, marker = look(shown.models.index(row.workload.model))
-        if ratio.cycles > 1:
-            axes.plot([x, x], [ratio.low, ratio.high], color=colour, linewidth=1.1, zorder=3)
-            taken += [(x, ratio.low * (ratio.high / ratio.low) ** (step / 30)) for step in range(31)]
-        face = "none" if row.workload.busy else colour
-        axes.plot(x, ratio.ratio, color=colour, marker=marker, mfc=face, markersize=6, zorder=4, gid="point")
-        name = choice.named(row.variant, row.workload.build)
-        labels.append((x, ratio.ratio, name if point is row.newest and not row.workload.busy else "", colour))
-    style.label_points(axes, labels, taken)
-    for index, model in enumerate(shown.models):
-        if any(row.workload.model == model for row, *_ in points):
-            colour, marker = look(index)
-            axes.plot([], [], color=colour, marker=marker, markersize=6, linestyle="", label=short(model))
-    axes.legend(loc="upper left", handletextpad=0.2, borderaxespad=0.4)
+    marks = reached(rows)
+    if not marks:
+        raise NotDrawn("no graph on a GPU has a ratio and a busy time of the uncaptured program")
+    gpus = sorted({row.workload.gpu for row, *_ in marks})
+    most, least = max(value for *_, value, _ in marks), min(share for *_, share in marks)
+    highest = max(share for *_, share in marks)
+    note = "Ceiling: a step of the uncaptured program / the GPU's busy time in it. A mark is a graph in one run. "
+    note += f"Grey: gains less than {100 * WITHIN:g} %. Shaded: within {100 * WITHIN:g} % of the ceiling. "
+    note += f"Highest mark: {100 * highest:.1f} %."
+    note += " Hollow: beside busy processes." if any(point.is_busy for _, point, *_ in marks) else ""
+    page = Page(ceiling_title(marks), note, _footer([point.run for _, point, *_ in marks]), 4.3)
+    axes = page.axes(0.72, 0.37, page.WIDTH - 0.72 - page.MARGIN, 3.35)
+    axes.set(xscale="log", xlim=(LEAST, 1.6 * max(most - 1, 0.2)), xlabel="ceiling: the most that a graph can gain")
+    axes.set_ylim(min(0.88, least - 0.03), max(1.03, highest + 0.03))
+    axes.set_ylabel("gain / ceiling")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+    _ticks(axes, CEILING_TICKS, 1)
+    axes.grid(True)
+    axes.axhspan(1 - WITHIN, 1, color=BAND, linewidth=0, zorder=0.5)
+    axes.axhline(1, color=INK, linewidth=1.2, gid="ceiling")
+    left, right = axes.get_xlim()
+    line = [(left * (right / left) ** (step / 200), 1.0) for step in range(201)]
+    named, labels = _named(marks), []
+    for index, (row, point, most, share) in enumerate(marks):
+        colour = KINDS[row.kind] if _gains(marks[index]) else FAINT
+        face = "none" if point.is_busy else colour
+        x, marker = max(most - 1, LEAST), MARKS[gpus.index(row.workload.gpu) % len(MARKS)]
+        axes.plot(x, share, color=colour, marker=marker, mfc=face, markersize=6, zorder=4, gid="point")
+        labels.append((x, share, named.get(index, ""), colour))
+    style.label_points(axes, labels, line)
+    for gpu, marker in zip(gpus, MARKS * len(gpus), strict=False):
+        name = gpu.removeprefix("NVIDIA ")
+        axes.plot([], [], color=KINDS["graph"], marker=marker, markersize=6, linestyle="", label=name)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, handletextpad=0.2, borderaxespad=0.2, borderpad=0.2)
     return page
 
 
-def bars_of(shown: Shown) -> list[tuple[Row, list[tuple[str, float, str]]]]:
-    """(row, bars) of each model's best-measured graph with all four times; a bar is name, ms of a step and colour."""
-    found = []
-    for row in sorted(runs.best_measured(shown.rows), key=lambda row: shown.models.index(row.workload.model)):
-        times = [row.median(what) for what in ("base_issue_ms", "base_busy_ms", "busy_ms")] + [row.variant_ms]
-        base = row.base or "eager"
-        names = (f"{base}: host issues", f"{base}: GPU busy", f"{row.variant}: GPU busy", f"{row.variant}: step")
-        colours = (HOST_COLOUR, GPU_COLOUR, GPU_COLOUR, EAGER)
-        known = [time for time in times if time]
-        found += [(row, list(zip(names, known, colours, strict=True)))] if len(known) == len(names) else []
+def _named(marks: list[Mark]) -> dict[int, str]:
+    """Index -> label: of each model's graph that gains most, in its first build, and of each below the band."""
+    best: dict[str, int] = {}
+    for index, (row, point, *_) in enumerate(marks):
+        name = name_of(row.workload)
+        if not point.is_busy and (name not in best or _rank(marks[index]) > _rank(marks[best[name]])):
+            best[name] = index
+    found = {index: name for name, index in best.items()}
+    for index, mark in enumerate(marks):
+        row, point, _, share = mark
+        if index not in found and _gains(mark) and share < 1 - WITHIN and point is row.newest:
+            is_own = row.workload.model == run_file.OWN_STEP
+            more = row.variant if is_own else row.workload.label or row.variant
+            found[index] = f"{name_of(row.workload)} {more}"
     return found
 
 
-def why_title(bars: list) -> str:
-    """Three times of the model that gains most, in a sentence."""
-    row, times = max(bars, key=lambda own: own[0].ratio)
-    issue, busy, _, step = (digits(value) for _, value, _ in times)
-    name = short(row.workload.model)
-    return f"{name}: the host needs {issue} ms to issue a step that the GPU runs in {busy}; a graph takes {step}"
+def _rank(mark: Mark) -> tuple[bool, float]:
+    return not mark[0].workload.build, _gain(mark)
 
 
-def why(shown: Shown) -> Page:
-    """The host's and the GPU's time in eager's step, and the GPU's and the whole one of the graph, a group a model.
-
-    Raises:
-        NotDrawn: no graph has the times of host and GPU.
-    """
-    bars = bars_of(shown)
-    if not bars:
-        raise NotDrawn("no graph has a ratio, eager's issue and busy times and its own busy time")
-    note = (
-        "An eager step takes about as long as the slower of host and GPU, a graph's about as long as the GPU. Bars: ms "
-    )
-    note += "of a step, as a share of eager's step, which is the dashed line."
-    group, step = 1.06, 0.18
-    height = group * len(bars)
-    page = Page(shown.title(why_title(bars)), note, choice.footer([row for row, _ in bars]), height + 0.6)
-    left = page.MARGIN + max(style.width_of(name, 8.5) for _, own in bars for name, *_ in own) + 0.12
-    axes = style.rows_axes(page, left, page.WIDTH - left - page.MARGIN, height)
-    shares = [value / row.base_ms for row, own in bars if row.base_ms is not None for _, value, _ in own]
-    axes.set_xlim(0, max(1.0, *shares) * 1.1)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    axes.set_xlabel("share of eager's step")
-    axes.grid(False)
-    for index, (row, own) in enumerate(bars):
-        if row.base_ms is None or row.variant_ms is None:
-            continue  # a row with bars has both
-        top = index * group
-        said = f"{choice.preset(row.workload)}; {row.base or 'eager'} {digits(row.base_ms)} ms a step, {row.variant} "
-        said += f"{digits(row.variant_ms)} ms: {row.ratio:.3f}x ({runs.counted(row.hosts, 'host')})"
-        page.heading(page.MARGIN, 0.1 + top + 0.03, short(row.workload.model), said)
-        axes.plot([1, 1], [top + 0.24, top + group - 0.08], color=INK, linewidth=1.2, linestyle=(0, (3, 1.5)))
-        for place, (name, value, colour) in enumerate(own):
-            y, share = top + 0.34 + step * place + (0.03 if place > 1 else 0), value / row.base_ms
-            axes.barh(y, share, height=step - 0.03, color=colour, linewidth=0, gid="bar")
-            at = {"textcoords": "offset points", "va": "center", "fontsize": 8, "bbox": CLEAR, "zorder": 5}
-            axes.annotate(f"{digits(value)} ms", (share, y), (5, 0), **at)
-            page.text(left - 0.08, 0.1 + y, name, ha="right", va="center", fontsize=8.5)
-    return page
+def _gains(mark: Mark) -> bool:
+    return _gain(mark) > 1 + WITHIN
 
 
-def ratio_rows(shown: Shown) -> dict[str, list[Row]]:
-    """Model -> its headline graphs and controls, build by build; empty for a submitted model without a run."""
-    found = {}
-    for model in shown.models:
-        own = choice.main_rows(shown.rows, model)
-        own = [row for row in own if (row.kind == "graph" and row.headline) or (row.control and row.ratio)]
-        found[model] = sorted(own, key=lambda row: (row.workload.build, row.control))
-    return found
+def _gain(mark: Mark) -> float:
+    return mark[2] * mark[3]
 
 
-def models(shown: Shown) -> Page:
-    """The ratio of each headline graph with its interval, and the control beside it.
+# ------------------------------------------------------------------------------------------------
+# A step of eager and of a graph on each host
+
+
+def shown_hosts(rows: Sequence[Row]) -> list[Row]:
+    """Return the best-measured graph of each model on a GPU, in the order of gains, and of each step of a user."""
+    on_gpus = [row for row in rows if row.workload.gpu != "CPU" and not row.workload.busy]
+    best = runs.best_measured(on_gpus)
+    own: dict[Workload, Row] = {}
+    for row in on_gpus:
+        if row.workload.model == run_file.OWN_STEP and row.kind == "graph" and row.ratio is not None:
+            own[row.workload] = max(own.get(row.workload, row), row, key=lambda each: each.ratio or 0.0)
+    return sorted([*best, *own.values()], key=lambda row: (-row.num_hosts, -(row.ratio or 0.0)))
+
+
+def hosts_title(rows: list[Row]) -> str:
+    """Say the step of a graph and of eager over hosts, for the workload whose eager step differs most."""
+    row = max(rows, key=lambda row: (_spread(row.base_ms_range), row.ratio or 0.0))
+    where = f" on {row.num_hosts} hosts" if row.num_hosts > 1 else ""
+    text = f"{name_of(row.workload)}{where}: a step takes {_span(row.ms_range)} ms with a graph"
+    return f"{text}, {_span(row.base_ms_range)} ms without"
+
+
+def hosts(rows: Sequence[Row]) -> Page:
+    """Draw a step of eager and of the graph on each host, a pair of lines a workload.
 
     Raises:
-        NotDrawn: no graph has a ratio.
+        NotDrawn: no graph on a GPU has a ratio.
     """
-    best = sorted(runs.best_measured(shown.rows), key=lambda row: -(row.ratio or 0.0))
-    if not best:
-        raise NotDrawn("no graph has a ratio")
-    said = ", ".join(f"{short(row.workload.model)} {row.ratio:.3f}x" for row in best)
-    note = (
-        "Ratio: eager's step / the graph's. Bar: its 95 % interval, for one host in those minutes or over three hosts "
-    )
-    note += "and more. Grey: the control, eager measured once more as if it were a variant."
-    groups, right = ratio_rows(shown), 2.75
-    every = [row for own in groups.values() for row in own]
-    lines, height = _lines(groups, right - 0.15)
-    page = Page(shown.title(f"Graphs run {said} as fast as eager"), note, choice.footer(every), height + 0.6)
-    names = [_label(row) for row in every] + [short(model) for model in groups]
-    left = page.MARGIN + max(style.width_of(name, 9, "bold") for name in names) + 0.15
-    axes = style.rows_axes(page, left, page.WIDTH - left - right - page.MARGIN, height)
-    ends = [end for row in every if row.ratio for end in _ends(row)]
-    style.ratio_axis(axes, "x", min(0.98, *ends) / 1.03, max(1.02, *ends) * 1.03)
+    drawn = shown_hosts(rows)
+    if not drawn:
+        raise NotDrawn("no graph on a GPU has a ratio")
+    note = "A mark is the mean step on one host, over the graph's median step. Grey: the eager program, blue: the "
+    note += "graph. A graph runs as fast as the GPU works; eager also waits for the host."
+    note += " Hollow: the archive's runs." if any(row.archived for row in drawn) else ""
+    step, height = 0.56, 0.56 * len(drawn)
+    used = [point.run for row in drawn for point in row.timed]
+    archived = {own.host for row in drawn for own in row.archived}
+    more = f"; {runs.counted(len(archived), 'host')} of the archive" if archived else ""
+    page = Page(hosts_title(drawn), note, _footer(used) + more, height + 0.55)
+    texts = [(_said(row.base, row.base_ms_range), _said("graph", row.ms_range)) for row in drawn]
+    left = page.MARGIN + max(style.width_of(text, 9.5, "bold") for row in drawn for text in [name_of(row.workload)])
+    left = max(left, page.MARGIN + max(style.width_of(_where(row), SMALL) for row in drawn)) + 0.2
+    room = max(style.width_of(text, SMALL) for pair in texts for text in pair) + 0.2
+    axes = style.rows_axes(page, left, page.WIDTH - left - room - page.MARGIN, height)
+    ends = [each / (row.ms or 1.0) for row in drawn for own in row.hosts for each in (own.ms, own.base_ms)]
+    axes.set(xscale="log", xlim=(min(0.95, *ends) / 1.04, max(1.2, *ends) * 1.08))
+    axes.set_xlabel("step / the graph's median step")
+    _ticks(axes, GAIN_TICKS, 0)
     axes.axvline(1, color=INK, linewidth=1.0)
-    axes.set_xlabel("eager's step / the graph's step")
-    for y, row, model, texts in lines:
-        if row is None:
-            page.heading(page.MARGIN, 0.1 + y - 0.08, short(model), *texts)
-            continue
-        page.text(left - 0.1, 0.1 + y, _label(row), ha="right", va="center", fontsize=8.5)
-        if row.ratio:
-            colour = CONTROL if row.control else look(shown.models.index(model))[0]
-            axes.plot(_ends(row), [y, y], color=colour, linewidth=1.6, gid="interval")
-            axes.plot(row.ratio, y, color=colour, marker="o", markersize=6, gid="ratio")
-        for place, text in enumerate(texts):
-            size, ink = (7.5, FAINT) if place else (8.5, INK)
-            where = page.WIDTH - right - page.MARGIN + 0.15, 0.1 + y + 0.14 * place + (0.02 if place else 0)
-            page.text(*where, text, va="center", fontsize=size, color=ink)
+    for index, (row, pair) in enumerate(zip(drawn, texts, strict=True)):
+        y, middle = index * step + 0.17, row.ms or 1.0
+        if index:
+            axes.axhline(index * step, color=style.GRID, linewidth=0.7)
+        page.text(page.MARGIN, 0.1 + y, name_of(row.workload), va="center", fontsize=9.5, fontweight="bold")
+        page.text(page.MARGIN, 0.1 + y + 0.2, _where(row), va="center", fontsize=SMALL, color=FAINT)
+        for place, (kind, text) in enumerate(zip(("eager", row.kind), pair, strict=True)):
+            colour = KINDS[kind]
+            page.text(page.WIDTH - page.MARGIN, 0.1 + y + 0.2 * place, text, va="center", ha="right", fontsize=SMALL)
+            for own in row.hosts:
+                value = (own.ms if place else own.base_ms) / middle
+                face, layer = ("#ffffff", 3) if own.is_archived else (colour, 4)
+                look = {"color": colour, "mfc": face, "marker": "o", "markersize": 6, "zorder": layer}
+                axes.plot(value, y + 0.2 * place, **look, gid=f"{kind}-host")
     return page
 
 
-def _label(row):
-    return choice.named("control" if row.control else row.variant, row.workload.build)
+def _where(row: Row) -> str:
+    gpu = row.workload.gpu.removeprefix("NVIDIA ").partition(" ")[0]
+    return f"{runs.counted(row.num_hosts, 'host')}, {f'{row.workload.ranks} x ' if row.workload.ranks > 1 else ''}{gpu}"
 
 
-def _ends(row):
-    """Ends of the interval, or of the range of runs; low is 0 where one cycle gave none."""
-    return (row.low, row.high) if row.low else (row.lowest, row.highest)
+def _said(name: str, span: Range | None) -> str:
+    return f"{name} {_span(span)} ms"
 
 
-def _lines(groups, room):
-    """(y in inches, row or None for a heading, model, texts) of each line, and the height of all."""
-    lines, y = [], 0.0
-    for model, rows in groups.items():
-        lines.append((y + 0.14, None, model, [choice.share(rows[0].workload) if rows else "graphs not measured yet"]))
-        y += 0.26
-        for row in rows:
-            if row.ratio is None:
-                texts = [row.status, *style.wrap(row.reason[:120], room, 7.5)]
-            else:
-                said = ", ".join(
-                    filter(None, [f"{row.ratio:.3f}x", tables.interval(row), runs.counted(row.hosts, "host")])
-                )
-                texts = [said, *style.wrap("" if row.control else row.note, room, 7.5)]
-            lines.append((y + 0.12, row, model, texts))
-            y += 0.24 + 0.14 * (len(texts) - 1)
-        y += 0.06
-    return lines, y
+def _span(span: Range | None) -> str:
+    """Return 38.54 to 38.79, or a single number where both ends read the same."""
+    texts = [digits(value) for value in span or ()]
+    return " to ".join(dict.fromkeys(texts))
+
+
+def _spread(span: Range | None) -> float:
+    return span[1] / span[0] if span else 1.0
+
+
+# ------------------------------------------------------------------------------------------------
+# Parts of both
+
+
+def _ticks(axes, values: Sequence[float], offset: int) -> None:
+    """Mark ratios on a log x axis of ratio - offset, so far apart that their texts do not touch."""
+    left, right = axes.get_xlim()
+    least = (right / left) ** (0.47 * axes.figure.dpi / axes.bbox.width)
+    kept: list[float] = []
+    for value in values:
+        at = value - offset
+        if left <= at <= right and (not kept or at >= kept[-1] * least):
+            kept.append(at)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value + offset:.4g}x")
+
+
+def _footer(used: Sequence[Run]) -> str:
+    """Return number of runs, hosts, days and versions of torch."""
+    own = {run.id: run for run in used}.values()
+    torch = sorted({str(run.versions["torch"]) for run in own if run.versions.get("torch")})
+    days = sorted({run.begin_utc[:10] for run in own})
+    text = f"{runs.counted(len(own), 'run')} on {runs.counted(len({run.host.boot for run in own}), 'host')}; "
+    text += days[0] + (f" to {days[-1]}" if len(days) > 1 else "")
+    return text + (f"; torch {', '.join(torch)}" if torch else "")
+
+
+FIGURES = {"ceiling": ceiling, "hosts": hosts}

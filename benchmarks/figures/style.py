@@ -4,7 +4,6 @@ import contextlib
 import io
 import re
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -12,28 +11,26 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from common.files import write_text
 
 DPI = 120
-INK, FAINT, BAND, GRID = "#222222", "#666666", "#ececec", "#e4e4e4"
-EAGER, CONTROL = "#6e6e6e", "#a0a0a0"
-# On a light page, and on a dark one. Each model or variant takes the next colour.
-PALETTE = ("#1b6ca8", "#b3541e", "#1f7a5c", "#7b5fc0", "#8a6410", "#b03a6b", "#2b7a86")
-ON_DARK = ("#4a9fdc", "#e8925c", "#3fc096", "#a892e6", "#d9a441", "#e57aa5", "#55bccb")
-MARKS = "oD^vPh*"
-DARK = {"#ffffff": "#0d1117", INK: "#e6edf3", FAINT: "#9da7b3", BAND: "#262c36", GRID: "#2d333d"}
-DARK |= {EAGER: "#a8aeb6", CONTROL: "#767d87", **dict(zip(PALETTE, ON_DARK, strict=True))}
+INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"
+# A colour for each kind of variant, as on the page of a run (pages/report.html.j2).
+KINDS = {"eager": "#6e6e6e", "graph": "#1b6ca8", "compile": "#b3541e"}
+# A marker for each type of GPU.
+MARKS = "oDs^vPh*"
+# The colours on a dark page.
+DARK = {"#ffffff": "#0d1117", INK: "#e6edf3", FAINT: "#9da7b3", BAND: "#1d2733", GRID: "#2d333d"}
+DARK |= {KINDS["eager"]: "#a8aeb6", KINDS["graph"]: "#4a9fdc", KINDS["compile"]: "#e8925c"}
 
-# Behind a text that stands on lines.
-CLEAR = {"facecolor": "#ffffff", "edgecolor": "none", "pad": 0.8}
+SMALL = 8.5  # points: labels of marks
 
 STYLE = {
     "font.family": "sans-serif",
     # Widths are measured in the first; the others are no wider.
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
-    "font.size": 8.5,
+    "font.size": 9.5,
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     # A dollar in a name is no formula.
     "text.parse_math": False,
@@ -46,8 +43,9 @@ STYLE = {
     "grid.color": GRID,
     "grid.linewidth": 0.7,
     **dict.fromkeys(("xtick.major.size", "xtick.minor.size", "ytick.major.size", "ytick.minor.size"), 0),
-    **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5),
+    **dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9.5),
     "legend.frameon": False,
+    "axes.axisbelow": True,
     "svg.fonttype": "none",
     "svg.hashsalt": "figures",
 }
@@ -57,32 +55,27 @@ class NotDrawn(ValueError):
     """A figure whose data is not there; the text says in a line what is missing."""
 
 
-def look(index: int) -> tuple[str, str]:
-    """Colour and marker of the model or variant with this place in its order."""
-    return PALETTE[index % len(PALETTE)], MARKS[index % len(MARKS)]
-
-
 class Page:
     """A figure whose parts stand at inches, between a title with a note (how to read it) and a footer.
 
     `body`: inches between note and footer. A y counts down from the note.
     """
 
-    WIDTH = 8.6  # of a repository's page, 830 pixels
+    WIDTH = 6.4  # inches; narrow, so that its letters can still be read on a telephone
     MARGIN = 0.15
 
     def __init__(self, title: str, note: str, footer: str, body: float):
         # Another font may be a little wider.
         room = 0.97 * (self.WIDTH - 2 * self.MARGIN)
-        heads, notes, feet = wrap(title, room, 10.5, "bold"), wrap(note, room, 8), wrap(footer, room, 7.5)
-        self.top = 0.14 + 0.21 * len(heads) + 0.155 * len(notes)
-        self.height = self.top + body + 0.14 * len(feet) + 0.1
+        heads, notes, feet = wrap(title, room, 11.5, "bold"), wrap(note, room, 9), wrap(footer, room, 8)
+        self.top = 0.16 + 0.225 * len(heads) + 0.17 * len(notes)
+        self.height = self.top + body + 0.15 * len(feet) + 0.1
         self.title, self.figure = title, Figure(figsize=(self.WIDTH, self.height))
         FigureCanvasAgg(self.figure)
-        after = 0.1 - self.top + 0.21 * len(heads)
-        self._lines(0.1 - self.top, 0.21, heads, fontsize=10.5, fontweight="bold")
-        self._lines(after, 0.155, notes, fontsize=8, color=FAINT)
-        self._lines(body + 0.04, 0.14, feet, fontsize=7.5, color=FAINT)
+        after = 0.12 - self.top + 0.225 * len(heads)
+        self._lines(0.1 - self.top, 0.225, heads, fontsize=11.5, fontweight="bold")
+        self._lines(after, 0.17, notes, fontsize=9, color=FAINT)
+        self._lines(body + 0.04, 0.15, feet, fontsize=8, color=FAINT)
 
     def _lines(self, y, step, lines, **style):
         for index, line in enumerate(lines):
@@ -97,13 +90,6 @@ class Page:
         """Axes at inches."""
         bottom = self.height - self.top - top - height
         return self.figure.add_axes((left / self.WIDTH, bottom / self.height, width / self.WIDTH, height / self.height))
-
-    def heading(self, left: float, y: float, text: str, fainter: str = ""):
-        """A small bold line, and fainter words behind it."""
-        self.text(left, y, text, fontsize=9, fontweight="bold")
-        if fainter:
-            where = left + width_of(text, 9, "bold") + 0.1, y + 0.01
-            self.text(*where, fainter, fontsize=8, color=FAINT, bbox=CLEAR)
 
 
 @lru_cache(maxsize=4096)
@@ -123,16 +109,6 @@ def wrap(text: str, room: float, size: float, weight: str = "normal") -> list[st
         else:
             lines.append(word)
     return lines
-
-
-def ratio_axis(axes, name: str, low: float, high: float):
-    """Make the axis `name` ("x" or "y") a log axis of ratios: 0.9x, 1x, 1.1x, or 1x, 2x, 4x."""
-    axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
-    axis = axes.xaxis if name == "x" else axes.yaxis
-    powers = LogLocator(2, subs=(1.0, 1.5) if high / low < 16 else (1.0,))
-    axis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]) if high / low < 3 else powers)
-    axis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axis.set_minor_locator(NullLocator())
 
 
 def rows_axes(page: Page, left: float, width: float, height: float):
@@ -161,9 +137,9 @@ def label_points(axes, points: list[tuple[float, float, str, str]], obstacles=()
     taken = [_box(x, y, 4) for x, y in at]
     taken += [_box(x, y, 1) for x, y in (axes.transData.transform(each) * scale for each in obstacles)]
     (left, bottom), (right, top) = axes.bbox.get_points() * scale
-    place = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+    place = {"textcoords": "offset points", "va": "center", "fontsize": SMALL}
     for (at_x, at_y), (x, y, text, colour) in sorted(zip(map(tuple, at), points, strict=True)):
-        width = 72 * 1.03 * width_of(text, 8)
+        width = 72 * 1.03 * width_of(text, SMALL)
         for dx, dy in _offsets(width) if text else ():
             box = at_x + dx, at_y + dy - 5, at_x + dx + width, at_y + dy + 5
             end = min(max(0, dx), dx + width)
@@ -199,17 +175,6 @@ def _box(x, y, half):
 
 def _meet(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def apart(values: list[float], gap: float, highest: float) -> list[float]:
-    """The values, moved up until they stand `gap` apart, and down where they would end above `highest`."""
-    order, moved = sorted(range(len(values)), key=values.__getitem__), list(values)
-    for lower, upper in pairwise(order):
-        moved[upper] = max(moved[upper], moved[lower] + gap)
-    moved[order[-1]] = min(moved[order[-1]], highest)
-    for lower, upper in reversed(list(pairwise(order))):
-        moved[lower] = min(moved[lower], moved[upper] - gap)
-    return moved
 
 
 def save(page: Page, folder: Path, name: str, has_png: bool) -> None:

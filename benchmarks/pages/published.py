@@ -147,3 +147,11 @@ def rate_of(model: str) -> Rate | None:
 def stem(preset: str) -> str:
     """The preset as it was asked for: a GPU that holds fewer layers names it bench-l6."""
     return preset.partition("-")[0]
+
+
+def title_of(model: str, preset: str) -> str:
+    """Return the name of the model that a preset trains, as in GPT-3 175B; the folder of a model without a name."""
+    if model == "moe" and "gpt_oss" in preset:
+        return "GPT-OSS-120B" if "120b" in preset else "GPT-OSS-20B"
+    own = of_model(model)
+    return own.title if own else model
