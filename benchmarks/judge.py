@@ -225,7 +225,8 @@ class Judged:
 
         A graph runs as fast as the GPU works. Of the base, the most that any graph of it can gain.
         """
-        busy_ms = self.busy_ms(self.uncaptured(name)) if self.uncaptured(name) else None
+        uncaptured = self.uncaptured(name) if self.base and self.run.device == "cuda" else ""
+        busy_ms = self.busy_ms(uncaptured) if uncaptured else None
         ratio = self.ratio_of(name, busy)
         base_ms = ratio.base_ms if ratio else self.ms(self.base, busy)
         return base_ms / busy_ms if busy_ms and base_ms else None

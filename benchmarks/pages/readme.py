@@ -183,11 +183,10 @@ def ceiling_text(rows: list[Row]) -> str:
         return text
     gaining = [point for point in after if (point.ceiling or 0.0) > 1 + statistics.NEAR]
     others = [point for point in after if point not in gaining]
-    parts = [
-        f"{sum((point.reached or 0.0) >= 1 - statistics.NEAR for point in own)} of {len(own)} graphs that could gain {what}"
-        for own, what in ((gaining, f"over {100 * statistics.NEAR:g} %"), (others, "less"))
-        if own
-    ]
+    parts = []
+    for own, what in ((gaining, f"over {100 * statistics.NEAR:g} %"), (others, "less")):
+        near = sum((point.reached or 0.0) >= 1 - statistics.NEAR for point in own)
+        parts += [f"{near} of {len(own)} graphs that could gain {what}"] if own else []
     return f"{text} In runs made after this rule was written, {' and '.join(parts)} reached it to within 5 %."
 
 

@@ -60,7 +60,7 @@ def rates(own: Judged) -> str:
     parts = [f"{build.flops_per_step / 1e12:.3g} TFLOP a step of each rank"]
     for name in build.variants:
         rate = own.tflops(name) if own.passed(name) and name != own.run.control else None
-        parts += [f"{name} {rate:.3g} TFLOP/s"] if rate else []
+        parts += [f"{name} {rate:,.0f} TFLOP/s" if rate >= 100 else f"{name} {rate:.3g} TFLOP/s"] if rate else []
     return printable(". ".join([f"{', '.join(parts)} ({build.flops_convention})", *notes]))
 
 
@@ -104,7 +104,7 @@ def _table(own: Judged, busy: bool) -> Iterator[str]:
         cells = _cells(ratio) if ratio else ("", milliseconds(own.ms(name, busy)), "base", "")
         tail = (
             _times(None if is_control else own.ceiling(name, busy)),
-            "" if rate is None or is_control else f"{rate:.0f}",
+            "" if rate is None or is_control else f"{rate:,.0f}",
             "" if memory is None else f"{memory / GIB:.1f}",
             "" if is_control else own.verdicts[name].parity or _by_blocks(own),
         )

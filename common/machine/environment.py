@@ -10,6 +10,7 @@ import platform
 import re
 import socket
 from importlib import metadata
+from pathlib import Path
 
 from common.machine.gpu_state import driver_version
 from common.machine.host_state import read_text
@@ -60,8 +61,16 @@ def describe_environment(device, world_size) -> dict:
         "git_dirty": git_dirty,
         "source_hash": source_hash(),
         "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
-        "variables": {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+        "variables": {
+            name: _shown(name, value) for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)
+        },
     }
+
+
+def _shown(name: str) -> str:
+    """A variable's value; of a cache's folder the last two names: a published file names no folder of a machine."""
+    value = os.environ[name]
+    return "/".join(Path(value).parts[-2:]) if name.endswith("CACHE_DIR") else value
 
 
 def describe_host(device) -> dict:

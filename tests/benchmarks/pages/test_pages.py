@@ -8,7 +8,7 @@ import pytest
 from benchmarks import ROOT, overview
 from benchmarks.files import run_file, runs
 from benchmarks.pages import published, readme, run_table, tables
-from tests.helpers.made_run import FOLDER, made_run, put, write
+from tests.helpers.made_run import made_run, put, write
 
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(
