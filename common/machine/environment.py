@@ -61,9 +61,7 @@ def describe_environment(device, world_size) -> dict:
         "git_dirty": git_dirty,
         "source_hash": source_hash(),
         "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
-        "variables": {
-            name: _shown(name, value) for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)
-        },
+        "variables": {name: _shown(name) for name in sorted(os.environ) if _VARIABLES.match(name)},
     }
 
 
