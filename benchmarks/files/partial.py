@@ -154,7 +154,7 @@ def _first(facts, fact, **values) -> dict:
 def _build(header, name, facts) -> Build:
     worker, declared = _first(facts, "worker"), header["builds"][name]["variants"]
     made = Build(
-        base=_of(facts, "plan")[-1]["base"] if _of(facts, "plan") else "eager",
+        base=_of(facts, "plan")[-1]["base"] if _of(facts, "plan") else next(iter(declared)),
         fields=header["builds"][name].get("fields", {}),
         **{key: worker.get(key, default) for key, default in OF_BUILD.items()},
         cycles=len(_of(facts, "cycle")),
