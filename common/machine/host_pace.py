@@ -12,7 +12,7 @@ import time
 import torch
 
 BURST = 200
-SECONDS = 0.4
+SECONDS = {"cuda": 0.4, "cpu": 0.05}
 
 
 def measure_us(issue, drain, seconds: float) -> float:
@@ -36,10 +36,10 @@ def pace_of_host() -> dict:
     """operator_us and launch_us. On the CPU an operator is computed as it is issued, and there is no launch: None."""
     if not torch.cuda.is_available():
         operand = torch.zeros(1)
-        return {"operator_us": measure_us(lambda: operand.add_(1.0), lambda: None, SECONDS), "launch_us": None}
+        return {"operator_us": measure_us(lambda: operand.add_(1.0), lambda: None, SECONDS["cpu"]), "launch_us": None}
     operand = torch.zeros(1, device="cuda")
     sleep = torch.cuda._sleep
     return {
-        "operator_us": measure_us(lambda: operand.add_(1.0), torch.cuda.synchronize, SECONDS / 2),
-        "launch_us": measure_us(lambda: sleep(0), torch.cuda.synchronize, SECONDS / 2),
+        "operator_us": measure_us(lambda: operand.add_(1.0), torch.cuda.synchronize, SECONDS["cuda"] / 2),
+        "launch_us": measure_us(lambda: sleep(0), torch.cuda.synchronize, SECONDS["cuda"] / 2),
     }
