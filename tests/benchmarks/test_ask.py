@@ -36,3 +36,13 @@ def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
     }
     # Some of its flags alone leave it out: it would undo them.
     assert builds(*argv, "--", *TORCH[:2]).keys() == {"", "validate"}
+
+
+@pytest.mark.parametrize(("gpus", "given", "threads"), [({}, None, "1"), ({}, "4", "4"), (GPU, None, None)])
+def test_a_worker_without_a_gpu_has_one_thread_unless_the_user_says_more(gpus, given, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    args = run.parse(["--model", "rnnt", "--preset", "tiny"])
+    (build,) = ask.ask_of(args, "rnnt", launch.describe_here() | {"gpus": gpus}).builds
+    assert build.environment.get("OMP_NUM_THREADS") == threads
