@@ -41,11 +41,12 @@ class Config(Timing):
     workers: int = option(2, "processes that read data (0: none)")
 
     def __post_init__(self):
-        counts = ("batch", "channels", "res_blocks", "latent_size", "context_tokens", "context_dim", "head_dim")
+        counts = ("batch", "channels", "latent_size", "context_tokens", "context_dim", "head_dim")
         counts += ("growth_interval", "hysteresis", "max_floor_overflows", "min_steps")
         require_fields(self, counts, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("lr_warmup",), lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("workers",), lambda value: 0 <= value <= MAX_WORKERS, f"a number from 0 to {MAX_WORKERS}")
+        require_fields(self, ("res_blocks",), lambda value: 1 <= value <= 16, "a number from 1 to 16")
         require_fields(self, ("lr",), lambda value: 0 <= value <= 1, "a number from 0 to 1")
         require_fields(self, ("loss_scale",), lambda value: 1 <= value <= 2.0**32, f"a number from 1 to {2**32}")
         require_folder_of_its_own("--data", self.data)
