@@ -133,7 +133,7 @@ submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as
 test test-slow long: export OMP_NUM_THREADS = 1
 test test-slow long: export PYTHONDONTWRITEBYTECODE =
 test: ## tests of what runs anywhere, in minutes
-	$(setup) core dev plots lightning speech dali
+	$(setup) core dev plots lightning speech dali parquet
 	$(from_make) test
 
 test-slow: ## the slow tests, and those with Slurm where sbatch is found

@@ -187,6 +187,9 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
             **{"parity": None, "tolerance": None, "traits": {}},
         }
     environment = _environment(asked.root, on_gpu)
+    if not on_gpu and asked.model != run_file.OWN_STEP:
+        # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     parity = description.get("parity_variables") if on_gpu else None
     layers = _asked("layers", [*asked.flags, *options], description.get("presets", {}).get(asked.preset, {}))
     return BuildRequest(

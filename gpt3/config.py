@@ -105,12 +105,12 @@ class Config(Parallel, Timing):
 
 
 _TINY = {
-    "hidden": 128,
+    "hidden": 64,
     "heads": 4,
-    "head_dim": 32,
-    "ffn": 256,
+    "head_dim": 16,
+    "ffn": 128,
     "vocab": 256,
-    "sequence": 64,
+    "sequence": 32,
     "amax_history": 16,
     "lr": 1e-3,
     "batches": 4,

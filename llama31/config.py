@@ -189,13 +189,13 @@ _WHOLE_8B = {"hidden": 4096, "heads": 32, "ffn": 14336, "layers": 32, "share_tp"
 PRESETS = {
     "tiny": Config(
         layers=2,
-        hidden=128,
+        hidden=64,
         heads=4,
         kv_heads=2,
-        head_dim=32,
-        ffn=256,
+        head_dim=16,
+        ffn=128,
         vocab=256,
-        sequence=64,
+        sequence=32,
         microbatches=3,
         share_tp=1,
         share_cp=1,

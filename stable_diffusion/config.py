@@ -19,7 +19,11 @@ class Config(Timing):
     """The UNet of Stable Diffusion v2 as MLPerf trains it, and how a step trains it."""
 
     batch: int = option(4, "samples on this GPU")
-    channels: int = option(320, "channels of the first level; the levels have 1, 2, 4 and 4 times as many")
+    channels: int = option(320, "channels of the first level")
+    multipliers: str = option(
+        "1,2,4,4", "channels of the four levels, as multiples of --channels", ("1,2,4,4", "1,1,1,1")
+    )
+    res_blocks: int = option(2, "residual blocks of a level on the way down; on the way up there is one more")
     latent_size: int = option(64, "height and width of the latents")
     context_tokens: int = option(77, "tokens of a text encoding")
     context_dim: int = option(1024, "width of a text encoding")
@@ -37,11 +41,12 @@ class Config(Timing):
     workers: int = option(2, "processes that read data (0: none)")
 
     def __post_init__(self):
-        counts = ("batch", "channels", "latent_size", "context_tokens", "context_dim", "head_dim", "growth_interval")
-        counts += ("hysteresis", "max_floor_overflows", "min_steps")
+        counts = ("batch", "channels", "latent_size", "context_tokens", "context_dim", "head_dim")
+        counts += ("growth_interval", "hysteresis", "max_floor_overflows", "min_steps")
         require_fields(self, counts, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("lr_warmup",), lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("workers",), lambda value: 0 <= value <= MAX_WORKERS, f"a number from 0 to {MAX_WORKERS}")
+        require_fields(self, ("res_blocks",), lambda value: 1 <= value <= 16, "a number from 1 to 16")
         require_fields(self, ("lr",), lambda value: 0 <= value <= 1, "a number from 0 to 1")
         require_fields(self, ("loss_scale",), lambda value: 1 <= value <= 2.0**32, f"a number from 1 to {2**32}")
         require_folder_of_its_own("--data", self.data)
@@ -57,6 +62,8 @@ PRESETS = {
     "tiny": Config(
         batch=2,
         channels=32,
+        multipliers="1,1,1,1",
+        res_blocks=1,
         latent_size=16,
         context_tokens=8,
         context_dim=64,
@@ -96,22 +103,18 @@ class Block(NamedTuple):
     pops: bool = False
 
 
-MULTIPLIERS = (1, 2, 4, 4)
-RES_BLOCKS = 2
-
-
 def plan(config: Config) -> list[Block]:
     """The UNet's blocks in the order of the forward pass.
 
     Source: NeMo 25.04, diffusionmodules/openaimodel.py with MLPerf's settings: channel multipliers 1, 2, 4, 4, two
     residual blocks a level (three on the way up), transformers at the first three levels and in the middle.
     """
-    widths = [config.channels * multiplier for multiplier in MULTIPLIERS]
+    widths = [config.channels * multiplier for multiplier in map(int, config.multipliers.split(","))]
     size, channels = config.latent_size, config.channels
     blocks = [Block("conv_in", 4, channels, size, pushes=True)]
     skips = [channels]
     for level, width in enumerate(widths):
-        for _ in range(RES_BLOCKS):
+        for _ in range(config.res_blocks):
             blocks.append(Block("res", channels, width, size, attention=level < 3, pushes=True))
             channels = width
             skips.append(channels)
@@ -121,7 +124,7 @@ def plan(config: Config) -> list[Block]:
             skips.append(channels)
     blocks += [Block("res", channels, channels, size, attention=True), Block("res", channels, channels, size)]
     for level, width in reversed(list(enumerate(widths))):
-        for _ in range(RES_BLOCKS + 1):
+        for _ in range(config.res_blocks + 1):
             blocks.append(Block("res", channels + skips.pop(), width, size, attention=level < 3, pops=True))
             channels = width
         if level > 0:

@@ -89,6 +89,6 @@ def graph_step_lightning(state: State):
         raise Unsupported("graph_step_lightning runs on one GPU: common.capture.lightning captures one device's step")
     try:
         from stable_diffusion.lightning_variant import LightningGraph
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise Unsupported(f"graph_step_lightning needs lightning ({error}): ./setup.sh lightning") from None
     return LightningGraph(state)

@@ -23,7 +23,7 @@ backward of a custom autograd.Function (masked_fill_ goes).
 """
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from common.capture.checks import CaptureError, check_static_inputs, signature
 from common.capture.host_graph_memory import ExternalStorage, OwnedStorage, View
@@ -60,7 +60,7 @@ class HostGraph:
         for call in recorder.calls:
             if not self._runs or self._runs[-1][0] != call.grad_enabled:
                 self._runs.append((call.grad_enabled, []))
-            args, kwargs = tree_unflatten([tensor_of(leaf) for leaf in call.leaves], call.structure)
+            args, kwargs = call.arguments([tensor_of(leaf) for leaf in call.leaves])
             results = [tensor_of(view) for view in call.results]
             self._runs[-1][1].append((call.func, args, kwargs, results))
             for address in call.written():

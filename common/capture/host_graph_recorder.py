@@ -16,18 +16,27 @@ from common.capture.host_graph_memory import View
 
 @dataclass
 class Call:
-    """One operator to run again. `leaves` are its flattened arguments, tensors replaced by their View."""
+    """One operator to run again. `leaves` are its flattened arguments, tensors replaced by their View.
+
+    structure: of the arguments; None where `leaves` are the positional arguments and there are no others.
+    """
 
     func: torch._ops.OpOverload
     line: str
     leaves: list
-    structure: TreeSpec
+    structure: TreeSpec | None
     grad_enabled: bool
     results: list
 
+    def arguments(self, leaves: list) -> tuple:
+        """Positional and named arguments, made of `leaves`."""
+        return (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
+
     def written(self) -> set[int]:
         """Addresses of the storages that the operator's schema marks as written."""
-        args, kwargs = tree_unflatten(self.leaves, self.structure)
+        if not self.func._schema.is_mutable:
+            return set()
+        args, kwargs = self.arguments(self.leaves)
         arguments = self.func._schema.arguments
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         return {
@@ -37,6 +46,13 @@ class Call:
             for leaf in tree_leaves(values[argument.name])
             if isinstance(leaf, View)
         }
+
+
+def _flattened(args, kwargs) -> tuple[list, TreeSpec | None]:
+    """Leaves and structure of a call's arguments. Most have no nests, and a tree of them would take as long again."""
+    if kwargs or any(isinstance(each, tuple | list | dict) for each in args):
+        return tree_flatten((args, kwargs))
+    return list(args), None
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -149,7 +165,7 @@ class Recorder:
         reason = None if number else rules.reason_against(func, args, kwargs)
         if reason:
             self.fail(func, reason, line)
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = _flattened(args, kwargs)
         known = [generator._cdata for generator in self.generators]
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # type: ignore[attr-defined]
@@ -173,7 +189,7 @@ class Recorder:
         num_tensors = 0
         fresh: set[int] = set()
         results: list[View | None] = []
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if not isinstance(leaf, torch.Tensor):
                 results.append(None)
                 continue

@@ -12,7 +12,8 @@ import time
 import torch
 
 BURST = 200
-SECONDS = 0.4
+SECONDS = 0.2
+CPU_SECONDS = 0.05
 
 
 def measure_us(issue, drain, seconds: float) -> float:
@@ -32,7 +33,7 @@ def measure_us(issue, drain, seconds: float) -> float:
     return round(statistics.median(bursts[1:]), 3)
 
 
-def operator_us(seconds: float = SECONDS / 2) -> float:
+def operator_us(seconds: float = SECONDS) -> float:
     """Return the host's microseconds to issue one small operator, on the CPU to compute it.
 
     Args:
@@ -46,7 +47,7 @@ def operator_us(seconds: float = SECONDS / 2) -> float:
 def pace_of_host() -> dict:
     """Return operator_us and launch_us. There is no launch on the CPU: None."""
     if not torch.cuda.is_available():
-        return {"operator_us": operator_us(), "launch_us": None}
+        return {"operator_us": operator_us(CPU_SECONDS), "launch_us": None}
     sleep = torch.cuda._sleep
-    launch_us = measure_us(lambda: sleep(0), torch.cuda.synchronize, SECONDS / 2)
+    launch_us = measure_us(lambda: sleep(0), torch.cuda.synchronize, SECONDS)
     return {"operator_us": operator_us(), "launch_us": launch_us}

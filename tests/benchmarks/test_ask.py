@@ -53,3 +53,13 @@ def test_parameterized_launches_have_a_worker_of_their_own_where_they_are_asked_
     asked = builds("--variants", variants, *argv, model=model)
     assert asked == {"": ["eager", graph], "parameterized": ["eager", "graph_parameterized"]}
     assert builds("--variants", f"eager,{graph}", *argv, model=model) == {"": ["eager", graph]}
+
+
+@pytest.mark.parametrize(("gpus", "given", "threads"), [({}, None, "1"), ({}, "4", "4"), (GPU, None, None)])
+def test_a_worker_without_a_gpu_has_one_thread_unless_the_user_says_more(gpus, given, threads, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    args = run.parse(["--model", "rnnt", "--preset", "tiny"])
+    (build,) = ask.ask_of(args, "rnnt", launch.describe_here() | {"gpus": gpus}).builds
+    assert build.environment.get("OMP_NUM_THREADS") == threads

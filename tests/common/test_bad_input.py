@@ -84,7 +84,7 @@ FREE = (
     "max_floor_overflows",
 )
 # Bounded, or bound to another one.
-BOUNDED = ("workers", "frames", "tokens")
+BOUNDED = ("workers", "frames", "tokens", "res_blocks")
 # Ranks and stages, which sizes are divided by.
 DIVIDING = ("tp", "pp", "cp", "chunks", "pp_rank")
 

@@ -111,7 +111,7 @@ def test_host_that_is_too_small_is_told_to_run_tiny():
         ({"precision": "fp32", "layer": "te"}, "--precision fp32 needs --layer torch"),
         ({"pp": 2, "chunks": 2}, "--layers 2 is not divisible by --pp x --chunks 4"),
         ({"pp": 2, "chunks": 2, "layers": 4, "microbatches": 3}, "--microbatches 3 is no multiple of --pp 2"),
-        ({"tp": 3}, "--sequence 64 is not divisible by --tp 3"),
+        ({"tp": 3}, "--sequence 32 is not divisible by --tp 3"),
         ({"cp": 2}, "--cp 2: takes 1"),
         ({"pp": 2, "pp_rank": 2}, "--pp-rank 2: takes a stage from 0 to 1 with --pp 2"),
         ({"pp_rank": -2}, "--pp-rank -2: takes a stage from 0 up, or -1"),

@@ -31,6 +31,7 @@ from tests.helpers.megatron_files import write_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = replace(PRESETS["tiny"], layer="torch")
+WIDE = replace(TINY, hidden=128, head_dim=32, ffn=256, sequence=64)
 # A history that six steps go round twice.
 SHORT = replace(SMALL, layers=2, microbatches=2, amax_history=3, batches=3, lr=1e-3)
 RUN = Run(preset="tiny", variant="eager")
@@ -188,7 +189,7 @@ def test_the_optimizer_is_in_its_graph_and_the_rest_of_the_step_is_not():
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_gradients_are_accumulated_over_all_microbatches(precision):
     """The accumulated gradient is neither the last microbatch's nor the first's, but their mean."""
-    state = State(replace(TINY, precision=precision, microbatches=3, amax_history=1), CPU)
+    state = State(replace(WIDE, precision=precision, microbatches=3, amax_history=1), CPU)
     batch = state.batches[0]
 
     def gradients(picked):
@@ -271,7 +272,7 @@ def test_reset_restores_every_tensor_in_place(precision):
 
 def test_close_releases_the_graphs_memory():
     """Closed variants that are still referred to, with pools of 9 MB or more each."""
-    state = State(replace(TINY, sequence=256, microbatches=1, microbatch=2, precision="bf16"), CPU)
+    state = State(replace(WIDE, sequence=256, microbatches=1, microbatch=2, precision="bf16"), CPU)
 
     def make():
         variant = made(VARIANTS, "graph_layer", state)

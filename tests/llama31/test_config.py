@@ -88,7 +88,7 @@ def test_the_submission_runs_on_a_multiple_of_its_ranks():
         ({"layers": 0}, "--layers 0: takes a number from 1 up"),
         ({"heads": 5}, "--heads 5: takes a multiple of --kv-heads 2"),
         ({"tp": 4}, "--kv-heads 2 is not divisible by --share-tp 1 x --tp 4 = 4"),
-        ({"cp": 3}, "--sequence 64 is not divisible by"),
+        ({"cp": 3}, "--sequence 32 is not divisible by"),
         ({"sequence": 72, "precision": "fp8"}, "divisible by 16"),
         ({"precision": "bf16", "weights": "fp8"}, "--weights fp8 needs --precision fp8"),
         ({"zero": True}, "--zero true takes --main-grad fp32"),

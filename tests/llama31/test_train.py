@@ -261,7 +261,7 @@ def test_flags(arguments, told):
 def test_a_checkpoint_that_does_not_fit(tmp_path):
     folder = write_checkpoint(tmp_path / "wide", replace(TINY, ffn=512, layers=1), **LLAMA3)
     line = said("--checkpoint", str(folder))
-    assert "does not fit ffn 256, layers 2: take --ffn 512 --layers 1" in line
+    assert "does not fit ffn 128, layers 2: take --ffn 512 --layers 1" in line
     # Llama 2's positions are not stretched.
     folder = write_checkpoint(tmp_path / "llama2", TINY, rope_theta=500000.0)
     assert "has rope_type default, only llama3 is built" in said("--checkpoint", str(folder))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from common.config import Timing, needs, option
 from common.training.parallel.groups import Parallel
 from common.variant_table import about
-from tests.lying_model.variants import VARIANTS
+from tests.lying_model.variants import BUILDS, VARIANTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +15,12 @@ class Config(Parallel, Timing):
     period: int = option(1, "batches of so many sizes rotate")
     pause_ms: int = option(0, "a step sleeps for so long: runs that last and leave the processor to others")
     die_rank: int = option(-1, "this rank dies in its 61st step, after parity")
+    too_large: bool = option(False, "the state does not fit into memory")
 
 
 PRESETS = {"tiny": Config(), "bench": Config()}
 ABOUT = {
-    **about(VARIANTS),
+    **about(VARIANTS, BUILDS),
     "sweeps": {"batch": ["batch"], "size": ["width", "batch"]},
     "presets_need": lambda preset, config: needs(preset == "bench"),
 }

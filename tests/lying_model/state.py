@@ -15,6 +15,8 @@ class State:
     """Weights, a learning rate on the device, and the losses of each step."""
 
     def __init__(self, config, device, rank=0, world_size=1):
+        if config.too_large:
+            raise torch.OutOfMemoryError("out of memory: made up")
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         generator = torch.Generator().manual_seed(1 + rank)
         shape = (NUM_BATCHES, config.batch, config.width)

@@ -5,6 +5,10 @@ from common.variant_table import Declared, table
 HERE = "tests.lying_model"
 
 
+BUILDS = {"too_large": {"too_large": True}}
+TOO_LARGE = {"reference": "eager_too_large", "builds": ("too_large",)}
+
+
 def _graph(name, help, make, graphs=1, replays=1, **more):
     return Declared(
         name, help, "graph", f"{HERE}.sound:{make}", graphs=graphs, replays=replays, parity="bitwise", **more
@@ -59,6 +63,9 @@ _MAKE = {"unsupported": "UnsupportedHere"}
 VARIANTS = table(
     Declared("eager", "the reference", "eager", f"{HERE}.sound:eager", parity="bitwise", headline=True),
     *SOUND.values(),
+    # In a build that cannot be built, and that has no variant named eager.
+    Declared("eager_too_large", "eager of the large one", "eager", f"{HERE}.sound:eager", **TOO_LARGE),
+    _graph("graph_too_large", "the whole step of the large one", "Graphed", **TOO_LARGE),
     *(
         Declared(
             name,

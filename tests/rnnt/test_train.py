@@ -25,7 +25,7 @@ from rnnt.variants import VARIANTS
 from tests.helpers import forked, gloo_ranks
 
 CPU = torch.device("cpu")
-TINY = PRESETS["tiny"]
+TINY = replace(PRESETS["tiny"], frames=20, tokens=6, max_frames=24, max_tokens=8)
 NUM_STEPS, OVERFLOWS = 10, (2, 3, 4, 7)
 
 

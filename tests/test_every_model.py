@@ -1,0 +1,175 @@
+"""Every model by the command that its users type, without a GPU: a variant is a row of the table, or has a reason.
+
+These tests read the printed table and the exit status. The slow ones measure all variants, and all models at once.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import ROOT
+from tests.helpers.bench_process import MODEL as LYING_MODEL
+from tests.helpers.bench_process import wait_for
+
+MODELS = sorted(path.parent.name for path in ROOT.glob("[!.]*/train.py"))
+EVERY = [*MODELS, "examples/minimal"]
+CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ROW = re.compile(r"^(\w+)(?: \(base again\))? +(?:[\d.]+ +){1,2}(?:base|[\d.]+x .*?) +- +-(?: +(\w.*))?$")
+REASON = re.compile(r"^(unsupported|oom|failed|timeout): ([\w, ]+) \((.+)\)$")
+# Packages that a user may lack, and variants that need them: (model, variants, words of the reason).
+OPTIONAL = ("transformer_engine", "lightning", "pyarrow")
+LACKING = [
+    ("gpt3", {"graph_layer_te"}, "needs a GPU and Transformer Engine: make te"),
+    ("llama2_lora", {"eager_te", "graph_layer_te"}, "--layer te needs a GPU"),
+    ("stable_diffusion", {"graph_step_lightning"}, "graph_step_lightning needs lightning"),
+]
+
+
+def command(out, model, *more):
+    return [sys.executable, "-m", "benchmarks.run", "--model", model, "--out", str(out), *more]
+
+
+def bench(out, model, *more, environment=CPU_ONLY):
+    """(exit status, what was printed) of a run without a traceback, on the screen or in the worker's log."""
+    options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command(out, model, *more), timeout=1200, **options)
+    assert "Traceback" not in done.stdout, done.stdout
+    for log in out.rglob("*.log"):
+        assert "Traceback" not in log.read_text(), log.read_text()
+    return done.returncode, done.stdout
+
+
+def read(printed):
+    """({variant of a row: its parity}, {variant: (status, reason)}) of printed tables."""
+    lines = printed.splitlines()
+    rows = {found[1]: found[2] or "" for found in map(ROW.match, lines) if found}
+    reasons = [found.groups() for found in map(REASON.match, lines) if found]
+    return rows, {name: (status, reason) for status, names, reason in reasons for name in names.split(", ")}
+
+
+def described(model):
+    name = f"{model.replace('/', '.')}.train"
+    answer = subprocess.run([sys.executable, "-m", name, "--describe"], cwd=ROOT, capture_output=True, text=True)
+    return json.loads(answer.stdout)
+
+
+def require_table(printed, model, description, chosen):
+    """Each chosen variant has a row with its parity, or a reason; eager and a graph have a row."""
+    rows, reasons = read(printed)
+    assert set(chosen) <= set(rows) | set(reasons), printed
+    assert {status for status, _ in reasons.values()} <= {"unsupported", "oom"}, printed
+    assert all(reason.strip() for _, reason in reasons.values())
+    assert all(rows[name] == "bitwise" or float(rows[name]) < 0.1 for name in rows if name != "control"), printed
+    assert "control" in rows and "eager" in rows, printed
+    assert any(description["kinds"].get(name) == "graph" for name in rows), f"{model}: no graph was timed\n{printed}"
+
+
+# ------------------------------------------------------------------------------------------------
+# One model
+
+
+def test_there_are_models():
+    assert {"gpt3", "llama2_lora", "llama31", "moe", "rnnt", "stable_diffusion"} <= set(MODELS)
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_headline_variants(model, tmp_path):
+    description = described(model)
+    status, printed = bench(tmp_path, model)
+    assert status == 0, printed
+    require_table(printed, model, description, description["headline"] or description["variants"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", EVERY)
+def test_all_variants(model, tmp_path):
+    description = described(model)
+    status, printed = bench(tmp_path, model, "--variants", "all")
+    assert status == 0, printed
+    require_table(printed, model, description, description["variants"])
+
+
+# ------------------------------------------------------------------------------------------------
+# What cannot run
+
+
+@pytest.fixture(scope="module")
+def without_packages(tmp_path_factory):
+    """The environment of a machine that has none of the optional packages."""
+    folder = tmp_path_factory.mktemp("absent")
+    for name in OPTIONAL:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise ImportError('no module named {name}')\n")
+    return CPU_ONLY | {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize(("model", "lacking", "said"), LACKING, ids=[model for model, *_ in LACKING])
+def test_without_optional_packages(model, lacking, said, without_packages, tmp_path):
+    names = ",".join(["graph_layer" if model != "stable_diffusion" else "graph_step", *lacking])
+    more = ("--variants", names, "--cycles", "1", "--no-control")
+    status, printed = bench(tmp_path, model, *more, environment=without_packages)
+    rows, reasons = read(printed)
+    assert status == 0, printed
+    assert set(reasons) == lacking and len(rows) == 2, printed
+    assert all(status == "unsupported" and said in reason for status, reason in reasons.values()), printed
+
+
+def test_a_build_that_cannot_read_its_data_says_why_for_each_variant(without_packages, tmp_path):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    more = ("--", "--data", str(tmp_path / "rows.parquet"))
+    status, printed = bench(tmp_path / "runs", "llama2_lora", *more, environment=without_packages)
+    rows, reasons = read(printed)
+    assert status == 1 and "nothing was timed" in printed and not rows, printed
+    assert set(reasons) == set(described("llama2_lora")["headline"]), printed
+    assert all("needs pyarrow to be read" in reasons[name][1] for name in ("eager", "graph_step")), printed
+
+
+def test_a_build_that_runs_out_of_memory(tmp_path):
+    """Its base has a name of its own, and the other build is measured."""
+    names = "graph_step,graph_too_large"
+    status, printed = bench(tmp_path, LYING_MODEL, "--preset", "tiny", "--variants", names)
+    rows, reasons = read(printed)
+    assert status == 0, printed
+    assert set(rows) == {"eager", "graph_step", "control"}, printed
+    assert set(reasons) == {"eager_too_large", "graph_too_large"}, printed
+    assert all(status == "oom" and "out of memory" in reason for status, reason in reasons.values()), printed
+
+
+# ------------------------------------------------------------------------------------------------
+# All models
+
+
+def require_tables(printed, models):
+    """Each model's table, and then one of all."""
+    for model in models:
+        assert re.search(rf"/{model}-tiny/\S+\.json", printed), f"{model}: no file\n{printed}"
+    (_, suite) = re.split(r"^workload +variant .*$", printed, maxsplit=1, flags=re.MULTILINE)
+    assert {line.split("/")[0] for line in suite.split("\n") if "/tiny" in line} == set(models), suite
+
+
+@pytest.mark.slow
+def test_all_models(tmp_path):
+    status, printed = bench(tmp_path, "all")
+    assert status == 0, printed
+    assert printed.count("base again") >= len(MODELS) and "refused" not in printed
+    require_tables(printed, MODELS)
+
+
+@pytest.mark.slow
+def test_all_models_go_on_after_ctrl_c(tmp_path):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    first = subprocess.Popen(command(tmp_path, "all"), cwd=ROOT, env=CPU_ONLY, **options)
+    wait_for(first, f"{MODELS[1]}/tiny ")
+    first.send_signal(signal.SIGINT)
+    said, _ = first.communicate(timeout=240)
+    assert first.returncode == 130 and "the same command goes on" in said and "Traceback" not in said, said
+
+    status, printed = bench(tmp_path, "all")
+    assert status == 0, printed
+    assert re.findall(r"^(\w+)/tiny +was measured before: ", printed, re.MULTILINE) == MODELS[:1], printed
+    require_tables(printed, MODELS)
