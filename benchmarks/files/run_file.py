@@ -437,8 +437,8 @@ def parsed(data: bytes) -> Run:
             raise ValueError(f"schema {schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    except msgspec.DecodeError:
-        raise ValueError("no whole JSON") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"no whole JSON: {error}") from None
     _require_sound(run)
     return run
 
