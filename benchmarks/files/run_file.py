@@ -462,8 +462,8 @@ def parsed(data: bytes) -> Run | Census:
             found = msgspec.json.decode(data, type=Run)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ValueError("no whole JSON") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no whole JSON: {error}") from None
     for run in found.runs if isinstance(found, Census) else [found]:
         _require_sound(run)
     return found

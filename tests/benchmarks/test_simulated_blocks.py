@@ -37,12 +37,24 @@ def test_the_simulation_computes_what_statistics_does():
 
 def test_a_steady_host_gives_the_ratio_that_it_was_given():
     host = simulated_blocks.Scenario("", 1, noise=0.0, drift=0.002)
-    for order in ("reversed", "drawn"):
+    for order in ("drawn", "reversed"):
         logs, pace = simulated_blocks.measure(host, 50, numpy.random.default_rng(3), order, cycles=8)
-        assert abs((logs - pace[:, None])[:, :-1]).max() < 0.03  # graphs: the pace of the cycle, but for step noise
+        # Graphs: eager's mean step in the cycle, but for step noise.
+        assert abs((logs - numpy.log(pace)[:, None])[:, :-1]).max() < 0.03
         assert abs(logs.mean(axis=(0, 2))[-1]) < 0.002  # control: the drift cancels over cycles
     fixed, _ = simulated_blocks.measure(host, 50, numpy.random.default_rng(3), "fixed", cycles=8)
     assert fixed.mean(axis=(0, 2))[-1] == pytest.approx(-0.002 * 1.5, abs=0.0015)  # one place after the middle
+
+
+def test_blocks_count_by_their_mean_and_the_order_is_drawn():
+    """A burst in three of ten steps adds its part to a block, where a median would not see it."""
+    host = simulated_blocks.Scenario("", 1, noise=0.0, burst=1.0, burst_s=0.3, between_s=0.7)
+    logs, pace = simulated_blocks.measure(host, 400, numpy.random.default_rng(3), cycles=8)
+    assert math.exp(numpy.median(logs[:, 0])) == pytest.approx(pace.mean(), rel=0.03) and pace.mean() > 1.2
+    steady = simulated_blocks.Scenario("", 1, noise=0.0, drift=0.04)
+    logs, _ = simulated_blocks.measure(steady, 50, numpy.random.default_rng(3), cycles=8)
+    places = numpy.round(-logs[:, -1] / 0.06)  # of control, before or after the middle
+    assert set(places.flatten()) == {-1, 0, 1} and len(set(map(tuple, places.T))) > 40
 
 
 def _rows_of(page):
@@ -85,5 +97,5 @@ def test_rates_of_short_blocks_and_few_cycles_are_reached(monkeypatch, host):
     rng = numpy.random.default_rng(2)
     logs, pace = simulated_blocks.measure(host, 4_000, rng, "drawn", cycles=FEWEST_CYCLES)
     mean, half = (each[-1] for each in simulated_blocks.intervals(logs))
-    assert (abs(mean - pace.mean(axis=0))[:-1] <= half[:-1]).mean() >= 0.92
+    assert (abs(mean - numpy.log(pace.mean(axis=0)))[:-1] <= half[:-1]).mean() >= 0.92
     assert simulated_blocks.is_verdict(mean, half)[-1].mean() <= 0.065

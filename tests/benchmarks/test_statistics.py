@@ -1,4 +1,4 @@
-"""benchmarks.statistics: ratios of a run, their intervals and words, the predicted gain, and the stopping rule."""
+"""benchmarks.statistics: ratios of a run, their intervals and words, and the stopping rule."""
 
 import itertools
 import math
@@ -53,8 +53,6 @@ def test_times_that_are_not_positive_and_finite_are_refused(wrong):
     calls = [
         lambda: numbers.ratio_of([*CYCLES, ((1.0, 1.0), wrong)]),
         lambda: numbers.ratio_of([*CYCLES, ((wrong, 1.0), 1.0)]),
-        lambda: numbers.predicted_gain(wrong, 1.0),
-        lambda: numbers.predicted_gain(1.0, wrong),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="positive and finite"):
@@ -93,11 +91,6 @@ def test_words(low, high, expected):
     assert numbers.word(ratio(low, high)) == expected
     exchanged = {"faster": "slower", "slower": "faster"}.get(expected, expected)
     assert numbers.word(ratio(1 / high, 1 / low)) == exchanged
-
-
-def test_predicted_gain():
-    assert numbers.predicted_gain(30.0, 10.0) == 3
-    assert numbers.predicted_gain(5.0, 10.0) == 1
 
 
 def test_auto_goes_on_until_every_ratio_is_narrow_and_has_eight_cycles():

@@ -2,9 +2,10 @@
 
     python -m tests.helpers.simulated_blocks [--markdown] [--runs N] [--seed S]
 
-A simulated run has cycles `base graph graph control base`. The host sets the pace of eager, which is base and control;
-graphs are steady. The log of the host's pace is AR(1) noise, with bursts and drift in some scenarios. A block is 0.5 s
-untimed and ten timed steps of 0.1 s, and its number is their median. docs/statistics.md explains the tables.
+In a cycle of a simulated run, two graphs and the control stand in a drawn order between two blocks of the base. The
+host sets the pace of eager, which is base and control; graphs are steady. The log of the host's pace is AR(1) noise,
+with bursts and drift in some scenarios. A block is 0.5 s untimed and ten timed steps of 0.1 s, and its number is their
+mean. docs/statistics.md explains the tables.
 """
 
 import argparse
@@ -62,8 +63,8 @@ class Rates(NamedTuple):
     """Rates over the runs of one scenario.
 
     Attributes:
-        coverage: share of graphs whose interval covers the ratio at the host's mean pace in the run's own minutes.
-        later: the same at the host's mean pace over all time; nan with drift.
+        coverage: share of graphs whose interval covers the ratio of the mean steps in the run's own minutes.
+        later: the same with eager's mean step over all time; nan with drift.
         nulls: share of runs that call control faster or slower than eager.
         graph, control, cycles: median half-widths, and mean number of cycles.
     """
@@ -94,28 +95,28 @@ def host_pace(scenario, runs, ticks, ticks_a_cycle, rng):
     return pace
 
 
-def measure(scenario, runs, rng, order="reversed", base="mean", cycles=MOST_CYCLES):
+def measure(scenario, runs, rng, order="drawn", base="mean", cycles=MOST_CYCLES):
     """Simulate runs.
 
     Args:
         scenario: the host.
         runs: number of runs.
         rng: numpy's generator.
-        order: blocks between the bases: "reversed" in every second cycle, "drawn" anew in each, or "fixed".
+        order: blocks between the bases: "drawn" anew in each cycle, "reversed" in every second one, or "fixed".
         base: "mean" of the cycle's own bases, "interpolated" to the block's place, or "shared" with the next cycle.
         cycles: cycles of each run.
 
     Returns:
-        Log ratios, shape (cycles, graphs + 1, runs), control last, and the log of the host's mean pace in each cycle,
-        shape (cycles, runs). A graph's block has the time of an eager block at pace 0.
+        Log ratios, shape (cycles, graphs + 1, runs), control last, and eager's mean step in each cycle, shape (cycles,
+        runs). A graph's step takes 1, as an eager one at pace 0.
     """
     inner, shared = scenario.graphs + 1, base == "shared"
     places, ticks = inner + 2 - shared, DEAD_TICKS + TIMED_TICKS
     count = cycles + shared  # a shared base needs the first block after the last cycle
     pace = host_pace(scenario, runs, count * places * ticks, places * ticks, rng).reshape(count, places, ticks, runs)
     steps = pace[:, :, DEAD_TICKS:]
-    steps = numpy.sort(steps + numpy.float32(STEP_NOISE) * rng.standard_normal(steps.shape, numpy.float32), axis=2)
-    blocks = (steps[:, :, TIMED_TICKS // 2 - 1] + steps[:, :, TIMED_TICKS // 2]) / 2
+    steps = numpy.exp(steps + numpy.float32(STEP_NOISE) * rng.standard_normal(steps.shape, numpy.float32))
+    blocks = numpy.log(steps.mean(axis=2, dtype=float))
     first, last = blocks[:cycles, 0], blocks[1:, 0] if shared else blocks[:, -1]
     place = numpy.tile(numpy.arange(1, inner + 1)[None, :, None], (cycles, 1, runs))
     if order == "reversed":
@@ -126,7 +127,7 @@ def measure(scenario, runs, rng, order="reversed", base="mean", cycles=MOST_CYCL
     logs = (1 - weight) * first[:, None] + weight * last[:, None]
     logs[:, :-1] -= GRAPH_NOISE * rng.standard_normal((cycles, scenario.graphs, runs))
     logs[:, -1] -= numpy.take_along_axis(blocks[:cycles], place[:, -1:], axis=1)[:, 0]
-    return logs, pace[:cycles].mean(axis=(1, 2), dtype=float)
+    return logs, numpy.exp(pace[:cycles]).mean(axis=(1, 2), dtype=float)
 
 
 def intervals(logs):
@@ -143,16 +144,17 @@ def is_verdict(mean, half):
     return (abs(mean) > half) & (abs(mean) + half > math.log1p(SAME))
 
 
-def rates(scenario, runs=RUNS, seed=SEED, order="reversed", base="mean"):
+def rates(scenario, runs=RUNS, seed=SEED, order="drawn", base="mean"):
     """Return Rates of eight cycles, of `auto` with at most 24 cycles, and of `auto` and up to four cycles more."""
     logs, pace = measure(scenario, runs, numpy.random.default_rng(seed), order, base)
     mean, half = intervals(logs)
-    own = pace.cumsum(axis=0) / numpy.arange(1, len(pace) + 1)[:, None]
+    own = numpy.log(pace.cumsum(axis=0) / numpy.arange(1, len(pace) + 1)[:, None])
     ends = (numpy.expm1(half) <= SAME).all(axis=1)
     ends[: LEAST_CYCLES - 1], ends[-1] = False, True
     auto, run = ends.argmax(axis=0), numpy.arange(runs)
-    burst = math.log1p(scenario.burst) * scenario.burst_s / (scenario.burst_s + scenario.between_s)
-    later, result = math.nan if scenario.drift else burst, []
+    burst = math.log1p(scenario.burst * scenario.burst_s / (scenario.burst_s + scenario.between_s))
+    # The mean of a pace whose logarithm is normal.
+    later, result = math.nan if scenario.drift else burst + scenario.noise**2 / 2, []
     for at in (numpy.full(runs, LEAST_CYCLES - 1), auto, (auto + MORE_CYCLES).clip(max=len(pace) - 1)):
         ratio, width = mean[at, :, run], half[at, :, run]
         covers = [(abs(ratio - truth)[:, :-1] <= width[:, :-1]).mean() for truth in (own[at, run][:, None], later)]

@@ -299,6 +299,34 @@ def test_limits_are_one_line_that_names_the_limit(tmp_path, monkeypatch):
     assert "has more than 3 rows" in refused(write_jsonl(path, packed_rows(4, 32)), tmp_path)
 
 
+def test_a_parquet_file_of_too_many_rows_is_refused_before_one_is_decoded(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
+    path = tmp_path / "rows.parquet"
+    config = replace(CONFIG, data=str(path))
+    rows = [{**row, "loss_mask": [1] * 32, "seq_start_id": [0]} for row in packed_rows(4, 32)]
+    write_parquet(path, rows)
+    monkeypatch.setattr(limits, "MAX_ROWS", 3)
+    said = refused(config, tmp_path)
+    assert "4 rows of " in said and said.endswith(" bytes uncompressed are too many")
+
+
+def test_the_bound_of_a_parquet_file_needs_no_pyarrow_to_be_tested(tmp_path, monkeypatch):
+    """A reader that would give rows for ever, if it was asked for them."""
+    group = SimpleNamespace(total_byte_size=limits.MAX_READ_BYTES)
+    metadata = SimpleNamespace(num_rows=1, num_row_groups=2, row_group=lambda number: group)
+    asked = []
+    made = SimpleNamespace(metadata=metadata, schema_arrow=SimpleNamespace(names=[]), iter_batches=asked.append)
+    parquet = SimpleNamespace(ParquetFile=lambda file: made)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+    assert "1 rows of 8,589,934,592 bytes uncompressed are too many" in refused(
+        replace(CONFIG, data=str(path)), tmp_path
+    )
+    metadata.num_rows, metadata.num_row_groups = limits.MAX_ROWS + 1, 0
+    assert "are too many" in refused(replace(CONFIG, data=str(path)), tmp_path) and not asked
+
+
 def test_other_damaged_or_missing_sources(tmp_path, monkeypatch):
     def told(name):
         return refused(replace(CONFIG, data=str(tmp_path / name)), tmp_path)

@@ -1,8 +1,8 @@
-"""The plan of a build's blocks: which eager variant is the base."""
+"""The plan of a build's blocks: which eager variant is the base, and the order of a cycle."""
 
 import pytest
 
-from benchmarks.measuring.block_plan import choose_base
+from benchmarks.measuring.block_plan import choose_base, order_of_cycle
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,13 @@ from benchmarks.measuring.block_plan import choose_base
 def test_another_eager_is_the_base_if_all_its_blocks_are_faster(eager, other, base):
     assert choose_base({"eager": eager, "eager_torch": other}) == base
     assert choose_base({"eager_te": eager}) == "eager_te"
+
+
+def test_the_order_of_a_cycle_is_drawn_between_two_blocks_of_the_base():
+    others = ["a", "b", "c", "control"]
+    orders = [order_of_cycle("eager", others, f"run {cycle}") for cycle in range(60)]
+    assert all(order[0] == order[-1] == "eager" and sorted(order[1:-1]) == others for order in orders)
+    # Each stands at each place, and nearly all of the 24 orders come up.
+    assert all({order[place] for order in orders} == set(others) for place in range(1, 5))
+    assert len(set(map(tuple, orders))) > 15 and others == ["a", "b", "c", "control"]
+    assert order_of_cycle("eager", others, "run 7") == orders[7]

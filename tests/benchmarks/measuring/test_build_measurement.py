@@ -1,13 +1,16 @@
-"""benchmarks/measuring/build_measurement.py: when a run has enough cycles."""
+"""benchmarks/measuring/build_measurement.py: the blocks of cycles, and when a run has enough of them."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import measure, run
+from benchmarks.files import partial
+from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan, build_measurement
 from benchmarks.measuring.build_measurement import BuildMeasurement
-from benchmarks.measuring.request import FEWEST_CYCLES, Settings
+from benchmarks.measuring.request import FEWEST_CYCLES, BuildRequest, Settings
+from tests.helpers.made_run import HEADER, block
 
 # Seconds on an H100 of the parts of a run of nanoGPT before its first cycle, and after its last one; of its two
 # compilations of 40 s the second is not made any more.
@@ -53,3 +56,76 @@ def test_a_step_of_ones_own_is_planned_to_have_its_verdict_in_two_minutes(monkey
 )
 def test_the_clock_ends_a_run_after_its_fewest_cycles(monkeypatch, cycle_s, end_s, cycles):
     assert cycles_made(monkeypatch, cycle_s, end_s=end_s)[0] == cycles
+
+
+class FakeWorker:
+    """A worker that answers at once."""
+
+    apart, facts = False, {"period": 1, "least_steps": 0, "gpus": []}
+
+    def __init__(self, names):
+        self.names, self.captured, self.asked = names, list(names), []
+        self.paces = {name: {"ms": 10.0, "reset_s": 0.0} for name in names}
+
+    def remaining(self):
+        return self.names
+
+    def ask(self, variant, command):
+        self.asked.append((variant, command))
+        if command["do"] == "pace":
+            return {"operator_us": 9.0}
+        fact = block(variant, 0, 0)
+        return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
+
+
+@pytest.fixture
+def eight_cycles(tmp_path):
+    """The run of eager and two graphs by default settings, and its worker."""
+    declared = HEADER["builds"][""]["variants"]
+    variants = {"eager": declared["eager"], **{name: declared["graph_step"] for name in ("graph_a", "graph_b")}}
+    variants["control"] = declared["eager"] | {"reference": "control"}
+    own = Partial(tmp_path / f"run{partial.SUFFIX}")
+    own.add("header", **HEADER | {"builds": {"": {"variants": variants}}})
+    own.add("plan", build="", base="eager", steps={"untimed": 2, "timed": 20, "drained": 3, "resets_each": True})
+    settings = run.settings_of(run.parse(["--model", "gpt3"]), "bench")
+    request = BuildRequest(name="", fields={}, variants=variants, command=None, environment={})
+    measurement = BuildMeasurement(request, settings, own, tmp_path / "log", lambda text: None)
+    measurement.worker = FakeWorker(["eager", "graph_a", "graph_b"])
+    measurement._measure_cycles()
+    own.close()
+    return partial.folded(own.facts), measurement.worker
+
+
+def test_by_default_eight_cycles_have_the_control_and_another_order_each_time(eight_cycles):
+    found, _ = eight_cycles
+    build = found.builds[""]
+    orders = [cycle.order for cycle in build.cycles]
+    assert len(orders) == 8 and build.anchor == "eager"
+    assert all(order[0] == order[-1] == "eager" for order in orders)
+    assert all(sorted(order[1:-1]) == ["control", "graph_a", "graph_b"] for order in orders)
+    assert len(set(map(tuple, orders))) > 2
+    assert [len(own.blocks) for own in build.variants.values()] == [16, 8, 8, 8]
+    assert [block.place for block in build.variants["eager"].blocks[:2]] == [0, 4]
+
+
+def test_the_control_is_blocks_of_the_base_and_the_hosts_pace_is_sampled_in_each_cycle(eight_cycles):
+    found, worker = eight_cycles
+    blocks = [variant for variant, command in worker.asked if command["do"] == "block"]
+    assert blocks.count("eager") == 24 and "control" not in blocks
+    assert [cycle.operator_us for cycle in found.builds[""].cycles] == [9.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("words", "preset", "cycles", "control"),
+    [
+        ([], "bench", 8, "control"),
+        ([], "tiny", 3, "control"),
+        (["--no-control"], "bench", 8, ""),
+        (["--cycles", "5"], "bench", 5, "control"),
+        (["--cycles", "auto"], "bench", "auto", "control"),
+    ],
+)
+def test_what_a_run_measures_unless_told(words, preset, cycles, control):
+    settings = run.settings_of(run.parse(["--model", "gpt3", *words]), preset)
+    assert (settings.cycles, settings.control) == (cycles, control)
+    assert (Settings().cycles, Settings().control) == (8, "control")

@@ -1,6 +1,7 @@
 """common/llama_checkpoint: what is read and where it lies, what does not fit, damaged files."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -162,3 +163,16 @@ def test_an_index_that_does_not_match_its_files(folder):
     for content in ({}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}):
         path.write_text(json.dumps(content))
         assert "does not name files" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["../out.safetensors", "/out.safetensors", "a/../../out.safetensors"])
+def test_an_index_reads_no_file_outside_of_its_folder(folder, name):
+    """The file outside holds the tensor, so nothing but its name is wrong."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    tensor, inside = next(iter(index["weight_map"].items()))
+    shutil.copy(folder / inside, folder.parent / "out.safetensors")
+    (folder / "a").mkdir()
+    taken = str(folder.parent / "out.safetensors") if name.startswith("/") else name
+    path.write_text(json.dumps({"weight_map": {**index["weight_map"], tensor: taken}}))
+    assert "which is no file of its folder" in refused(folder)
