@@ -174,14 +174,14 @@ def test_layers_that_fit_are_found_at_once():
     fitted = module.fit(dataclasses.replace(tiny, layers=10**12), 24 * GIB)
     assert module.predicted_bytes(fitted) <= 24 * GIB
     assert module.predicted_bytes(dataclasses.replace(fitted, layers=fitted.layers + 1)) > 24 * GIB
-    with pytest.raises(ValueError, match="--sequence 1000000000 is too large: .* --sequence 64, as in preset tiny"):
+    with pytest.raises(ValueError, match="--sequence 1000000000 is too large: .* --sequence 32, as in preset tiny"):
         module.fit(dataclasses.replace(tiny, sequence=10**9), 24 * GIB)
 
 
 def test_a_script_says_so_before_it_builds():
     answer = run("-m", "gpt3.train", "--preset", "tiny", "--hidden", "1000000000")
     assert_one_line(
-        answer, 2, "python -m gpt3.train: --hidden 1000000000 is too large: ", "--hidden 128, as in preset tiny"
+        answer, 2, "python -m gpt3.train: --hidden 1000000000 is too large: ", "--hidden 64, as in preset tiny"
     )
     assert answer.stdout == ""
 
