@@ -69,10 +69,10 @@ def suite(runs: list[Run]) -> str:
     rows = [("workload", "variant", *COLUMNS[1:6])]
     for run in runs:
         for build_name, own in judged(run).items():
-            for name in own.build.variants:
-                variant = own.build.variants[name]
-                is_graph = variant.headline and variant.kind != "eager"
-                ratio = own.ratio_of(name) if is_graph else None
+            graphs = {name: each for name, each in own.build.variants.items() if each.kind in ("graph", "compile")}
+            headline = [name for name, each in graphs.items() if each.headline] or graphs
+            for name in headline:
+                ratio = own.ratio_of(name)
                 if ratio is not None:
                     title = f"{run.title} {build_name}".rstrip()
                     rows.append((title, name, *_cells(ratio), _times(own.ceiling(name))))
