@@ -305,7 +305,9 @@ def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[Archive
             numbers = {block.busy_processes for each in own.build.variants.values() for block in each.blocks}
             for busy in sorted({0, *numbers}):
                 where = workload_of(run, name, busy)
-                for variant in own.build.variants:
+                for variant, facts in own.build.variants.items():
+                    if variant == run.control and not facts.blocks:
+                        continue
                     if not busy or own.blocks(variant, True):
                         grouped[where, variant].append(Point(path, run, own, variant, bool(busy)))
     rows = []
