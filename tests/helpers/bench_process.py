@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import ROOT, judge
 from benchmarks.files import run_file
 
 MODEL = "tests.lying_model"
@@ -36,6 +36,11 @@ def only_run(out) -> run_file.Run:
 def only_variants(out) -> dict[str, run_file.Variant]:
     (build,) = only_run(out).builds.values()
     return build.variants
+
+
+def only_verdicts(out) -> dict[str, judge.Verdict]:
+    (found,) = judge.judged(only_run(out)).values()
+    return found.verdicts
 
 
 def wait_for(process, text, limit_s=240):
