@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Block, Build, Capture, Course, Profile, Run, Variant
+from benchmarks.files.run_file import Block, Build, Capture, Course, Cycle, Profile, Run, Variant
 from common.files import write_text
 
 SUFFIX = ".partial.jsonl"
@@ -155,23 +155,16 @@ def _first(facts, fact, **values) -> dict:
 def _build(declared, facts) -> Build:
     worker, plans = _first(facts, "worker"), _of(facts, "plan")
     cycles = {each["cycle"]: each for each in _of(facts, "cycle")}
-    return Build(
-        anchor=plans[-1]["base"] if plans else "",
-        fields=declared.get("fields", {}),
-        asked_layers=declared.get("asked_layers"),
+    made = {
+        "anchor": plans[-1]["base"] if plans else "",
+        "fields": declared.get("fields", {}),
+        "asked_layers": declared.get("asked_layers"),
         **{key: worker[key] for key in OF_BUILD if key in worker},
-        cycles=[
-            run_file.Cycle(
-                cycle=number,
-                busy_processes=each["busy"],
-                order=each["order"],
-                seconds=each.get("seconds"),
-                operator_us=each.get("operator_us"),
-            )
-            for number, each in sorted(cycles.items())
-        ],
-        variants={name: _variant(name, own, facts, cycles) for name, own in declared["variants"].items()},
-    )
+        "cycles": [_as(Cycle, each | {"busy_processes": each["busy"]}) for _, each in sorted(cycles.items())],
+        "variants": {name: _variant(name, own, facts, cycles) for name, own in declared["variants"].items()},
+    }
+    # A constructor checks no type.
+    return msgspec.convert(made, Build)
 
 
 def _variant(name, declared, facts, cycles) -> Variant:
@@ -180,18 +173,19 @@ def _variant(name, declared, facts, cycles) -> Variant:
     # A cycle that is begun again, perhaps without a variant, replaces the first.
     of_cycles = [each for each in _of(own, "block") if _is_of_cycle(each, cycles)]
     blocks = {(each["cycle"], each["place"]): each for each in of_cycles}
-    return Variant(
+    made = {
         **{key: declared[key] for key in OF_DECLARATION},
-        promise=declared["parity"],
-        raised=_as(run_file.Raised, left_out) if left_out else None,
-        apart=bool(_of(facts, "apart")),
-        capture=_as(Capture, (captures or _of(own, "parity") or [{}])[0]),
-        alone=_as(run_file.Alone, _of(own, "alone")[-1]) if _of(own, "alone") else None,
-        parity=[_as(Course, each) for each in _of(own, "parity")],
-        after=[_as(Course, each) for each in _of(own, "course")],
-        profile=_as(Profile, profiles[-1] if profiles else {}),
-        blocks=[_block(blocks[key]) for key in sorted(blocks)],
-    )
+        "promise": declared["parity"],
+        "raised": _as(run_file.Raised, left_out) if left_out else None,
+        "apart": bool(_of(facts, "apart")),
+        "capture": _as(Capture, (captures or _of(own, "parity") or [{}])[0]),
+        "alone": _as(run_file.Alone, _of(own, "alone")[-1]) if _of(own, "alone") else None,
+        "parity": [_as(Course, each) for each in _of(own, "parity")],
+        "after": [_as(Course, each) for each in _of(own, "course")],
+        "profile": _as(Profile, profiles[-1] if profiles else {}),
+        "blocks": [_block(blocks[key]) for key in sorted(blocks)],
+    }
+    return msgspec.convert(made, Variant)
 
 
 def _is_of_cycle(block, cycles) -> bool:

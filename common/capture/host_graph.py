@@ -98,7 +98,8 @@ class HostGraph:
             if num_done == len(self._lines):
                 raise
             operator, line = self._lines[num_done]
-            raise CaptureError(f"{operator} at {line} failed at replay: {error}") from error
+            reason = error.reason if isinstance(error, CaptureError) else ""
+            raise CaptureError(f"{operator} at {line} failed at replay: {error}", reason, line) from error
         finally:
             torch._C._set_grad_enabled(grad_enabled)
             torch.set_autocast_enabled("cpu", autocast)

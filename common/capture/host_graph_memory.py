@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
 
 
@@ -79,7 +80,7 @@ class ExternalStorage:
     def __init__(self, storage, operator, line):
         self._reference = StorageWeakRef(storage)
         self._pointer = storage.data_ptr()
-        self._reader = f"{operator} at {line}"
+        self._reader, self._line = f"{operator} at {line}", line
         # Owns no memory, so that the owner's memory is freed when the owner drops it.
         self._shell = torch._C._construct_storage_from_data_pointer(self._pointer, storage.device, storage.nbytes())
         self._tensors = {}
@@ -94,9 +95,7 @@ class ExternalStorage:
         """Raise a CaptureError where the storage was freed, or its memory has moved."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None:
-            raise CaptureError(
-                f"{self._reader} reads a tensor that is gone: its memory was freed after the capture "
-                "(an input or parameter was replaced, copy into it instead)"
-            )
+            why = "an input or parameter was replaced, copy into it instead"
+            raise CaptureError(f"{self._reader} {rules.GONE} ({why})", rules.GONE, self._line)
         if storage.data_ptr() != self._pointer:
-            raise CaptureError(f"{self._reader} reads a tensor whose memory moved after the capture (resize_, .data)")
+            raise CaptureError(f"{self._reader} {rules.MOVED} (resize_, .data)", rules.MOVED, self._line)

@@ -135,9 +135,10 @@ class Recorder:
             raise self.error
         return result
 
-    def fail(self, name, reason, line=None):
+    def fail(self, name, reason, line=None, more=""):
         """Raise a CaptureError that names the call, its line and the reason; the capture fails with the first one."""
-        error = CaptureError(f"{name} at {line or rules.user_line()} cannot be captured: it {reason}")
+        line = line or rules.user_line()
+        error = CaptureError(f"{name} at {line} cannot be captured: it {reason}{more}", reason, line)
         self.error = self.error or error
         raise error
 
@@ -169,7 +170,7 @@ class Recorder:
         known = [generator._cdata for generator in self.generators]
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # type: ignore[attr-defined]
-                self.fail(func, "draws from a generator that is unknown to the pool: call register_generator", line)
+                self.fail(func, rules.UNKNOWN_GENERATOR, line)
         self.in_operator = True
         try:
             result = func(*args, **kwargs)
@@ -228,7 +229,8 @@ class Recorder:
 
     def _check_random_states(self, line):
         if not all(map(torch.equal, self.states, self._random_states())):
-            self.fail("Generator.manual_seed or set_state", f"{rules.RANDOM} (set since {self.last_line})", line)
+            since = f" (set since {self.last_line})"
+            self.fail("Generator.manual_seed or set_state", rules.RANDOM, line, since)
 
     def _refusing(self, original, name, reason):
         def refuse(*args, **kwargs):

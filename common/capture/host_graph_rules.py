@@ -8,12 +8,18 @@ from typing import Any
 
 import torch
 
+# Reasons: code compares them as they are, and errors carry them beside their text.
 READS = "reads a value on the host, a CUDA capture cannot wait for it"
+LENGTHS = "reads the lengths on the host, its shape depends on them"
 SHAPE = "has a shape that depends on values, a graph's shapes are fixed"
-_NEW = "makes a tensor from host data: make it before the capture and copy into it"
+NEW = "makes a tensor from host data: make it before the capture and copy into it"
 RANDOM = "reads or sets the random state on the host: do it before the capture"
-_RESIZES = "moves a tensor's memory, a graph's addresses are fixed"
-_COLLECTIVE = "is a collective of torch.distributed: use common/training/parallel/collectives.py"
+RESIZES = "moves a tensor's memory, a graph's addresses are fixed"
+COLLECTIVE = "is a collective of torch.distributed: use common/training/parallel/collectives.py"
+UNKNOWN_GENERATOR = "draws from a generator that is unknown to the pool: call register_generator"
+# Of a replay.
+GONE = "reads a tensor that is gone: its memory was freed after the capture"
+MOVED = "reads a tensor whose memory moved after the capture"
 
 # Seen as calls of the Python API, before or instead of an operator.
 _CONVERSIONS = ("item", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__")
@@ -33,11 +39,11 @@ _FORBIDDEN_OPERATORS = {
     # On a GPU they look whether the solver has failed.
     **{f"aten::{name}": READS for name in ("_linalg_check_errors", "_linalg_eigh", "_linalg_svd")},
     "aten::_coalesce": SHAPE,
-    "aten::_pack_padded_sequence": "reads the lengths on the host, its shape depends on them",
-    "aten::lift_fresh": _NEW,
-    "aten::resize_": _RESIZES,
-    "aten::resize_as_": _RESIZES,
-    "aten::set_": _RESIZES,
+    "aten::_pack_padded_sequence": LENGTHS,
+    "aten::lift_fresh": NEW,
+    "aten::resize_": RESIZES,
+    "aten::resize_as_": RESIZES,
+    "aten::set_": RESIZES,
 }
 
 # Replaced in their modules or classes while a capture runs: no operator, and the function mode is off inside of
@@ -48,7 +54,7 @@ PATCHED: list[tuple[Any, str, str]] = [
     *((torch.Tensor, name, READS) for name in _READERS),
     *((module, name, RANDOM) for module in (torch, torch.random) for name in _RANDOM_NAMES),
     *((module, "to_dlpack", READS) for module in (torch, torch.utils.dlpack)),
-    (torch, "frombuffer", _NEW),
+    (torch, "frombuffer", NEW),
 ]
 
 # Their results hold nothing until a later operator writes it.
@@ -65,7 +71,7 @@ def reason_against(func, args, kwargs) -> str | None:
     if name in _FORBIDDEN_OPERATORS:
         return _FORBIDDEN_OPERATORS[name]
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-        return _COLLECTIVE
+        return COLLECTIVE
     if name in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"):
         masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         # One number stored through a mask is a masked_fill on the GPU, which waits for nothing.

@@ -226,7 +226,8 @@ class CudaGraph:
             raise
         except RuntimeError as error:
             text = str(error) or type(error).__name__
-            raise CaptureError(f"{text.splitlines()[0]} (at {_user_line(error)})") from error
+            line = _user_line(error)
+            raise CaptureError(f"{text.splitlines()[0]} (at {line})", place=line) from error
         finally:
             if gc_was_on:
                 gc.enable()

@@ -84,6 +84,7 @@ def _blank(workload, args, device, world_size):
         **dict.fromkeys(unknown.split()),
         **{name: [] for name in ("step_ms", "losses", "grad_norms", "state_hashes", "unmoved", "said")},
         "steps": 0,
+        "failed_rank": None,
         "capture_report": {},
         "closing": {},
     }
@@ -92,8 +93,8 @@ def _blank(workload, args, device, world_size):
 def _end(result, workload, options, rank, fault=None):
     """Print and write the result. fault: the main thread waits for a rank that does not come any more."""
     if fault is not None and result["status"] in ("pass", "failed"):
-        result.update(status=fault.status, message=str(fault))
-    if rank == 1 and result["message"].startswith("rank 0: "):
+        result.update(status=fault.status, message=str(fault), failed_rank=fault.rank)
+    if rank == 1 and result["failed_rank"] == 0:
         # Rank 0 can say nothing any more.
         print(f"python -m {workload.model}.train: {result['message']}", file=sys.stderr, flush=True)
     if rank > 0:
@@ -137,6 +138,7 @@ class Training:
                 self.result["status"] = "pass"
             else:
                 self.result["message"] = f"rank {first}: {faults[first]}" if len(faults) > 1 else faults[first]
+                self.result["failed_rank"] = first
         except Exception as error:
             self._explain(error)
         # Now, since closing may wait for the others.
@@ -150,14 +152,14 @@ class Training:
     def _explain(self, error):
         status, message = variants.status_of(error, self.device)
         if isinstance(error, RankFault):
-            status, message = error.status, str(error)
+            status, message, self.result["failed_rank"] = error.status, str(error), error.rank
         if status is None and not isinstance(error, OSError):
             traceback.print_exception(error)
         if status in (None, "capture_failed"):
             # A connection to a rank that is gone breaks before it is known which one that is.
             fault = self.ranks.fault_of_another(wait_s=DEAD_S + GRACE_S)
             if fault is not None:
-                status, message = fault.status, str(fault)
+                status, message, self.result["failed_rank"] = fault.status, str(fault), fault.rank
         self.result.update(status=status or "failed", message=message)
 
     def _close(self, opened):

@@ -86,7 +86,7 @@ class Alone:
         words = []
         for path, message in self.failed.items():
             more = f", and {self.alike[path]} alike" if self.alike.get(path) else ""
-            words.append(f"{path} ({explained(message)[0] or message}{more})")
+            words.append(f"{path} ({message}{more})")
         return f"smallest modules that fail alone: {', '.join(words)}{rest}"
 
 
@@ -198,7 +198,7 @@ def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict]
 
 
 def _failure(call: Call, state: StepState) -> str | None:
-    """The message of a module's failed capture, "" where there is none, None where the module does not run alone."""
+    """The cause of a module's failed capture, "" where there is none, None where the module does not run alone."""
     leaves = tree_map(_static, call.arguments)
     static = [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
     wanted = [each for each in [*static, *call.module.parameters()] if each.requires_grad]
@@ -232,7 +232,8 @@ def _failure(call: Call, state: StepState) -> str | None:
         if needed and wanted:
             pool.capture(lambda: backward(needed, incoming), incoming)
     except (CaptureError, torch.OutOfMemoryError) as error:
-        return str(error).splitlines()[0][:400] if str(error) else type(error).__name__
+        said = str(error).splitlines()[0][:400] if str(error) else type(error).__name__
+        return explained(said, error.reason if isinstance(error, CaptureError) else "")[0] or said
     finally:
         if state.device.type == "cpu":
             pool.release()

@@ -23,20 +23,7 @@ from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
 NUM_STEPS = 5
 FEW_SHAPES = 4
 MOST_CALLERS = 4
-# The words of the rules of host graphs -> kind of finding.
-_KINDS = (
-    ("reads a value", "host read"),
-    ("reads the lengths", "host read"),
-    ("copies to the host", "host read"),
-    ("waits for the GPU", "synchronisation"),
-    ("pinned memory", "pinned memory"),
-    ("shape that depends", "shape from values"),
-    ("makes a tensor from host data", "host data"),
-    ("random state", "random state"),
-    ("moves a tensor's memory", "moved memory"),
-    ("collective", "collective"),
-)
-# Words of torch's warnings -> kind of finding.
+# Words of torch's warnings, which have no class of their own -> kind of finding.
 _WARNINGS = (("AccumulateGrad node's stream does not match", "gradient stream"),)
 
 
@@ -141,12 +128,11 @@ class EagerSteps:
                 kind = "learning rate" if place.through == "schedule" else place.through
                 yield Finding(kind, STOPS, self._made_at(place), evidence)
                 continue
-            kind = next((kind for words, kind in _KINDS if words in refused.reason), "host read")
             if place.line != place.own:
                 evidence += f" (at {place.line})"
             if place.callers:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
-            yield Finding(kind, STOPS, place.own, evidence, place.module)
+            yield Finding(refused.kind, STOPS, place.own, evidence, place.module)
         for text, place in self.first.warned:
             kinds = [kind for words, kind in _WARNINGS if words in text]
             if kinds:

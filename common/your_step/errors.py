@@ -1,13 +1,50 @@
-"""The messages of failed captures in plain words: CUDA's errors 900 to 908, PyTorch's own, and those of host graphs.
+"""Failed captures in plain words: CUDA's errors 900 to 908 and PyTorch's own, by their texts; host graphs' by reason.
 
-CUDA's texts are those of the runtime of CUDA 13.0. PyTorch's are those of its CUDAGraph.cpp, CUDAGeneratorImpl.cpp,
-autograd engine, optimizers and make_graphed_callables, some as NVIDIA's "CUDA Graph Best Practice for PyTorch" and
-issues quote them.
+PyTorch raises all of them as RuntimeError, so nothing but the text tells them apart. CUDA's texts are those of the
+runtime of CUDA 13.0. PyTorch's are those of its CUDAGraph.cpp, CUDAGeneratorImpl.cpp, autograd engine, optimizers and
+make_graphed_callables, some as NVIDIA's "CUDA Graph Best Practice for PyTorch" and issues quote them.
 """
 
 import re
 
-# (pattern, cause, what to do), the first that matches counts
+from common.capture import host_graph_rules as rules
+
+# (cause, what to do)
+_READS = "the step reads a value of the GPU on the host", "keep it on the GPU and read it after the step"
+_SHAPE = "a shape depends on values", "torch.where or a mask in the place of boolean indexing"
+_RANDOM = (
+    "the random state was read or set in the capture, as activation checkpointing does",
+    "seed before; checkpoint(..., preserve_rng_state=False), or graphsafe_get_state and graphsafe_set_state",
+)
+_GENERATOR = (
+    "a random generator was used that the graph does not know",
+    "hand it over with what training changes; in code of your own: graph.register_generator_state(generator)",
+)
+_MEMORY = (
+    "memory that the graph reads has been given back or has moved since the capture",
+    "keep every tensor that the step reads alive and where it was, workspaces of libraries too",
+)
+_COLLECTIVE = (
+    "a collective was not ready for the capture",
+    "run it once before, on the stream of the capture; before PyTorch 2.2 with NCCL_ASYNC_ERROR_HANDLING=0",
+)
+# Reason of a host graph -> (cause, what to do)
+_OF_RULES = {
+    rules.READS: _READS,
+    rules.LENGTHS: _READS,
+    rules.SHAPE: _SHAPE,
+    rules.NEW: (
+        "the step makes a tensor from data of the host: a copy from memory that is not pinned",
+        "make it once in build and copy into it before the step",
+    ),
+    rules.RANDOM: _RANDOM,
+    rules.UNKNOWN_GENERATOR: _GENERATOR,
+    rules.RESIZES: _MEMORY,
+    rules.GONE: _MEMORY,
+    rules.MOVED: _MEMORY,
+    rules.COLLECTIVE: _COLLECTIVE,
+}
+# (pattern of a text of torch or CUDA, cause, what to do), the first that matches counts
 _KNOWN = (
     # --- PyTorch's own, which say more than CUDA's
     (
@@ -25,22 +62,13 @@ _KNOWN = (
         "the optimizer's state lies on the CPU, as after load_state_dict of a file",
         "move the state to the GPU before the capture",
     ),
-    (
-        r"increase offset for a CUDA generator not in capture mode|generator that is unknown to the pool",
-        "a random generator was used that the graph does not know",
-        "hand it over with what training changes; in code of your own: graph.register_generator_state(generator)",
-    ),
+    (r"increase offset for a CUDA generator not in capture mode", *_GENERATOR),
     (
         r"Offset increment outside graph capture",
         "random numbers were drawn outside of a capture that has not ended: on another stream, or after it had failed",
         "the first error counts; draw on the stream of the capture",
     ),
-    (
-        r"CUDAGeneratorImpl::\w+ during CUDA graph capture|set_state_index method during capturing"
-        r"|reads or sets the random state",
-        "the random state was read or set in the capture, as activation checkpointing does",
-        "seed before; checkpoint(..., preserve_rng_state=False), or graphsafe_get_state and graphsafe_set_state",
-    ),
+    (r"CUDAGeneratorImpl::\w+ during CUDA graph capture|set_state_index method during capturing", *_RANDOM),
     (
         r"not compatible with \.grad\(\)|Checkpointing is not compatible",
         "reentrant checkpointing inside of a part that is captured by itself",
@@ -50,11 +78,6 @@ _KNOWN = (
         r"Cannot copy between CPU and CUDA tensors during CUDA graph capture",
         "the step copies between the GPU and memory of the host that is not pinned",
         "make such tensors on the GPU in build; copy batches before the step",
-    ),
-    (
-        r"makes a tensor from host data",
-        "the step makes a tensor from data of the host: a copy from memory that is not pinned",
-        "make it once in build and copy into it before the step",
     ),
     (
         r"stale reference to the default stream|AccumulateGrad node's stream does not match",
@@ -138,41 +161,27 @@ _KNOWN = (
         "begin and end a capture in one thread",
     ),
     # --- values, shapes, memory, ranks
-    (
-        r"reads a value on the host|reads the lengths on the host|_local_scalar_dense|\.item\(\)",
-        "the step reads a value of the GPU on the host",
-        "keep it on the GPU and read it after the step",
-    ),
-    (
-        r"shape that depends on values|nonzero|data-dependent",
-        "a shape depends on values",
-        "torch.where or a mask in the place of boolean indexing",
-    ),
+    (r"_local_scalar_dense|\.item\(\)", *_READS),
+    (r"nonzero|data-dependent", *_SHAPE),
     (
         r"out of memory",
         "the graph's memory does not fit beside what is there",
         "capture smaller parts or fewer shapes; graphs keep the memory of their activations",
     ),
-    (
-        r"illegal memory access|misaligned address|tensor that is gone|tensor whose memory moved"
-        r"|moves a tensor's memory",
-        "memory that the graph reads has been given back or has moved since the capture",
-        "keep every tensor that the step reads alive and where it was, workspaces of libraries too",
-    ),
-    (
-        r"\bNCCL\b|ProcessGroup|c10d|collective of torch\.distributed",
-        "a collective was not ready for the capture",
-        "run it once before, on the stream of the capture; before PyTorch 2.2 with NCCL_ASYNC_ERROR_HANDLING=0",
-    ),
+    (r"illegal memory access|misaligned address", *_MEMORY),
+    (r"\bNCCL\b|ProcessGroup|c10d", *_COLLECTIVE),
 )
 
 
-def explained(message: str) -> tuple[str, str]:
-    """Return (cause, what to do) for the message of a failed capture; two empty texts for an unknown one.
+def explained(message: str, reason: str = "") -> tuple[str, str]:
+    """Return (cause, what to do) for a failed capture; two empty texts for an unknown one.
 
     Args:
         message: of a CaptureError or of torch.
+        reason: of a CaptureError.
     """
+    if reason in _OF_RULES:
+        return _OF_RULES[reason]
     for pattern, cause, remedy in _KNOWN:
         if re.search(pattern, message, re.IGNORECASE):
             return cause, remedy

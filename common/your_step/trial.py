@@ -15,7 +15,7 @@ from common.capture.pool import CaptureError
 from common.your_step import parity, ranks
 from common.your_step.errors import explained
 from common.your_step.findings import STOPS, WRONG, Finding
-from common.your_step.state import StepState
+from common.your_step.state import StepState, lacks_deterministic_kernel
 
 EQUAL = "trains as eager does"
 # Between two eager trainings whose kernels are not deterministic; more is state that is not put back.
@@ -30,11 +30,13 @@ class Outcome:
         text: the result in one line.
         is_equal: the graph trained as eager does.
         finding: the failure, else None.
+        lacks_kernel: an operator has no deterministic kernel.
     """
 
     text: str
     is_equal: bool = False
     finding: Finding | None = None
+    lacks_kernel: bool = False
 
 
 class Trial:
@@ -75,7 +77,8 @@ class Trial:
         except (CaptureError, torch.OutOfMemoryError) as error:
             failed = self._failed(error, STOPS)
         except (RuntimeError, ValueError) as error:
-            failed = Outcome(f"not possible: {str(error).splitlines()[0]}")
+            text = f"not possible: {str(error).splitlines()[0]}"
+            failed = Outcome(text, lacks_kernel=lacks_deterministic_kernel(error))
         finally:
             state.reset()
         failed = ranks.first(failed)
@@ -96,10 +99,13 @@ class Trial:
     def _failed(self, error, level) -> Outcome:
         is_full = isinstance(error, torch.OutOfMemoryError)
         said = variants.status_of(error, self.state.device)[1] if is_full else str(error)
-        cause, remedy = explained(said)
+        reason, place = (error.reason, error.place) if isinstance(error, CaptureError) else ("", "")
+        cause, remedy = explained(said, reason)
         evidence = (said if is_full else cause or said) + (f"; {remedy}" if remedy else "")
-        finding = Finding("memory" if is_full else "capture", STOPS if is_full else level, _place_in(said), evidence)
-        return Outcome(f"failed: {said if is_full else cause or said}", finding=finding)
+        kind, level = ("memory", STOPS) if is_full else ("capture", level)
+        finding = Finding(kind, level, place or "the step", evidence)
+        text = f"failed: {said if is_full else cause or said}"
+        return Outcome(text, finding=finding, lacks_kernel=lacks_deterministic_kernel(error))
 
     def _judged(self, variant) -> Outcome:
         if not self._eager:
@@ -183,9 +189,3 @@ class Trial:
         for index in range(step + 1):
             make_step(index)
         return outputs.copies()
-
-
-def _place_in(message):
-    """file:line in a message, or an empty text."""
-    words = [word.strip("()") for word in message.replace(" cannot ", " ").split()]
-    return next((word for word in words if ".py:" in word), "the step")

@@ -27,6 +27,19 @@ WAITS = "waits for the GPU"
 A_CUDA_OPERATION = "a CUDA operation"
 PINS = "allocates pinned memory"
 _COPIES_TO_HOST = "copies to the host, which waits for the GPU"
+# Reason -> kind of finding.
+KINDS = {
+    rules.READS: "host read",
+    rules.LENGTHS: "host read",
+    _COPIES_TO_HOST: "host read",
+    WAITS: "synchronisation",
+    PINS: "pinned memory",
+    rules.SHAPE: "shape from values",
+    rules.NEW: "host data",
+    rules.RANDOM: "random state",
+    rules.RESIZES: "moved memory",
+    rules.COLLECTIVE: "collective",
+}
 
 
 def calls_of_gpu() -> list:
@@ -42,11 +55,16 @@ def calls_of_gpu() -> list:
 
 @dataclass(frozen=True)
 class Refused:
-    """A call that no graph can hold: its name, the reason in the words of the rules, and its place."""
+    """A call that no graph can hold: its name, the reason, which is a key of KINDS, and its place."""
 
     name: str
     reason: str
     place: Place
+
+    @property
+    def kind(self) -> str:
+        """The kind of finding."""
+        return KINDS[self.reason]
 
 
 @dataclass(frozen=True)
@@ -211,6 +229,7 @@ class _Watcher:
 
     def warned(self, message, category, filename, lineno, file=None, line=None):
         text = "" if self.is_on_host else str(message)
+        # torch's set_sync_debug_mode warns in words alone.
         if "synchronizing CUDA operation" in text:
             place = self.place(has_callers=True)
             if all(refused.place.line != place.line for refused in self.found.refused):

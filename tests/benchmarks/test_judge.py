@@ -174,6 +174,10 @@ def test_a_burst_hidden_in_few_steps_counts_by_the_mean():
     assert found.verdicts["graph_layer"].status == "pass"
     assert (found.ms("graph_layer"), found.typical_ms("graph_layer")) == pytest.approx((12.0, 8.0))
     assert found.ratio_of("graph_layer").ratio == pytest.approx(10 / 12)
+    for block in variant(run, "eager").blocks:
+        block.step_ms = [14.0] * 19 + [34.0]
+        block.parent_s = sum(block.step_ms) / 1e3
+    assert found.ratio_of("graph_layer").ratio == pytest.approx(15 / 12)
 
 
 # ------------------------------------------------------------------------------------------------

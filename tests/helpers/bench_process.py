@@ -5,9 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-
-import msgspec
 
 from benchmarks import ROOT, judge
 from benchmarks.files import run_file
@@ -36,15 +33,14 @@ def only_run(out) -> run_file.Run:
     return run_file.read(path)
 
 
-def only_variants(out) -> dict[str, SimpleNamespace]:
-    """Facts and verdict of each variant; its parity in a word, before and after its blocks."""
-    (own,) = judge.judged(only_run(out)).values()
-    found = {}
-    for name, facts in own.build.variants.items():
-        verdict = own.verdicts[name]
-        parity = {"parity": verdict.parity, "after": verdict.after}
-        found[name] = SimpleNamespace(**msgspec.structs.asdict(facts) | vars(verdict) | parity)
-    return found
+def only_variants(out) -> dict[str, run_file.Variant]:
+    (build,) = only_run(out).builds.values()
+    return build.variants
+
+
+def only_verdicts(out) -> dict[str, judge.Verdict]:
+    (found,) = judge.judged(only_run(out)).values()
+    return found.verdicts
 
 
 def wait_for(process, text, limit_s=240):

@@ -117,6 +117,29 @@ class Clock(Graphed):
         time.perf_counter = Clock.real
 
 
+class ClockSometimes(Clock):
+    """Does so in every second block."""
+
+    entered = 0
+
+    def enter(self):
+        self.entered += 1
+        if self.entered % 2:
+            super().enter()
+
+
+class GrowsInEnter(Graphed):
+    """Keeps memory that it takes before a block, where no step is looked at."""
+
+    kept: list = []  # noqa: RUF012
+
+    def enter(self):
+        self.kept.append(torch.ones(95 * 2**18))
+
+    def leave(self):
+        pass
+
+
 class Threads(Graphed):
     def enter(self):
         self.stop = threading.Event()
@@ -148,16 +171,6 @@ class LateWork(Graphed):
             while time.monotonic() < until:
                 # Without Python's lock, for which the steps would wait.
                 torch.mm(self.matrix, self.matrix)
-
-
-class FewSteps(Graphed):
-    """Does in every twentieth step what others do in each: a median does not see it."""
-
-    def run(self, index):
-        super().run(index)
-        if index % 20 == 19:
-            for _ in range(1500):
-                self.state.forward_loss()
 
 
 class LateUpdate(Graphed):

@@ -94,6 +94,18 @@ def test_a_sealed_run_reads_back_as_it_was(made):
     assert times(folded) == [8.0, 8.0] and path.stat().st_mode & 0o222 == 0
 
 
+def test_facts_are_checked_before_a_file_is_sealed(made):
+    """What is written can be read back, byte for byte: whole numbers of a script are numbers of the file's types."""
+    worker = {"config": {}, "card": [], "notes": [], "flops_per_step": 7, "items_per_step": 32}
+    made.add("worker", build="", flops_convention="", unit="rows", **worker)
+    data = run_file.as_bytes(partial.folded(made.facts))
+    assert run_file.as_bytes(run_file.parsed(data)) == data and b'"flops_per_step":7.0' in data
+    made.facts[0] = json.loads(json.dumps(made.facts[0]))
+    made.facts[0]["builds"][""]["variants"]["eager"]["kind"] = 7
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `str`, got `int` - at `\$.kind`"):
+        partial.folded(made.facts)
+
+
 def test_a_file_holds_every_step_and_no_verdict(tmp_path):
     run = made_run(
         issue=(12.0, 8.0), ms={"eager": [[9.0, 11.0, 13.0]]}, alone={"eager": 2**30}, unsupported=("graph_x",)

@@ -1,21 +1,20 @@
-"""Rows over runs and hosts, and the tables of them."""
+"""Rows over runs and hosts: medians, ranges, hosts of the archive, one base a row."""
 
-import csv
-import io
 import json
+import lzma
 import os
-import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ROOT, compare, gate
-from benchmarks.files import run_file, runs
-from benchmarks.pages import tables
-from common.training.memory_fit import fewer_layers
-from tests.helpers.made_run import FOLDER, made_run, put, write
+from benchmarks import ROOT
+from benchmarks.files import archive, run_file, runs
+from benchmarks.files.archive import ArchivedHost
+from benchmarks.files.run_file import Raised
+from benchmarks.files.workload import Workload
+from tests.helpers.made_run import FOLDER, H200, made_run, put, write
+
+EAGERS = ("eager", "eager_twin", "graph_layer")
 
 
 def row_of(root, variant="graph_layer", busy=0):
@@ -25,12 +24,36 @@ def row_of(root, variant="graph_layer", busy=0):
     return row
 
 
-def test_the_ratio_is_the_quotient_of_the_printed_times(tmp_path):
-    put(tmp_path, 0, ms={"eager": [10.0, 12.0], "graph_layer": [8.0, 8.1]}, boot="a")
-    put(tmp_path, 1, ms={"eager": 15.0, "graph_layer": 8.3}, boot="b")
+def rows_with(archived, **changes):
+    """The rows of a made run beside hosts of the archive."""
+    run = made_run(**changes)
+    where = Workload("NVIDIA H200", 1, "gpt3", "bench", "")
+    rows = runs.rows_of([(ROOT / "run.json", run)], {where: archived})
+    return {row.variant: row for row in rows}
+
+
+# ------------------------------------------------------------------------------------------------
+# Hosts
+
+
+def test_of_one_host_the_ratio_is_the_quotient_of_the_printed_times(tmp_path):
+    put(tmp_path, 0, ms={"eager": [10.0, 12.0], "graph_layer": [8.0, 8.1]})
     row = row_of(tmp_path)
-    assert row.base_ms / row.variant_ms == pytest.approx(row.ratio, rel=1e-12)
-    assert row.cycles == 16 and row.hosts == 2
+    assert row.base_ms / row.ms == pytest.approx(row.ratio, rel=1e-12)
+    assert row.hosts_text == "one host" and row.cycles == 8 and row.gain_range == (row.ratio, row.ratio)
+    assert row.interval == (row.timed[0].ratio.low, row.timed[0].ratio.high) and row.word == "faster"
+
+
+def test_over_hosts_times_are_medians_with_ranges_and_the_gain_a_geometric_mean(tmp_path):
+    for number, (base, ms) in enumerate([(10.0, 8.0), (12.0, 8.1), (30.0, 8.2)]):
+        put(tmp_path, number, ms={"eager": base, "graph_layer": ms}, boot=str(number))
+    row = row_of(tmp_path)
+    assert (row.base_ms, row.ms) == pytest.approx((12.0, 8.1)) and row.hosts_text == "3 hosts"
+    assert row.base_ms_range == pytest.approx((10.0, 30.0)) and row.ms_range == pytest.approx((8.0, 8.2))
+    assert row.gain_range == pytest.approx((10 / 8, 30 / 8.2))
+    assert row.ratio == pytest.approx((10 / 8 * 12 / 8.1 * 30 / 8.2) ** (1 / 3))
+    # An interval is of one run on one host.
+    assert row.interval is None and row.word == ""
 
 
 def test_a_host_with_many_runs_counts_once(tmp_path):
@@ -38,18 +61,9 @@ def test_a_host_with_many_runs_counts_once(tmp_path):
         put(tmp_path, number, ms={"graph_layer": 5.0}, boot="a")
     put(tmp_path, 3, ms={"graph_layer": 10.0}, boot="b")
     row = row_of(tmp_path)
-    assert row.ratio == pytest.approx(2**0.5)
-    assert (row.lowest, row.highest) == pytest.approx((1.0, 2.0))
-
-
-def test_two_hosts_have_a_range_and_three_an_interval(tmp_path):
-    for number, ms in enumerate((5.0, 5.2)):
-        put(tmp_path, number, ms={"graph_layer": ms}, boot=str(number))
-    two = row_of(tmp_path)
-    assert two.low is None and two.word == "" and tables.interval(two).startswith("runs 1.923 to 2.000")
-    put(tmp_path, 2, ms={"graph_layer": 5.1}, boot="2")
-    three = row_of(tmp_path)
-    assert three.low < three.lowest and three.high > three.highest and three.word == "faster"
+    assert row.hosts_text == "two hosts" and row.cycles == 32
+    assert row.ratio == pytest.approx(2**0.5) and row.gain_range == pytest.approx((1.0, 2.0))
+    assert row.ms == pytest.approx(7.5)
 
 
 def test_contended_cycles_are_a_row_of_their_own(tmp_path):
@@ -57,6 +71,148 @@ def test_contended_cycles_are_a_row_of_their_own(tmp_path):
     assert row_of(tmp_path).ratio == pytest.approx(1.25)
     beside = row_of(tmp_path, busy=16)
     assert beside.ratio == pytest.approx(2.5) and beside.workload.name == "gpt3/bench load16"
+
+
+def test_the_ceiling_issue_and_busy_of_a_row(tmp_path):
+    put(tmp_path, 0, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 8.1})
+    put(tmp_path, 1, issue=(11.0, 8.0), ms={"eager": 16.0, "graph_layer": 8.1}, boot="c")
+    row = row_of(tmp_path)
+    assert row.median("ceiling") == pytest.approx((1.5 + 2.0) / 2) and row.median("reached") == pytest.approx(8 / 8.1)
+    assert row.median("base_issue_ms") == pytest.approx(11.5) and row.median("issue_ms") == 0.5
+    assert row.median("base_busy_ms") == 8.0
+
+
+# ------------------------------------------------------------------------------------------------
+# Bases
+
+
+def test_a_row_never_mixes_bases(tmp_path):
+    """On one host another eager is the base: its ratio stands in a row of its own."""
+    names = {"names": EAGERS}
+    put(tmp_path, 0, **names, ms={"eager": 10.0, "eager_twin": 11.0, "graph_layer": 5.0}, boot="a")
+    put(tmp_path, 1, **names, ms={"eager": 10.0, "eager_twin": 11.0, "graph_layer": 5.0}, boot="b")
+    put(tmp_path, 2, **names, ms={"eager": 10.0, "eager_twin": 8.0, "graph_layer": 5.0}, boot="c")
+    own = [row for row in runs.read(tmp_path).rows if row.variant == "graph_layer"]
+    assert [(row.base, row.num_hosts, round(row.ratio, 3)) for row in own] == [
+        ("eager", 2, 2.0),
+        ("eager_twin", 1, 1.6),
+    ]
+    assert "against eager_twin" in own[1].note and "against" not in own[0].note
+    for row in own:
+        assert {point.judged.base for point in row.points} == {row.base}
+
+
+def test_a_run_in_which_the_variant_failed_says_nothing_against_a_base(tmp_path):
+    put(tmp_path, 0, ms={"graph_layer": 5.0})
+    run = made_run(id="20261125T101501Z-a7d396c1", begin_utc="2026-11-25T11:00:00Z")
+    own = run.builds[""].variants["graph_layer"]
+    own.raised, own.blocks = Raised(kind="oom", reason="too large"), []
+    write(run, tmp_path / FOLDER)
+    row = row_of(tmp_path)
+    assert (row.status, row.ratio, len(row.points), row.num_hosts) == ("pass", pytest.approx(2.0), 2, 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hosts of the archive
+
+
+def test_hosts_of_the_archive_count_where_eager_makes_the_same_kernels():
+    archived = [
+        ArchivedHost("x", 100.9, {"eager": 20.0, "graph_layer": 10.0}),
+        ArchivedHost("y", 101.1, {"eager": 90.0, "graph_layer": 1.0}),
+        ArchivedHost("z", 100.0, {"eager": 40.0}),
+        # The host of the run itself.
+        ArchivedHost("b", 100.0, {"eager": 90.0, "graph_layer": 1.0}),
+    ]
+    more = {"issue": (12.0, 8.0), "kernels": 100, "ms": {"eager": 12.0, "graph_layer": 8.1}}
+    row = rows_with(archived, **more)["graph_layer"]
+    assert [(host.host, host.is_archived) for host in row.hosts] == [("b", False), ("x", True)]
+    assert row.hosts_text == "two hosts, 1 archived"
+    assert row.gain_range == pytest.approx((12 / 8.1, 2.0)) and row.base_ms == pytest.approx(16.0)
+    # One interval would leave the other host out.
+    assert row.interval is None and row.cycles == 8
+    assert rows_with([], **more)["graph_layer"].interval is not None
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gpus": ({"name": "NVIDIA H100", "uuid": "GPU-2"},)}, {"ranks": 2}, {"label": "x"}]
+)
+def test_hosts_of_the_archive_are_those_of_the_same_workload(changes):
+    archived = [ArchivedHost("x", 9, {"eager": 20.0, "graph_layer": 10.0})]
+    own = {"issue": (12.0, 8.0)}
+    assert rows_with(archived, **own)["graph_layer"].num_hosts == 2
+    assert rows_with(archived, **own, **changes)["graph_layer"].num_hosts == 1
+
+
+def test_the_archive_is_read_by_todays_names(tmp_path):
+    def record(variant, ms, boot="x", status="pass"):
+        own = {"model": "rnnt", "preset": "bench", "variant": variant, "status": status, "num_kernels": 300}
+        env = {"gpu_name": "NVIDIA H200", "world_size": 1, "boot_id": boot}
+        return own | {"steps": {"gpu_ms": ms}, "env": env, "host_load": 0}
+
+    rows = [record("eager", [10.0, 20.0]), record("eager", [17.0]), record("full", [9.0]), record("graph", [11.0])]
+    rows += [record("full", [1.0], status="failed"), record("eager", [7.0], boot=None), record("full", [8.0], boot="y")]
+    path = tmp_path / "h200x1" / "rnnt-bench-persistent" / "session" / "records.jsonl.xz"
+    path.parent.mkdir(parents=True)
+    with lzma.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    ((where, (host,)),) = archive.read(tmp_path).items()
+    assert where == Workload("NVIDIA H200", 1, "rnnt", "bench", "persistent")
+    # Means of each run's steps; a host without eager has no kernels to compare.
+    assert host == ArchivedHost("x", 300, {"eager": 16.0, "graph_step": 9.0, "graph_networks": 11.0})
+    assert archive.read(tmp_path / "none") == {}
+
+
+def test_the_archive_of_this_repository_stands_beside_its_runs():
+    found = runs.read(ROOT / "results")
+    assert not found.faults and len(found.runs) == 13
+    archived = [row for row in found.rows if row.archived]
+    assert archived and all(
+        row.workload.gpu == "NVIDIA H200" or row.workload.gpu.startswith("NVIDIA H100") for row in archived
+    )
+    for row in found.rows:
+        assert len({point.judged.base for point in row.timed if not row.control}) <= 1
+        for host in row.archived:
+            assert host.host not in {own.host for own in row.own_hosts}
+
+
+# ------------------------------------------------------------------------------------------------
+# Workloads
+
+
+def test_two_files_of_one_step_name_are_two_workloads(tmp_path):
+    for number, digest in enumerate(("aaaa", "aaaa", "bbbb")):
+        flags = ["--step", "my_step.py:build", "--step-digest", digest]
+        more = {"model": run_file.OWN_STEP, "label": "mine", "flags": flags, "boot": str(number)}
+        write(made_run(id=f"20261125T10150{number}Z-a7d396c{number}", **more), tmp_path / FOLDER)
+    own = [row for row in runs.read(tmp_path).rows if row.variant == "graph_layer"]
+    assert sorted((row.workload.digest, row.num_hosts) for row in own) == [("aaaa", 2), ("bbbb", 1)]
+    assert {row.workload.name for row in own} == {"mine"}
+    # The flag of a model that happens to have this name is no digest.
+    assert runs.workload_of(made_run(flags=["--step-digest", "aaaa"])).digest == ""
+
+
+def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
+    for number, asked in enumerate((6, 8)):
+        run = made_run(id=f"20261125T10150{number}Z-a7d396c{number}")
+        build = run.builds[""]
+        build.asked_layers, build.config = asked, {"layers": 6}
+        write(run, tmp_path / FOLDER)
+    rows = runs.read(tmp_path).rows
+    assert {row.workload.name for row in rows} == {"gpt3/bench", "gpt3/bench-l6"}
+    assert all(len(row.points) == 1 for row in rows)
+    (best,) = runs.best_measured(rows)
+    assert best.workload.preset == "bench"
+
+
+def test_a_step_of_a_user_is_no_model(tmp_path):
+    write(made_run(model=run_file.OWN_STEP, label="mine"), tmp_path / FOLDER)
+    rows = runs.read(tmp_path).rows
+    assert any(row.ratio for row in rows) and not runs.best_measured(rows)
+
+
+# ------------------------------------------------------------------------------------------------
+# Notes
 
 
 def test_equal_programs_are_called_the_same(tmp_path):
@@ -69,10 +225,25 @@ def test_an_eager_that_wanders_is_named_beside_its_graph(tmp_path):
     assert "eager 10.00 to 13.00 ms" in row_of(tmp_path).note
 
 
-def test_what_was_predicted_takes_issue_of_the_base_and_busy_of_the_graph(tmp_path):
-    put(tmp_path, 0, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 8.1})
-    (point,) = row_of(tmp_path).points
-    assert point.predicted_gain == pytest.approx(1.5) and "+0.10 ms off its busy" in point.why_missed
+def test_beside_a_small_effect_stands_the_control(tmp_path):
+    names = ("eager", "graph_layer", "control")
+    put(tmp_path, 0, names=names, ms={"graph_layer": 9.95, "control": 10.02})
+    assert "control 0.998x +- 0.0 %" in row_of(tmp_path).note
+    put(tmp_path / "other", 0, names=names, ms={"graph_layer": 9.0, "control": 10.02})
+    assert "control" not in row_of(tmp_path / "other").note
+
+
+def test_memory_alone_and_what_a_graph_adds(tmp_path):
+    put(tmp_path, 0, alone={"eager": 4 * 2**30, "graph_layer": 5 * 2**30})
+    row = row_of(tmp_path)
+    assert row.alone_gib == 5.0 and "adds 1.0 GiB" in row.note
+    put(tmp_path / "other", 0)
+    assert row_of(tmp_path / "other").alone_gib is None
+
+
+def test_uncommitted_source_is_named(tmp_path):
+    put(tmp_path, 0, source={"commit": "c", "tree": "t", "clean": False, "hash": "h"})
+    assert "uncommitted source" in row_of(tmp_path).note
 
 
 # ------------------------------------------------------------------------------------------------
@@ -93,26 +264,18 @@ def test_two_runs_of_one_id_are_left_out_by_name(tmp_path):
     assert len(found.runs) == 1 and len(found.faults) == 1 and "have one id" in found.faults[0]
 
 
-def test_a_file_that_is_no_run_is_one_line_and_the_rest_is_shown(tmp_path, capsys):
-    target = put(tmp_path, 0)
-    (tmp_path / FOLDER / "bad.json").write_text("[" * 200_000)
-    (tmp_path / "link.json").symlink_to(target)
-    (tmp_path / "loop").symlink_to(tmp_path)
-    (tmp_path / "large.json").write_text(
-        json.dumps(json.loads(target.read_text()) | {"more": "x" * run_file.MAX_BYTES})
-    )
-    assert compare.main([str(tmp_path)]) == 1
-    out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if line.startswith("left out: ")]
-    assert [re.sub(".*: ", "", line) for line in lines] == [
-        "no whole JSON",
-        "larger than 8 MiB, no run file is",
-        "no regular file",
-    ]
-    assert "graph_layer" in out and len(runs.read(tmp_path).runs) == 1
+def test_a_variant_that_failed_has_a_row_with_its_reason(tmp_path):
+    run = made_run(unsupported=("graph_x",))
+    run.builds[""].variants["graph_layer"].capture.graphs = 0
+    write(run, tmp_path / FOLDER)
+    rows = {row.variant: row for row in runs.read(tmp_path).rows}
+    assert (rows["graph_layer"].status, rows["graph_layer"].reason) == ("failed", "0 graphs made, 1 promised")
+    assert (rows["graph_x"].status, rows["graph_x"].reason) == ("unsupported", "needs a GPU")
+    assert rows["graph_layer"].ms is None and rows["graph_layer"].ratio is None
+    assert rows["eager"].ms == pytest.approx(10.0)
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     put(tmp_path, 0)
     (tmp_path / "closed").mkdir()
     scan = os.scandir
@@ -124,127 +287,13 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, capsys, monkeypatch):
 
     # Tests may run as root, who can read any folder.
     monkeypatch.setattr(os, "scandir", refuse)
-    assert compare.main([str(tmp_path)]) == 1
-    assert "closed: Permission denied" in capsys.readouterr().out
+    found = runs.read(tmp_path)
+    assert len(found.runs) == 1 and found.faults == [f"{tmp_path}/closed: Permission denied"]
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
-    assert compare.main([str(tmp_path)]) == 2
-    assert compare.main([str(tmp_path / "none")]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "no run is there" in said[0] and "no such folder" in said[1]
-
-
-def test_a_run_of_eager_alone_has_rows_without_a_ratio(tmp_path, capsys):
-    run = made_run()
-    del run.builds[""].variants["graph_layer"]
-    write(run, tmp_path / FOLDER)
-    assert compare.main([str(tmp_path)]) == 0
-    assert "base" in capsys.readouterr().out
-
-
-def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
-    own = SimpleNamespace(layers=6)
-    for number, notes in enumerate(([], [fewer_layers(own, SimpleNamespace(layers=8), 76)])):
-        run = made_run(id=f"20261125T10150{number}Z-a7d396c{number}")
-        run.builds[""].notes = notes
-        write(run, tmp_path / FOLDER)
-    rows = runs.read(tmp_path).rows
-    assert {row.workload.name for row in rows} == {"gpt3/bench", "gpt3/bench-l6"}
-    assert all(len(row.points) == 1 for row in rows)
-    (best,) = runs.best_measured(rows)
-    assert best.workload.preset == "bench"
-
-
-def test_a_step_of_a_user_is_no_model(tmp_path):
-    write(made_run(model=run_file.OWN_STEP, label="mine"), tmp_path / FOLDER)
-    rows = runs.read(tmp_path).rows
-    assert any(row.ratio for row in rows) and not runs.best_measured(rows)
-
-
-# ------------------------------------------------------------------------------------------------
-# Tables
-
-
-def test_a_screen_has_no_line_of_more_than_a_hundred_characters(tmp_path):
-    put(tmp_path, 0, busy=16, ms={"eager": [10.0, 200.0, 31.0], "graph_layer": 9.0}, unsupported=("graph_x",))
-    text = tables.screen(runs.read(tmp_path).rows)
-    assert max(map(len, text.splitlines())) <= tables.SCREEN
-    assert "graph_x: unsupported (needs a GPU)" in text
-
-
-def test_csv_has_every_row_unrounded(tmp_path):
-    put(tmp_path, 0, ms={"eager": 10.0, "graph_layer": 7.0})
-    rows = list(csv.DictReader(io.StringIO(tables.as_csv(runs.read(tmp_path).rows))))
-    (graph,) = [row for row in rows if row["variant"] == "graph_layer"]
-    assert float(graph["base_ms"]) / float(graph["ms"]) == pytest.approx(float(graph["ratio"]), rel=1e-12)
-
-
-@pytest.mark.slow
-def test_two_hundred_runs_are_read_and_written_in_seconds(tmp_path):
-    for number in range(200):
-        run = made_run(id=f"20261125T101500Z-{number:08x}", ms={"eager": 10.0 + number}, boot=str(number % 7))
-        write(run, tmp_path / f"h200x1/model{number % 9}-bench")
-    code = (
-        "import sys, time; from benchmarks import compare; compare.main([sys.argv[1], '--wide'])\n"
-        "print(time.process_time())\n"
-        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    # Processor time, whatever else runs: 1 s.
-    seconds, peak_kib = done.stdout.split()[-2:]
-    assert float(seconds) < 10 and int(peak_kib) < 200 * 1024
-
-
-# ------------------------------------------------------------------------------------------------
-# The gate
-
-
-@pytest.fixture
-def sides(tmp_path):
-    put(tmp_path / "old", 0, ms={"eager": [10.0, 10.1], "graph_layer": 8.0})
-    return tmp_path / "old", tmp_path / "new"
-
-
-def judged(capsys, old, new):
-    status = gate.main([str(new), "--against", str(old)])
-    return status, capsys.readouterr()
-
-
-def test_equal_runs_hold(sides, capsys):
-    old, new = sides
-    put(new, 1, ms={"eager": [10.1, 10.0], "graph_layer": 8.0})
-    status, said = judged(capsys, old, new)
-    assert status == 0 and said.out.startswith("same     gpt3/bench graph_layer")
-
-
-@pytest.mark.parametrize(("ms", "sign"), [(7.0, "+14"), (9.0, "-11")])
-def test_a_change_fails_up_and_down(sides, capsys, ms, sign):
-    old, new = sides
-    put(new, 1, ms={"eager": [10.0, 10.1], "graph_layer": ms})
-    status, said = judged(capsys, old, new)
-    assert status == 1 and f"now: {sign}" in said.out and "on few hosts" in said.out
-
-
-def test_a_change_within_the_intervals_is_chance(sides, capsys):
-    old, new = sides
-    put(new, 1, ms={"eager": [10.0, 13.0, 9.0, 12.0], "graph_layer": 8.6})
-    assert judged(capsys, old, new)[0] == 0
-
-
-def test_a_variant_that_no_longer_passes_is_a_change(sides, capsys):
-    old, new = sides
-    run = made_run(id="20261125T101501Z-a7d396c1")
-    own = run.builds[""].variants["graph_layer"]
-    own.status, own.reason, own.blocks = "failed", "parity: differs", []
-    write(run, new / FOLDER)
-    status, said = judged(capsys, old, new)
-    assert status == 1 and "pass before, failed now (parity: differs)" in said.out
-
-
-def test_runs_without_a_common_variant_cannot_be_compared(sides, capsys):
-    old, new = sides
-    put(new, 1, preset="full")
-    status, said = judged(capsys, old, new)
-    assert status == 2 and "no timed variant in common" in said.err
+def test_machines_with_most_rows_come_first_and_cpus_last(tmp_path):
+    many = SimpleNamespace(workload=Workload("NVIDIA H200", 1, "gpt3", "bench", ""))
+    two = SimpleNamespace(workload=Workload("NVIDIA H200", 2, "gpt3", "bench", ""))
+    cpu = SimpleNamespace(workload=Workload("CPU", 1, "gpt3", "tiny", ""))
+    assert list(runs.of_machines([cpu, cpu, cpu, two, many, many])) == ["NVIDIA H200", "NVIDIA H200, 2 GPUs", "CPU"]
+    assert H200[0]["name"] == "NVIDIA H200"

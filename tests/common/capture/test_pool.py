@@ -315,7 +315,7 @@ def fit_with_lightning():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), [torch.randn(4, 8) for _ in range(2)])
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4))
 
 
 def parameterize_a_product():

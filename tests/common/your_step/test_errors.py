@@ -1,8 +1,14 @@
 """The messages of failed captures: each real text has its cause."""
 
 import pytest
+import torch
 
+from common.capture import host_graph_rules as rules
+from common.capture.checks import CaptureError
+from common.capture.pool import Pool
+from common.your_step import watch
 from common.your_step.errors import explained
+from common.your_step.findings import REMEDIES
 
 # What CUDA 13.0 says for errors 900 to 908, as PyTorch passes it on.
 CUDA = {
@@ -16,7 +22,7 @@ CUDA = {
     907: "operation not permitted on an event last recorded in a capturing stream",
     908: "attempt to terminate a thread-local capture sequence from another thread",
 }
-# (text of PyTorch, or of a host graph; words of its cause)
+# (text of PyTorch; words of its cause)
 OTHERS = [
     ("Attempting CUDA graph capture of step() for an instance of Adam but param_groups' capturable is False.", "steps"),
     ("lr as a Tensor is not supported for capturable=False and foreach=True", "learning rate"),
@@ -35,13 +41,6 @@ OTHERS = [
     ("make_graphed_callables does not support the autocast caching.", "casts of weights"),
     ("CUDA out of memory. Tried to allocate 2.00 GiB", "does not fit"),
     ("CUDA error: an illegal memory access was encountered", "given back"),
-    ("aten.mm at a.py:3 reads a tensor that is gone: its memory was freed after the capture", "given back"),
-    ("Tensor.item at a.py:3 cannot be captured: it reads a value on the host", "reads a value"),
-    ("aten.nonzero at a.py:3 cannot be captured: it has a shape that depends on values", "shape"),
-    ("torch.manual_seed at a.py:3 cannot be captured: it reads or sets the random state on the host", "random state"),
-    ("aten.randn at a.py:3 cannot be captured: it draws from a generator that is unknown to the pool", "does not know"),
-    ("aten.lift_fresh at a.py:3 cannot be captured: it makes a tensor from host data", "data of the host"),
-    ("c10d.allreduce_ at a.py:3 cannot be captured: it is a collective of torch.distributed", "collective"),
 ]
 
 
@@ -51,8 +50,46 @@ def test_an_error_of_cuda_is_known_by_its_text(number):
     assert f"CUDA error {number}" in cause and remedy
 
 
+# Reason of a host graph, words of its cause.
+REASONS = {
+    rules.READS: "reads a value",
+    rules.LENGTHS: "reads a value",
+    rules.SHAPE: "shape",
+    rules.NEW: "data of the host",
+    rules.RANDOM: "random state",
+    rules.UNKNOWN_GENERATOR: "does not know",
+    rules.RESIZES: "given back",
+    rules.GONE: "given back",
+    rules.MOVED: "given back",
+    rules.COLLECTIVE: "collective",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_reason_of_a_host_graph_has_its_cause_whatever_its_message_says(reason):
+    cause, remedy = explained("a text", reason)
+    assert REASONS[reason] in cause and remedy
+    assert explained(f"aten.mm at a.py:3 cannot be captured: it {reason}") in (("", ""), (cause, remedy))
+
+
+def test_each_reason_of_the_rules_has_a_kind_of_finding_with_a_remedy():
+    own = {value for name, value in vars(rules).items() if name.isupper() and isinstance(value, str)}
+    assert own == set(REASONS)
+    # A watched step draws from any generator, and replays nothing.
+    assert own - watch.KINDS.keys() == {rules.UNKNOWN_GENERATOR, rules.GONE, rules.MOVED}
+    assert {reason for _, _, reason in rules.PATCHED} <= watch.KINDS.keys()
+    assert set(watch.KINDS.values()) <= REMEDIES.keys()
+
+
+def test_an_error_of_a_host_graph_carries_reason_and_place():
+    with pytest.raises(CaptureError) as error:
+        Pool(torch.device("cpu")).capture(lambda: torch.ones(2).sum().item())
+    found = error.value
+    assert found.reason == rules.READS and found.place.startswith(f"{__file__}:") and found.place in str(found)
+
+
 @pytest.mark.parametrize(("message", "words"), OTHERS)
-def test_a_message_of_torch_or_of_a_host_graph_has_its_cause(message, words):
+def test_a_message_of_torch_has_its_cause(message, words):
     cause, remedy = explained(message)
     assert words in cause and remedy
 
