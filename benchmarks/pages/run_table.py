@@ -184,7 +184,7 @@ def _beside(own: Judged, name: str, ratio: statistics.Ratio) -> str:
     if reached is not None:
         text += f"; {100 * reached:.1f} % of the most"
         if None not in clocks and reached < 1 - statistics.NEAR:
-            text += f" (GPU {clocks[0]:.0f} MHz, {own.base} {clocks[1]:.0f})"
+            text += f" ({clocks[0]:.0f} MHz, {own.base} {clocks[1]:.0f})"
     control = own.ratio_of(own.run.control) if own.run.control in own.build.variants else None
     if control is not None and abs(ratio.ratio - 1) < statistics.SMALL_EFFECT:
         text += f"; control {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
