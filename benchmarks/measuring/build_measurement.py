@@ -112,6 +112,8 @@ class BuildMeasurement:
         if plan["paces"][plan["base"]]["ms"] > block_plan.LONG_STEP_MS:
             first = min(first, 4)
         command = {"do": "course", "first": first, "steps": 2 if self.settings.is_short else STEPS_AFTER_BLOCKS}
+        if self._missing_alone():
+            self.worker.start_ahead()
         with self._timed("parity"):
             for variant in self._missing("course", twice=True):
                 self._hold(variant)
@@ -251,12 +253,7 @@ class BuildMeasurement:
 
     def _measure_alone(self):
         """Give each headline variant a process of its own, to see the memory that it needs there."""
-        if not self._of("worker")[-1]["gpus"]:
-            return
-        paces, headline = self._of("plan")[-1]["paces"], [self._of("plan")[-1]["base"]]
-        headline += [name for name in self.worker.remaining() if self.request.variants[name]["headline"]]
-        done = {each["variant"] for each in self._of("alone")}
-        missing = [name for name in dict.fromkeys(headline) if name not in done]
+        paces, missing = self._of("plan")[-1]["paces"], self._missing_alone()
         if not missing:
             return
         self.say(f"  memory of {len(missing)} variants, each alone in a process")
@@ -267,6 +264,15 @@ class BuildMeasurement:
                 answer = self.worker.alone(variant, command, is_last=index == len(missing) - 1)
                 if answer is not None:
                     self._add("alone", variant, **answer)
+
+    def _missing_alone(self) -> list[str]:
+        """The base and the headline variants whose memory alone is to be measured; none on a CPU."""
+        if not self._of("worker")[-1]["gpus"]:
+            return []
+        names = [self._of("plan")[-1]["base"]]
+        names += [name for name in self.worker.remaining() if self.request.variants[name]["headline"]]
+        done = {each["variant"] for each in self._of("alone")}
+        return [name for name in dict.fromkeys(names) if name not in done]
 
     # --- facts
 

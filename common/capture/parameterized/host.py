@@ -128,7 +128,7 @@ class HostRegion:
                 for call in self._calls or ():
                     torch._C._set_grad_enabled(call.grad_enabled)
                     leaves = [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
-                    args, kwargs = tree_unflatten(leaves, call.structure)
+                    args, kwargs = call.arguments(leaves)
                     value = call.func(*args, **kwargs)
                     if call.results:
                         values = (value,) if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
