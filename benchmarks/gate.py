@@ -52,10 +52,11 @@ class Change:
 
 def changes(old: list[Row], new: list[Row]) -> list[Change]:
     """Each variant of the workloads that are on both sides, of one kind of GPU; controls left out."""
+    # Of several bases the one with most runs stands first.
     before, now = (
-        {(row.workload, row.variant, row.base): row for row in rows if not row.control} for rows in (old, new)
+        {(row.workload, row.variant): row for row in reversed(rows) if not row.control} for rows in (old, new)
     )
-    again = {workload for workload, *_ in now}
+    again = {workload for workload, _ in now}
     pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again]
     pairs = [(row, own) for row, own in pairs if own is not None or row.ratio is not None]
     both = sum(own is not None and None not in (row.ratio, own.ratio) for row, own in pairs)
@@ -64,7 +65,7 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
 
 def _change(old, new, both):
     name = f"{old.workload.name} {old.variant}"
-    if new is None or old.ratio is None or new.ratio is None:
+    if new is None or old.ratio is None or new.ratio is None or old.base != new.base:
         return Change(name, old, new, None, None)
     sides = [_spread(old), _spread(new)]
     variance = sum(error**2 for error, _ in sides)

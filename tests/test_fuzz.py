@@ -184,7 +184,7 @@ def _of_checkpoint(name):
 
 # name: (file, its whole content, reader)
 READERS = {
-    "run file": ("h200x1/gpt3-bench/a.json", lambda folder: run_file.as_text(made_run(cycles=2)).encode(), _run),
+    "run file": ("h200x1/gpt3-bench/a.json", lambda folder: run_file.as_bytes(made_run(cycles=2)), _run),
     "partial run": (f"a{partial.SUFFIX}", _facts, _partial),
     "JSON lines": ("train.jsonl", lambda folder: _json_lines(), _packed),
     "parquet": ("train.parquet", _parquet, _packed),
@@ -223,7 +223,7 @@ def fuzz(kind, folder, examples):
 
 def fuzz_values(folder, monkeypatch, examples):
     monkeypatch.setattr(publish, "is_committed", lambda source: True)
-    made = run_file.as_text(made_run(cycles=8, issue=(12.0, 8.0), unsupported=("graph_x",)))
+    made = run_file.as_bytes(made_run(cycles=8, issue=(12.0, 8.0), unsupported=("graph_x",))).decode()
     path = folder / "h200x1/gpt3-bench/a.json"
     path.parent.mkdir(parents=True)
     place = st.tuples(st.lists(st.integers(0, 10**6), min_size=1, max_size=7), st.sampled_from(ODD))

@@ -174,7 +174,7 @@ def test_an_interpreter_of_any_name_is_one_word(machine, value):
 def test_an_interpreter_without_packages_says_which_are_missing(machine):
     machine.script("bin/bare", '#!/bin/bash\nexec "$REAL_PYTHON" -S "$@"\n')
     answer = machine.make("test", "PYTHON=bare")
-    names = "torch, numpy, scipy, pandas, pytest, pytest-xdist"
+    names = "torch, numpy, scipy, msgspec, pandas, pytest, pytest-xdist"
     assert answer.stderr.startswith(f"make test: bare has no {names}: bare -m pip install ") and not machine.log()
 
 

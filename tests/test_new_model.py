@@ -1,13 +1,13 @@
 """A model in a new folder: with no edit elsewhere it is described, measured, and in every table, page and figure."""
 
-import dataclasses
 import shutil
 import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
-from benchmarks import ROOT, overview, plot
+from benchmarks import ROOT, judge, overview, plot
 from benchmarks.files import run_file, runs
 from benchmarks.pages import tables
 from tests.helpers.made_run import H200, write
@@ -36,7 +36,9 @@ def found(checkout):
     """Its run, with a GPU's name written into it, since pages show no runs on CPUs."""
     (path,) = (checkout / "runs").rglob("*.json")
     run = run_file.read(path)
-    on_gpu = dataclasses.replace(run, preset="bench", host=run.host | {"gpus": list(H200)})
+    host = replace(run.host, gpus=[run_file.Gpu(**gpu) for gpu in H200])
+    # What a GPU would be asked for beside it.
+    on_gpu = replace(run, preset="bench", device="cuda", host=host)
     write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")
     return runs.read(checkout / "results")
 
@@ -49,9 +51,10 @@ def test_the_script_to_start_from_stays_small():
 def test_it_is_measured(checkout):
     (path,) = (checkout / "runs").rglob("*.json")
     assert path.parent.name == "my_model-tiny"
-    (build,) = run_file.read(path).builds.values()
-    own = build.variants["graph_step"]
-    assert own.status == "pass" and own.parity.result == own.parity.after == "bitwise" and own.capture["graphs"] == 1
+    (own,) = judge.judged(run_file.read(path)).values()
+    verdict = own.verdicts["graph_step"]
+    assert verdict.status == "pass" and verdict.parity == verdict.after == "bitwise"
+    assert own.build.variants["graph_step"].capture.graphs == 1
 
 
 def test_it_is_in_the_tables_and_pages(checkout, found):

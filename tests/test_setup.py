@@ -53,7 +53,7 @@ def test_test_after_bench_adds_its_extras_alone(machine):
     machine.log()
     machine.make("test")
     installs = matching(machine.log(), "install")
-    extras = ("dev.txt", "plots.txt", "lightning.txt", "speech.txt", "dali.txt")
+    extras = ("dev.txt", "plots.txt", "lightning.txt", "speech.txt", "dali.txt", "parquet.txt")
     assert len(installs) == len(extras)
     assert all(name in line for name, line in zip(extras, installs, strict=True))
     machine.make("bench", "MODEL=gpt3")

@@ -114,8 +114,12 @@ def seal(partial: Partial) -> Path:
 def folded(facts: list[dict]) -> Run:
     """Return the run that the facts make; `whole` says whether the run came to its end."""
     header, ends = facts[0], _of(facts, "end")
-    worker = _first(facts, "worker")
+    workers = _of(facts, "worker")
+    worker = workers[0] if workers else {}
     host = worker.get("host", header["host"])
+    if workers:
+        # A job may have gone on with the run of another one.
+        host = host | {"slurm": workers[-1].get("host", {}).get("slurm", {})}
     seconds: dict[str, float] = {}
     for each in _of(facts, "seconds"):
         seconds[each["phase"]] = round(seconds.get(each["phase"], 0.0) + each["seconds"], 2)

@@ -212,6 +212,7 @@ _CSV: dict[str, Callable[[Row], object]] = {
     "ms": lambda row: row.ms,
     "ms_low": lambda row: row.ms_range and row.ms_range[0],
     "ms_high": lambda row: row.ms_range and row.ms_range[1],
+    "gain": lambda row: row.ratio,
     "gain_low": lambda row: row.gain_range and row.gain_range[0],
     "gain_high": lambda row: row.gain_range and row.gain_range[1],
     "interval_low": lambda row: row.interval and row.interval[0],

@@ -27,8 +27,9 @@ def outcome(folder: Path, job: str) -> str | None:
 def collate(folder: Path, job: str) -> tuple[list[run_file.Run], list[str]]:
     """Print the tables of one task; return its runs, and what is wrong with it, in words."""
     found, damaged = run_file.find(folder) if folder.is_dir() else ([], [])
-    # The folder may hold runs of earlier jobs.
-    found = [(path, run) for path, run in found if str(run.host.slurm.get("job_id", job)) == job]
+    # The folder may hold runs of earlier jobs; a job of an array has an id of its own besides.
+    of_job = {"job_id", "array_job_id"}
+    found = [(path, run) for path, run in found if not run.host.slurm or job in map(run.host.slurm.get, of_job)]
     for path, run in found:
         print(f"{path}\n\n{run_table.report(run)}\n", flush=True)
     for path in sorted(folder.rglob(f"*{partial.SUFFIX}")):

@@ -58,7 +58,7 @@ def test_the_table_has_ceiling_typical_step_and_memory():
     variants = run.builds[""].variants
     variants["graph_layer"].alone = run_file.Alone(peak_reserved_bytes=3 * 2**29)
     for block in variants["graph_layer"].blocks:
-        block.step_ms = [7.0] * 60 + [9.5] * 40
+        block.step_ms = [7.0] * 12 + [9.5] * 8
     found = rows_of(report.page_of(run))
     assert found == [
         [*header, "GiB alone"],
@@ -99,7 +99,7 @@ def test_a_build_without_a_passing_eager_has_no_ratio():
 def test_contended_cycles_are_shaded_and_count_in_no_ratio():
     run = made(busy=4)
     for block in run.builds[""].variants["eager"].blocks:
-        block.step_ms = [40.0 if block.busy_processes else 10.0] * 100
+        block.step_ms = [40.0 if block.busy_processes else 10.0] * block.steps
     page = report.page_of(run)
     assert "shaded: beside 4 busy processes" in page and page.count('fill="var(--band)"') == 8 + 2
     assert "graph_layer is faster than eager: 1.250x" in page

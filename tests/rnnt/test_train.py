@@ -11,7 +11,6 @@ import torch
 
 from common.config import Arguments, Run
 from common.machine import memory
-from common.measuring import block
 from common.script import by_hand
 from common.variant import Unsupported, Workload
 from common.variant_table import construct
@@ -216,15 +215,10 @@ def test_evaluation_leaves_training_as_it_was():
     assert state.evaluate() != loss
 
 
-def test_batches_that_never_come_again_are_compared_step_by_step():
+def test_batches_that_never_come_again_have_classes_of_their_own_at_first():
     config = replace(TINY, min_steps=5)
     speech = SimpleNamespace(config=config, source=SimpleNamespace(period=None))
     assert [State.batch_class(speech, index) for index in range(8)] == [0, 1, 2, 3, 4, 5, 5, 5]
-    # Two windows of the same steps, one longer: what both have counts, and a long rest hardly.
-    times = [10.0, 12.0, 8.0, 11.0, 9.0, 10.0]
-    short, long = times, [*times, *[10.0, 30.0, 10.0] * 20]
-    both = [block.times(ms, [State.batch_class(speech, i) for i in range(len(ms))])["ms"] for ms in (short, long)]
-    assert both[0] == pytest.approx(10.0) and both[1] == pytest.approx(both[0], rel=0.01)
 
 
 def test_memory_is_refused_by_name(monkeypatch):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT
+from benchmarks import ROOT, judge
 from benchmarks.files import partial, run_file
 from tests.helpers.processes import processes_with, until
 from tests.helpers.slurm_cluster import Cluster, free_ports
@@ -145,8 +145,8 @@ def test_a_job_measures_gpt3_and_the_collate_job_prints_its_table(cluster, tmp_p
     assert end(cluster, job) == "COMPLETED", text_of(out, f"slurm-{job}.out")
     assert end(cluster, collate) == "COMPLETED"
     run = only_run(out)
-    assert run.host["slurm"]["job_id"] == job and run.host["slurm"]["nodelist"] in ("node0", "node1")
-    assert {name: own.status for name, own in run.builds[""].variants.items()} == dict.fromkeys(
+    assert run.host.slurm["job_id"] == job and run.host.slurm["nodelist"] in ("node0", "node1")
+    assert {name: own.status for name, own in judge.judged(run)[""].verdicts.items()} == dict.fromkeys(
         ("eager", "graph_layer", "control"), "pass"
     )
     said = text_of(out, f"collate-{collate}.out")
@@ -183,7 +183,7 @@ def test_an_array_covers_the_points_of_a_sweep(cluster, tmp_path):
     for task, value in enumerate((1, 2)):
         run = only_run(out / f"layers-{value}")
         assert run.builds[""].config["layers"] == value
-        assert (run.host["slurm"]["array_job_id"], run.host["slurm"]["array_task_id"]) == (job, str(task))
+        assert (run.host.slurm["array_job_id"], run.host.slurm["array_task_id"]) == (job, str(task))
     assert [(point["value"], point["status"]) for point in json.loads((out / "sweep.json").read_text())["points"]] == [
         (1, "pass"),
         (2, "pass"),
@@ -213,7 +213,7 @@ def test_a_task_of_an_array_that_is_queued_again_leaves_the_others_alone(cluster
     assert [log.count("  start ") for log in logs] == [1, 2]
     assert ["the time limit is near" in log for log in logs] == [False, True]
     runs = [only_run(folder) for folder in folders]
-    assert [run.model for run in runs] == list(MODELS) and {run.builds[""].cycles for run in runs} == {12}
+    assert [run.model for run in runs] == list(MODELS) and {len(run.builds[""].cycles) for run in runs} == {12}
     assert f"job {job}: 2 of 2 tasks ended well" in text_of(out, f"collate-{collate}.out")
 
 
@@ -223,10 +223,11 @@ def test_two_nodes_run_one_job_of_two_ranks(cluster, tmp_path):
     job, collate = submit(cluster, *arguments)
     assert end(cluster, collate) == "COMPLETED", text_of(out, f"slurm-{job}.out")
     run = only_run(out)
-    graph = run.builds[""].variants["graph_step"]
-    assert (run.ranks, graph.status, graph.parity.result, len(graph.blocks)) == (2, "pass", "bitwise", 2)
+    own = judge.judged(run)[""]
+    graph, verdict = own.build.variants["graph_step"], own.verdicts["graph_step"]
+    assert (run.ranks, verdict.status, verdict.parity, len(graph.blocks)) == (2, "pass", "bitwise", 2)
     # Rank 0, which tells of itself, ran in a step of the node where the batch script runs.
-    assert run.host["slurm"]["nodelist"] == "node[0-1]" and cluster.job(job)["BatchHost"] == "node0"
+    assert run.host.slurm["nodelist"] == "node[0-1]" and cluster.job(job)["BatchHost"] == "node0"
     assert list(out.glob("cpux2/*/*.json"))
 
 
