@@ -186,7 +186,9 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
             _bisect(state, found, eager.watched)
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
-    found.whole_is_right = graphs[0] is WHOLE and outcomes[0].is_equal
+    found.whole_is_right = any(
+        graph is WHOLE and outcome.is_equal for graph, outcome in zip(graphs, outcomes, strict=True)
+    )
     if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
         # Its numbers are eager's: what changes on the host does not matter.
         noted = _HARMLESS if state.text else ()

@@ -75,7 +75,7 @@ def test_on_a_cpu_nothing_is_measured():
     assert found == measure.NOT_MEASURED and "there is no GPU" in sentence and "graph_layer" in sentence
 
 
-@pytest.mark.parametrize(("ms", "words"), [(15.0, "may gain up to 1.50x"), (10.1, "has little to remove")])
+@pytest.mark.parametrize(("ms", "words"), [(15.0, "may gain up to 1.50x"), (10.05, "has little to remove")])
 def test_the_quick_answer_names_step_busy_and_what_a_graph_can_gain(ms, words):
     run = made_run(issue=(9.0, 10.0), ms={"eager": ms})
     del run.builds[""].variants["graph_layer"]
