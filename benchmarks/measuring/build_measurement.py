@@ -27,7 +27,7 @@ AUTO_MINUTES = 10.0
 # `auto` looks at all cycles but these: a rule that stops at once stops where the scatter is small by luck.
 LATER_CYCLES = 4
 STEPS_AFTER_BLOCKS = 5
-ALONE_S, MOST_ALONE_STEPS = 1.5, 10
+ALONE_S, MOST_ALONE_STEPS = 0.5, 10
 PILOT_STEPS = 10
 
 
