@@ -89,7 +89,7 @@ class Workload:
     """A training script's model, for `common.script.main`. flops_per_step and items_per_step are per GPU.
 
     variants: the model's table, name -> `common.variant_table.Declared`, or name -> constructor, called with the state.
-    card: lines that say what runs. notes: what differs from what was asked for.
+    card: lines that say what runs. notes: what differs from what was asked for. flops_notes: work that is not counted.
     hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
     kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; of a table of
     Declared they follow from it.
@@ -105,6 +105,7 @@ class Workload:
     notes: list = field(default_factory=list)
     flops_per_step: float = 0.0
     flops_convention: str = ""
+    flops_notes: list = field(default_factory=list)
     peak_flops: float | None = None
     hyperparameters: dict = field(default_factory=dict)
     kinds: dict = field(default_factory=dict)

@@ -20,7 +20,7 @@ SUFFIX = ".partial.jsonl"
 # Facts that go into the run file under the same name.
 OF_HEADER = ("id", "model", "preset", "label", "flags", "source", "ranks", "begin_utc", "control")
 OF_DECLARATION = ("kind", "help", "headline", "traits", "reference", "tolerance")
-OF_BUILD = ("config", "card", "notes", "flops_per_step", "flops_convention", "items_per_step")
+OF_BUILD = ("config", "card", "notes", "flops_per_step", "flops_convention", "flops_notes", "items_per_step")
 
 
 class Busy(RuntimeError):

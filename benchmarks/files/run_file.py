@@ -313,6 +313,7 @@ class Build(Struct, kw_only=True):
 
     Attributes:
         anchor: the eager variant that has two blocks in each cycle and that the control repeats; "" without a cycle.
+        flops_notes: work of a step that is not counted.
         asked_layers: layers of the preset and the flags; `config` has those that the GPU holds.
     """
 
@@ -324,6 +325,7 @@ class Build(Struct, kw_only=True):
     notes: list[Text] = field(default_factory=list)
     flops_per_step: Amount = 0.0
     flops_convention: Text = ""
+    flops_notes: list[Text] = field(default_factory=list)
     items_per_step: Amount = 0.0
     cycles: list[Cycle] = field(default_factory=list)
     variants: dict[Name, Variant]

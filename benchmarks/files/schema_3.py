@@ -34,9 +34,11 @@ def _build(own: dict) -> dict:
     blocks = [block for each in own["variants"].values() for block in each["blocks"]]
     busy = {block["cycle"]: block["busy_processes"] for block in blocks}
     cycles = [{"cycle": number, "busy_processes": busy[number]} for number in sorted(busy)]
+    # These files had both in one list.
+    notes = {"flops_notes": [note for note in own["notes"] if note.startswith("FLOP")]}
     fewer = next(filter(None, map(_FEWER_LAYERS.match, own["notes"])), None)
     asked = {"asked_layers": int(fewer[1])} if fewer else {}
-    return own | {"anchor": own["base"], "cycles": cycles, "variants": variants} | asked
+    return own | {"anchor": own["base"], "cycles": cycles, "variants": variants} | asked | notes
 
 
 def _variant(own: dict) -> dict:

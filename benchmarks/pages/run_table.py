@@ -54,7 +54,7 @@ def milliseconds(value: float | None) -> str:
 def rates(own: Judged) -> str:
     """Return the FLOP of a step, how they were counted and, of a GPU, each variant's rate; "" where none are known."""
     build = own.build
-    notes = [note for note in build.notes if note.startswith("FLOP")]
+    notes = build.flops_notes
     if not build.flops_per_step:
         return printable(". ".join(notes))
     parts = [f"{build.flops_per_step / 1e12:.3g} TFLOP a step of each rank"]

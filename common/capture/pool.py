@@ -34,9 +34,7 @@ class Pool:
     """Graphs that share memory.
 
     The workspaces of cuBLAS lie in the pool (`new_workspaces`). One has 32 MiB under CUBLAS_WORKSPACE_CONFIG=:4096:8,
-    which a run sets. Each thread that multiplies in a capture takes one, so a pool holds 32 MiB more, and 64 MiB if a
-    graph holds a forward and its backward, for which autograd has a second thread. That of cuBLASLt adds 1 MiB at most.
-    These numbers are computed from torch's source and still to be measured.
+    which a run sets; the pool of RNN-T's `graph_step` grew by as much (docs/method.md).
 
     Args:
         device: of type cuda or cpu.

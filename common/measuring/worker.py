@@ -183,6 +183,7 @@ class Worker:
             "notes": list(own.notes),
             "flops_per_step": own.flops_per_step,
             "flops_convention": own.flops_convention,
+            "flops_notes": list(own.flops_notes),
             "items_per_step": own.items_per_step,
             "unit": own.unit,
             "period": block.period_of(self.state.batch_class),

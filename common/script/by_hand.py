@@ -77,7 +77,7 @@ def _blank(workload, args, device, world_size):
         "device": device.type,
         "config": vars(config).copy(),
         "argv": sys.argv[1:],
-        "notes": list(workload.notes),
+        "notes": [*workload.notes, *workload.flops_notes],
         "env": environment.describe_environment(device, world_size),
         "promised_graphs": graphs,
         "promised_replays": replays,

@@ -15,7 +15,7 @@ def print_card(result: dict, workload) -> None:
     env = result["env"]
     where = f"{env['gpu_name']} x{env['num_gpus']}" if result["device"] == "cuda" else f"CPU, {env['cpu']}"
     print(f"{result['model']}/{result['preset']}  {result['variant']}  {where}  torch {env['torch']}")
-    for line in [*workload.card, *workload.notes]:
+    for line in [*workload.card, *workload.notes, *workload.flops_notes]:
         print(line)
     sys.stdout.flush()
 
@@ -44,14 +44,13 @@ def _rows(result, workload):
         yield "steps", str(result["steps"]), f"in {result['seconds']:.2f} s" if ms else ""
     if ms:
         num_classes = result["batch_classes"]
-        how = "median" if num_classes == 1 else f"mean over {num_classes} classes of batch of their medians"
-        yield "step", f"{ms:.2f} ms", how
+        yield "step", f"{ms:.2f} ms", "mean" if num_classes == 1 else f"mean over {num_classes} classes of batch"
         rate = result["items_per_s"]
         yield "rate", f"{rate:,.0f} {workload.unit}/s" if rate >= 100 else f"{rate:.3g} {workload.unit}/s", ""
     if ms and result["device"] == "cuda" and workload.flops_per_step:
         tflops = workload.flops_per_step / ms / 1e9
         peak = workload.peak_flops
-        counted = ". ".join([workload.flops_convention, *(note for note in workload.notes if note.startswith("FLOP"))])
+        counted = ". ".join([workload.flops_convention, *workload.flops_notes])
         how = f"{100e12 * tflops / peak:.1f} % of the named peak" if peak else counted
         yield "compute", f"{tflops:.3g} TFLOP/s" if tflops < 10 else f"{tflops:.0f} TFLOP/s", how
     if losses:

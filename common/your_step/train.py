@@ -37,8 +37,8 @@ def workload(args, device: torch.device, rank: int, world_size: int):
     def build(config, device):
         state = StepState(config.step, device, prog)
         state.compile_limit_s = config.compile_limit_s
-        made.flops_per_step, notes = flops.of_step(state)
-        made.notes, made.flops_convention = [*made.notes, *notes], flops.CONVENTION
+        made.flops_per_step, made.flops_notes = flops.of_step(state)
+        made.flops_convention = flops.CONVENTION
         return state
 
     made.build = build

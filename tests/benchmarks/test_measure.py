@@ -87,7 +87,7 @@ def test_a_rate_says_what_was_counted_and_what_was_not():
     run = made_run(ms={"graph_layer": 8.0}, model=run_file.OWN_STEP)
     build = run.builds[""]
     build.flops_per_step, build.flops_convention = 4e12, "counted by torch"
-    build.notes = ["FLOP not counted: mine::kernel", "another note"]
+    build.flops_notes, build.notes = ["FLOP not counted: mine::kernel"], ["another note"]
     text = "4 TFLOP a step of each rank, eager 400 TFLOP/s, graph_layer 500 TFLOP/s (counted by torch). "
     assert run_table.rates(judge.judged(run)[""]) == f"{text}FLOP not counted: mine::kernel"
     assert text in run_table.report(run).replace("\n", " ") and text in report.page_of(run)

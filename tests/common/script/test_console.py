@@ -7,7 +7,7 @@ import pytest
 from common.script import console
 
 WORKLOAD = SimpleNamespace(
-    card=["a card"], notes=["a note"], unit="tokens", flops_per_step=2e12, flops_convention="counted", peak_flops=4e15
+    card=["a card"], notes=["a note"], flops_notes=[], unit="tokens", flops_per_step=2e12, flops_convention="counted", peak_flops=4e15
 )
 CPU = {"cpu": "a CPU, 2 cores", "torch": "2.11"}
 GPU = CPU | {"gpu_name": "NVIDIA H200", "num_gpus": 8}
@@ -76,7 +76,7 @@ def test_on_a_gpu_it_has_the_share_of_the_named_peak(printed):
 
 def test_without_a_named_peak_it_says_how_the_rate_was_counted(printed, monkeypatch):
     monkeypatch.setattr(WORKLOAD, "peak_flops", None)
-    monkeypatch.setattr(WORKLOAD, "notes", ["FLOP not counted: mine::kernel"])
+    monkeypatch.setattr(WORKLOAD, "flops_notes", ["FLOP not counted: mine::kernel"])
     assert "compute        1000 TFLOP/s  counted. FLOP not counted: mine::kernel\n" in printed(device="cuda")
     monkeypatch.setattr(WORKLOAD, "flops_per_step", 0.0)
     assert "compute" not in printed(device="cuda")
