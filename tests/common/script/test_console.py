@@ -43,7 +43,7 @@ def test_the_card_says_what_runs_where(capsys):
 def test_the_table(printed):
     assert printed() == (
         "steps                    50  in 0.10 s\n"
-        "step                2.00 ms  median\n"
+        "step                2.00 ms  mean\n"
         "rate        12,346 tokens/s\n"
         "loss                5.50000  at first, 3.25000 at last\n"
         "graphs                    1  50 replays; one graph\n"
