@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import ROOT, script
 from benchmarks.command import RUNS, Mistake, words_of
-from benchmarks.files import run_file
+from benchmarks.files import facts
 from benchmarks.measuring.request import BuildRequest
 from benchmarks.processes import launch
 from benchmarks.processes.gpus import Gpus
@@ -52,7 +52,7 @@ class Ask:
     @property
     def name(self) -> str:
         """Model and preset, as in gpt3/bench, or the label of a step of the user's own."""
-        return run_file.title_of(self.model, self.preset, self.label)
+        return facts.title_of(self.model, self.preset, self.label)
 
     @property
     def ranks(self) -> int:
@@ -62,7 +62,7 @@ class Ask:
     @property
     def group(self) -> Path:
         """The folder of the model's runs, as in runs/h200x1/gpt3-bench."""
-        folder = run_file.folder_of(self.model, self.preset, self.label)
+        folder = facts.folder_of(self.model, self.preset, self.label)
         return self.root / f"{self.gpus.slug}x{self.ranks}" / folder
 
 
@@ -187,7 +187,7 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
             **{"parity": None, "tolerance": None, "traits": {}},
         }
     environment = _environment(asked.root, on_gpu)
-    if not on_gpu and asked.model != run_file.OWN_STEP:
+    if not on_gpu and asked.model != facts.OWN_STEP:
         # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
         environment.setdefault("OMP_NUM_THREADS", "1")
     parity = description.get("parity_variables") if on_gpu else None
@@ -202,6 +202,7 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
         eagers=[each for each in own if each in script.eagers_of(description)],
         parity_steps=description.get("parity_steps", 0),
         asked_layers=int(layers) if layers.isdecimal() else None,
+        ranks=asked.ranks,
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import ask, command, judge, measure, run, script
 from benchmarks.command import Mistake, amount, positive, shown
 from benchmarks.files import partial, run_file
+from benchmarks.files.facts import Census, Run, printable
 from benchmarks.pages import run_table
 from benchmarks.processes import launch, locks
 from common.files import write_text
@@ -87,7 +88,7 @@ def census(args: argparse.Namespace) -> int:
         raise Mistake(f"no workload can be measured here: {'; '.join(f'{k}: {v}' for k, v in left_out.items())}")
     print(f"census of {len(asks)} workloads, at most {args.minutes:g} minutes", flush=True)
     longest_s = LONGEST_S
-    done: list[tuple[partial.Partial, run_file.Run]] = []
+    done: list[tuple[partial.Partial, Run]] = []
     with locks.gpu_locks(list(asks[0][1].gpus.uuids[:1]), "census") as others:
         for text in others:
             print(f"beside   {text}")
@@ -104,7 +105,7 @@ def census(args: argparse.Namespace) -> int:
             reason = _why_not(measured)
             if reason:
                 # A run that is kept says it by its facts.
-                print(run_file.printable(f"  {reason}"))
+                print(printable(f"  {reason}"))
             if not _has_base(measured):
                 left_out[name] = reason
             done.append((facts, measured))
@@ -112,13 +113,13 @@ def census(args: argparse.Namespace) -> int:
     return _sealed(args, asks[0][1], done, left_out, time.monotonic() - begin_s)
 
 
-def _why_not(measured: run_file.Run) -> str:
+def _why_not(measured: Run) -> str:
     """Return the first reason why a run has not all times, or ""."""
     verdicts = [each for own in judge.judged(measured).values() for each in own.verdicts.values()]
     return next((f"{each.status}: {each.reason}" for each in verdicts if each.status != judge.PASS), "")
 
 
-def _has_base(measured: run_file.Run) -> bool:
+def _has_base(measured: Run) -> bool:
     return any(own.base for own in judge.judged(measured).values())
 
 
@@ -126,9 +127,9 @@ def _sealed(args, first, done, left_out, took_s) -> int:
     """Print and write what was measured; return the exit status."""
     runs = [measured for _, measured in done if _has_base(measured)]
     for name, reason in left_out.items():
-        print(run_file.printable(f"left out: {name}: {reason}"))
+        print(printable(f"left out: {name}: {reason}"))
     if runs:
-        found = run_file.Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
+        found = Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
         path = first.group.parent / run_file.CENSUS / f"{found.id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, run_file.as_bytes(found))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from benchmarks import command, statistics
 from benchmarks.command import Mistake
 from benchmarks.compare import found_in
-from benchmarks.files.run_file import printable
+from benchmarks.files.facts import printable
 from benchmarks.files.runs import Row
 
 

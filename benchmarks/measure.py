@@ -31,8 +31,8 @@ from pathlib import Path
 
 from benchmarks import ROOT, command, report, run, script, statistics
 from benchmarks.command import Mistake, amount, count, positive
-from benchmarks.files import run_file
-from benchmarks.files.run_file import Run
+from benchmarks.files import facts
+from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, Verdict, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
@@ -40,7 +40,7 @@ from common.config import flag_of
 from common.your_step import step_file
 from common.your_step.variants import LEAST_GAIN, VARIANTS
 
-MODEL = run_file.OWN_STEP
+MODEL = facts.OWN_STEP
 FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
 MISTAKE = 2
 STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}

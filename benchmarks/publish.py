@@ -14,7 +14,8 @@ from pathlib import Path
 from benchmarks import ROOT
 from benchmarks.command import parser_of
 from benchmarks.files import run_file, runs
-from benchmarks.files.run_file import CENSUS, Census, Run, digits
+from benchmarks.files.facts import Census, Run, digits, folder_of, printable
+from benchmarks.files.run_file import CENSUS
 from benchmarks.judge import judged
 from benchmarks.pages import tables
 from benchmarks.processes.gpus import Gpus
@@ -75,7 +76,7 @@ def folders_of(found: Run | Census) -> tuple[str, str]:
     """("h200x1", "gpt3-bench"), of what the run says of itself; ("h200x1", "census") of a census."""
     run = found.runs[0] if isinstance(found, Census) else found
     slug = Gpus(names=tuple(gpu.name for gpu in run.host.gpus)).slug
-    folder = CENSUS if isinstance(found, Census) else run_file.folder_of(run.model, run.preset, run.label)
+    folder = CENSUS if isinstance(found, Census) else folder_of(run.model, run.preset, run.label)
     return f"{slug}x{run.ranks}", folder
 
 
@@ -172,11 +173,11 @@ def main(argv=None) -> int:
     for path in args.paths:
         try:
             lines = added(path, args.into)
-            print("\n  ".join([str(publish(path, args.into)), *map(run_file.printable, lines)]))
+            print("\n  ".join([str(publish(path, args.into)), *map(printable, lines)]))
         except (ValueError, OSError) as error:
             refused += 1
             text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            print(f"python -m benchmarks.publish: {run_file.printable(' '.join(text.split()))}", file=sys.stderr)
+            print(f"python -m benchmarks.publish: {printable(' '.join(text.split()))}", file=sys.stderr)
     if refused < len(args.paths):
         print("make readme writes the overview and the tables of the READMEs; then commit all of it")
     return 1 if refused else 0

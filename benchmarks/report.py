@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, select_autoescape
 
 from benchmarks import command, statistics
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Run
+from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, judged
 from benchmarks.pages.run_table import GIB, build_title, milliseconds, on_a_cpu, rates
 from common.files import write_text

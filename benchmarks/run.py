@@ -28,6 +28,7 @@ from pathlib import Path
 from benchmarks import ask, command, judge
 from benchmarks.command import Mistake, amount, count, positive, shown
 from benchmarks.files import partial, run_file
+from benchmarks.files.facts import OWN_STEP, Run
 from benchmarks.files.partial import Partial
 from benchmarks.measuring.build_measurement import BuildMeasurement
 from benchmarks.measuring.build_worker import OutOfVariants
@@ -138,7 +139,7 @@ def _header(asked, args) -> dict:
 def settings_of(args: argparse.Namespace, preset: str) -> Settings:
     """Return how long to measure a preset."""
     size = "tiny" if preset.startswith("tiny") else "other"
-    is_own = args.model == run_file.OWN_STEP
+    is_own = args.model == OWN_STEP
     return Settings(
         cycles=args.cycles or CYCLES[size],
         block_s=OWN_BLOCK_S if is_own and size != "tiny" else BLOCK_S[size],
@@ -188,7 +189,7 @@ def chosen_models(text: str) -> list[str]:
     return names
 
 
-def measured(args: argparse.Namespace) -> tuple[list[tuple[run_file.Run, Path | None]], bool]:
+def measured(args: argparse.Namespace) -> tuple[list[tuple[Run, Path | None]], bool]:
     """Measure every model that the command line names.
 
     Returns:
@@ -230,11 +231,11 @@ def measure(args: argparse.Namespace) -> int:
     return 1 if bad or not all(map(judge.is_sound, runs)) else 0
 
 
-def _measure_one(asked, args) -> tuple[run_file.Run, Path | None]:
+def _measure_one(asked, args) -> tuple[Run, Path | None]:
     """Measure and seal one model's run; where nothing could be timed there is no file."""
     start, gpus = time.monotonic(), asked.gpus
     where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
-    flags = "" if asked.model == run_file.OWN_STEP else " ".join(asked.flags)
+    flags = "" if asked.model == OWN_STEP else " ".join(asked.flags)
     _say("  ".join(filter(None, [asked.name, where, f"torch {asked.host['env']['torch']}", flags])))
     facts = open_run(asked, args)
     log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
@@ -270,7 +271,7 @@ class Suite:
             with contextlib.suppress(ValueError, OSError):
                 self._files = dict(json.loads(self._path.read_text()))
 
-    def measured(self, asked: ask.Ask) -> tuple[run_file.Run, Path] | None:
+    def measured(self, asked: ask.Ask) -> tuple[Run, Path] | None:
         """Return the run of a model that was sealed before the command was stopped, and its file."""
         path = Path(self._files.get(asked.name, ""))
         if not path.is_file():
@@ -279,7 +280,7 @@ class Suite:
         _say(f"{asked.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
         return run, path
 
-    def note(self, asked: ask.Ask, done: tuple[run_file.Run, Path | None]) -> tuple[run_file.Run, Path | None]:
+    def note(self, asked: ask.Ask, done: tuple[Run, Path | None]) -> tuple[Run, Path | None]:
         """Note the run of a model, and return it."""
         if self._path and done[1]:
             self._files[asked.name] = str(done[1])

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from benchmarks import ROOT, judge, overview, plot
 from benchmarks.files import run_file, runs
+from benchmarks.files.facts import Gpu
 from benchmarks.pages import tables
 from tests.helpers.made_run import H200, write
 
@@ -36,7 +37,7 @@ def found(checkout):
     """Its run, with a GPU's name written into it, since pages show no runs on CPUs."""
     (path,) = (checkout / "runs").rglob("*.json")
     run = run_file.read(path)
-    host = replace(run.host, gpus=[run_file.Gpu(**gpu) for gpu in H200])
+    host = replace(run.host, gpus=[Gpu(**gpu) for gpu in H200])
     # What a GPU would be asked for beside it.
     on_gpu = replace(run, preset="bench", device="cuda", host=host)
     write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")

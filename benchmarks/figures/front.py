@@ -7,9 +7,9 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.figures import style
 from benchmarks.figures.style import BAND, FAINT, INK, KINDS, MARKS, SMALL, NotDrawn, Page
-from benchmarks.files import run_file, runs
-from benchmarks.files.run_file import Run
-from benchmarks.files.runs import Point, Range, Row, digits
+from benchmarks.files import facts, runs
+from benchmarks.files.facts import Run, digits
+from benchmarks.files.runs import Point, Range, Row
 from benchmarks.files.workload import Workload
 from benchmarks.pages import published
 
@@ -29,7 +29,7 @@ Mark = tuple[Row, Point, float, float]
 
 def name_of(workload: Workload) -> str:
     """Return a workload's name in a figure: GPT-3 without 175B, since most runs hold a share; a user's own label."""
-    if workload.model == run_file.OWN_STEP:
+    if workload.model == facts.OWN_STEP:
         name = workload.label.removesuffix("-build")
     else:
         name = re.sub(r" \d+B\b", "", published.title_of(workload.model, workload.preset))
@@ -118,7 +118,7 @@ def _named(marks: list[Mark]) -> dict[int, str]:
     for index, mark in enumerate(marks):
         row, point, _, share = mark
         if index not in found and _gains(mark) and share < 1 - WITHIN and point is row.newest:
-            is_own = row.workload.model == run_file.OWN_STEP
+            is_own = row.workload.model == facts.OWN_STEP
             more = row.variant if is_own else row.workload.label or row.variant
             found[index] = f"{name_of(row.workload)} {more}"
     return found
@@ -146,7 +146,7 @@ def shown_hosts(rows: Sequence[Row]) -> list[Row]:
     best = runs.best_measured(on_gpus)
     own: dict[Workload, Row] = {}
     for row in on_gpus:
-        if row.workload.model == run_file.OWN_STEP and row.kind == "graph" and row.ratio is not None:
+        if row.workload.model == facts.OWN_STEP and row.kind == "graph" and row.ratio is not None:
             own[row.workload] = max(own.get(row.workload, row), row, key=lambda each: each.ratio or 0.0)
     return sorted([*best, *own.values()], key=lambda row: (-row.num_hosts, -(row.ratio or 0.0)))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Block, Build, Capture, Course, Cycle, Profile, Run, Variant
+from benchmarks.files.facts import Alone, Block, Build, Capture, Course, Cycle, Profile, Raised, Run, Variant
 from common.files import write_text
 
 SUFFIX = ".partial.jsonl"
@@ -180,10 +180,10 @@ def _variant(name, declared, facts, cycles) -> Variant:
     made = {
         **{key: declared[key] for key in OF_DECLARATION},
         "promise": declared["parity"],
-        "raised": _as(run_file.Raised, left_out) if left_out else None,
+        "raised": _as(Raised, left_out) if left_out else None,
         "apart": bool(_of(facts, "apart")),
         "capture": _as(Capture, (captures or _of(own, "parity") or [{}])[0]),
-        "alone": _as(run_file.Alone, _of(own, "alone")[-1]) if _of(own, "alone") else None,
+        "alone": _as(Alone, _of(own, "alone")[-1]) if _of(own, "alone") else None,
         "parity": [_as(Course, each) for each in _of(own, "parity")],
         "after": [_as(Course, each) for each in _of(own, "course")],
         "profile": _as(Profile, profiles[-1] if profiles else {}),

@@ -15,14 +15,12 @@ from pathlib import Path
 from benchmarks import ROOT, statistics
 from benchmarks.files import archive, run_file
 from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.run_file import Run, Variant, digits
+from benchmarks.files.facts import OWN_STEP, Run, Variant
 from benchmarks.files.workload import Workload, workload_of
 from benchmarks.judge import PASS, Judged, Verdict, judged
 from benchmarks.pages.published import stem
 from benchmarks.statistics import Ratio
 
-# A row names the scatter of its base's blocks if they differ by more.
-WIDE_SPREAD = 0.10
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
 Range = tuple[float, float]
 
@@ -249,19 +247,6 @@ class Row:
         return statistics.word(self.timed[0].ratio) if self.interval and self.timed[0].ratio else ""
 
     @property
-    def note(self) -> str:
-        """All that a reader has to know beside the numbers. It rests on timed, passing runs alone."""
-        is_graph = bool(self.timed) and not self.control
-        texts = [self.word if self.word in ("same", "unclear") else ""]
-        texts.append("" if self.base in ("eager", "", self.variant) or self.control else f"against {self.base}")
-        texts.append(_first_build(self.newest) if is_graph else "")
-        if is_graph:
-            texts.append("a process for each block" if any(point.variant.apart for point in self.timed) else "")
-            texts += [_control_beside(self), _spread(self), _added(self)]
-        texts.append("" if self.is_committed else "uncommitted source")
-        return "; ".join(filter(None, texts))
-
-    @property
     def is_committed(self) -> bool:
         """False if a run's source was not committed. `make publish` has looked at the source of runs in results/."""
         dirty = [point.path.resolve() for point in self.points if point.run.source.get("clean") is False]
@@ -363,7 +348,7 @@ def best_measured(rows: Sequence[Row]) -> list[Row]:
     model.
     """
     timed = [row for row in rows if row.kind == "graph" and row.ratio is not None and not row.workload.busy]
-    graphs = [row for row in timed if row.workload.model != run_file.OWN_STEP]
+    graphs = [row for row in timed if row.workload.model != OWN_STEP]
     hosts: Counter = Counter()
     for row in graphs:
         hosts[row.workload] = max(hosts[row.workload], row.num_hosts)
@@ -389,37 +374,3 @@ def counted(number: int, word: str) -> str:
 
 def _range(values) -> Range | None:
     return (min(values), max(values)) if values else None
-
-
-def _first_build(point):
-    """Name the base of the run's first build if it is faster: the ratio then overstates the gain."""
-    first = next(iter(judged(point.run).values()))
-    if first.base in ("", point.judged.base) or point.ratio is None:
-        return ""
-    ms = first.ms(first.base)
-    return f"{first.base} of the other build: {digits(ms)} ms" if ms and ms < point.ratio.base_ms / 1.01 else ""
-
-
-def _control_beside(row):
-    """Name the control where the effect is small: two equal programs differed by so much in the same run."""
-    if row.interval is None or abs(row.ratio - 1) >= statistics.SMALL_EFFECT:
-        return ""
-    point = row.timed[0]
-    control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None
-    return f"control {control.ratio:.3f}x +- {100 * control.half_width:.1f} %" if control else ""
-
-
-def _spread(row):
-    """Name the base's fastest and slowest block of one host if the host's pace made them differ."""
-    if len(row.timed) != 1:
-        return ""
-    times = [block.mean_ms for block in row.timed[0].judged.blocks(row.base, row.timed[0].is_busy)]
-    if not times or max(times) <= (1 + WIDE_SPREAD) * min(times):
-        return ""
-    return f"{row.base} {digits(min(times))} to {digits(max(times))} ms"
-
-
-def _added(row):
-    """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
-    added = row.newest.judged.added_bytes(row.variant)
-    return f"adds {added / 2**30:.1f} GiB" if added is not None and added >= 2**29 else ""

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from benchmarks.files.run_file import OWN_STEP, Run, title_of
+from benchmarks.files.facts import OWN_STEP, Run, title_of
 
 
 @dataclass(frozen=True, order=True)

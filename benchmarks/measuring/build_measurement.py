@@ -61,7 +61,7 @@ class BuildMeasurement:
         return [self._check_parity, *cycles, self._check_parity_afterwards, self._measure_alone]
 
     def kind_of_eagers(self) -> str:
-        """Return the kind of `run_file.Raised` of the eager variants that were left out; "error" where they differ."""
+        """Return the kind of `Raised` of the eager variants that were left out; "error" where they differ."""
         kinds = {each["kind"] for each in self._of("left_out") if self._is_eager(each["variant"])}
         return kinds.pop() if len(kinds) == 1 else "error"
 

@@ -13,6 +13,8 @@ from benchmarks.measuring.request import BuildRequest, Settings
 from benchmarks.processes.worker import Worker, WorkerEnded
 
 LEAST_RESTARTS = 4
+# Facts of a worker that are those of all workers of its build, besides its configuration.
+SAME = ("flops_per_step", "items_per_step", "period")
 
 
 class OutOfVariants(RuntimeError):
@@ -112,12 +114,29 @@ class BuildWorker:
         answer = worker.call({"do": "build", **how}, self.settings.limit_s)
         if answer.pop("say") == "failed":
             raise WorkerEnded(answer["kind"], answer["reason"])
+        self._require_alike(answer)
         self.partial.add("seconds", phase="build", seconds=round(time.monotonic() - start, 2))
         return answer
 
+    def _require_alike(self, answer) -> None:
+        """Every worker of a build has one model: what fits may differ where another program takes memory.
+
+        Raises:
+            WorkerEnded: the worker made another model than the first one.
+        """
+        (first, *_) = self.partial.of("worker", build=self.request.name) or [answer]
+        own, known = ({**each["config"], **{key: each[key] for key in SAME}} for each in (answer, first))
+        odd = next((key for key in known if own.get(key) != known[key]), None)
+        if odd is not None:
+            reason = f"a later worker made another model: {odd} {own.get(odd)} in the place of {known[odd]}"
+            raise WorkerEnded("error", f"{reason}; does another program use the GPU?")
+
     def start_ahead(self) -> None:
-        """Start a worker that will be needed: it imports while another one works, and waits to be told to build."""
-        if self._next is None and self.remaining():
+        """Start a worker that will be needed: it imports while another one works, and waits to be told to build.
+
+        Of several ranks none: they would open their connections beside those at work.
+        """
+        if self._next is None and self.remaining() and self.request.ranks == 1:
             environment = self.request.environment
             self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
 
@@ -165,7 +184,7 @@ class BuildWorker:
         return [name for name in self.request.variants if name not in gone and name != self.settings.control]
 
     def leave_out(self, variant: str, kind: str, reason: str, is_said: bool = True) -> None:
-        """Note that a variant is not measured any more, with a kind of `run_file.Raised`."""
+        """Note that a variant is not measured any more, with a kind of `facts.Raised`."""
         self._note("left_out", variant, reason, kind=kind)
         if is_said:
             self.say(f"  {variant}: {'failed' if kind == 'error' else kind} ({reason})")

@@ -68,6 +68,7 @@ class BuildRequest:
         eagers: eager variants that may be the base.
         parity_steps: steps of the parity check that the model asks for; 0 for the default.
         asked_layers: layers of the preset and the flags; a GPU may hold fewer.
+        ranks: number of ranks.
     """
 
     name: str
@@ -79,3 +80,4 @@ class BuildRequest:
     eagers: list[str] = field(default_factory=list)
     parity_steps: int = 0
     asked_layers: int | None = None
+    ranks: int = 1

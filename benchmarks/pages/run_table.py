@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from benchmarks import statistics
-from benchmarks.files.run_file import OWN_STEP, Run, digits, printable
+from benchmarks.files.facts import OWN_STEP, Run, digits, printable
 from benchmarks.judge import PASS, Judged, judged
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity")

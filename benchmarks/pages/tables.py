@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import statistics
 from benchmarks.files import runs
-from benchmarks.files.run_file import digits, printable
+from benchmarks.files.facts import digits, printable
 from benchmarks.files.runs import Row
-from benchmarks.judge import PASS
+from benchmarks.judge import PASS, judged
 from benchmarks.pages.run_table import milliseconds
 
 SCREEN = 100
@@ -19,6 +20,8 @@ WIDE = (
     *("reached", "typical ms", "issue ms", "busy ms", "kernels", "in graphs", "parity", "TFLOP/s", "J a step", "MHz"),
     *("capture s", "alone GiB", "added GiB", "runs"),
 )
+# A row names the scatter of its base's blocks if they differ by more.
+WIDE_SPREAD = 0.10
 TEXT = ("workload", "variant", "note", "parity", "hosts")
 
 
@@ -48,6 +51,53 @@ def with_range(value: float | None, over: runs.Range | None) -> str:
     if over is None or over[0] == over[1]:
         return digits(value)
     return f"{digits(value)} ({digits(over[0])} to {digits(over[1])})"
+
+
+def note(row: Row) -> str:
+    """All that a reader has to know beside the numbers. It rests on timed, passing runs alone."""
+    is_graph = bool(row.timed) and not row.control
+    texts = [row.word if row.word in ("same", "unclear") else ""]
+    texts.append("" if row.base in ("eager", "", row.variant) or row.control else f"against {row.base}")
+    if is_graph:
+        texts.append(_first_build(row.newest))
+        texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
+        texts += [_control_beside(row), _spread(row), _added(row)]
+    texts.append("" if row.is_committed else "uncommitted source")
+    return "; ".join(filter(None, texts))
+
+
+def _first_build(point):
+    """Name the base of the run's first build if it is faster: the ratio then overstates the gain."""
+    first = next(iter(judged(point.run).values()))
+    if first.base in ("", point.judged.base) or point.ratio is None:
+        return ""
+    ms = first.ms(first.base)
+    return f"{first.base} of the other build: {digits(ms)} ms" if ms and ms < point.ratio.base_ms / 1.01 else ""
+
+
+def _control_beside(row):
+    """Name the control where the effect is small: two equal programs differed by so much in the same run."""
+    if row.interval is None or abs(row.ratio - 1) >= statistics.SMALL_EFFECT:
+        return ""
+    point = row.timed[0]
+    control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None
+    return f"control {control.ratio:.3f}x +- {100 * control.half_width:.1f} %" if control else ""
+
+
+def _spread(row):
+    """Name the base's fastest and slowest block of one host if the host's pace made them differ."""
+    if len(row.timed) != 1:
+        return ""
+    times = [block.mean_ms for block in row.timed[0].judged.blocks(row.base, row.timed[0].is_busy)]
+    if not times or max(times) <= (1 + WIDE_SPREAD) * min(times):
+        return ""
+    return f"{row.base} {digits(min(times))} to {digits(max(times))} ms"
+
+
+def _added(row):
+    """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
+    added = row.newest.judged.added_bytes(row.variant)
+    return f"adds {added / 2**30:.1f} GiB" if added is not None and added >= 2**29 else ""
 
 
 def cells(row: Row, column: str) -> str:
@@ -88,7 +138,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "95 %": interval,
     "at most": lambda row: "" if row.control else _scaled(row.median("ceiling"), ".3f", "x"),
     "hosts": lambda row: row.hosts_text if row.hosts else "",
-    "note": lambda row: row.note if row.status == PASS else row.status,
+    "note": lambda row: note(row) if row.status == PASS else row.status,
     "reached": lambda row: "" if row.control else _percent(row.median("reached"), 1),
     "typical ms": lambda row: milliseconds(_of_judged("typical_ms")(row)) if row.status == PASS else "",
     "issue ms": lambda row: _scaled(row.median("issue_ms"), ",.1f"),
@@ -118,7 +168,7 @@ def screen(rows: list[Row], wide: bool = False) -> str:
         lines = [machine]
         shown = [row for row in own if row.status == PASS]
         table = [columns, *([cells(row, name) for name in columns] for row in shown)]
-        note = columns.index("note")
+        place = columns.index("note")
         widths = [max(len(line[index]) for line in table) for index in range(len(columns))]
         lines.append(_line(table[0], columns, widths))
         before = None
@@ -128,7 +178,7 @@ def screen(rows: list[Row], wide: bool = False) -> str:
                 before = row.workload
             text = _line(line, columns, widths)
             if len(text) > SCREEN and not wide:
-                said, line[note] = line[note], ""
+                said, line[place] = line[place], ""
                 text = f"{_line(line, columns, widths)}\n      {said}"
             lines.append(text)
         lines += not_timed(own)
@@ -226,7 +276,7 @@ _CSV: dict[str, Callable[[Row], object]] = {
     "issue_ms": lambda row: row.median("issue_ms"),
     "base_issue_ms": lambda row: row.median("base_issue_ms"),
     "busy_ms": lambda row: row.median("busy_ms"),
-    "note": lambda row: row.note if row.status == PASS else "",
+    "note": lambda row: note(row) if row.status == PASS else "",
 }
 
 

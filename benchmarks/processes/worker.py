@@ -28,7 +28,7 @@ class WorkerEnded(RuntimeError):
     """The worker is gone; the text says why.
 
     Args:
-        kind: "error" or "timeout", or what it said while it built its state, of `run_file.Raised`.
+        kind: "error" or "timeout", or what it said while it built its state, of `facts.Raised`.
         reason: in one line.
         exit_status: of its process, where that ended by itself.
         signal: that ended it, or None.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.command import parser_of
 from benchmarks.files import partial, run_file
+from benchmarks.files.facts import Run
 from benchmarks.pages import run_table
 
 
@@ -24,7 +25,7 @@ def outcome(folder: Path, job: str) -> str | None:
     return None if status == "0" else f"ended with exit status {status or 'unknown'}"
 
 
-def collate(folder: Path, job: str) -> tuple[list[run_file.Run], list[str]]:
+def collate(folder: Path, job: str) -> tuple[list[Run], list[str]]:
     """Print the tables of one task; return its runs, and what is wrong with it, in words."""
     found, damaged = run_file.find(folder) if folder.is_dir() else ([], [])
     # The folder may hold runs of earlier jobs; a job of an array has an id of its own besides.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import ask, statistics
 from benchmarks.command import Mistake
-from benchmarks.files.run_file import Build, Run
+from benchmarks.files.facts import Build, Run
 from benchmarks.judge import PASS, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.sweeps import crossover

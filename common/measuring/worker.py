@@ -47,11 +47,11 @@ from common.variant import Capture, State, Variant
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
 
-def serve(workload, args, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
+def serve(make, args, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
     """Answer commands until the other end hangs up.
 
     Args:
-        workload: `common.variant.Workload`.
+        make: make() gives (arguments as they can run now, `common.variant.Workload`).
         args: `common.config.Arguments`; args.run.worker is the path of the socket.
         device: of this rank.
         rank: of this process in the process group.
@@ -65,7 +65,7 @@ def serve(workload, args, device: torch.device, rank: int = 0, world_size: int =
                 channel.send({"say": "failed", "kind": _kind(fault.status), "reason": str(fault), "fatal": True})
 
     with Agreement(rank, world_size, give_up) as ranks:
-        worker = Worker(workload, args, device, channel, ranks)
+        worker = Worker(make, device, channel, ranks)
         try:
             worker.run()
         finally:
@@ -75,11 +75,13 @@ def serve(workload, args, device: torch.device, rank: int = 0, world_size: int =
 class Worker:
     """The state, which the command build makes, the variants that are kept, and an answer to each command."""
 
+    workload: Any
+    config: Any
     state: State
     watched: block.Watched
 
-    def __init__(self, workload, args, device, channel: Channel | None, ranks: Agreement):
-        self.workload, self.config, self.device = workload, args.config, device
+    def __init__(self, make, device, channel: Channel | None, ranks: Agreement):
+        self.make, self.device = make, device
         self.rank, self.world_size, self.channel, self.ranks = ranks.rank, ranks.world_size, channel, ranks
         self.sampler: GpuSampler | None = None
         self.pool: torch.cuda.MemPool | None = None
@@ -94,8 +96,6 @@ class Worker:
     def run(self) -> None:
         """Answer commands until the other end hangs up or a fault ends the worker."""
         self.settings.enter_context(garbage.of_run())
-        torch_settings.prepare(self.device)
-        self.flags = torch_flags()
         while True:
             command = of_first_rank(self._next())
             if command is None or not self._answer(command):
@@ -156,12 +156,18 @@ class Worker:
             self.channel.send(message)
 
     def do_build(self, command):
-        """Make the state.
+        """Ask what fits, and make the state. No worker touches the GPU before.
 
         "share": eager steps take their memory from the graphs' pool. "parity": nothing but parity follows, so a model
         that chooses kernels when it is built takes deterministic ones.
         """
         start = time.monotonic()
+        try:
+            args, self.workload = self.make()
+        except ValueError as error:
+            raise variants.Unsupported(str(error)) from error
+        self.config = args.config
+        torch_settings.prepare(self.device)
         if command.get("share") and self.device.type == "cuda":
             self.pool = shared_memory.share()
         with torch_settings.deterministic_kernels() if command.get("parity") else contextlib.nullcontext():
@@ -401,7 +407,7 @@ class Worker:
 
 
 def _kind(status):
-    """The kind of `benchmarks.files.run_file.Raised`: a file of a run holds no "failed"."""
+    """The kind of `benchmarks.files.facts.Raised`: a file of a run holds no "failed"."""
     return "error" if status == "failed" else status
 
 

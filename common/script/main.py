@@ -34,10 +34,11 @@ def train(args, workload, require=None) -> dict:
     rank, local_rank, world_size = collectives.init(kind)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     try:
-        args, made = workload(args, device, rank, world_size)
         if args.run.worker:
-            worker.serve(made, args, device, rank, world_size)
+            # It asks what fits when it is told to build: until then another process may have the GPU.
+            worker.serve(lambda: workload(args, device, rank, world_size), args, device, rank, world_size)
             return {"status": "pass"}
+        args, made = workload(args, device, rank, world_size)
         if args.run.doctor:
             # Imported where it is asked for: no training needs it.
             from common.your_step import of_model

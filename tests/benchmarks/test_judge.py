@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import judge
+from benchmarks import checks, judge
 from benchmarks.files import run_file
-from benchmarks.files.run_file import Course, Raised, Sealed
+from benchmarks.files.facts import Capture, Course, GpuState, Profile, Raised, Sealed
 from benchmarks.judge import Fault
 from tests.helpers.made_run import H200, made_run
 
@@ -197,9 +197,9 @@ def grown(run, name, mib):
 def test_growth_in_enter_is_seen_over_the_cycles():
     """760 MiB in eight blocks, of which none is inside of steps."""
     run = grown(made_run(), "graph_layer", 95)
-    assert judge.growth_over_cycles(run.builds[""]) == 6 * 95 * MIB
-    assert judge.growth_over_cycles(run.builds[""], "graph_layer") == 6 * 95 * MIB
-    assert judge.growth_over_cycles(run.builds[""], "eager") == 0
+    assert checks.growth_over_cycles(run.builds[""]) == 6 * 95 * MIB
+    assert checks.growth_over_cycles(run.builds[""], "graph_layer") == 6 * 95 * MIB
+    assert checks.growth_over_cycles(run.builds[""], "eager") == 0
     assert verdict(run).fault == Fault.GROWTH and "570 MiB" in verdict(run).reason
     assert verdict(run, "eager").status == "pass"
     assert verdict(grown(made_run(), "graph_layer", 5)).fault is None
@@ -210,7 +210,7 @@ def test_memory_that_the_next_block_gives_back_is_no_growth():
     for name in ("eager", "graph_layer"):
         for block in variant(run, name).blocks:
             block.held_bytes = 2**30 + (95 * MIB if block.place == 2 else 0)
-    assert judge.growth_over_cycles(run.builds[""]) == 0 and verdict(run).fault is None
+    assert checks.growth_over_cycles(run.builds[""]) == 0 and verdict(run).fault is None
 
 
 def test_growth_is_of_one_process_and_needs_memory_that_was_read():
@@ -218,10 +218,10 @@ def test_growth_is_of_one_process_and_needs_memory_that_was_read():
     for name in ("eager", "graph_layer"):
         for block in variant(run, name).blocks:
             block.process = 100 * block.cycle + block.place
-    assert judge.growth_over_cycles(run.builds[""]) == 0
+    assert checks.growth_over_cycles(run.builds[""]) == 0
     run = grown(made_run(), "graph_layer", 95)
-    assert judge.growth_over_cycles(change(change(run, "eager", held_bytes=None), held_bytes=None).builds[""]) == 0
-    assert judge.growth_over_cycles(made_run(cycles=2).builds[""]) == 0
+    assert checks.growth_over_cycles(change(change(run, "eager", held_bytes=None), held_bytes=None).builds[""]) == 0
+    assert checks.growth_over_cycles(made_run(cycles=2).builds[""]) == 0
 
 
 @pytest.mark.parametrize(("gpus", "mib"), [(H200, 32), ((), 64)])
@@ -279,7 +279,7 @@ def test_where_the_bases_blocks_part_a_single_block_may_and_most_may_not():
             change(run, cycles=where, losses=[1.0, loss])
         return run
 
-    assert 1e-4 < judge.scatter_of_losses(parted().builds[""]) < 3e-4
+    assert 1e-4 < checks.scatter_of_losses(parted().builds[""]) < 3e-4
     assert verdict(parted(one=(0.503, [2]))).fault is None
     assert "by 1.4e-02, two eager blocks" in verdict(parted(one=(0.507, [2]))).reason
     assert "in most cycles" in verdict(parted(two=(0.503, [0, 2]))).reason
@@ -457,9 +457,9 @@ def test_the_ceiling_is_the_bases_step_over_its_busy_time():
 def test_the_ceiling_of_a_compiled_graph_is_that_of_the_compiled_program():
     run = made_run(names=("eager", "compile", "reduce_overhead"), issue=(12.0, 8.0), ms={"eager": 12.0})
     for name, busy_ms in (("compile", 6.0), ("reduce_overhead", 5.9)):
-        facts(run, name, kind="compile", profile=run_file.Profile(busy_ms=busy_ms))
+        facts(run, name, kind="compile", profile=Profile(busy_ms=busy_ms))
         change(run, name, replays=0, expected_replays=0)
-        variant(run, name).capture = run_file.Capture(graphs=int(name != "compile"))
+        variant(run, name).capture = Capture(graphs=int(name != "compile"))
     found = judge.judged(run)[""]
     assert found.uncaptured("reduce_overhead") == "compile" and found.ceiling("reduce_overhead") == pytest.approx(2.0)
     assert found.uncaptured("compile") == "" and found.ceiling("compile") is None
@@ -486,7 +486,7 @@ def test_memory_alone_and_energy():
     found = judge.judged(run)[""]
     assert (found.alone_bytes("graph_layer"), found.added_bytes("graph_layer")) == (5 * 2**30, 2**30)
     for block in variant(run).blocks:
-        block.gpu = run_file.GpuState(sm_mhz=1500.0, power_w=500.0)
+        block.gpu = GpuState(sm_mhz=1500.0, power_w=500.0)
     assert found.joules("graph_layer") == pytest.approx(5.0) and found.sm_mhz("graph_layer") == 1500.0
     assert found.joules("eager") is None and found.sm_mhz("eager") is None
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import ROOT, command, judge, measure, report
 from benchmarks.files import run_file
+from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.pages import run_table
 from benchmarks.processes.gpus import Gpus
 from tests.helpers.bench_process import wait_for
@@ -65,7 +66,7 @@ def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
     if given == "differs":
         own.parity[0].hashes, own.parity[0].losses = ["other"], [2.0]
     else:
-        own.raised, own.blocks = run_file.Raised(kind=given, reason=reason), []
+        own.raised, own.blocks = Raised(kind=given, reason=reason), []
     found, sentence = measure.verdict(run)
     assert found == status and reason in sentence
 
@@ -84,7 +85,7 @@ def test_the_quick_answer_names_step_busy_and_what_a_graph_can_gain(ms, words):
 
 
 def test_a_rate_says_what_was_counted_and_what_was_not():
-    run = made_run(ms={"graph_layer": 8.0}, model=run_file.OWN_STEP)
+    run = made_run(ms={"graph_layer": 8.0}, model=OWN_STEP)
     build = run.builds[""]
     build.flops_per_step, build.flops_convention = 4e12, "counted by torch"
     build.flops_notes, build.notes = ["FLOP not counted: mine::kernel"], ["another note"]

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from benchmarks import publish
 from benchmarks.files import run_file
+from benchmarks.files.facts import Census
 from benchmarks.files.run_file import Damaged
 from common.machine import source
 from tests.helpers.made_run import made_run, write
@@ -150,7 +151,7 @@ def census(tmp_path, **more):
     models = {"gpt3": "20261125T101500Z-a7d396c1", "rnnt": "20261125T101600Z-a7d396c2"}
     runs = [made_run(cycles=4, model=model, id=number) for model, number in models.items()]
     left_out = {"moe": "too large"}
-    found = run_file.Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
+    found = Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
     for run in runs:
         run.parity = "blocks"
     path = tmp_path / "runs" / "h200x1" / "census" / f"{found.id}.json"

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from benchmarks import ROOT, report
-from benchmarks.files import run_file
+from benchmarks.files.facts import Alone, Raised
 from tests.helpers.made_run import made_run, put
 
 
@@ -56,7 +56,7 @@ def test_the_table_has_ceiling_typical_step_and_memory():
     header = ["variant", "ms", "ratio", "95 %", "at most", "typical ms", "parity"]
     assert rows_of(report.page_of(run))[0] == header
     variants = run.builds[""].variants
-    variants["graph_layer"].alone = run_file.Alone(peak_reserved_bytes=3 * 2**29)
+    variants["graph_layer"].alone = Alone(peak_reserved_bytes=3 * 2**29)
     for block in variants["graph_layer"].blocks:
         block.step_ms = [7.0] * 12 + [9.5] * 8
     found = rows_of(report.page_of(run))
@@ -83,7 +83,7 @@ def test_idle_is_1_less_busy_by_the_step_of_the_blocks():
 
 def test_a_failed_variant_is_in_the_list_of_reasons_alone():
     run = made()
-    run.builds[""].variants["graph_layer"].raised = run_file.Raised(kind="error", reason="it ended")
+    run.builds[""].variants["graph_layer"].raised = Raised(kind="error", reason="it ended")
     page = report.page_of(run)
     assert "graph_layer: failed (it ended)" in page and page.count("graph_layer") == 1
     assert "No graph has a time." in page and page.count("<circle") == 16 and page.count("under the profiler") == 1
@@ -91,7 +91,7 @@ def test_a_failed_variant_is_in_the_list_of_reasons_alone():
 
 def test_a_build_without_a_passing_eager_has_no_ratio():
     run = made()
-    run.builds[""].variants["eager"].raised = run_file.Raised(kind="error", reason="it ended")
+    run.builds[""].variants["eager"].raised = Raised(kind="error", reason="it ended")
     page = report.page_of(run)
     assert "eager: failed (it ended)" in page and "Why" not in page and "No graph has a time" in page
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import run
 from benchmarks.files import partial, run_file
+from benchmarks.files.facts import Reruns
 from benchmarks.processes import supervisor
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, only_verdicts, start, wait_for, workers
 from tests.helpers.made_run import put
@@ -73,7 +74,7 @@ def test_steps_that_ran_again_are_counted_in_the_timed_part_of_each_block(sound)
     assert all(block.reruns is None for block in variants["graph_step"].blocks)
     blocks = variants["graph_halves"].blocks
     assert [block.reruns for block in blocks] == [
-        run_file.Reruns(steps=block.steps, reruns=block.steps, rerun_ms=2.0) for block in blocks
+        Reruns(steps=block.steps, reruns=block.steps, rerun_ms=2.0) for block in blocks
     ]
     steps = sum(block.steps for block in blocks)
     line = f"graph_halves: {steps} of {steps:,} timed steps ran again without fixed buffers, which took 2.00 ms each."

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import ROOT, run, script, sweep
 from benchmarks.command import Mistake
 from benchmarks.files import run_file
+from benchmarks.files.facts import Raised
 from benchmarks.processes import launch, supervisor
 from tests.benchmarks.sweeps.test_crossover import hard
 from tests.helpers import made_run
@@ -63,7 +64,7 @@ class Runner:
             return [(own, made_run.write(own, Path(args.out) / "h200x1" / f"gpt3-bench-{args.label}"))], False
         for name, each in own.builds[""].variants.items():
             reason = "out of memory" if name == "eager" else "eager did not run"
-            each.blocks, each.raised = [], run_file.Raised(kind="oom", reason=reason)
+            each.blocks, each.raised = [], Raised(kind="oom", reason=reason)
         return [(own, None)], False
 
     def made(self, value, args):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks import ROOT, judge
 from benchmarks.files import run_file
+from benchmarks.files.facts import Run, Variant
 
 MODEL = "tests.lying_model"
 
@@ -28,12 +29,12 @@ def start(out, variants, *more):
     return subprocess.Popen(words(out, variants, *more), cwd=ROOT, **options)
 
 
-def only_run(out) -> run_file.Run:
+def only_run(out) -> Run:
     (path,) = Path(out).rglob("*.json")
     return run_file.read(path)
 
 
-def only_variants(out) -> dict[str, run_file.Variant]:
+def only_variants(out) -> dict[str, Variant]:
     (build,) = only_run(out).builds.values()
     return build.variants
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from benchmarks import judge
 from benchmarks.files import partial, run_file
+from benchmarks.files.facts import Run
 
 STEPS = 20
 HEADER = {
@@ -78,7 +79,7 @@ def made_run(
     alone=None,
     kernels=9,
     **header,
-) -> run_file.Run:
+) -> Run:
     """A run of eager and graph_layer, each with a block in every cycle.
 
     Args:
@@ -134,7 +135,7 @@ def _fact(fact, variant="", /, **more):
     return {"fact": fact, "build": "", "variant": variant, **more}
 
 
-def write(run: run_file.Run, folder: Path) -> Path:
+def write(run: Run, folder: Path) -> Path:
     """The sealed file of a run in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{run.id}.json"

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import ROOT, plot
 from benchmarks.figures import front, style
 from benchmarks.files import run_file, runs
+from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.judge import judged
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, words
 from tests.helpers.made_run import made_run, write
@@ -28,7 +29,7 @@ def put(root, number=0, model="gpt3", change=None, **more):
 
 
 def fail(run):
-    run.builds[""].variants["graph_layer"].raised = run_file.Raised(kind="error", reason="it ended")
+    run.builds[""].variants["graph_layer"].raised = Raised(kind="error", reason="it ended")
 
 
 @lru_cache
@@ -140,7 +141,7 @@ def test_a_failed_graph_is_in_no_figure(tmp_path):
 
 
 def test_a_users_step_and_each_moe_have_their_names(tmp_path):
-    put(tmp_path, 0, model=run_file.OWN_STEP, label="nanogpt-build")
+    put(tmp_path, 0, model=OWN_STEP, label="nanogpt-build")
     put(tmp_path, 1, model="moe", preset="gpt_oss_fwd_bwd")
     put(tmp_path, 2, model="moe", preset="qwen3_share")
     for name in front.FIGURES:
@@ -182,7 +183,7 @@ def test_what_cannot_be_drawn_is_a_line(tmp_path, capsys):
 
 
 def test_a_name_cannot_break_a_file(tmp_path):
-    put(tmp_path, 0, model=run_file.OWN_STEP, label="../x$a$<b>")
+    put(tmp_path, 0, model=OWN_STEP, label="../x$a$<b>")
     assert plot.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     for name in front.FIGURES:
         text = (tmp_path / "out" / f"{name}.svg").read_text()
@@ -191,7 +192,7 @@ def test_a_name_cannot_break_a_file(tmp_path):
 
 
 def test_odd_numbers_and_long_names_are_drawn(tmp_path):
-    put(tmp_path, 0, model=run_file.OWN_STEP, label="x" * 100, ms={"eager": 5e3, "graph_layer": 0.5}, issue=(1.0, 3.0))
+    put(tmp_path, 0, model=OWN_STEP, label="x" * 100, ms={"eager": 5e3, "graph_layer": 0.5}, issue=(1.0, 3.0))
     put(tmp_path, 1, model="y" * 100, ms={"eager": 0.5, "graph_layer": 5e3}, issue=(1.0, 0.4))
     put(tmp_path, 2, ms={"eager": 10.0, "graph_layer": 10.0}, issue=(1.0, 10.0))
     for name in front.FIGURES:

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import ROOT, command, judge
 from benchmarks.files import partial, run_file, schema_3
+from benchmarks.files.facts import Raised
 from benchmarks.files.partial import Partial
 from benchmarks.judge import Fault
 from tests.helpers.made_run import HEADER, add_cycle, made_run, write
@@ -118,7 +119,7 @@ def test_a_file_holds_every_step_and_no_verdict(tmp_path):
     own = json.loads(text)["builds"][""]["variants"]
     assert own["eager"]["blocks"][0]["step_ms"] == [9.0, 11.0, 13.0]
     assert own["graph_x"]["raised"] == {"kind": "unsupported", "reason": "needs a GPU"}
-    assert "failed" not in msgspec.json.schema(run_file.Raised)["$defs"]["Raised"]["properties"]["kind"]["enum"]
+    assert "failed" not in msgspec.json.schema(Raised)["$defs"]["Raised"]["properties"]["kind"]["enum"]
 
 
 def test_a_block_counts_by_its_mean():

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.files import archive, run_file, runs
+from benchmarks.files import archive, runs
 from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.run_file import Raised
+from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.files.workload import Workload
+from benchmarks.pages import tables
 from tests.helpers.made_run import FOLDER, H200, made_run, put, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")
@@ -97,7 +98,7 @@ def test_a_row_never_mixes_bases(tmp_path):
         ("eager", 2, 2.0),
         ("eager_twin", 1, 1.6),
     ]
-    assert "against eager_twin" in own[1].note and "against" not in own[0].note
+    assert "against eager_twin" in tables.note(own[1]) and "against" not in tables.note(own[0])
     for row in own:
         assert {point.judged.base for point in row.points} == {row.base}
 
@@ -183,7 +184,7 @@ def test_the_archive_of_this_repository_stands_beside_its_runs():
 def test_two_files_of_one_step_name_are_two_workloads(tmp_path):
     for number, digest in enumerate(("aaaa", "aaaa", "bbbb")):
         flags = ["--step", "my_step.py:build", "--step-digest", digest]
-        more = {"model": run_file.OWN_STEP, "label": "mine", "flags": flags, "boot": str(number)}
+        more = {"model": OWN_STEP, "label": "mine", "flags": flags, "boot": str(number)}
         write(made_run(id=f"20261125T10150{number}Z-a7d396c{number}", **more), tmp_path / FOLDER)
     own = [row for row in runs.read(tmp_path).rows if row.variant == "graph_layer"]
     assert sorted((row.workload.digest, row.num_hosts) for row in own) == [("aaaa", 2), ("bbbb", 1)]
@@ -206,7 +207,7 @@ def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
 
 
 def test_a_step_of_a_user_is_no_model(tmp_path):
-    write(made_run(model=run_file.OWN_STEP, label="mine"), tmp_path / FOLDER)
+    write(made_run(model=OWN_STEP, label="mine"), tmp_path / FOLDER)
     rows = runs.read(tmp_path).rows
     assert any(row.ratio for row in rows) and not runs.best_measured(rows)
 
@@ -217,33 +218,33 @@ def test_a_step_of_a_user_is_no_model(tmp_path):
 
 def test_equal_programs_are_called_the_same(tmp_path):
     put(tmp_path, 0)
-    assert row_of(tmp_path).word == "same" and "same" in row_of(tmp_path).note
+    assert row_of(tmp_path).word == "same" and "same" in tables.note(row_of(tmp_path))
 
 
 def test_an_eager_that_wanders_is_named_beside_its_graph(tmp_path):
     put(tmp_path, 0, ms={"eager": [10.0, 13.0], "graph_layer": 9.0})
-    assert "eager 10.00 to 13.00 ms" in row_of(tmp_path).note
+    assert "eager 10.00 to 13.00 ms" in tables.note(row_of(tmp_path))
 
 
 def test_beside_a_small_effect_stands_the_control(tmp_path):
     names = ("eager", "graph_layer", "control")
     put(tmp_path, 0, names=names, ms={"graph_layer": 9.95, "control": 10.02})
-    assert "control 0.998x +- 0.0 %" in row_of(tmp_path).note
+    assert "control 0.998x +- 0.0 %" in tables.note(row_of(tmp_path))
     put(tmp_path / "other", 0, names=names, ms={"graph_layer": 9.0, "control": 10.02})
-    assert "control" not in row_of(tmp_path / "other").note
+    assert "control" not in tables.note(row_of(tmp_path / "other"))
 
 
 def test_memory_alone_and_what_a_graph_adds(tmp_path):
     put(tmp_path, 0, alone={"eager": 4 * 2**30, "graph_layer": 5 * 2**30})
     row = row_of(tmp_path)
-    assert row.alone_gib == 5.0 and "adds 1.0 GiB" in row.note
+    assert row.alone_gib == 5.0 and "adds 1.0 GiB" in tables.note(row)
     put(tmp_path / "other", 0)
     assert row_of(tmp_path / "other").alone_gib is None
 
 
 def test_uncommitted_source_is_named(tmp_path):
     put(tmp_path, 0, source={"commit": "c", "tree": "t", "clean": False, "hash": "h"})
-    assert "uncommitted source" in row_of(tmp_path).note
+    assert "uncommitted source" in tables.note(row_of(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------

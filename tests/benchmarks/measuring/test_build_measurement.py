@@ -37,7 +37,7 @@ def test_a_step_of_ones_own_is_planned_to_have_its_verdict_in_two_minutes(monkey
     paces = {"eager": {"ms": eager_ms, "reset_s": 0.01}} | {
         name: {"ms": eager_ms / 2, "reset_s": 0.01} for name in ("graph_step", "reduce_overhead")
     }
-    own = SimpleNamespace(model=run.run_file.OWN_STEP, cycles=None, no_control=False, end_s=measure.CYCLES_END_S)
+    own = SimpleNamespace(model=measure.MODEL, cycles=None, no_control=False, end_s=measure.CYCLES_END_S)
     own.is_census = False
     own.minutes, own.host_load, own.limit_s, own.share_memory = None, 0, 600.0, False
     settings = run.settings_of(own, "bench")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from common.measuring.worker import Worker
+from common.variant import Unsupported
 
-CPU = torch.device("cpu")
+CPU, ONE_RANK = torch.device("cpu"), SimpleNamespace(rank=0, world_size=1)
 
 
 class State:
@@ -20,6 +21,35 @@ class State:
         return 0
 
 
+def workload(build):
+    """(arguments, workload) as a script makes them."""
+    numbers = {"flops_per_step": 0.0, "flops_convention": "", "items_per_step": 1, "unit": "tokens"}
+    made = SimpleNamespace(build=build, card=[], notes=[], flops_notes=[], **numbers)
+    return SimpleNamespace(config=SimpleNamespace()), made
+
+
+def test_a_worker_asks_what_fits_when_it_is_told_to_build():
+    """It may be started while another one has the GPU."""
+    asked = []
+
+    def make():
+        asked.append(True)
+        return workload(lambda config, device: State())
+
+    worker = Worker(make, CPU, None, ONE_RANK)
+    assert not asked
+    worker.do_build({})
+    assert asked == [True]
+
+
+def test_what_cannot_run_here_is_no_failure():
+    def make():
+        raise ValueError("--layer te needs a GPU")
+
+    with pytest.raises(Unsupported, match="--layer te needs a GPU"):
+        Worker(make, CPU, None, ONE_RANK).do_build({})
+
+
 @pytest.mark.parametrize("parity", [False, True])
 def test_a_state_for_parity_is_built_under_deterministic_kernels(parity):
     """Llama 2 chooses its attention when it is built: cuDNN's backward is not deterministic."""
@@ -29,10 +59,7 @@ def test_a_state_for_parity_is_built_under_deterministic_kernels(parity):
         seen.append(torch.are_deterministic_algorithms_enabled())
         return State()
 
-    numbers = {"flops_per_step": 0.0, "flops_convention": "", "items_per_step": 1, "unit": "tokens"}
-    workload = SimpleNamespace(build=build, card=[], notes=[], **numbers)
-    args = SimpleNamespace(config=SimpleNamespace())
-    worker = Worker(workload, args, CPU, None, SimpleNamespace(rank=0, world_size=1))
+    worker = Worker(lambda: workload(build), CPU, None, ONE_RANK)
     assert worker.do_build({"parity": parity})["unit"] == "tokens"
     assert seen == [parity] and not torch.are_deterministic_algorithms_enabled()
 
@@ -46,9 +73,8 @@ def test_parity_keeps_a_variant_that_is_compiled_once(monkeypatch, keep):
         made.append(torch.are_deterministic_algorithms_enabled())
         return SimpleNamespace(), {"graphs": len(made)}
 
-    worker = Worker(
-        SimpleNamespace(kinds={}), SimpleNamespace(config=None), CPU, None, SimpleNamespace(rank=0, world_size=1)
-    )
+    worker = Worker(None, CPU, None, ONE_RANK)
+    worker.workload = SimpleNamespace(kinds={})
     monkeypatch.setattr(worker, "_make", make)
     monkeypatch.setattr(worker, "_release", lambda variant: None)
     monkeypatch.setattr(worker, "_course", lambda *args, **more: {"hashes": ["h"]})

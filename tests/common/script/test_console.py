@@ -7,7 +7,13 @@ import pytest
 from common.script import console
 
 WORKLOAD = SimpleNamespace(
-    card=["a card"], notes=["a note"], flops_notes=[], unit="tokens", flops_per_step=2e12, flops_convention="counted", peak_flops=4e15
+    card=["a card"],
+    notes=["a note"],
+    flops_notes=[],
+    unit="tokens",
+    flops_per_step=2e12,
+    flops_convention="counted",
+    peak_flops=4e15,
 )
 CPU = {"cpu": "a CPU, 2 cores", "torch": "2.11"}
 GPU = CPU | {"gpu_name": "NVIDIA H200", "num_gpus": 8}

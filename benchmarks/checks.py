@@ -1,0 +1,298 @@
+"""Checks of a variant's blocks, which must pass before its time counts: a wrong benchmark is usually the fastest.
+
+Pure functions of the facts of a run. Each check compares with the base or with the reference in the same cycle, names
+its `Fault`, and says it in one line. On a GPU every block counts. A CPU shares its cores with other programs: there a
+check of time or threads accuses a variant only where three blocks of eight show the fault, and never fewer than three.
+"""
+
+import enum
+import itertools
+import math
+import statistics as plain
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.files.facts import Block, Build, Run, Variant
+
+# A variant of kind "graph" whose graphs launch less than this is not the capture that its name says.
+LEAST_GRAPH_SHARE = {"cuda": 0.2, "cpu": 0.05}
+MOVED_TOLERANCE = 0.10
+LEAK_BYTES = {"cuda": 32 * 2**20, "cpu": 64 * 2**20}
+CLOCK_SHARE = 0.05
+CLOCK_SLACK_S = {"cuda": 0.015, "cpu": 0.05}
+LATE_MS = 10.0
+# Rounding of a loss that is printed with seven digits.
+LEAST_LOSS_DEVIATION = {"cuda": 1e-5, "cpu": 1e-6}
+# A difference counts from so many times that of two runs of the reference.
+SCATTER_FACTOR = 2.0
+# Blocks on a CPU that have to show a fault of time or threads.
+LEAST_CPU_BLOCKS, CPU_SHARE = 3, 3 / 8
+# Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
+# others: in Llama 2 70B by up to 3.4e-3, eager's blocks like graphs'. More than this is no rounding.
+LARGEST_OF_ONE_BLOCK = 1e-2
+
+
+class Fault(enum.Enum):
+    """The kind of a fault, beside the sentence that says it."""
+
+    RAISED = "raised"
+    SEALED = "sealed"
+    NOT_TIMED = "not timed"
+    NOT_COMPARED = "not compared"
+    PARITY = "parity"
+    PARITY_AFTER = "parity after its blocks"
+    GRAPHS = "graphs"
+    REPLAYS = "replays"
+    GRAPH_SHARE = "graph share"
+    CLOCK = "clock"
+    LATE_WORK = "late work"
+    LATE_CHANGE = "late change"
+    GROWTH = "growth"
+    THREADS = "threads"
+    LOSSES = "losses"
+    MOVEMENT = "movement"
+    NOT_WATCHED = "not watched"
+
+
+# Faults of what was computed, not of how.
+OF_NUMBERS = {Fault.PARITY, Fault.PARITY_AFTER, Fault.LOSSES, Fault.MOVEMENT, Fault.LATE_CHANGE, Fault.NOT_WATCHED}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A fault and its sentence."""
+
+    fault: Fault
+    reason: str
+
+
+def fault_of(run: Run, build: Build, name: str) -> Found | None:
+    """Return the reason why the blocks of a variant do not count, or None.
+
+    Raises:
+        KeyError: the build has no variant of this name.
+    """
+    variant = build.variants[name]
+    base = _anchor_of(build) or variant
+    reference = base if name == run.control else build.variants.get(variant.reference, base)
+    if not reference.blocks:
+        reference = base
+    checks: Iterator[Found | None] = iter(
+        (
+            _promise_fault(variant),
+            _share_fault(variant, run.device),
+            _clock_fault(variant, base, run),
+            _late_fault(variant, base, run.device),
+            _growth_fault(build, name, run.device),
+            _thread_fault(variant, base, run.device),
+            _training_fault(variant, reference, build, run.device),
+        )
+    )
+    return next(filter(None, checks), None)
+
+
+def _anchor_of(build: Build) -> Variant | None:
+    own = build.variants.get(build.anchor)
+    return own if own is not None and own.blocks else None
+
+
+def _shows(flags: Sequence[bool], device: str) -> bool:
+    """Whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three.
+
+    One or two blocks on a CPU show nothing: any other program may have taken the core in them.
+    """
+    return sum(flags) >= (1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(flags))))
+
+
+def _quiet(variant: Variant) -> list[Block]:
+    return [block for block in variant.blocks if not block.busy_processes]
+
+
+def _promise_fault(variant: Variant) -> Found | None:
+    promised, replays, made = (
+        variant.capture.promised_graphs,
+        variant.capture.promised_replays,
+        variant.capture.graphs,
+    )
+    is_graph = variant.kind == "graph" and promised != 0
+    if promised is not None and made != promised:
+        return Found(Fault.GRAPHS, f"{made} graphs made, {promised} promised")
+    if is_graph and not made:
+        return Found(Fault.GRAPHS, "no graph made by a variant that promised some")
+    for block in variant.blocks:
+        wanted = block.expected_replays if replays is None else replays * block.steps
+        if block.replays != wanted:
+            said = f"{block.replays} replays in {block.steps} steps of cycle {block.cycle}, {wanted} promised"
+            return Found(Fault.REPLAYS, said)
+        if is_graph and not block.replays:
+            return Found(Fault.REPLAYS, f"no replay in cycle {block.cycle}")
+    return None
+
+
+def _share_fault(variant, device) -> Found | None:
+    share, least = variant.profile.graph_share, LEAST_GRAPH_SHARE[device]
+    launched = "kernels" if device == "cuda" else "operators"
+    if share is None:
+        return None
+    if variant.kind == "eager" and share > 0:
+        return Found(Fault.GRAPH_SHARE, f"graphs launch {100 * share:.1f} % of the {launched} of an eager variant")
+    if variant.kind == "graph" and share < least and variant.capture.promised_graphs != 0:
+        said = f"graphs launch {100 * share:.1f} % of the {launched}, at least {100 * least:g} % are expected"
+        return Found(Fault.GRAPH_SHARE, said)
+    return None
+
+
+def _clock_fault(variant, base, run) -> Found | None:
+    quiet, slack_s = _quiet(variant), CLOCK_SLACK_S[run.device]
+    if run.device == "cpu":
+        # A busy CPU may keep the other process waiting, at the begin or at the end of a block.
+        slack_s = max([slack_s, *(2 * abs(_clock_gap_s(block)) for block in _quiet(base))])
+    wrong = [_is_other_time(block, slack_s, run.ranks) for block in quiet]
+    if not _shows(wrong, run.device):
+        return None
+    block = next(block for block, is_wrong in zip(quiet, wrong, strict=True) if is_wrong)
+    own_s = block.mean_ms * block.steps / 1e3
+    said = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
+    return Found(Fault.CLOCK, said)
+
+
+def _clock_gap_s(block: Block) -> float:
+    """The time of a block's steps by another process's clock less that by its own."""
+    return block.parent_s - block.mean_ms * block.steps / 1e3
+
+
+def _is_other_time(block, slack_s, ranks) -> bool:
+    gap_s = _clock_gap_s(block)
+    # With several ranks, the slowest rank of each step counts. Together these steps may take longer than any rank did.
+    if ranks > 1 and gap_s < 0:
+        return False
+    return abs(gap_s) > max(CLOCK_SHARE * block.parent_s, slack_s)
+
+
+def _late_fault(variant, base, device) -> Found | None:
+    if any(block.late_change for block in variant.blocks):
+        return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
+    # Work that goes on after a variant's block may reach the base's next block. Busy processes delay the look itself.
+    usual, quiet = min(block.late_ms for block in base.blocks), _quiet(variant)
+    if not _shows([block.late_ms > usual + LATE_MS for block in quiet], device):
+        return None
+    most = max(block.late_ms for block in quiet)
+    return Found(Fault.LATE_WORK, f"{most:.0f} ms of work went on after a block had ended, {usual:.0f} ms in the base")
+
+
+def _growth_fault(build, name, device) -> Found | None:
+    variant, bound = build.variants[name], LEAK_BYTES[device]
+    # The first cycle may still allocate memory that stays.
+    grown = sum(block.growth_bytes or 0 for block in variant.blocks if block.cycle > 0)
+    if grown <= bound:
+        total, own = growth_over_cycles(build), growth_over_cycles(build, name)
+        grown = own if total > bound else 0
+    if grown <= bound:
+        return None
+    return Found(Fault.GROWTH, f"memory grew by {grown / 2**20:.0f} MiB from the second cycle to the last")
+
+
+def growth_over_cycles(build: Build, name: str = "") -> int:
+    """Return how memory in use grew from the begin of the second cycle to that of the last, in one process.
+
+    Args:
+        build: with blocks.
+        name: the part that grew from the begin of this variant's blocks to the begin of the next block; "" for all.
+
+    Returns:
+        Bytes; 0 where blocks do not tell.
+    """
+    placed = [(block.cycle, block.place, each, block) for each, own in build.variants.items() for block in own.blocks]
+    placed.sort(key=lambda item: item[:2])
+    last = max((cycle for cycle, *_ in placed), default=0)
+    total = 0
+    for (cycle, _, each, block), (after, place, _, following) in itertools.pairwise(placed):
+        is_counted = 1 <= cycle < last and (after < last or place == 0) and block.process == following.process
+        if is_counted and name in ("", each) and block.held_bytes is not None and following.held_bytes is not None:
+            total += following.held_bytes - block.held_bytes
+    return total
+
+
+def _thread_fault(variant, base, device) -> Found | None:
+    if variant is base or variant.kind == "compile":
+        return None
+    usual = {block.cycle: block.threads for block in base.blocks}
+    extra = [own.threads - usual[own.cycle] for own in variant.blocks if own.cycle in usual]
+    if not extra or not _shows([number >= 1 for number in extra], device):
+        return None
+    return Found(Fault.THREADS, f"{max(extra):g} threads more than the base in its blocks")
+
+
+def _training_fault(variant, reference, build, device) -> Found | None:
+    if not any(moved is None or moved > 0 for block in variant.blocks for moved in block.moved):
+        return Found(Fault.NOT_WATCHED, "no watched tensor of the training state moved in its blocks")
+    if reference is variant:
+        return None
+    scatter = scatter_of_losses(build)
+    bound = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, LEAST_LOSS_DEVIATION[device])
+    others: dict[int, Block] = {}
+    for block in reference.blocks:
+        others.setdefault(block.cycle, block)
+    deviations, pairs = [], []
+    # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
+    of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > LEAST_LOSS_DEVIATION[device] else bound
+    for own in variant.blocks:
+        other = others.get(own.cycle)
+        if other is None or not (own.reset and other.reset):
+            continue
+        deviation = loss_deviation(own.losses, other.losses)
+        if deviation is None:
+            return Found(Fault.LOSSES, f"its losses in cycle {own.cycle} are not those of as many steps")
+        if deviation > of_one_block:
+            said = f"its losses in cycle {own.cycle} differ from the reference's by {deviation:.1e}"
+            return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}")
+        deviations.append(deviation)
+        pairs.append((own, other))
+        found = _movement_fault(own, other)
+        if found:
+            return found
+    still = _still_tensors(pairs)
+    if still:
+        said = f"{still} watched tensors of the training state never moved in its blocks, in the reference's always"
+        return Found(Fault.MOVEMENT, said)
+    middle = plain.median(deviations) if deviations else 0.0
+    if middle > bound:
+        said = f"its losses differ from the reference's by {middle:.1e} in most cycles"
+        return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}")
+    return None
+
+
+def _movement_fault(own: Block, other: Block) -> Found | None:
+    where = f"a block of cycle {own.cycle} moved"
+    moved = [(a, b) for a, b in zip(own.moved, other.moved, strict=False) if b]
+    if any(a is None for a, _ in moved):
+        return Found(Fault.MOVEMENT, f"{where} the training state to values that are not finite")
+    ratio = plain.median(a / b for a, b in moved if a is not None) if moved else 1.0
+    if abs(ratio - 1) > MOVED_TOLERANCE:
+        return Found(Fault.MOVEMENT, f"{where} the training state {ratio:.2f} times as far as the reference")
+    return None
+
+
+def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
+    """Number of watched tensors that moved in every block of the reference and in no block of a variant.
+
+    A single block says nothing: in bfloat16 a small tensor may stay where it is.
+    """
+    tensors = zip(*([*zip(own.moved, other.moved, strict=False)] for own, other in pairs), strict=False)
+    return sum(all(b and a == 0 for a, b in tensor) for tensor in tensors) if pairs else 0
+
+
+def scatter_of_losses(build: Build) -> float:
+    """Return the largest relative difference between losses of two blocks of the base, over all cycles."""
+    base = _anchor_of(build)
+    blocks = [block for block in base.blocks if block.reset] if base else []
+    deviations = [loss_deviation(block.losses, blocks[0].losses) for block in blocks[1:]]
+    return max((each for each in deviations if each is not None), default=0.0)
+
+
+def loss_deviation(own: Sequence[float | None], other: Sequence[float | None]) -> float | None:
+    """Return the largest relative difference of two rows of losses; None where they cannot be compared."""
+    pairs = [(a, b) for a, b in zip(own, other, strict=False) if a is not None and b is not None]
+    if not len(own) == len(other) == len(pairs):
+        return None
+    return max((abs(a - b) / max(abs(b), 1e-30) for a, b in pairs), default=0.0)
