@@ -8,7 +8,7 @@ import math
 import statistics as plain
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -295,6 +295,7 @@ def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[Archive
                         continue
                     if not busy or own.blocks(variant, True):
                         grouped[where, variant].append(Point(path, run, own, variant, bool(busy)))
+    _name_earlier_files(grouped)
     rows = []
     for where, variant in sorted(grouped, key=lambda key: key[0]):
         by_base: dict[str, list[Point]] = defaultdict(list)
@@ -309,6 +310,19 @@ def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[Archive
             row_points = (*each, *(untimed if index == 0 else ()))
             rows.append(_with_archive(where, variant, base, row_points, archived or {}))
     return rows
+
+
+def _name_earlier_files(grouped) -> None:
+    """Give a step of a user another name where a newer run measured another file of the same name."""
+    newest: dict[Workload, tuple[str, str]] = {}
+    for (where, _), points in grouped.items():
+        latest = max(point.run.begin_utc for point in points), where.digest
+        plain_where = replace(where, digest="")
+        newest[plain_where] = max(newest.get(plain_where, latest), latest)
+    for where, variant in list(grouped):
+        if where.digest != newest[replace(where, digest="")][1]:
+            points = grouped.pop((where, variant))
+            grouped[replace(where, label=f"{where.label}, earlier file"), variant] = points
 
 
 def _base_of(point: Point) -> str:
