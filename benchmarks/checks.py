@@ -216,7 +216,9 @@ def growth_over_cycles(build: Build, name: str = "") -> int:
 def _thread_fault(variant, base, device) -> Found | None:
     if variant is base or variant.kind == "compile":
         return None
-    usual = {block.cycle: block.threads for block in base.blocks}
+    usual: dict[int, int] = {}
+    for block in base.blocks:
+        usual[block.cycle] = max(usual.get(block.cycle, 0), block.threads)
     extra = [own.threads - usual[own.cycle] for own in variant.blocks if own.cycle in usual]
     if not extra or not _shows([number >= 1 for number in extra], device):
         return None
