@@ -99,7 +99,7 @@ def census(args: argparse.Namespace) -> int:
                 continue
             print(f"{own.name}", flush=True)
             facts = run.open_run(own, asked)
-            log = facts.path.with_suffix(".log")
+            log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
             run.measure_run(own, asked, facts, log)
             measured = partial.folded(facts.facts)
             reason = _why_not(measured)
@@ -134,7 +134,9 @@ def _sealed(args, first, done, left_out, took_s) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, run_file.as_bytes(found))
         path.chmod(0o444)
-        print(f"\n{run_table.suite(runs)}\n{shown(path)}  ({took_s:.0f} s)")
+        caveat = run_table.on_a_cpu([own for each in runs for own in judge.judged(each).values()])
+        text = run_table.suite(runs) if runs[0].device == "cuda" else f"{run_table.suite(runs)}\n{caveat}"
+        print(f"\n{text}\n{shown(path)}  ({took_s:.0f} s)")
     for facts, _ in done:
         facts.close()
         facts.path.unlink()

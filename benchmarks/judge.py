@@ -133,7 +133,7 @@ class Judged:
             None for the base, for a variant that did not pass, and where no cycle has both.
         """
         base = self.build.anchor if name == self.run.control else self.base
-        if not base or name == base or not self.passed(name):
+        if not base or name == base or not self.passed(name) or not self.passed(base):
             return None
         return self.ratio_to(base, name, busy, without_last)
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.files.facts import printable
 from benchmarks.files.workload import Workload
 
 # Eager's kernels a step may differ by so much from those of a row's newest run.
@@ -33,32 +34,51 @@ class ArchivedHost:
 
     Attributes:
         boot: of the host.
-        kernels: eager's, in a step.
+        kernels: variant -> its kernels in a step, of the last run.
         ms: variant, by its name of today -> mean step, over all its runs there.
     """
 
     boot: str
-    kernels: float
+    kernels: dict[str, float]
     ms: dict[str, float]
 
 
-def read(folder: Path) -> dict[Workload, list[ArchivedHost]]:
-    """Return the hosts of each workload of an archive; {} where the folder is not there."""
+def read(folder: Path) -> tuple[dict[Workload, list[ArchivedHost]], list[str]]:
+    """Return the hosts of each workload of an archive, and a line for each file that cannot be read."""
     records: dict[tuple[Workload, str], list[dict]] = defaultdict(list)
+    faults = []
     for path in sorted(folder.glob("*/*/*/records.jsonl.xz")):
-        with lzma.open(path, "rt") as file:
-            for record in map(json.loads, file):
-                if record["status"] == "pass" and record["steps"]["gpu_ms"] and record["env"].get("boot_id"):
-                    records[_workload(record, path), record["env"]["boot_id"]].append(record)
+        try:
+            found = [(_workload(record, path), record["env"]["boot_id"], record) for record in _timed(path)]
+        except (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+            faults.append(printable(f"{path}: no records of the archive ({type(error).__name__})"))
+            continue
+        for where, boot, record in found:
+            records[where, boot].append(record)
+    return _hosts(records), faults
+
+
+def _timed(path: Path) -> list[dict]:
+    """The records of a file that passed and have times."""
+    with lzma.open(path, "rt") as file:
+        records = [json.loads(line) for line in file]
+    return [
+        record
+        for record in records
+        if record["status"] == "pass" and record["steps"]["gpu_ms"] and record["env"].get("boot_id")
+    ]
+
+
+def _hosts(records) -> dict[Workload, list[ArchivedHost]]:
     found: dict[Workload, list[ArchivedHost]] = defaultdict(list)
     for (where, boot), own in sorted(records.items()):
-        kernels = [record["num_kernels"] for record in own if record["variant"] == "eager" and record["num_kernels"]]
+        kernels = {_name(record): record["num_kernels"] for record in own if record["num_kernels"]}
         times: dict[str, list[float]] = defaultdict(list)
         for record in own:
             times[_name(record)].append(math.fsum(record["steps"]["gpu_ms"]) / len(record["steps"]["gpu_ms"]))
-        if kernels:
+        if "eager" in kernels:
             means = {name: math.fsum(each) / len(each) for name, each in times.items()}
-            found[where].append(ArchivedHost(boot, kernels[-1], means))
+            found[where].append(ArchivedHost(boot, kernels, means))
     return dict(found)
 
 

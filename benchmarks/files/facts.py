@@ -255,7 +255,7 @@ class Variant(Struct, kw_only=True):
         after: courses after the blocks, on the graphs that were timed; a reference has two.
     """
 
-    kind: Name
+    kind: Literal["eager", "graph", "compile"]
     help: Text
     headline: bool
     traits: dict[Name, Text] = field(default_factory=dict)

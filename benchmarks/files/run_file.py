@@ -138,6 +138,8 @@ def _require_sound(run: Run) -> None:
             seen = Counter(block.cycle for block in own.blocks)
             if any(number > (2 if name == build.anchor else 1) for number in seen.values()):
                 raise ValueError(f"{name} has more blocks in a cycle than the order has")
+            if run.schema == SCHEMA and own.sealed is not None:
+                raise ValueError(f"{name} holds a verdict, which a file of schema {SCHEMA} does not")
             if any(not block.steps for block in own.blocks):
                 raise ValueError(f"{name} has a block without steps")
             if any(block.classes and len(block.classes) != len(block.step_ms) for block in own.blocks):

@@ -224,6 +224,11 @@ class Row:
         """Cycles of all runs."""
         return sum(point.ratio.cycles for point in self.timed if point.ratio is not None)
 
+    def range_of(self, name: str) -> Range | None:
+        """Return the range over passing runs of a number of `Point`, such as "ceiling"; None if none has it."""
+        passed = [point for point in self.points if point.verdict.status == PASS]
+        return _range([value for point in passed if (value := getattr(point, name)) is not None])
+
     def median(self, name: str) -> float | None:
         """Return the median over passing runs of a number of `Point`, such as "issue_ms"; None if none has it."""
         passed = [point for point in self.points if point.verdict.status == PASS]
@@ -279,7 +284,8 @@ def read(root: Path) -> Found:
         else:
             paths = ", ".join(str(path) for path, _ in same)
             faults.append(f"{paths}: have one id and differ: none of them counts")
-    return Found(root, kept, faults, rows_of(kept, archive.read(root / "archive")))
+    archived, damaged = archive.read(root / "archive")
+    return Found(root, kept, [*faults, *damaged], rows_of(kept, archived))
 
 
 def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None) -> list[Row]:
@@ -342,7 +348,8 @@ def _with_archive(where, variant, base, points, archived) -> Row:
         for host in archived.get(of_archive, ())
         if host.boot not in known
         and {base, variant} <= host.ms.keys()
-        and (base != "eager" or abs(host.kernels / kernels - 1) <= archive.SAME_KERNELS)
+        and base in host.kernels
+        and abs(host.kernels[base] / kernels - 1) <= archive.SAME_KERNELS
     )
     return Row(workload=where, variant=variant, base=base, points=points, archived=hosts)
 

@@ -44,7 +44,8 @@ def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     gpu = next((each.name for each in run.host.gpus), "CPU")
     own = run.builds.get(build)
     asked, held = (own.asked_layers, own.config.get("layers")) if own else (None, None)
-    preset = f"{run.preset}-l{held}" if asked and held and held < asked else run.preset
+    is_smaller = asked is not None and isinstance(held, int) and held < asked
+    preset = f"{run.preset}-l{held}" if is_smaller else run.preset
     return Workload(gpu, run.ranks, run.model, preset, run.label, build, busy, _digest(run))
 
 

@@ -87,7 +87,7 @@ class BuildMeasurement:
         with self._timed("parity"):
             missing = self._missing("parity", twice=True)
             if missing:
-                self.say(f"  parity of {len(set(missing))} variants, with deterministic kernels")
+                self.say(f"  parity of {_counted(missing)}, with deterministic kernels")
             for variant in missing:
                 is_kept = self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
                 command = {"do": "parity", "keep": is_kept, **self._parity_steps()}
@@ -154,7 +154,7 @@ class BuildMeasurement:
         known, remaining = self._of("plan"), self.worker.remaining()
         if known and known[-1]["base"] in remaining:
             return known[-1]
-        self.say(f"  capture and pilot of {len(remaining)} variants")
+        self.say(f"  capture and pilot of {_counted(remaining)}")
         with self._timed("pilot"):
             paces = {}
             for variant in remaining:
@@ -256,7 +256,7 @@ class BuildMeasurement:
         paces, missing = self._of("plan")[-1]["paces"], self._missing_alone()
         if not missing:
             return
-        self.say(f"  memory of {len(missing)} variants, each alone in a process")
+        self.say(f"  memory of {_counted(missing)}, each alone in a process")
         with self._timed("alone"):
             for index, variant in enumerate(missing):
                 ms = paces.get(variant, {"ms": 100.0})["ms"]
@@ -308,3 +308,8 @@ class BuildMeasurement:
 
     def _known_s(self) -> float:
         return math.fsum(each["seconds"] for each in self.partial.of("seconds"))
+
+
+def _counted(names) -> str:
+    number = len(set(names))
+    return f"{number} variant{'s' if number != 1 else ''}"

@@ -58,6 +58,7 @@ def note(row: Row) -> str:
     is_graph = bool(row.timed) and not row.control
     texts = [row.word if row.word in ("same", "unclear") else ""]
     texts.append("" if row.base in ("eager", "", row.variant) or row.control else f"against {row.base}")
+    texts.append("no eager variant passed" if not row.base and row.kind != "eager" else "")
     if is_graph:
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
@@ -109,6 +110,14 @@ def _scaled(number, format_, unit=""):
     return "" if number is None else f"{format(number, format_)}{unit}"
 
 
+def _times(over):
+    """A range as in 1.228 to 1.393x, or one number."""
+    if over is None:
+        return ""
+    low, high = (f"{value:.3f}" for value in over)
+    return f"{low}x" if low == high else f"{low} to {high}x"
+
+
 def _parity(row):
     return "" if row.control else row.newest.verdict.parity
 
@@ -136,7 +145,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "gain": gain,
     "gain over hosts": gain_and_interval,
     "95 %": interval,
-    "at most": lambda row: "" if row.control else _scaled(row.median("ceiling"), ".3f", "x"),
+    "at most": lambda row: "" if row.control else _times(row.range_of("ceiling")),
     "hosts": lambda row: row.hosts_text if row.hosts else "",
     "note": lambda row: note(row) if row.status == PASS else row.status,
     "reached": lambda row: "" if row.control else _percent(row.median("reached"), 1),
@@ -195,11 +204,15 @@ def _line(line, columns, widths):
 
 
 def not_timed(rows: list[Row]) -> list[str]:
-    """Lines for what has no number, equal reasons together."""
+    """Lines for what has no number, in all runs or in some, equal reasons together."""
     alike: dict = {}
     for row in rows:
-        if row.status != PASS:
-            alike.setdefault((row.workload.name, row.status, row.reason), []).append(row.variant)
+        some = any(point.verdict.status == PASS for point in row.points)
+        for point in row.points:
+            if point.verdict.status != PASS:
+                where = f"{row.workload.name}, {point.run.id}" if some else row.workload.name
+                names = alike.setdefault((where, point.verdict.status, point.verdict.reason), [])
+                names += [row.variant] if row.variant not in names else []
     return [
         printable(f"{where}: {', '.join(names)}: {status}{f' ({reason})' if reason else ''}")
         for (where, status, reason), names in alike.items()

@@ -512,3 +512,11 @@ def test_steps_that_differ_in_kind_have_a_typical_step_and_no_rate():
     assert found.typical_ms("graph_layer") == pytest.approx((4 + 20) / 2) and found.tflops("graph_layer") is None
     assert found.ms("graph_layer") == pytest.approx(82 / 6)
     assert found.tflops("eager") == pytest.approx(800.0) and math.isclose(found.ms("eager"), 10.0)
+
+
+def test_without_a_base_that_passed_nothing_is_compared_not_even_the_control():
+    run = made_run(names=("eager", "graph_layer", "control"))
+    own = judge.judged(change(run, "eager", parent_s=3.0))[""]
+    assert own.verdicts["eager"].fault == Fault.CLOCK and own.base == ""
+    assert own.ratio_of("graph_layer") is None and own.ratio_of("control") is None
+    assert own.ceiling("graph_layer") is None

@@ -119,11 +119,11 @@ def test_a_run_in_which_the_variant_failed_says_nothing_against_a_base(tmp_path)
 
 def test_hosts_of_the_archive_count_where_eager_makes_the_same_kernels():
     archived = [
-        ArchivedHost("x", 100.9, {"eager": 20.0, "graph_layer": 10.0}),
-        ArchivedHost("y", 101.1, {"eager": 90.0, "graph_layer": 1.0}),
-        ArchivedHost("z", 100.0, {"eager": 40.0}),
+        ArchivedHost("x", {"eager": 100.9}, {"eager": 20.0, "graph_layer": 10.0}),
+        ArchivedHost("y", {"eager": 101.1}, {"eager": 90.0, "graph_layer": 1.0}),
+        ArchivedHost("z", {"eager": 100.0}, {"eager": 40.0}),
         # The host of the run itself.
-        ArchivedHost("b", 100.0, {"eager": 90.0, "graph_layer": 1.0}),
+        ArchivedHost("b", {"eager": 100.0}, {"eager": 90.0, "graph_layer": 1.0}),
     ]
     more = {"issue": (12.0, 8.0), "kernels": 100, "ms": {"eager": 12.0, "graph_layer": 8.1}}
     row = rows_with(archived, **more)["graph_layer"]
@@ -139,7 +139,7 @@ def test_hosts_of_the_archive_count_where_eager_makes_the_same_kernels():
     "changes", [{"gpus": ({"name": "NVIDIA H100", "uuid": "GPU-2"},)}, {"ranks": 2}, {"label": "x"}]
 )
 def test_hosts_of_the_archive_are_those_of_the_same_workload(changes):
-    archived = [ArchivedHost("x", 9, {"eager": 20.0, "graph_layer": 10.0})]
+    archived = [ArchivedHost("x", {"eager": 9}, {"eager": 20.0, "graph_layer": 10.0})]
     own = {"issue": (12.0, 8.0)}
     assert rows_with(archived, **own)["graph_layer"].num_hosts == 2
     assert rows_with(archived, **own, **changes)["graph_layer"].num_hosts == 1
@@ -157,11 +157,17 @@ def test_the_archive_is_read_by_todays_names(tmp_path):
     path.parent.mkdir(parents=True)
     with lzma.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    ((where, (host,)),) = archive.read(tmp_path).items()
+    found, faults = archive.read(tmp_path)
+    ((where, (host,)),) = found.items()
+    assert faults == []
     assert where == Workload("NVIDIA H200", 1, "rnnt", "bench", "persistent")
     # Means of each run's steps; a host without eager has no kernels to compare.
-    assert host == ArchivedHost("x", 300, {"eager": 16.0, "graph_step": 9.0, "graph_networks": 11.0})
-    assert archive.read(tmp_path / "none") == {}
+    kernels = {"eager": 300, "graph_step": 300, "graph_networks": 300}
+    assert host == ArchivedHost("x", kernels, {"eager": 16.0, "graph_step": 9.0, "graph_networks": 11.0})
+    assert archive.read(tmp_path / "none") == ({}, [])
+    next(tmp_path.rglob("*.xz")).write_bytes(b"damaged")
+    found, (fault,) = archive.read(tmp_path)
+    assert "no records of the archive" in fault
 
 
 def test_the_archive_of_this_repository_stands_beside_its_runs():
