@@ -38,8 +38,7 @@ def found(checkout):
     (path,) = (checkout / "runs").rglob("*.json")
     run = run_file.read(path)
     host = replace(run.host, gpus=[Gpu(**gpu) for gpu in H200])
-    # What a GPU would be asked for beside it.
-    on_gpu = replace(run, preset="bench", device="cuda", host=host)
+    on_gpu = replace(run, preset="bench", host=host)
     write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")
     return runs.read(checkout / "results")
 

@@ -15,14 +15,14 @@ from benchmarks.pages.run_table import milliseconds
 
 SCREEN = 100
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")
-ON_SCREEN = ("variant", "base ms", "ms", "gain", "95 %", "at most", "hosts", "note")
+ON_SCREEN = ("variant", "base ms", "ms", "gain", "95 % or range", "most", "on hosts", "note")
 WIDE = (
     *("reached", "typical ms", "issue ms", "busy ms", "kernels", "in graphs", "parity", "TFLOP/s", "J a step", "MHz"),
     *("capture s", "alone GiB", "added GiB", "runs"),
 )
 # A row names the scatter of its base's blocks if they differ by more.
 WIDE_SPREAD = 0.10
-TEXT = ("workload", "variant", "note", "parity", "hosts")
+TEXT = ("workload", "variant", "note", "parity", "hosts", "on hosts")
 
 
 def interval(row: Row) -> str:
@@ -118,6 +118,10 @@ def _times(over):
     return f"{low}x" if low == high else f"{low} to {high}x"
 
 
+def _number_of_hosts(row):
+    return f"{row.num_hosts} ({len(row.archived)})" if row.archived else str(row.num_hosts) if row.hosts else ""
+
+
 def _parity(row):
     return "" if row.control else row.newest.verdict.parity
 
@@ -142,7 +146,10 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "ms": lambda row: milliseconds(row.ms) if row.status == PASS else "",
     "base ms over hosts": lambda row: with_range(row.base_ms, row.base_ms_range),
     "ms over hosts": lambda row: with_range(row.ms, row.ms_range) if row.status == PASS else "",
-    "gain": gain,
+    "gain": lambda row: gain(row) if row.num_hosts < 2 else "",
+    "95 % or range": lambda row: interval(row) if row.num_hosts < 2 else gain(row),
+    "most": lambda row: "" if row.control else _scaled(row.median("ceiling"), ".3f", "x"),
+    "on hosts": lambda row: _number_of_hosts(row),
     "gain over hosts": gain_and_interval,
     "95 %": interval,
     "at most": lambda row: "" if row.control else _times(row.range_of("ceiling")),
