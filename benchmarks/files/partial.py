@@ -138,7 +138,9 @@ def folded(facts: list[dict]) -> Run:
         "unit": worker.get("unit", ""),
         "whole": bool(ends),
         "seconds": seconds,
-        "builds": {name: _build(header["builds"][name], own) for name, own in by_build.items() if own},
+        "builds": {
+            name: _build(header["builds"][name], own, header["control"]) for name, own in by_build.items() if own
+        },
     }
     return msgspec.convert(made, Run)
 
@@ -156,16 +158,23 @@ def _first(facts, fact, **values) -> dict:
     return next(iter(_of(facts, fact, **values)), {})
 
 
-def _build(declared, facts) -> Build:
+def _build(declared, facts, control) -> Build:
     worker, plans = _first(facts, "worker"), _of(facts, "plan")
     cycles = {each["cycle"]: each for each in _of(facts, "cycle")}
+    anchor = plans[-1]["base"] if plans else ""
+    # Where a base failed and another follows, the control repeated the first one so far: no control of the second.
+    repeats = {number: each for number, each in cycles.items() if each["order"][:1] == [anchor]}
+    variants = {
+        name: _variant(name, own, facts, repeats if name == control else cycles)
+        for name, own in declared["variants"].items()
+    }
     made = {
-        "anchor": plans[-1]["base"] if plans else "",
+        "anchor": anchor,
         "fields": declared.get("fields", {}),
         "asked_layers": declared.get("asked_layers"),
         **{key: worker[key] for key in OF_BUILD if key in worker},
         "cycles": [_as(Cycle, each | {"busy_processes": each["busy"]}) for _, each in sorted(cycles.items())],
-        "variants": {name: _variant(name, own, facts, cycles) for name, own in declared["variants"].items()},
+        "variants": variants,
     }
     # A constructor checks no type.
     return msgspec.convert(made, Build)

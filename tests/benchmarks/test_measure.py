@@ -242,8 +242,8 @@ def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_pa
     assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
     assert "several ranks are captured on GPUs alone" in done.stdout.splitlines()[-1]
     (found,) = (tmp_path / "runs").rglob("*.json")
-    (build,) = run_file.read(found).builds.values()
-    assert build.variants["eager"].parity.result == "bitwise"
+    (judged,) = judge.judged(run_file.read(found)).values()
+    assert judged.verdicts["eager"].parity == "bitwise"
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import measure, run
-from benchmarks.files import partial
+from benchmarks import judge, measure, run
+from benchmarks.files import partial, run_file
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan, build_measurement
 from benchmarks.measuring.build_measurement import BuildMeasurement
@@ -58,6 +58,9 @@ def test_the_clock_ends_a_run_after_its_fewest_cycles(monkeypatch, cycle_s, end_
     assert cycles_made(monkeypatch, cycle_s, end_s=end_s)[0] == cycles
 
 
+STEPS = {"untimed": 2, "timed": 20, "drained": 3, "resets_each": True}
+
+
 class FakeWorker:
     """A worker that answers at once."""
 
@@ -78,19 +81,25 @@ class FakeWorker:
         return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
 
 
+def measurement_of(folder, eagers, graphs):
+    """A measurement by default settings that has its first plan, and the partial file of it."""
+    declared = HEADER["builds"][""]["variants"]
+    variants = {name: declared["eager"] for name in eagers} | {name: declared["graph_step"] for name in graphs}
+    variants["control"] = declared["eager"] | {"reference": "control"}
+    own = Partial(folder / f"run{partial.SUFFIX}")
+    own.add("header", **HEADER | {"builds": {"": {"variants": variants}}})
+    own.add("plan", build="", base=eagers[0], steps=STEPS)
+    settings = run.settings_of(run.parse(["--model", "gpt3"]), "bench")
+    request = BuildRequest(name="", fields={}, variants=variants, command=None, environment={})
+    measurement = BuildMeasurement(request, settings, own, folder / "log", lambda text: None)
+    measurement.worker = FakeWorker([*eagers, *graphs])
+    return measurement, own
+
+
 @pytest.fixture
 def eight_cycles(tmp_path):
     """The run of eager and two graphs by default settings, and its worker."""
-    declared = HEADER["builds"][""]["variants"]
-    variants = {"eager": declared["eager"], **{name: declared["graph_step"] for name in ("graph_a", "graph_b")}}
-    variants["control"] = declared["eager"] | {"reference": "control"}
-    own = Partial(tmp_path / f"run{partial.SUFFIX}")
-    own.add("header", **HEADER | {"builds": {"": {"variants": variants}}})
-    own.add("plan", build="", base="eager", steps={"untimed": 2, "timed": 20, "drained": 3, "resets_each": True})
-    settings = run.settings_of(run.parse(["--model", "gpt3"]), "bench")
-    request = BuildRequest(name="", fields={}, variants=variants, command=None, environment={})
-    measurement = BuildMeasurement(request, settings, own, tmp_path / "log", lambda text: None)
-    measurement.worker = FakeWorker(["eager", "graph_a", "graph_b"])
+    measurement, own = measurement_of(tmp_path, ["eager"], ["graph_a", "graph_b"])
     measurement._measure_cycles()
     own.close()
     return partial.folded(own.facts), measurement.worker
@@ -113,6 +122,25 @@ def test_the_control_is_blocks_of_the_base_and_the_hosts_pace_is_sampled_in_each
     blocks = [variant for variant, command in worker.asked if command["do"] == "block"]
     assert blocks.count("eager") == 24 and "control" not in blocks
     assert [cycle.operator_us for cycle in found.builds[""].cycles] == [9.0] * 8
+
+
+def test_a_run_goes_on_with_another_base_where_its_base_fails_between_cycles(tmp_path):
+    measurement, own = measurement_of(tmp_path, ["eager", "eager_torch"], ["graph_step"])
+    for number in range(3):
+        measurement._measure_cycle(number)
+    own.add("left_out", build="", variant="eager", kind="error", reason="sample 13 cannot be read")
+    measurement.worker.names.remove("eager")
+    own.add("plan", build="", base="eager_torch", steps=STEPS)
+    measurement._measure_cycles()
+    own.add("end", end_utc="2026-11-25T10:20:00Z")
+    own.close()
+    (judged,) = judge.judged(run_file.read(partial.seal(own))).values()
+    assert judged.verdicts["eager"].reason == "sample 13 cannot be read" and judged.build.anchor == "eager_torch"
+    # What the control repeated first is no longer the base.
+    counts = {name: len(variant.blocks) for name, variant in judged.build.variants.items()}
+    assert counts == {"eager": 6, "eager_torch": 3 + 2 * 5, "graph_step": 8, "control": 5}
+    assert judged.ratio_to("eager_torch", "graph_step").cycles == 8
+    assert judged.ratio_to("eager_torch", "control").cycles == 5
 
 
 @pytest.mark.parametrize(
