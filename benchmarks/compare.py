@@ -55,9 +55,7 @@ def report(args) -> int:
     if rows:
         hosts = runs.counted(len({run.host.boot for _, run in found.runs}), "host")
         where = f"{hosts} in {shown(Path(args.root))}"
-        print(
-            f"\n{runs.counted(len(found.runs), 'run')} on {where}. docs/method.md: how to read them; (3): three archived"
-        )
+        print(f"\n{runs.counted(len(found.runs), 'run')} on {where}. docs/method.md: how to read them; (3): 3 archived")
     return 1 if found.faults else 0
 
 

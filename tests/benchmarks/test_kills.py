@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from benchmarks import judge
 from benchmarks.files import partial
 from benchmarks.processes import supervisor
 from tests.helpers.bench_process import bench, only_run, start, workers
@@ -38,10 +39,10 @@ def test_after_a_kill_the_same_command_goes_on(tmp_path, number):
         kept = [json.loads(line) for line in lines if b'"fact":"block"' in line and line.endswith(b"}")]
         done = bench(tmp_path, *MORE)
         assert done.returncode == 0, done.stdout + done.stderr
-    (build,) = only_run(tmp_path).builds.values()
-    graph = build.variants["graph_step"]
-    assert [block.cycle for block in graph.blocks] == [0, 1, 2] and graph.status == "pass", graph.reason
+    (judged,) = judge.judged(only_run(tmp_path)).values()
+    blocks, verdict = judged.blocks("graph_step"), judged.verdicts["graph_step"]
+    assert [block.cycle for block in blocks] == [0, 1, 2] and verdict.status == "pass", verdict.reason
     # A cycle that had ended stands as it was measured.
-    ended = {fact["cycle"]: fact["ms"] for fact in kept if fact["variant"] == "graph_step"}
-    whole = {fact["cycle"] for fact in kept if fact["variant"] == build.base and fact["place"] > 0}
-    assert all(block.ms == ended[block.cycle] for block in graph.blocks if block.cycle in whole & ended.keys())
+    ended = {fact["cycle"]: fact["step_ms"] for fact in kept if fact["variant"] == "graph_step"}
+    whole = {fact["cycle"] for fact in kept if fact["variant"] == judged.build.anchor and fact["place"] > 0}
+    assert all(block.step_ms == ended[block.cycle] for block in blocks if block.cycle in whole & ended.keys())

@@ -107,18 +107,14 @@ def test_what_to_do_follows_from_step_and_busy(tmp_path, busy, line):
 def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
     put(tmp_path, 0, ms={"graph_layer": 8.0})
     assert table("nvidia", tmp_path).count("not measured yet") == len(published.PUBLISHED)
-    run = made_run(ms={"graph_layer": 8.0}, id="20261125T101509Z-a7d396c9")
-    own = run.builds[""].variants
-    own["graph_layer_te"] = own.pop("graph_layer")
-    write(run, tmp_path / "h200x1/gpt3-bench")
+    put(tmp_path, 9, ms={"graph_layer_te": 8.0}, names=("eager", "graph_layer_te"))
     line = table("nvidia", tmp_path).splitlines()[2]
     assert "graph_layer_te: 1.250x" in line and "a GPU's share of 8 of 96 layers" in line
 
 
 def test_a_capture_that_failed_is_not_called_unmeasured(tmp_path):
-    run = made_run()
+    run = made_run(names=("eager", "graph_layer_te"))
     own = run.builds[""].variants
-    own["graph_layer_te"] = own.pop("graph_layer")
     own["graph_layer_te"].parity[0].hashes, own["graph_layer_te"].parity[0].losses = ["other"], [2.0]
     write(run, tmp_path / "h200x1/gpt3-bench")
     assert "graph_layer_te: failed" in table("nvidia", tmp_path)
