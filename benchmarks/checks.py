@@ -97,7 +97,7 @@ def _anchor_of(build: Build) -> Variant | None:
 
 
 def _shows(flags: Sequence[bool], device: str) -> bool:
-    """Whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three.
+    """Return whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three.
 
     One or two blocks on a CPU show nothing: any other program may have taken the core in them.
     """

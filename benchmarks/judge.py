@@ -58,7 +58,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the facts of a variant come to.
+    """The verdict on the facts of a variant.
 
     Attributes:
         status: "pass", "failed", or what the worker raised: unsupported, oom, capture_failed, numerics_failed, timeout.

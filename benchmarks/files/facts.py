@@ -27,7 +27,7 @@ Promise = Literal["bitwise"] | Finite | None
 
 
 class Raised(Struct, kw_only=True):
-    """Why a variant is not measured to its end, as a worker or its end told it.
+    """The reason for which a variant is not measured to its end, as a worker or its end told it.
 
     Attributes:
         kind: "error" for a worker that ended or an exception without a kind of its own; "changed_settings" and
@@ -71,7 +71,7 @@ class GpuState(Struct, kw_only=True):
 
 
 class Summary(Struct, kw_only=True):
-    """What a file of schema 3 says of a block's steps in the place of their times."""
+    """The sums that a file of schema 3 has in the place of the times of a block's steps."""
 
     steps: Count
     mean_ms: Ms

@@ -159,7 +159,7 @@ def _reruns(own: Judged) -> str:
 
 
 def _meaning(own: Judged) -> str:
-    """What the numbers mean: the ceiling, then a sentence for each graph."""
+    """Say what the numbers mean: the ceiling, then a sentence for each graph."""
     if own.run.device == "cpu" or not own.base:
         return ""
     lines, ceiling = [], own.ceiling(own.base)
