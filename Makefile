@@ -145,7 +145,7 @@ long: ## kills and damaged input by the hundred, half an hour
 	$(from_make) long
 
 lint: ## ruff: rules and format; mypy: types; import-linter: what may import what
-	$(setup) dev
+	$(setup) core dev
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
