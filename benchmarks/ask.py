@@ -234,7 +234,7 @@ def _environment(root, on_gpu):
 
 
 def label_of(flags: list[str], host_load: int) -> str:
-    """Return the part of a folder's name for flags and host load: `--lstm wavefront`, 16 -> lstm-wavefront-load16."""
+    """Return the part of a folder's name for flags and host load: `--buckets 4`, 16 -> buckets-4-load16."""
     words = [Path(text).name if "/" in text else text for text in flags]
     label = re.sub("[^A-Za-z0-9.]+", "-", "-".join(words).replace("_", "-")).strip("-.").lower()
     if len(label) > LONGEST_LABEL:

@@ -16,9 +16,6 @@ MAX_LOSS_SCALE = 2.0**32
 MEL_FEATURES = 240
 # Three frames of 10 ms make a frame of the encoder.
 FRAME_S = 0.03
-# rnnt/kernels/lstm.cu takes this batch and these widths.
-LSTM_BATCH = 8
-LSTM_WIDTHS = (256, 512, 768, 1024)
 # Longer than any speech, and than the tape that rnnt/data/synthetic.py cuts utterances from.
 MAX_LENGTH = 16384
 # Words that --data takes instead of a folder.
@@ -77,11 +74,6 @@ class Config(Timing):
     init_scale: float = option(0.5, "factor on the LSTMs' initial weights")
     forget_bias: float = option(0.5, "initial bias of the LSTMs' forget gates")
     precision: str = option("fp16", "weights and activations; masters are FP32", ("fp16", "bf16"))
-    lstm: str = option(
-        "cudnn",
-        "cudnn, or our kernels for FP16 and a batch of 8: wavefront, two layers side by side",
-        ("cudnn", "wavefront"),
-    )
     lr: float = option(0.0062, "learning rate after warm-up")
     lr_warmup: int = option(544, "steps of linear warm-up")
     lr_hold: int = option(5984, "steps at --lr after the warm-up")
@@ -106,22 +98,11 @@ class Config(Timing):
         require_folder_of_its_own("--data", self.data)
         if self.features < MEL_FEATURES and self.data not in GENERATED:
             raise ValueError(f"--features {self.features}: speech has {MEL_FEATURES}, take as many or more")
-        if self.lstm != "cudnn":
-            self._require_own_lstm()
         buckets.require_kind(self.buckets)
         for name in ("frames", "tokens"):
             length, longest = getattr(self, name), getattr(self, f"max_{name}")
             if self.data == "synthetic" and length > longest:
                 raise ValueError(f"{flag_of(name)} {length}: takes at most {longest}, see {flag_of('max_' + name)}")
-
-    def _require_own_lstm(self):
-        wrong = [] if self.precision == "fp16" else ["--precision fp16"]
-        wrong += [] if self.batch == LSTM_BATCH else [f"--batch {LSTM_BATCH}"]
-        widths = ", ".join(map(str, LSTM_WIDTHS))
-        for name in ("encoder_hidden", "prediction_hidden"):
-            wrong += [] if getattr(self, name) in LSTM_WIDTHS else [f"one of {widths} as {flag_of(name)}"]
-        if wrong:
-            raise ValueError(f"--lstm {self.lstm}: takes {' and '.join(wrong)}, or take cudnn")
 
 
 # Rows of MLPerf v3.1's table of global batch sizes; an epoch is 278,528 utterances. bench takes the row of the
@@ -224,13 +205,9 @@ CELL_COST = 0.00115
 
 
 def padded_cost(config: Config, frames: int, tokens: int) -> float:
-    """Cost of a batch padded to this shape, in LSTM time steps. --buckets auto minimises it.
-
-    Our LSTM kernels end with the longest utterance, so for them padding costs cells of the lattice only.
-    """
+    """Cost of a batch padded to this shape, in LSTM time steps. --buckets auto minimises it."""
     cells = config.batch * ((frames + 1) // 2) * (tokens + 1)
-    steps = 0 if config.lstm != "cudnn" else time_steps(config, frames, tokens)
-    return steps + CELL_COST * cells
+    return time_steps(config, frames, tokens) + CELL_COST * cells
 
 
 def predicted_bytes(config: Config) -> int:
@@ -293,16 +270,12 @@ def card(config: Config, device: str, flops_per_step: float) -> list[str]:
         f"{num_parameters(c) / 1e6:,.1f} M parameters: {name}",
         f"batch {c.batch}, {lengths}, buckets {c.buckets} | {c.precision} with FP32 masters | "
         f"{flops_per_step / 1e12:.3g} TFLOP/step{memory}",
-        f"LSTMs: {c.lstm}",
     ]
 
 
 def notes(config: Config, device: str) -> list[str]:
-    """Lines that name settings without effect here. device: cuda or cpu."""
-    found = []
-    if device == "cpu" and config.lstm != "cudnn":
-        found.append(f"--lstm {config.lstm}: on a CPU torch's own LSTMs run")
-    if device == "cuda" and config.lstm == "cudnn" and not persistent_lstms(config):
-        kernels = "cuDNN's persistent LSTM kernels"
-        found.append(f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them")
-    return found
+    """Lines that name kernels which these settings rule out. device: cuda or cpu."""
+    if device != "cuda" or persistent_lstms(config):
+        return []
+    kernels = "cuDNN's persistent LSTM kernels"
+    return [f"{kernels} take FP16, widths of 128 and batches of 8 to 128: this runs without them"]

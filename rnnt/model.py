@@ -2,12 +2,11 @@
 
 Source: MLPerf training v3.1, NVIDIA's rnnt/model.py and common/rnn.py with baseline_v3-1023sp.yaml and decoupled_rnns.
 Stacks consist of single-layer LSTMs with torch's dropout between them: cuDNN's own dropout keeps a state that no graph
-can record. Our LSTM kernels include the dropout.
+can record.
 
 Nothing is masked. LSTMs run forwards in time, so padding changes only values after an utterance's end, and the loss
 does not read those. One exception, as in the benchmark: the last frame of an utterance of odd length is stacked with
-the frame after it. That is 0 at the end of the tensor, and an LSTM's output for padding elsewhere. Our LSTM kernels
-end with the batch's longest utterance and write 0 after it.
+the frame after it. That is 0 at the end of the tensor, and an LSTM's output for padding elsewhere.
 """
 
 import math
@@ -19,7 +18,6 @@ from torch import nn
 from common.measuring.marks import mark
 from rnnt.config import Config
 from rnnt.loss import joint_hidden
-from rnnt.lstm import lstm
 
 STACK = 2
 
@@ -30,17 +28,15 @@ class Encoder(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.encoder_hidden
-        self.run_stack = RUN_STACK[config.lstm]
         self.pre = _stack(config.features, hidden, config.pre_layers)
         self.post = _stack(STACK * hidden, hidden, config.post_layers)
         self.dropout = nn.Dropout(config.encoder_dropout)
         self.linear = nn.Linear(hidden, config.joint_hidden)
 
     def forward(self, features, lengths):
-        stacked_lengths = (lengths + (STACK - 1)) // STACK
-        x = stack_time(self.run_stack(self.pre, features, lengths, 0, self.dropout))
-        x = self.run_stack(self.post, x, stacked_lengths, 0, self.dropout)
-        return self.linear(x.transpose(0, 1)), stacked_lengths
+        x = stack_time(_run_stack(self.pre, features, self.dropout))
+        x = _run_stack(self.post, x, self.dropout)
+        return self.linear(x.transpose(0, 1)), (lengths + (STACK - 1)) // STACK
 
 
 def stack_time(x):
@@ -50,21 +46,20 @@ def stack_time(x):
 
 
 class Prediction(nn.Module):
-    """forward(tokens int64 [B, U], lengths int32 [B]) -> g [B, U + 1, J]; before the first token is a row of zeros."""
+    """forward(tokens int64 [B, U]) -> g [B, U + 1, J]; before the first token is a row of zeros."""
 
     def __init__(self, config: Config):
         super().__init__()
         hidden = config.prediction_hidden
-        self.run_stack = RUN_STACK[config.lstm]
         # No row for the blank, which is never fed back.
         self.embedding = nn.Embedding(config.vocab - 1, hidden)
         self.layers = _stack(hidden, hidden, config.prediction_layers)
         self.dropout = nn.Dropout(config.prediction_dropout)
         self.linear = nn.Linear(hidden, config.joint_hidden)
 
-    def forward(self, tokens, lengths):
+    def forward(self, tokens):
         x = F.pad(self.embedding(tokens).transpose(0, 1), (0, 0, 0, 0, 1, 0))
-        x = self.run_stack(self.layers, x, lengths, 1, self.dropout)
+        x = _run_stack(self.layers, x, self.dropout)
         return self.linear(x.transpose(0, 1))
 
 
@@ -90,33 +85,18 @@ class RNNT(nn.Module):
         self.joint = Joint(config)
 
 
-def _by_cudnn(layers, x, lengths, extra, dropout):
-    # cuDNN takes lengths from the host only, so it computes padding, too.
-    for layer in layers:
-        x = dropout(layer(x)[0])
-        _mark(x)
-    return x
-
-
-def _by_own_kernels(layers, x, lengths, extra, dropout):
-    weights = [layer.all_weights[0] for layer in layers]
-    x = lstm(x, weights, lengths, extra, dropout.p if dropout.training else 0.0)
-    _mark(x)
-    return x
-
-
-# By --lstm: run(layers, x [T, B, I], lengths int32 [B], extra, dropout) -> output [T, B, H] of a stack with dropout
-# after each layer, from states of zeros. Utterances have `extra` time steps more than `lengths` says.
-RUN_STACK = {"cudnn": _by_cudnn, "wavefront": _by_own_kernels}
-
-
 def _stack(input_size, hidden, num_layers):
     return nn.ModuleList(nn.LSTM(hidden if index else input_size, hidden) for index in range(num_layers))
 
 
-def _mark(x):
-    if not torch.compiler.is_compiling():
-        mark(x)
+def _run_stack(layers, x, dropout):
+    """x [T, B, I] -> output [T, B, H] of the LSTMs, from states of zeros, with dropout after each layer."""
+    # cuDNN takes lengths from the host only, so it computes padding, too.
+    for layer in layers:
+        x = dropout(layer(x)[0])
+        if not torch.compiler.is_compiling():
+            mark(x)
+    return x
 
 
 def flatten(model: RNNT) -> None:

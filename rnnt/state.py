@@ -12,7 +12,6 @@ from common.training.optimizers.adam import LossScaler
 from common.training.step_report import ScaledReport
 from common.variant import Unsupported
 from rnnt import config as rnnt_config
-from rnnt import lstm
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
 from rnnt.data.batches import Batch, Inputs, Source
@@ -33,8 +32,6 @@ class State:
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank, self.world_size = config, device, rank, world_size
         memory.require_batch(config.batch, rnnt_config.predicted_bytes(config), device)
-        if config.lstm != "cudnn":
-            lstm.require(device, max(config.encoder_hidden, config.prediction_hidden))
         self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[config.precision]
         with torch.device(device):
             self.model = RNNT(config)
@@ -55,7 +52,7 @@ class State:
         size = (max(self.plan.audio), config.batch, config.features)
         self.inputs = Inputs(self.source, size, max(self.plan.text), self.dtype, device)
         counts = (functools.partial(count, config) for count in (rnnt_config.training_flops, rnnt_config.time_steps))
-        self.tally = buckets.Tally(*counts, skips_padding=config.lstm != "cudnn")
+        self.tally = buckets.Tally(*counts)
         # exact: ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
 
@@ -101,16 +98,7 @@ class State:
     def end_step(self, index: int):
         """Start the report's copy to the host. Raises FloatingPointError if an earlier step's report ends the run."""
         with section("report"):
-            try:
-                self.report.end_step(index)
-            except FloatingPointError:
-                self.check()
-                raise
-
-    def check(self):
-        """Wait for the device. Raises RuntimeError where an LSTM kernel gave up, after which all results are NaN."""
-        if self.config.lstm != "cudnn":
-            lstm.check(self.device)
+            self.report.end_step(index)
 
     # -- after steps
 
@@ -125,7 +113,7 @@ class State:
             for _ in range(HELD_OUT_BATCHES):
                 batch = Batch(*(tensor.to(self.device) for tensor in source.next()))
                 f, lengths = self.model.encoder(batch.features, batch.feature_lengths)
-                logits = self.model.joint(f, self.model.prediction(batch.tokens, batch.token_lengths))
+                logits = self.model.joint(f, self.model.prediction(batch.tokens))
                 total += transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, self.blank).mean()
         return float(total) / HELD_OUT_BATCHES
 
@@ -150,7 +138,6 @@ class State:
         if self.config.data not in GENERATED:
             wrong, num_words = word_error_rate(self)
             lines.append(f"words      {100 * wrong:.2f} % of {num_words:,} wrong")
-        self.check()
         return lines
 
     def named_state(self):
@@ -159,8 +146,7 @@ class State:
         yield from self.scaler.named_state()
 
     def read_losses(self, count: int) -> list[float]:
-        """Raises FloatingPointError where none of many steps trained, RuntimeError as `check` does."""
-        self.check()
+        """Raises FloatingPointError where none of many steps trained."""
         return self.report.read_losses(count)
 
     def read_grad_norms(self, count: int) -> list[float]:

@@ -115,7 +115,7 @@ def load_batch(state: State, index: int, fit=None) -> Batch:
 def train_on(state: State, batch: Batch):
     """From a batch in the static buffers to new weights: `graph_step` captures this."""
     with section("prediction"):
-        g = state.prediction(batch.tokens, batch.token_lengths)
+        g = state.prediction(batch.tokens)
     with section("encoder"):
         f, lengths = state.encoder(batch.features, batch.feature_lengths)
     mark()
@@ -207,9 +207,7 @@ class GraphedNetworks:
         self.state = state
         encoder, prediction, self.joint = state.encoder, state.prediction, list(state.model.joint.parameters())
         self.encoder = NetworkGraphs(state, state.model.encoder, lambda x: encoder(x.features, x.feature_lengths))
-        self.prediction = NetworkGraphs(
-            state, state.model.prediction, lambda x: (prediction(x.tokens, x.token_lengths),)
-        )
+        self.prediction = NetworkGraphs(state, state.model.prediction, lambda x: (prediction(x.tokens),))
         audio, text = state.plan.audio, state.plan.text
         self.capture = Capture(
             strategy=f"encoder, buckets: {len(audio)}; prediction, buckets: {len(text)}",

@@ -117,11 +117,10 @@ class Tally:
     """Shapes and padding of a run's steps.
 
     flops(frames, tokens): FLOP of one utterance. time_steps(frames, tokens): sequential LSTM steps of a batch.
-    skips_padding: LSTMs end with a batch's longest utterance, whatever it is padded to.
     """
 
-    def __init__(self, flops, time_steps, skips_padding: bool = False):
-        self.flops, self.time_steps, self.skips_padding = functools.cache(flops), time_steps, skips_padding
+    def __init__(self, flops, time_steps):
+        self.flops, self.time_steps = functools.cache(flops), time_steps
         self.reset()
 
     def reset(self):
@@ -141,15 +140,14 @@ class Tally:
         """
         needed, executed = Counter(), Counter()
         for shape, padded, frames, _ in self.steps:
-            needed.update(self._work(shape, shape, len(frames)))
-            executed.update(self._work(padded, shape if self.skips_padding else padded, len(frames)))
+            needed.update(self._work(shape, len(frames)))
+            executed.update(self._work(padded, len(frames)))
         return {name: executed[name] / needed[name] - 1 for name in needed}
 
-    def _work(self, shape, lstm_shape, batch):
+    def _work(self, shape, batch):
         frames, symbols = shape[0], shape[1] + 1
-        cells = batch * ((frames + 1) // 2) * symbols
-        work = {"frames": batch * frames, "symbols": batch * symbols, "cells": cells}
-        return work | {"time steps": self.time_steps(*lstm_shape)}
+        cells, steps = batch * ((frames + 1) // 2) * symbols, self.time_steps(*shape)
+        return {"frames": batch * frames, "symbols": batch * symbols, "cells": cells, "time steps": steps}
 
     def flops_per_step(self) -> tuple[float, float]:
         """FLOP that the utterances' own lengths need, and FLOP executed."""

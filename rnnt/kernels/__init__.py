@@ -1,1 +1,1 @@
-"""Kernels of the joint, the loss, LAMB and the LSTM."""
+"""Kernels of the joint, the loss and LAMB."""

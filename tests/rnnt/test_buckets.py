@@ -83,12 +83,8 @@ def test_auto_takes_few_pairs_and_the_cheapest_that_holds_a_batch():
 def test_auto_weighs_the_lattice_against_time_steps():
     maxima, config = drawn(2000), PRESETS["bench_lengths"]
     both = functools.partial(padded_cost, config)
-    lattice = functools.partial(padded_cost, replace(config, lstm="wavefront"))
-    by_steps, by_both, by_lattice = (
-        buckets.make_plan("auto", maxima, 641, 125, cost) for cost in (steps, both, lattice)
-    )
+    by_steps, by_both = (buckets.make_plan("auto", maxima, 641, 125, cost) for cost in (steps, both))
     assert waste(by_both, maxima, both) < 0.95 * waste(by_steps, maxima, both)
-    assert waste(by_lattice, maxima, lattice) < 0.8 * waste(by_both, maxima, lattice)
     # In a batch of one utterance there is next to no lattice.
     assert padded_cost(replace(config, batch=1), 409, 56) == pytest.approx(time_steps(config, 409, 56), rel=0.01)
 
@@ -99,9 +95,9 @@ def test_other_kinds_are_refused(kind):
         buckets.require_kind(kind)
 
 
-def two_batches(**options):
+def two_batches():
     """The tally of a batch of 10 frames and 4 tokens and one of 11 and 3, both padded to 12 and 6."""
-    tally = buckets.Tally(lambda frames, tokens: 100 * frames + tokens, lambda f, t: 2 * f + t, **options)
+    tally = buckets.Tally(lambda frames, tokens: 100 * frames + tokens, lambda f, t: 2 * f + t)
     tally.add((10, 4), (12, 6), [10, 5], [2, 4])
     tally.add((11, 3), (12, 6), [11, 11], [3, 3])
     return tally
@@ -114,8 +110,6 @@ def test_padding_is_what_is_executed_over_the_longest_of_each_batch():
     assert padding["cells"] == pytest.approx(2 * 6 * 7 / (5 * 5 + 6 * 4) - 1)
     # Of a batch, however many utterances it has.
     assert padding["time steps"] == pytest.approx(2 * (2 * 12 + 6) / (24 + 25) - 1)
-    # LSTMs that end with the longest utterance skip the padding, and nothing else does.
-    assert two_batches(skips_padding=True).padding() == padding | {"time steps": 0}
 
 
 def test_report_and_flops_are_of_the_steps_since_the_reset():

@@ -50,7 +50,7 @@ def test_flops_are_those_that_are_counted(config, shape, monkeypatch):
         model = RNNT(config)
         lengths = torch.empty(2, dtype=torch.int32)
         f, _ = model.encoder(torch.empty(frames, 2, config.features), lengths)
-        model.joint(f, model.prediction(torch.empty(2, tokens, dtype=torch.int64), None))
+        model.joint(f, model.prediction(torch.empty(2, tokens, dtype=torch.int64)))
     assert counter.get_total_flops() == 2 * rnnt.forward_flops(config, frames, tokens)
 
 

@@ -21,7 +21,7 @@ def one_by_one(net, f, lengths, per_frame=30, total=300):
         for frame in encoder_output[:length]:
             for _ in range(min(per_frame, total - len(labels))):
                 # The output after all labels so far.
-                g = net.prediction(torch.tensor([labels], dtype=torch.int64), None)[:, -1:]
+                g = net.prediction(torch.tensor([labels], dtype=torch.int64))[:, -1:]
                 best = net.joint(frame.view(1, 1, -1), g).argmax().item()
                 if best == BLANK:
                     break

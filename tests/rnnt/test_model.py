@@ -31,7 +31,7 @@ def batch(config, frames, tokens, seed=0):
 
 def losses(model, config, features, feature_lengths, tokens, token_lengths):
     f, lengths = model.encoder(features, feature_lengths)
-    logits = model.joint(f, model.prediction(tokens, None))
+    logits = model.joint(f, model.prediction(tokens))
     return transducer_loss(logits, tokens, lengths, token_lengths, config.vocab - 1)
 
 
@@ -59,11 +59,22 @@ def test_shapes(frames, stacked):
     model = make()
     features, feature_lengths, tokens, _ = batch(TINY, [frames, max(1, frames - 3)], [4, 2])
     f, lengths = model.encoder(features, feature_lengths)
-    g = model.prediction(tokens, None)
+    g = model.prediction(tokens)
     assert f.shape == (2, stacked, TINY.joint_hidden) and lengths.dtype == torch.int32
     assert lengths.tolist() == [stacked, (max(1, frames - 3) + 1) // 2]
     assert g.shape == (2, 5, TINY.joint_hidden)
     assert model.joint(f, g).shape == (2, stacked, 5, TINY.vocab)
+
+
+def test_each_network_has_its_own_dropout_after_each_lstm(monkeypatch):
+    model, shares = make(), []
+    monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: shares.append(self.p if self.training else 0.0) or x)
+    features, feature_lengths, tokens, _ = batch(TINY, [10, 7], [4, 2])
+    for is_training in (True, False):
+        model.train(is_training)
+        model.encoder(features, feature_lengths)
+        model.prediction(tokens)
+    assert shares == [TINY.encoder_dropout] * 4 + [TINY.prediction_dropout] * 2 + [0.0] * 6
 
 
 def test_stacking_puts_two_frames_side_by_side():

@@ -14,10 +14,8 @@ from common.machine import memory
 from common.script import by_hand
 from common.variant import Unsupported, Workload
 from common.variant_table import construct
-from rnnt import lstm as lstm_module
 from rnnt.config import PRESETS, learning_rate, notes, training_flops
 from rnnt.data import buckets
-from rnnt.lstm import turns
 from rnnt.state import State, nominal_flops
 from rnnt.train import load_batch, padded_step
 from rnnt.variants import VARIANTS
@@ -120,22 +118,6 @@ def test_without_dropout_padding_changes_little():
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_graphs_of_our_lstms_equal_padded_eager_and_count_no_padding_of_theirs(monkeypatch):
-    # Two layers run side by side, in stretches of 8 steps.
-    monkeypatch.setattr(lstm_module, "TURN_COST", 0)
-    turns.cache_clear()
-    sizes = {"encoder_hidden": 256, "prediction_hidden": 256, "pre_layers": 2, "post_layers": 1}
-    config = replace(TINY, lstm="wavefront", precision="fp16", batch=8, buckets="1", max_tokens=5, tokens=5, **sizes)
-    assert max(map(len, turns(2, config.max_frames))) == 2
-    padded, state = run_steps("eager_padded", 2, config)
-    for name in ("graph_networks", "graph_step"):
-        assert_equal(run_steps(name, 2, config)[0], padded)
-    padding = state.tally.padding()
-    assert padding["frames"] > 0 and padding["time steps"] == 0
-    turns.cache_clear()
-
-
 def test_training_learns():
     _, state = run_steps("eager", 60)
     losses = state.read_losses(60)
@@ -227,10 +209,8 @@ def test_memory_is_refused_by_name(monkeypatch):
         State(TINY, CPU)
 
 
-def test_a_run_says_which_of_its_settings_do_nothing():
-    wavefront = replace(PRESETS["bench"], lstm="wavefront")
-    assert notes(TINY, "cpu") == notes(PRESETS["bench"], "cuda") == notes(wavefront, "cuda") == []
-    assert "torch's own LSTMs" in notes(wavefront, "cpu")[0]
+def test_a_run_says_where_cudnn_s_persistent_kernels_cannot_run():
+    assert notes(TINY, "cpu") == notes(PRESETS["bench"], "cuda") == []
     # Batch 192.
     assert "runs without" in notes(PRESETS["full"], "cuda")[0]
 
