@@ -5,11 +5,10 @@
 A row has input_ids. Optional: labels, -100 at tokens that do not count; or loss_mask, 0 at tokens that predict one that
 does not; seq_start_id, the first token of each document.
 
-MLPerf's .npy of such rows is a pickle and refused: `llama2_lora/data/convert_packed_text.py` makes .jsonl of it.
+MLPerf's .npy of such rows is a pickle and is not read.
 """
 
 import json
-import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,12 +59,6 @@ def require(data: str) -> None:
 def _reader(path):
     # Missing and unreadable files are said first.
     open_regular(path, FLAG).close()
-    if path.suffix == ".npy":
-        told, out = (shlex.quote(shown(each)) for each in (path, path.with_suffix(".jsonl")))
-        raise ValueError(
-            f"{FLAG}: {told} is not read: MLPerf's .npy is a pickle, which can run code. Convert it once, python -m "
-            f"llama2_lora.data.convert_packed_text --in {told} --out {out} --trust-input"
-        )
     if path.suffix not in _READERS:
         raise ValueError(f"{FLAG} {shown(path)}: takes {', '.join(_READERS)}, or a folder with train files")
     return _READERS[path.suffix]

@@ -1,1 +1,1 @@
-"""Shards of latents: made, converted, read."""
+"""Shards of latents: made and read."""

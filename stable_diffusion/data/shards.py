@@ -4,7 +4,7 @@ A shard is a safetensors file of n samples. It holds numbers and no code:
     moments   [n, 8, 64, 64]   from the VAE: 4 channels of means, 4 of log-variances
     context   [n, 77, 1024]    text encodings: OpenCLIP ViT-H-14, penultimate layer
 Both are float32 or float16. A sample is read by two reads at known places; nothing else of a shard is in memory.
-MLPerf's encoded training set, tar files of pickles, is not read here: data/convert_latents.py makes shards of it.
+MLPerf's encoded training set, tar files of pickles, is not read.
 """
 
 import copy
@@ -19,7 +19,7 @@ import numpy as np
 
 from common.files import write_whole
 from common.training.data import safetensors_header
-from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, PICKLES, shown
+from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, shown
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
@@ -30,20 +30,8 @@ class BadSample(ValueError):
     """A sample that cannot be trained on; its text is the reason, in one line."""
 
 
-def shapes_of(latent_size: int, context_tokens: int, context_dim: int) -> dict[str, tuple[int, ...]]:
-    """The shape of a sample's moments and of its text encoding, by name."""
-    return {"moments": (8, latent_size, latent_size), "context": (context_tokens, context_dim)}
-
-
-def require_finite(arrays: dict[str, np.ndarray]) -> None:
-    """Raise BadSample where an array has NaN or infinity."""
-    for name, array in arrays.items():
-        if not np.isfinite(array).all():
-            raise BadSample(f"NaN or infinity in the {name}")
-
-
-def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> int:
-    """Write a shard of samples, arrays by name, whole or not at all; returns the number of samples.
+def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> None:
+    """Write a shard of samples, arrays by name, whole or not at all.
 
     All moments have one shape and dtype, and so have all encodings. One sample at a time is in memory.
     """
@@ -66,30 +54,21 @@ def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> int:
                 shutil.copyfileobj(part, file, 1 << 20)
 
         write_whole(path, write)
-    return count
 
 
 def find(folder) -> list[str]:
     """The names of a folder's shards, at least one. No shard is opened, so training can ask before it builds anything.
 
     Raises:
-        ValueError: There is none; one line that names --data, and the converter where there are tar files.
+        ValueError: There is none; one line that names --data.
     """
-    folder = Path(folder)
-    pickled = (
-        f"--data {shown(folder)}: samples in tar files are pickled, which can run code, and are not read: convert them "
-        "once, python -m stable_diffusion.data.convert_latents --in DIR --out NEW --trust-input"
-    )
-    if folder.suffix in (".tar", *PICKLES) and folder.is_file():
-        raise ValueError(pickled)
     try:
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        names = os.listdir(folder)
     except OSError as error:
         raise ValueError(f"--data {shown(folder)}: cannot be read ({error.strerror})") from None
-    shards = [name for name in names if name.endswith(".safetensors")]
+    shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("."))
     if not shards:
-        has_tars = any(name.endswith(".tar") for name in names)
-        raise ValueError(pickled if has_tars else f"--data {shown(folder)}: no shards (*.safetensors) in it")
+        raise ValueError(f"--data {shown(folder)}: no shards (*.safetensors) in it")
     return shards
 
 
@@ -111,7 +90,7 @@ class Samples:
 
     def __init__(self, folder, latent_size: int, context_tokens: int, context_dim: int):
         self.folder = Path(folder)
-        self.shapes = shapes_of(latent_size, context_tokens, context_dim)
+        self.shapes = {"moments": (8, latent_size, latent_size), "context": (context_tokens, context_dim)}
         self.dtypes = {}
         self.shards = find(folder)
         entries = [self._entries(shard) for shard in self.shards]
@@ -163,7 +142,9 @@ class Samples:
         try:
             with open(path, "rb", buffering=0) as file:
                 arrays = {name: self._array(file, name, self._offsets[number][name], place) for name in NAMES}
-            require_finite(arrays)
+            for name, array in arrays.items():
+                if not np.isfinite(array).all():
+                    raise BadSample(f"NaN or infinity in the {name}")
         except (OSError, BadSample) as error:
             reason = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
             raise BadSample(f"--data: sample {place} of {shown(path)}: {reason}") from None

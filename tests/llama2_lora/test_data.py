@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import pickle
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from common.training.data import limits, token_files
 from llama2_lora.config import MAX_DOCUMENTS, Config
+from llama2_lora.data import rows as rows_of_data
 from llama2_lora.data.windows import open_windows
 
 CONFIG = Config(
@@ -325,6 +327,19 @@ def test_the_bound_of_a_parquet_file_needs_no_pyarrow_to_be_tested(tmp_path, mon
     )
     metadata.num_rows, metadata.num_row_groups = limits.MAX_ROWS + 1, 0
     assert "are too many" in refused(replace(CONFIG, data=str(path)), tmp_path) and not asked
+
+
+@pytest.mark.parametrize("name", ["train.npy", "rows.pkl", "rows.jsonl"])
+def test_a_pickle_is_refused_and_never_loaded(tmp_path, name):
+    harmed = tmp_path / "harmed"
+    (tmp_path / name).write_text(f"cos\nmkdir\n(V{harmed}\ntR.")
+    refused(replace(CONFIG, data=str(tmp_path / name)), tmp_path)
+    if name != "rows.jsonl":
+        with pytest.raises(ValueError, match=f"^--data .*{name}: takes .parquet, .jsonl"):
+            rows_of_data.require(str(tmp_path / name))
+    assert not harmed.exists()
+    pickle.loads((tmp_path / name).read_bytes())
+    assert harmed.exists()
 
 
 def test_other_damaged_or_missing_sources(tmp_path, monkeypatch):

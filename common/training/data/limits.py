@@ -16,8 +16,6 @@ MAX_ROWS = 10_000_000
 # JSON of one line, and of one header, is parsed at once and then takes up to 20 times its bytes.
 MAX_LINE_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 8 * 2**20
-# Names of files that are pickles, or hold some: never read.
-PICKLES = (".pkl", ".pickle", ".p", ".pyd", ".pt", ".pth")
 
 
 def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> BinaryIO:
