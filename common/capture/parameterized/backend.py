@@ -21,13 +21,12 @@ from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from common.capture.parameterized.checks import check_counts, check_separate
+from common.capture.parameterized.checks import check_separate, check_verify
 from common.capture.parameterized.driver import DriverError
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture, untested
 
 _DEVICES = ("cuda", "cpu")
-_OPTIONS: dict[str, int | None] = {"verify": 1, "device_updates": None}
 _MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
@@ -209,24 +208,23 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any],
     Args:
         graph_module: Dynamo's graph.
         example_inputs: its inputs, fake.
-        options: `verify`: launches of each region that are compared with eager (1); `device_updates`: as of
-            `common.capture.parameterized.region.parameterize` (None).
+        options: `verify`: launches of each region that are compared with eager (1).
 
     Returns:
         the compiled function.
 
     Raises:
-        ValueError: an option is unknown, or no count.
+        ValueError: an option is unknown, or `verify` is no number of launches.
     """
-    unknown = sorted(set(options or ()) - set(_OPTIONS))
+    unknown = sorted(set(options or ()) - {"verify"})
     if unknown:
-        raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}")
-    chosen = {**_OPTIONS, **(options or {})}
-    check_counts(chosen)
+        raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has verify")
+    verify = (options or {}).get("verify", 1)
+    check_verify(verify)
 
     def compiler(direction):
         def compile_graph(graph, inputs):
-            compiled = _Compiled(graph, inputs, direction, chosen)
+            compiled = _Compiled(graph, inputs, direction, verify)
 
             # A function: what AOTAutograd wraps around it copies the attributes of functions alone.
             def run(args):
@@ -260,9 +258,9 @@ def _collect(region):
 class _Compiled:
     """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
 
-    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, options: dict[str, Any]):
+    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, verify: int):
         self._graph = graph
-        self._options = options
+        self._verify = verify
         self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
         _regions.append(self.region)
         context = torch._guards.TracingContext.try_get()
@@ -331,14 +329,9 @@ class _Compiled:
         try:
             if not places:
                 raise RegionRefused("all its inputs are parameters: nothing moves")
-            verify = max(self._options["verify"], untested()) if args[0].is_cuda else 0
-            captured = capture(
-                run,
-                [args[index].resolve_conj().resolve_neg() for index in places],
-                verify,
-                unwritten(self._graph),
-                self._options["device_updates"],
-            )
+            verify = max(self._verify, untested()) if args[0].is_cuda else 0
+            moving = [args[index].resolve_conj().resolve_neg() for index in places]
+            captured = capture(run, moving, verify, unwritten(self._graph))
             if captured.written:
                 check_separate(args)
                 if self._lazy.intersection(places[index] for index in captured.written):

@@ -18,44 +18,41 @@ _PLAIN = (
 _RETURN = "which may hold tensors: return tensors in lists, tuples and dicts"
 
 
-def check_arguments(fn, example_inputs, counts: dict[str, Any]) -> list[Any]:
+def check_arguments(fn, example_inputs, verify: int) -> list[Any]:
     """Check the arguments of `parameterize`.
 
     Args:
         fn: the function.
         example_inputs: its inputs.
-        counts: as of `check_counts`.
+        verify: launches to compare with eager.
 
     Returns:
         the examples as a list.
 
     Raises:
-        ValueError: fn cannot be called, or the examples or a count cannot be used.
+        ValueError: fn cannot be called, or the examples or `verify` cannot be used.
     """
     if not callable(fn):
         raise ValueError(f"fn is a {type(fn).__name__}, which cannot be called")
     if isinstance(example_inputs, (torch.Tensor, dict, str)) or not hasattr(example_inputs, "__iter__"):
         raise ValueError(f"example_inputs is a {type(example_inputs).__name__}: pass a list of tensors")
-    check_counts(counts)
+    check_verify(verify)
     inputs = list(example_inputs)
     check_examples(inputs)
     return inputs
 
 
-def check_counts(counts: dict[str, Any]) -> None:
-    """Check arguments that are counts.
+def check_verify(verify: Any) -> None:
+    """Check a number of launches.
 
     Args:
-        counts: {name: value}; `device_updates` may be None.
+        verify: any object.
 
     Raises:
-        ValueError: a value is no count.
+        ValueError: it is no number of launches.
     """
-    for name, value in counts.items():
-        if value is None and name == "device_updates":
-            continue
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} is {value!r}: it is a number of launches or kernels, 0 or more")
+    if not isinstance(verify, int) or verify < 0:
+        raise ValueError(f"verify is {verify!r}: it is a number of launches, 0 or more")
 
 
 def reason_against(tensor: Any) -> str:

@@ -313,15 +313,10 @@ class Executable:
     Args:
         graph: CUgraph; it may be destroyed afterwards.
         nodes: its nodes.
-        prepare: prepare(nodes of the copy), called before it is instantiated.
-
-    Attributes:
-        last_stream: CUstream of the last launch.
     """
 
-    def __init__(self, graph: int, nodes: list[int], prepare=None):
+    def __init__(self, graph: int, nodes: list[int]):
         self._launch = _graph_launch()
-        self.last_stream: int | None = None
         copy, handle = c_void_p(), c_void_p()
         call("cuGraphClone", byref(copy), c_void_p(graph))
         self._copy = copy
@@ -331,8 +326,6 @@ class Executable:
             call("cuGraphNodeFindInClone", byref(found), c_void_p(node), copy)
             self.nodes.append(found)
         try:
-            if prepare is not None:
-                prepare(self.nodes)
             call("cuGraphInstantiateWithFlags", byref(handle), copy, c_ulonglong(0))
         except BaseException:
             library().cuGraphDestroy(copy)
@@ -349,7 +342,6 @@ class Executable:
             DriverError: the launch failed.
         """
         error = self._launch(self.handle, c_void_p(stream))
-        self.last_stream = stream
         if error:
             check("launching a graph", error)
 

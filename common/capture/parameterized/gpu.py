@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from common.capture.checks import CaptureError
-from common.capture.parameterized import device_updates, driver, memory, random_state, words
+from common.capture.parameterized import driver, memory, random_state, words
 from common.capture.parameterized.analysis import Analysis
 from common.capture.parameterized.nodes import Setters
 
@@ -26,14 +26,12 @@ class GpuRegion:
             those tensors at their addresses.
         analysis: the comparison of two captures; the first one is alive.
         device: the GPU.
-        threshold: changed kernels above which the GPU writes the addresses itself; None for never.
 
     Raises:
-        device_program.Unavailable: the GPU cannot write addresses here.
         driver.DriverError: the driver refused.
     """
 
-    def __init__(self, fn, analysis: Analysis, device: torch.device, threshold: int | None = None):
+    def __init__(self, fn, analysis: Analysis, device: torch.device):
         self._fn = fn
         self.device = device
         first = analysis.first
@@ -43,9 +41,10 @@ class GpuRegion:
         self._increment = analysis.increment
         self._structure = first.structure
         self._results = [_place(index, analysis) for index in range(len(first.outputs))]
-        self._executable: driver.Executable | None
         self._patcher = words.Patcher(analysis.blob, _in_arenas(analysis), self._num_inputs + len(self._sizes))
-        self._executable, self._setters = _executable(analysis, device, threshold)
+        executable = driver.Executable(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
+        self._executable: driver.Executable | None = executable
+        self._setters = Setters(executable, first.nodes, analysis.chunks, analysis.blob)
         self._lock = threading.Lock()
         self.num_launches = 0
         self.num_patched = 0
@@ -114,22 +113,6 @@ class GpuRegion:
             self.patch_s += time.perf_counter() - start
         return len(changed)
 
-    def settle(self, threshold: int) -> None:
-        """Check what the GPU has changed, and let it change more kernels than this alone from now on.
-
-        Args:
-            threshold: changed kernels up to which the host sets them.
-
-        Raises:
-            driver.DriverError: the GPU refused a change.
-        """
-        assert isinstance(self._setters, device_updates.DeviceSetters)
-        self._setters.settle(threshold)
-
-    def forget(self) -> None:
-        """Write all addresses at the next launch."""
-        self._patcher.forget()
-
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, for all later launches.
 
@@ -186,22 +169,6 @@ class GpuRegion:
                     storage = storages[index] = arenas[index - self._num_inputs].untyped_storage()
             outputs.append(torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage))
         return outputs
-
-
-def _executable(analysis, device, threshold) -> tuple[driver.Executable, Setters]:
-    """The graph to launch, and the setters of its nodes."""
-    nodes, graph = analysis.first.nodes, analysis.first.graph.raw_cuda_graph()
-    handles = [node.handle for node in nodes]
-    if threshold is None:
-        plain = driver.Executable(graph, handles)
-        return plain, Setters(plain, nodes, analysis.chunks, analysis.blob)
-    updater, marked = device_updates.Updater(device), {}
-    with_slots = set(analysis.slots.node.tolist())
-    executable = driver.Executable(
-        graph, handles, lambda copies: marked.update(device_updates.mark(nodes, copies, with_slots))
-    )
-    records = device_updates.Records(analysis.chunks, analysis.blob, analysis.slots, marked)
-    return executable, device_updates.DeviceSetters(executable, nodes, records, updater, threshold)
 
 
 def _in_arenas(analysis) -> words.Slots:

@@ -93,7 +93,7 @@ class Parameterized:
                     )
 
 
-def parameterize(fn, example_inputs, verify: int = 2, device_updates: int | None = None) -> Parameterized:
+def parameterize(fn, example_inputs, verify: int = 2) -> Parameterized:
     """Capture a function once and launch it on other memory from then on.
 
     On a GPU the launch is a CUDA graph whose addresses are patched: no input is copied, results and everything between
@@ -106,8 +106,6 @@ def parameterize(fn, example_inputs, verify: int = 2, device_updates: int | None
             (torch.autograd.grad).
         example_inputs: tensors of one device that do not overlap.
         verify: launches that are compared with eager runs, bit for bit, before this returns.
-        device_updates: changed kernels of a launch above which the GPU writes their addresses itself, where it can and
-            the first launches show so (`report["device_updates"]`); None for never.
 
     Returns:
         the callable.
@@ -116,19 +114,13 @@ def parameterize(fn, example_inputs, verify: int = 2, device_updates: int | None
         ValueError: an example is not a strided tensor of one device, two overlap, or another argument is none.
         RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
     """
-    inputs = checks.check_arguments(fn, example_inputs, {"verify": verify, "device_updates": device_updates})
+    inputs = checks.check_arguments(fn, example_inputs, verify)
     if inputs[0].device.type == "cuda":
         verify = max(verify, untested())
-    return Parameterized(capture(fn, inputs, verify, device_updates=device_updates), inputs)
+    return Parameterized(capture(fn, inputs, verify), inputs)
 
 
-def capture(
-    fn,
-    inputs: list[torch.Tensor],
-    verify: int,
-    unwritten: Collection[int] = (),
-    device_updates: int | None = None,
-):
+def capture(fn, inputs: list[torch.Tensor], verify: int, unwritten: Collection[int] = ()):
     """Capture a region; on a GPU explain and verify it.
 
     Args:
@@ -136,7 +128,6 @@ def capture(
         inputs: examples on one device.
         verify: launches to compare with eager, on a GPU.
         unwritten: indices of results that eager leaves unwritten.
-        device_updates: changed kernels above which a GPU writes their addresses itself; None for never.
 
     Returns:
         the region.
@@ -147,7 +138,7 @@ def capture(
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions, by which writes to inputs are found.
         with torch.inference_mode(False), torch.no_grad():
-            return capture(fn, inputs, verify, unwritten, device_updates)
+            return capture(fn, inputs, verify, unwritten)
     device, fn = inputs[0].device, checks.checked(fn)
     if device.type == "cpu":
         return HostRegion(fn, inputs)
@@ -163,8 +154,6 @@ def capture(
             check = Verification(region, fn, device, unwritten)
             _prove(check, analysis, inputs, verify)
             region.report["inexact"] = sorted(check.inexact)
-            if device_updates is not None:
-                region = _updated_by_device(region, analysis, device_updates, (fn, inputs, unwritten))
         except BaseException:
             region.release()
             raise
@@ -185,38 +174,6 @@ def _prove(check, analysis, inputs, verify):
     except RegionRefused as error:
         raise (_with_words(error, analysis) if analysis.unexplained else error) from None
     check.prove_unread(analysis, inputs)
-
-
-def _updated_by_device(region, analysis, threshold, arguments):
-    """The region with addresses that the GPU writes, if its launches equal eager's; else as it is, with the reason."""
-    from common.capture.parameterized.device_program import Unavailable
-    from common.capture.parameterized.driver import DriverError
-    from common.capture.parameterized.gpu import GpuRegion
-    from common.capture.parameterized.verify import Verification
-
-    fn, inputs, unwritten = arguments
-    try:
-        # The GPU changes all kernels in the launches that are compared.
-        other = GpuRegion(fn, analysis, region.device, threshold=-1)
-        try:
-            check = Verification(other, fn, region.device, unwritten)
-            check.spoil(analysis.all_bytes())
-            for _ in range(2):
-                check.run(inputs)
-            other.settle(threshold)
-        except BaseException:
-            other.release()
-            raise
-    except (Unavailable, DriverError, RegionRefused, torch.OutOfMemoryError) as error:
-        region.report["device_updates"] = f"off: {str(error).splitlines()[0]}"
-        region.forget()
-        return region
-    other.report |= {
-        "inexact": sorted(check.inexact.union(region.report["inexact"])),
-        "device_updates": f"launches that change more than {threshold} kernels",
-    }
-    region.release()
-    return other
 
 
 def _with_words(error, analysis) -> RegionRefused:

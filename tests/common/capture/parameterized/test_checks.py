@@ -62,7 +62,7 @@ def test_a_region_inside_a_transform_is_refused():
         (3, [ones(3)], {}, "fn is a int"),
         (lambda x: x + 1, [ones(3)], {"verify": -1}, "verify is -1"),
         (lambda x: x + 1, [ones(3)], {"verify": None}, "verify is None"),
-        (lambda x: x + 1, [ones(3)], {"device_updates": "all"}, "device_updates is 'all'"),
+        (lambda x: x + 1, [ones(3)], {"verify": "all"}, "verify is 'all'"),
     ],
 )
 def test_bad_arguments_are_one_clear_error(fn, examples, counts, message):

@@ -169,3 +169,35 @@ def test_an_error_of_the_driver_names_the_node(monkeypatch):
     setters = nodes.Setters(Executable(kinds), read_nodes, chunks, blob)
     with pytest.raises(driver.DriverError, match="parameters of node 2: 1"):
         setters.apply([0, 2])
+
+
+class Graphs:
+    """libcuda with the calls that make and drop a graph."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, []
+
+    def cuGetErrorName(self, error, text):
+        return 0
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name in ("cuGraphClone", "cuGraphNodeFindInClone"):
+                arguments[0]._obj.value = 70 if name == "cuGraphClone" else arguments[1].value + 10
+            return self.error if name == "cuGraphInstantiateWithFlags" else 0
+
+        return call
+
+
+def test_an_executable_has_the_nodes_of_a_copy_which_a_failure_drops(monkeypatch):
+    library = Graphs(error=0)
+    monkeypatch.setattr(driver, "library", lambda: library)
+    monkeypatch.setattr(driver, "_graph_launch", lambda: None)
+    assert [node.value for node in driver.Executable(7, [1, 2]).nodes] == [11, 12]
+    assert library.calls == ["cuGraphClone", *["cuGraphNodeFindInClone"] * 2, "cuGraphInstantiateWithFlags"]
+
+    library.error = 2
+    with pytest.raises(driver.DriverError, match="cuGraphInstantiateWithFlags: 2"):
+        driver.Executable(7, [1])
+    assert library.calls[-1] == "cuGraphDestroy"

@@ -52,17 +52,19 @@ def test_a_row_counts_the_captures_before_too():
 
 def test_a_region_holds_the_function_until_release(monkeypatch):
     """The graph reads tensors that only the function's closure holds at their addresses."""
-    first = SimpleNamespace(inputs=[], outputs=[], structure=None, nodes=[])
+    graph = SimpleNamespace(raw_cuda_graph=lambda: 0)
+    first = SimpleNamespace(inputs=[], outputs=[], structure=None, nodes=[], graph=graph)
     found = SimpleNamespace(
         first=first, plan=SimpleNamespace(sizes=[]), written=[], increment=0, blob=None, slots=[], encoded=0,
-        unexplained=[], suspects=[], build_s={}, check=lambda: None, release=lambda: None,
+        chunks=[], unexplained=[], suspects=[], build_s={}, check=lambda: None, release=lambda: None,
     )  # fmt: skip
     checked = SimpleNamespace(inexact=set(), prove_unread=lambda found, inputs: None)
     monkeypatch.setattr(analysis, "analyse", lambda fn, inputs, device: found)
     monkeypatch.setattr(verify, "Verification", lambda *arguments: checked)
     monkeypatch.setattr(gpu.words, "Patcher", lambda *arguments: None)
     monkeypatch.setattr(gpu, "_in_arenas", lambda found: None)
-    monkeypatch.setattr(gpu, "_executable", lambda *arguments: (SimpleNamespace(destroy=lambda: None), None))
+    monkeypatch.setattr(gpu.driver, "Executable", lambda *arguments: SimpleNamespace(destroy=lambda: None))
+    monkeypatch.setattr(gpu, "Setters", lambda *arguments: None)
 
     def make():
         three = torch.full((4,), 3.0)

@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from common.capture.checks import CaptureError
+from common.capture.parameterized import region as regions
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import parameterize
 from tests.helpers.host_graph_cases import same
@@ -180,3 +182,15 @@ def test_a_call_after_release_is_refused_and_earlier_results_stay():
     assert torch.equal(result, x + 1)
     with pytest.raises(CaptureError, match="released"):
         region(x)
+
+
+@pytest.mark.parametrize(("verify", "encoded", "runs"), [(0, 0, 0), (1, 0, 1), (0, 3, 2), (5, 3, 5)])
+def test_addresses_in_a_code_are_always_compared_with_eager(verify, encoded, runs):
+    calls = []
+    check = SimpleNamespace(
+        spoil=lambda memory: calls.append("spoil"), run=lambda inputs: calls.append("run"),
+        prove_unread=lambda analysis, inputs: calls.append("prove"),
+    )  # fmt: skip
+    analysis = SimpleNamespace(encoded=encoded, unexplained=[], all_bytes=list)
+    regions._prove(check, analysis, [], verify)
+    assert calls == ["spoil"] * bool(runs) + ["run"] * runs + ["prove"]
