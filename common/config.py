@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import garbage
-from common.variant_table import Declared
 
 # Each step keeps an event on the GPU and its time.
 MAX_STEPS = 1_000_000
@@ -286,7 +285,7 @@ def require_steps(flag, value):
 
 def texts_of(variants) -> dict[str, str]:
     """Name -> help of variants as `parse` takes them."""
-    return {name: each.help if isinstance(each, Declared) else each for name, each in variants.items()}
+    return {name: getattr(each, "help", each) for name, each in variants.items()}
 
 
 def _listed(variants):
@@ -299,7 +298,7 @@ def require_known(what, name, table):
     if name in table:
         return
     for new, each in table.items():
-        if isinstance(each, Declared) and name and each.formerly == name:
+        if name and getattr(each, "formerly", "") == name:
             raise ValueError(f"variant {name!r} is now {new!r}")
     raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
 

@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,10 @@ eager_memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullc
 
 class Unsupported(RuntimeError):
     """This variant cannot run here; the message says what is missing. Status `unsupported`, not a failure."""
+
+
+class Refused(ValueError):
+    """A training cannot be built so; the message names the flag. By hand a mistake of the user's, exit status 2."""
 
 
 # A ValueError is a user's mistake that only building could show; its message names the flag.
@@ -57,16 +61,40 @@ class Capture:
     """How a variant captured: strategy in words, the pools of its graphs, and what `timed` fills.
 
     Wall seconds; memory: "warmup", "compile" or "capture" -> what `common.machine.memory.noted` says, on a GPU; report:
-    what the file of a run holds of it besides, as JSON has it.
+    what the file of a run holds of it besides, as JSON has it. state, device: of the training.
     """
 
     strategy: str
+    state: Any = None
+    device: Any = None
     pools: list = field(default_factory=list)
     memory: dict = field(default_factory=dict)
     warmup_s: float = 0.0
     compile_s: float = 0.0
     capture_s: float = 0.0
     report: dict = field(default_factory=dict)
+
+    def pool(self, **options) -> Pool:
+        """Return a new pool, whose graphs and replays count as the variant's.
+
+        Args:
+            options: of `common.capture.pool.Pool`.
+        """
+        self.pools.append(Pool(self.device, **options))
+        return self.pools[-1]
+
+    def warm_up(self, step, num_steps: int = 3) -> None:
+        """Make eager steps; see `warm_up`.
+
+        Args:
+            step: step(state, index).
+            num_steps: number of steps.
+        """
+        warm_up(self.state, self, step, num_steps)
+
+    def capturing(self):
+        """Count the seconds and the memory of a block as the capture's."""
+        return self.timed("capture_s")
 
     @contextlib.contextmanager
     def timed(self, name: str):

@@ -88,13 +88,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
+def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
     """Run one block and return its facts.
 
     Args:
         variant: a `common.variant.Variant`, entered.
-        state: its state, where the block begins.
-        watched: of the same state.
+        training: `common.contract.Training`, where the block begins.
+        watched: of its state.
         steps: numbers of steps.
         tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
 
@@ -128,7 +128,7 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
         "untimed_steps": steps.untimed,
         "drained_steps": steps.drained,
         "step_ms": [round(ms, 5) for ms in step_ms],
-        "classes": class_numbers([state.batch_class(each) for each in timed]),
+        "classes": class_numbers([training.batch_class(each) for each in timed]),
         "issue_ms": [round(ms, 4) for ms in issue_ms],
         "process": os.getpid(),
         "threads": num_threads(),
@@ -138,7 +138,7 @@ def run(variant, state, watched: Watched, steps: Steps, tell) -> dict:
         "moved": watched.moved(before, after),
         "reruns": reruns,
     }
-    return facts | _afterwards(state, watched, after, steps.total, device)
+    return facts | _afterwards(training, watched, after, steps.total, device)
 
 
 def _timed(variant, index, count, device, tell):
@@ -234,13 +234,13 @@ def period_of(batch_class, most: int = 256) -> int | None:
     return None
 
 
-def _afterwards(state, watched, after, num_steps, device):
+def _afterwards(training, watched, after, num_steps, device):
     """Losses of the block's steps, and whether anything still works or changes after a pause.
 
     On the CPU `late_ms` is the processor time of the pause, on a GPU the time until the device is idle after it.
     """
     try:
-        losses = state.read_losses(num_steps)
+        losses = training.results(num_steps)
         fault = ""
     except FloatingPointError as error:
         losses, fault = [], str(error)

@@ -11,6 +11,7 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -235,10 +236,12 @@ def named_range(name: str):
         yield
 
 
-def trace_steps(step, cuda: bool) -> dict:
-    """The Chrome trace, as an object, of TRACED_STEPS steps after UNTRACED_STEPS with the profiler on.
+def traced_steps(trace: dict, cuda: bool) -> Iterator[int]:
+    """Yield the numbers of steps, UNTRACED_STEPS and then TRACED_STEPS that are traced.
 
-    step(index) makes step `index`, counted from 0. Host operators are in it and, with CUDA, kernels.
+    Args:
+        trace: gets the entries of the Chrome trace: host operators and, with CUDA, kernels.
+        cuda: whether the steps run on a GPU.
     """
     import torch
 
@@ -247,7 +250,7 @@ def trace_steps(step, cuda: bool) -> dict:
     last = UNTRACED_STEPS + TRACED_STEPS - 1
     with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
         for index in range(last + 1):
-            step(index)
+            yield index
             if cuda and index in (UNTRACED_STEPS - 1, last):
                 # What was issued before the trace is not in it, and what was issued in it is.
                 torch.cuda.synchronize()
@@ -255,7 +258,15 @@ def trace_steps(step, cuda: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return json.loads(path.read_text())
+        trace.update(json.loads(path.read_text()))
+
+
+def trace_steps(step, cuda: bool) -> dict:
+    """Trace steps, step(index) from 0 on, and return the Chrome trace; see `traced_steps`."""
+    trace: dict = {}
+    for index in traced_steps(trace, cuda):
+        step(index)
+    return trace
 
 
 def sections(trace: dict) -> dict[str, float]:

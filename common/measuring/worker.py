@@ -4,7 +4,7 @@
 commands until that process hangs up. Each command is an object with "do", each answer ends with one whose "say" is
 "done" or "failed":
 
-    build                                      the state, from the seeded start
+    build                                      the training, from the seeded start
     parity   variant, steps, seconds, keep     alone, deterministic kernels, the state hashed after each step; with
                                                `keep` the kernels of blocks, for which the variant is kept
     capture  variant                           keeps it for blocks
@@ -16,7 +16,7 @@ commands until that process hangs up. Each command is an object with "do", each 
     alone    variant, steps                    memory and times of steps, where it is the only variant of the process
     drop     variant
 
-Rank 0 is told; the other ranks follow it. All variants share one state, so each is entered before its steps and left
+Rank 0 is told; the other ranks follow it. All variants share one training, so each is entered before its steps and left
 after them.
 """
 
@@ -30,8 +30,9 @@ from typing import Any
 
 import torch
 
-from common import garbage, variant_table
+from common import garbage
 from common import variant as variants
+from common.contract import Training
 from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
@@ -42,22 +43,21 @@ from common.measuring.channel import Channel, Closed
 from common.measuring.state_hash import StateHasher
 from common.measuring.torch_flags import changes, torch_flags
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
-from common.variant import Capture, State, Variant
+from common.variant import Capture, Variant
 
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
 
-def serve(make, args, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
+def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
     """Answer commands until the other end hangs up.
 
     Args:
-        make: make() gives (arguments as they can run now, `common.variant.Workload`).
-        args: `common.config.Arguments`; args.run.worker is the path of the socket.
+        model: `common.session.Model`, not built; model.options.worker is the path of the socket.
         device: of this rank.
         rank: of this process in the process group.
         world_size: ranks of the process group.
     """
-    channel = Channel.connect(args.run.worker) if rank == 0 else None
+    channel = Channel.connect(model.options.worker) if rank == 0 else None
 
     def give_up(fault):
         if channel is not None:
@@ -65,7 +65,7 @@ def serve(make, args, device: torch.device, rank: int = 0, world_size: int = 1) 
                 channel.send({"say": "failed", "kind": _kind(fault.status), "reason": str(fault), "fatal": True})
 
     with Agreement(rank, world_size, give_up) as ranks:
-        worker = Worker(make, device, channel, ranks)
+        worker = Worker(model, device, channel, ranks)
         try:
             worker.run()
         finally:
@@ -73,15 +73,13 @@ def serve(make, args, device: torch.device, rank: int = 0, world_size: int = 1) 
 
 
 class Worker:
-    """The state, which the command build makes, the variants that are kept, and an answer to each command."""
+    """The training, which the command build makes, the variants that are kept, and an answer to each command."""
 
-    workload: Any
-    config: Any
-    state: State
+    training: Training
     watched: block.Watched
 
-    def __init__(self, make, device, channel: Channel | None, ranks: Agreement):
-        self.make, self.device = make, device
+    def __init__(self, model, device, channel: Channel | None, ranks: Agreement):
+        self.model, self.device = model, device
         self.rank, self.world_size, self.channel, self.ranks = ranks.rank, ranks.world_size, channel, ranks
         self.sampler: GpuSampler | None = None
         self.pool: torch.cuda.MemPool | None = None
@@ -144,9 +142,10 @@ class Worker:
 
     def _moved(self):
         """The first tensor of the state that is not where it was after the build, or ""."""
-        if not hasattr(self, "state"):
+        if not hasattr(self, "training"):
             return ""
-        now = {name: (str(tensor.device), tensor.data_ptr()) for name, tensor in self.state.named_state()}
+        named: Any = self.training.named_state
+        now = {name: (str(tensor.device), tensor.data_ptr()) for name, tensor in named()}
         self.places = self.places or now
         return next((name for name, place in self.places.items() if now.get(name) != place), "")
 
@@ -156,44 +155,43 @@ class Worker:
             self.channel.send(message)
 
     def do_build(self, command):
-        """Ask what fits, and make the state. No worker touches the GPU before.
+        """Build the training. No worker touches the GPU before.
 
         "share": eager steps take their memory from the graphs' pool. "parity": nothing but parity follows, so a model
         that chooses kernels when it is built takes deterministic ones.
         """
         start = time.monotonic()
-        try:
-            args, self.workload = self.make()
-        except ValueError as error:
-            raise variants.Unsupported(str(error)) from error
-        self.config = args.config
         torch_settings.prepare(self.device)
         if command.get("share") and self.device.type == "cuda":
             self.pool = shared_memory.share()
         with torch_settings.deterministic_kernels() if command.get("parity") else contextlib.nullcontext():
-            self.state = self.workload.build(self.config, self.device)
-        self.watched = block.Watched(self.state.named_state(), self.device)
+            try:
+                self.training = own = self.model.build()
+            except variants.Refused as error:
+                raise variants.Unsupported(str(error)) from error
+        named: Any = own.named_state
+        self.watched = block.Watched(named(), self.device)
         host = describe_host(self.device)
         if self.device.type == "cuda":
             self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
             self.sampler.start()
         garbage.keep()
         self.flags = torch_flags()
-        own = self.workload
+        config = self.model.config
         return {
             "build_s": round(time.monotonic() - start, 3),
             "host": host | pace_of_host(),
             "gpus": [gpu for own in of_all_ranks(host["gpus"]) for gpu in own],
-            "config": {key: value for key, value in vars(self.config).items() if _is_plain(value)},
+            "config": {key: value for key, value in vars(config).items() if _is_plain(value)},
             "card": list(own.card),
             "notes": list(own.notes),
-            "flops_per_step": own.flops_per_step,
+            "flops_per_step": own.flops,
             "flops_convention": own.flops_convention,
             "flops_notes": list(own.flops_notes),
-            "items_per_step": own.items_per_step,
+            "items_per_step": own.items,
             "unit": own.unit,
-            "period": block.period_of(self.state.batch_class),
-            "least_steps": getattr(self.config, "min_steps", 0),
+            "period": block.period_of(own.batch_class),
+            "least_steps": getattr(config, "min_steps", 0),
             "free_bytes": memory.free_bytes(self.device),
         }
 
@@ -228,7 +226,7 @@ class Worker:
         variant = self.kept[command["variant"]]
         with self._entered(command["variant"], variant):
             start = time.monotonic()
-            self.state.reset()
+            self.training.reset()
             block.synchronize(self.device)
             reset_s = time.monotonic() - start
             times = []
@@ -250,8 +248,8 @@ class Worker:
         reset, held = command.get("reset", True), block.held_bytes(self.device)
         with self._entered(command["variant"], variant):
             if reset:
-                self.state.reset()
-            facts = block.run(variant, self.state, self.watched, steps, tell)
+                self.training.reset()
+            facts = block.run(variant, self.training, self.watched, steps, tell)
         gpu = self.sampler.state(facts["begin_s"], facts["end_s"]) if self.sampler else None
         facts |= {"reset": reset, "held_bytes": held, "gpu": gpu}
         if not facts["finite"]:
@@ -262,7 +260,7 @@ class Worker:
         """Profile steps of a kept variant from the seeded start."""
         variant = self.kept[command["variant"]]
         with self._entered(command["variant"], variant):
-            self.state.reset()
+            self.training.reset()
             return self._profile(variant, command["steps"], command["ms"])
 
     def do_course(self, command):
@@ -281,7 +279,7 @@ class Worker:
         block.forget_peak(self.device)
         self.do_capture(command)
         with self._entered(name, self.kept[name]):
-            self.state.reset()
+            self.training.reset()
             step_ms = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
         return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
 
@@ -299,13 +297,13 @@ class Worker:
         self._settle_memory()
         reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
         with self._memory_of(name):
-            variant = variant_table.construct(self.workload.variants[name], self.state)
+            variant = self.model.make(name)
         self.ranks.note_steps_of(variant)
         block.synchronize(self.device)
         self._settle_memory()
         own: Capture = variant.capture
         now: Any = block.reserved_bytes(self.device)
-        graphs, replays = self.workload.promises(self.config, name) if self.workload.promises else (None, None)
+        graphs, replays = self.model.promises(name)
         return variant, {
             "strategy": own.strategy,
             "graphs": sum(len(pool.graphs) for pool in own.pools),
@@ -324,9 +322,9 @@ class Worker:
 
     def _course(self, variant, first, count, every_step, seconds=None):
         """seconds: after so many it makes no further step, but LEAST_COURSE at least."""
-        state, start_s = self.state, time.monotonic()
-        state.reset()
-        hasher = StateHasher(state.named_state())
+        training, start_s = self.training, time.monotonic()
+        training.reset()
+        hasher = StateHasher(training.named_state())
         for index in range(first + count):
             variant.step(index)
             if every_step or index == first + count - 1:
@@ -336,8 +334,8 @@ class Worker:
                 if of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds):
                     count = index + 1
                     break
-        losses = state.read_losses(first + count)
-        norms = state.read_grad_norms(first + count)
+        losses = training.results(first + count)
+        norms = training.grad_norms(first + count)
         if not all(math.isfinite(loss) for loss in losses):
             bad = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
             raise FloatingPointError(f"loss is {losses[bad]} at step {bad}")
@@ -368,7 +366,7 @@ class Worker:
 
     def _memory_of(self, name):
         """Within it, an eager variant takes its memory from the graphs' pool, where they share it."""
-        is_eager = self.workload.kinds.get(name) == "eager"
+        is_eager = self.model.kinds.get(name) == "eager"
         return variants.eager_memory() if is_eager else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -387,8 +385,7 @@ class Worker:
 
     def _release(self, variant):
         variants.leave(variant)
-        if isinstance(variant, variants.Closes):
-            variant.close()
+        variant.close()
         self._settle_memory()
 
     def close(self):
@@ -397,10 +394,10 @@ class Worker:
             with contextlib.suppress(Exception):
                 self._release(variant)
         self.kept.clear()
-        state = vars(self).get("state")
-        if isinstance(state, variants.Closes):
+        close = getattr(vars(self).get("training"), "close", None)
+        if close is not None:
             with contextlib.suppress(Exception):
-                state.close()
+                close()
         if self.sampler:
             self.sampler.stop()
         self.settings.close()

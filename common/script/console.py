@@ -5,29 +5,26 @@ import sys
 from common.machine import memory
 
 
-def print_card(result: dict, workload) -> None:
+def print_head(result: dict) -> None:
     """Say what runs where.
 
     Args:
         result: of `common.script.by_hand`, as it is before the build.
-        workload: `common.variant.Workload`.
     """
     env = result["env"]
     where = f"{env['gpu_name']} x{env['num_gpus']}" if result["device"] == "cuda" else f"CPU, {env['cpu']}"
     print(f"{result['model']}/{result['preset']}  {result['variant']}  {where}  torch {env['torch']}")
-    for line in [*workload.card, *workload.notes, *workload.flops_notes]:
-        print(line)
     sys.stdout.flush()
 
 
-def print_end(result: dict, workload) -> None:
+def print_end(result: dict, training) -> None:
     """Print the table and, last, what a person should know: why it failed, or which command measures.
 
     Args:
         result: of `common.script.by_hand`.
-        workload: `common.variant.Workload`.
+        training: `common.contract.Training`, None where the build failed.
     """
-    for name, value, note in _rows(result, workload):
+    for name, value, note in _rows(result, training):
         print(f"{name:10s} {value:>16s}  {note}".rstrip())
     for line in result["said"]:
         print(line)
@@ -37,7 +34,7 @@ def print_end(result: dict, workload) -> None:
         print(f"Times of one run say little: make bench MODEL={result['model']} measures what a graph is worth")
 
 
-def _rows(result, workload):
+def _rows(result, training):
     """(name, value, note) of what is known."""
     losses, hashes, ms = result["losses"], result["state_hashes"], result["ms"]
     if result["steps"]:
@@ -46,11 +43,11 @@ def _rows(result, workload):
         num_classes = result["batch_classes"]
         yield "step", f"{ms:.2f} ms", "mean" if num_classes == 1 else f"mean over {num_classes} classes of batch"
         rate = result["items_per_s"]
-        yield "rate", f"{rate:,.0f} {workload.unit}/s" if rate >= 100 else f"{rate:.3g} {workload.unit}/s", ""
-    if ms and result["device"] == "cuda" and workload.flops_per_step:
-        tflops = workload.flops_per_step / ms / 1e9
-        peak = workload.peak_flops
-        counted = ". ".join([workload.flops_convention, *workload.flops_notes])
+        yield "rate", f"{rate:,.0f} {training.unit}/s" if rate >= 100 else f"{rate:.3g} {training.unit}/s", ""
+    if ms and result["device"] == "cuda" and training.flops:
+        tflops = training.flops / ms / 1e9
+        peak = training.peak_flops
+        counted = ". ".join([training.flops_convention, *training.flops_notes])
         how = f"{100e12 * tflops / peak:.1f} % of the named peak" if peak else counted
         yield "compute", f"{tflops:.3g} TFLOP/s" if tflops < 10 else f"{tflops:.0f} TFLOP/s", how
     if losses:

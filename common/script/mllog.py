@@ -30,15 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Log:
-    """Lines of one run. path: a file, "-" for stdout, "" for a log that keeps nothing.
+    """Lines of one run. path: a file, "-" for stdout, "" for a log that keeps nothing."""
 
-    hyperparameters: MLPerf's key -> value; global_batch_size, the samples of a step on all ranks, is also
-    what samples are counted with.
-    """
-
-    def __init__(self, path: str, hyperparameters: dict):
-        self.hyperparameters = hyperparameters
-        self.samples_per_step = hyperparameters.get("global_batch_size", 0)
+    def __init__(self, path: str):
+        self.samples_per_step = 0
         # One clock for all lines, so that a wall clock that is set meanwhile cannot disorder them.
         self.origin_s = time.time() - time.monotonic()
         self._end_s: float | None = None
@@ -48,7 +43,7 @@ class Log:
             self.file = open(path, "w")  # noqa: SIM115
 
     def begin(self, result: dict) -> None:
-        """Say what runs and how it trains, before anything is built.
+        """Say what runs, before anything is built.
 
         Args:
             result: of `common.script.by_hand`: model, preset, variant, device and env.
@@ -59,10 +54,14 @@ class Log:
         self._event(POINT, "submission_benchmark", result["model"], preset=result["preset"], variant=result["variant"])
         self._event(POINT, "submission_org", "none, this is not a submission")
         self._event(POINT, "submission_platform", platform)
-        self.say(self.hyperparameters)
 
     def say(self, values: dict) -> None:
-        """MLPerf's key -> value, a line each."""
+        """Say how it trains, a line each.
+
+        Args:
+            values: MLPerf's key -> value; global_batch_size, the samples of a step on all ranks, counts samples later.
+        """
+        self.samples_per_step = values.get("global_batch_size", self.samples_per_step)
         for key, value in values.items():
             self._event(POINT, key, value)
 

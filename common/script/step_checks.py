@@ -1,7 +1,6 @@
 """Checks of training by hand: graphs against eager steps, finite losses, graphs and replays that were promised."""
 
 import contextlib
-import functools
 import gc
 
 import torch
@@ -15,16 +14,16 @@ from common.variant import enter, leave
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}
 
 
-def compare_with_eager(state, variant, reference, device: torch.device) -> list[str]:
+def compare_with_eager(training, variant, reference, device: torch.device) -> list[str]:
     """Compare two steps of graphs from the seeded start with two eager ones: new inputs and moved weights.
 
     A replay that ignores its input, or reads weights of the capture, would train on nonsense.
 
     Args:
-        state: the variant's.
+        training: `common.contract.Training` of the variant.
         variant: entered; it is left for eager's steps and entered again.
-        reference: reference(state, index) makes an eager step.
-        device: of the state.
+        reference: reference(index) makes an eager step.
+        device: of the training.
 
     Returns:
         Lines for a person: why it was left out, where a GPU has no memory for eager steps beside the graphs; else none.
@@ -32,13 +31,13 @@ def compare_with_eager(state, variant, reference, device: torch.device) -> list[
     Raises:
         CaptureError: the losses differ. FloatingPointError: eager's are not finite.
     """
-    ours = _two_losses(state, variant.step)
+    ours = _two_losses(training, variant.step)
     free = memory.free_bytes(device)
     # An eager step needs about what the graphs hold.
     if not all(of_all_ranks(free is None or sum(pool.bytes() for pool in variant.capture.pools) < free)):
         return ["graphs were not compared with eager: no memory for its steps beside them"]
     with as_eager(variant):
-        eagers = _two_losses(state, functools.partial(reference, state))
+        eagers = _two_losses(training, reference)
     if device.type == "cuda":
         # What eager steps took is no memory of the variant.
         gc.collect()
@@ -51,16 +50,16 @@ def compare_with_eager(state, variant, reference, device: torch.device) -> list[
     return []
 
 
-def _two_losses(state, step):
-    state.reset()
+def _two_losses(training, step):
+    training.reset()
     for index in range(2):
         step(index)
-    return state.read_losses(2)
+    return training.results(2)
 
 
 @contextlib.contextmanager
 def as_eager(variant):
-    """Within it, state and torch are as eager needs them, also where the variant changes them for its steps."""
+    """Within it, the training and torch are as eager needs them, also where the variant changes them for its steps."""
     leave(variant)
     try:
         yield

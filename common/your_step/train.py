@@ -10,7 +10,6 @@ The file imports nothing of this repository:
 python -m common.your_step.train --step my_step.py:build --variant graph_step      trains
 """
 
-# ruff: noqa: E402 - torch is imported once the command line has been read
 from common.config import parse
 from common.your_step.variants import ABOUT, PRESETS, VARIANTS, Config
 

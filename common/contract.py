@@ -1,0 +1,307 @@
+"""The contract between a training script and the harness: `Training`, `@variant` and the command line (no torch here).
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Timing): ...                      # each field is an `option`
+    PRESETS = {"tiny": Config(), "bench": Config(width=512)}
+
+    if __name__ == "__main__":
+        args = parse("gpt3", Config, PRESETS)      # answers --help and mistakes before torch is imported
+
+    import torch
+    ...
+    @variant("eager", kind="eager", parity="bitwise", headline=True)
+    def eager_step(state, index): ...
+    @variant("graph_step", kind="graph", graphs=1, parity="bitwise", headline=True)
+    class GraphedStep: ...
+    def build(config, device, ranks) -> Training: ...
+
+    if __name__ == "__main__":
+        with session(args, build) as (run, log):   # common/session.py
+            for index in log.steps():
+                run.step(index)
+
+A variant is declared once, on its code. `parse` reads the literals of the decorators from the source, so that --help
+and --describe take a tenth of a second. The worker evaluates `graphs`, `replays` and `when` on the config that it runs.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import config as command_line
+from common.config import Arguments, Timing, needs, option
+
+__all__ = ["Timing", "Training", "needs", "option", "parse", "variant"]
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("eager", "graph", "compile")
+# A number, None for "at least one, known only after the capture", or a function of the config that returns one.
+Count = int | None | Callable
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The result of a script's build(config, device, ranks): all variants share it, and its tensors never move.
+
+    Args:
+        state: the script's object, which steps and captures get.
+        results: results(n) of steps 0 to n - 1: losses, or another number of each step that parity compares. The call
+            may wait for the device. A dict, to which each step adds its loss under its index, is allowed, too.
+        owned: modules, optimizers, tensors and generators that training changes. `named_state` and `reset` follow from
+            it where they are not given: the reset copies all of it back.
+        named_state: named_state() gives (name, tensor) of all that training carries from step to step.
+        reset: reset() sets everything that a step reads or writes back to the seeded start, in place.
+        batch_class: class of the batch of a step: batches of one shape are one class.
+        grad_norms: grad_norms(n) of steps 0 to n - 1.
+        evaluate: mean loss over held-out batches, for --mllog; it leaves the training state as it is.
+        finish: work after a training by hand, such as saving a file; returns lines for a person.
+        close: releases data workers and files; what it returns is written by --record.
+        config: the config as it can run here, where it differs from the request.
+        items: items (samples or tokens) of a step on one GPU.
+        unit: name of the items.
+        flops: floating-point operations of a step on one GPU.
+        flops_convention: how they are counted.
+        flops_notes: work that is not counted.
+        peak_flops: of the GPU in this precision, FLOP/s.
+        card: lines about what runs.
+        notes: lines about differences from the request.
+        hyperparameters: MLPerf's key -> value for --mllog; global_batch_size is required there.
+    """
+
+    state: Any
+    results: Any
+    owned: Sequence = ()
+    named_state: Any = None
+    reset: Any = None
+    batch_class: Callable[[int], int] = lambda index: 0
+    grad_norms: Callable[[int], list[float]] = lambda count: []
+    evaluate: Callable[[], float] | None = None
+    finish: Callable[[], list[str]] | None = None
+    close: Callable[[], dict | None] | None = None
+    config: Any = None
+    items: float = 1.0
+    unit: str = "samples"
+    flops: float = 0.0
+    flops_convention: str = ""
+    flops_notes: list[str] = field(default_factory=list)
+    peak_flops: float | None = None
+    card: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hyperparameters: dict = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------
+# Variants
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A variant as its decorator's literals say it, read from source.
+
+    Attributes:
+        modules: those that declare it; the first one's place in `place`, as in gpt3/train.py:80.
+        takes_index: the code is a step function, step(state, index).
+    """
+
+    name: str
+    kind: str
+    modules: tuple[str, ...]
+    place: str
+    takes_index: bool
+    help: str = ""
+    parity: str | float | None = None
+    reference: str = "eager"
+    headline: bool = False
+    builds: tuple[str, ...] = ("",)
+    traits: dict = field(default_factory=dict)
+    formerly: str = ""
+
+
+# Keywords of @variant that the command line needs: literals.
+LITERALS = ("kind", "help", "parity", "reference", "headline", "builds", "traits", "formerly")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant's code and its promises.
+
+    Attributes:
+        code: step(state, index), or a maker of an object with `step`, called with (state, capture).
+    """
+
+    name: str
+    code: Any
+    graphs: Count
+    replays: Count
+    when: Callable | None
+
+    def promised(self, config) -> tuple[int | None, int | None]:
+        """(graphs, replays a step) for a config."""
+        graphs, replays = (count(config) if callable(count) else count for count in (self.graphs, self.replays))
+        return graphs, replays
+
+
+# Module -> the variants that it declares.
+_declared: dict[str, list[Variant]] = {}
+
+
+def variant(name: str, *, graphs: Count = 0, replays: Count | str = "graphs", when: Callable | None = None, **literals):
+    """Declare a step function, or a class of captures, as a variant.
+
+    Args:
+        name: as on the command line and in run files. Scopes have one name in all models: graph_layer, graph_fwd_bwd,
+            graph_networks, graph_step.
+        graphs: graphs of the capture: a number, None (1 or more), or a function of the config.
+        replays: replays of a step, as `graphs`; the number of graphs unless given.
+        when: when(config) tells whether this code is the variant's; a second declaration may then have the same name.
+        literals: kind: "eager", "graph", or "compile" for code that torch.compile makes.
+            help: a line for --help; the first line of the docstring unless given.
+            parity: "bitwise", a relative difference of losses that is allowed, or None: that of two reference runs.
+            reference: the variant, a step function, that parity compares with ("eager").
+            headline: whether `make bench` runs the variant when no VARIANTS are given.
+            builds: names of the builds that have this variant; "" is the preset as it is.
+            traits: text for each name in `common.config.TRAITS` that sets the variant apart.
+            formerly: an earlier name of the variant.
+    """
+    module = sys._getframe(1).f_globals["__name__"]
+    promised: Any = graphs if replays == "graphs" else replays
+    unknown = literals.keys() - set(LITERALS)
+    if unknown:
+        raise TypeError(f"variant {name}: unknown keyword {sorted(unknown)[0]}")
+
+    def declare(code):
+        _declared.setdefault(module, []).append(Variant(name, code, graphs, promised, when))
+        return code
+
+    return declare
+
+
+def variants_of(module) -> list[Variant]:
+    """Return the variants that an imported module declares, in order."""
+    return _declared.get(module.__name__, [])
+
+
+def scan(modules: Sequence[str]) -> dict[str, Declared]:
+    """Read from source which variants modules declare, by name.
+
+    Raises:
+        ValueError: a variant is declared twice, an argument is no literal, a kind is unknown, or a reference is no step
+            function; the text names file and line.
+    """
+    found: dict[str, Declared] = {}
+    for module in modules:
+        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        for node, call in _decorated(ast.parse(path.read_text())):
+            place = f"{path.relative_to(ROOT)}:{call.lineno}"
+            keywords = {each.arg: each.value for each in call.keywords}
+            try:
+                name = ast.literal_eval(call.args[0])
+                literals = {key: ast.literal_eval(keywords[key]) for key in LITERALS if key in keywords}
+            except (ValueError, IndexError):
+                raise ValueError(f"{place}: name, {', '.join(LITERALS)} of a variant are literals") from None
+            if None in keywords:
+                raise ValueError(f"{place}: the keywords of a variant stand in its decorator, without **")
+            earlier = found.get(name)
+            if earlier is not None:
+                if "when" not in keywords:
+                    raise ValueError(f"{place}: variant {name!r} is declared at {earlier.place} already")
+                changed = {"modules": (*earlier.modules, module)}
+                found[name] = Declared(**vars(earlier) | changed)
+                continue
+            if literals.get("kind") not in KINDS:
+                raise ValueError(f"{place}: kind {literals.get('kind')!r} is not one of {', '.join(KINDS)}")
+            text = (ast.get_docstring(node) or "").split("\n")[0].rstrip(".")
+            own = {"name": name, "modules": (module,), "place": place, "takes_index": _takes_index(node), "help": text}
+            found[name] = Declared(**own | literals)
+    _require_references(modules[0], found)
+    return found
+
+
+def _decorated(tree):
+    """(definition, call of `variant`) at the top level of a file."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            for call in reversed(node.decorator_list):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "variant":
+                    yield node, call
+
+
+def _takes_index(node):
+    return isinstance(node, ast.FunctionDef) and "capture" not in {each.arg for each in node.args.args}
+
+
+def _require_references(module, found):
+    if "eager" not in found:
+        raise ValueError(f"{module}: no step is declared as @variant('eager', kind='eager')")
+    for each in found.values():
+        if each.reference not in found:
+            raise ValueError(f"{each.place}: reference {each.reference!r} of {each.name} is no variant")
+        if not found[each.reference].takes_index:
+            raise ValueError(f"{each.place}: reference {each.reference!r} of {each.name} is no step function")
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Arguments):
+    """`common.config.Arguments` with the model's name and the variants that `scan` found."""
+
+    model: str
+    variants: dict[str, Declared]
+
+
+def parse(
+    model: str, config_class, presets: dict, files: Sequence[str] = (), builds=None, argv=None, **facts
+) -> Request:
+    """Parse the command line; see `common.config.parse`.
+
+    Args:
+        model: the package, as in `python -m gpt3.train`.
+        config_class: dataclass of options.
+        presets: name -> config.
+        files: modules of the package besides train.py that declare variants, without the package's name.
+        builds: name -> fields of the config, of builds beside the preset.
+        argv: command line; the process's unless given.
+        facts: parity_steps, sweeps, presets_need: see `common.config.describe`.
+    """
+    with command_line.mistakes_in_one_line(model):
+        found = scan([f"{model}.train", *(f"{model}.{each}" for each in files)])
+        if argv is None:
+            _alias_main(model)
+    args = command_line.parse(model, config_class, presets, found, argv, about(found, builds) | facts)
+    return Request(config=args.config, run=args.run, model=model, variants=found)
+
+
+def _alias_main(model):
+    """Let other files of the model import from train.py, which runs as __main__: there is one module of it."""
+    main = sys.modules["__main__"]
+    started = getattr(getattr(main, "__spec__", None), "name", None)
+    if started != f"{model}.train":
+        raise ValueError(f"{started} parses the command line of {model}: parse(...) takes the name of its own folder")
+    sys.modules[f"{model}.train"] = main
+
+
+def about(variants: dict[str, Declared], builds: dict[str, dict] | None = None) -> dict:
+    """The entries of --describe that follow from the variants; see `common.config.describe`.
+
+    Args:
+        variants: of `scan`.
+        builds: name -> {field of the config: value} of builds beside the preset itself. A build without fields, or with
+            those of an earlier build, is there to have a worker of its own.
+    """
+    own = variants.values()
+    return {
+        "kinds": {each.name: each.kind for each in own},
+        "bitwise": [each.name for each in own if each.parity == "bitwise"],
+        "tolerance": {each.name: each.parity for each in own if isinstance(each.parity, float)},
+        "reference": {each.name: each.reference for each in own if each.reference != "eager"},
+        "traits": {each.name: dict(each.traits) for each in own if each.traits},
+        "headline": [each.name for each in own if each.headline],
+        "formerly": {each.formerly: each.name for each in own if each.formerly},
+        "builds": {"": {}, **(builds or {})},
+        "variant_builds": {each.name: list(each.builds) for each in own},
+    }

@@ -1,0 +1,201 @@
+"""A training script's session: it builds the training, makes the variant, and gives both to the loop in the script.
+
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)
+
+With --worker the harness makes the steps (common/measuring/worker.py), and the loop gets none.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from common import contract
+from common.config import mistakes_in_one_line
+from common.contract import ROOT, Request, Training, variants_of
+from common.script import by_hand
+from common.training.parallel import collectives
+from common.training.parallel.groups import Parallel
+from common.variant import Capture, Refused, Unsupported
+
+
+class Model:
+    """A script's training and the makers of its variants.
+
+    Args:
+        args: of `common.contract.parse`.
+        build: build(config, device, ranks) returns a `common.contract.Training`.
+        device: of this rank.
+        rank: of this process in the process group.
+        world_size: ranks of the process group.
+
+    Attributes:
+        training: of `build`, complete.
+        kinds: variant -> eager, graph or compile.
+        config: as it can run here, once the training is built.
+    """
+
+    training: Training
+
+    def __init__(self, args: Request, build, device: torch.device, rank: int = 0, world_size: int = 1):
+        self.name, self.options, self.config = args.model, args.run, args.config
+        self.device, self.rank, self.world_size = device, rank, world_size
+        self.declared, self.path = args.variants, ROOT.joinpath(*args.model.split("."), "train.py")
+        self.kinds = {name: declared.kind for name, declared in args.variants.items()}
+        self._build = build
+
+    def build(self) -> Training:
+        """Build the training. torch is seeded before it, so that two builds give one start.
+
+        Raises:
+            Refused: a ValueError of `build`: it cannot run so.
+        """
+        torch.manual_seed(0)
+        try:
+            made = self._build(self.config, self.device, SimpleNamespace(rank=self.rank, world_size=self.world_size))
+            if not isinstance(made, Training):
+                raise ValueError(f"build returned a {type(made).__name__}, not a common.contract.Training")
+            self.config = made.config or self.config
+            self.training = complete(made, self.device)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        return self.training
+
+    def make(self, name: str) -> Any:
+        """Make a variant from the training: an object with `step`, `capture`, `replays_of` and `close`.
+
+        Raises:
+            Unsupported: it cannot run here. CaptureError: its capture failed.
+        """
+        declared, code = self.declared[name], self._code_of(name)
+        capture = Capture(strategy=declared.help, state=self.training.state, device=self.device)
+        if declared.takes_index:
+            capture.strategy = "none"
+            made: Any = SimpleNamespace(step=functools.partial(code.code, self.training.state))
+            capture.warm_up(code.code)
+        else:
+            made = code.code(self.training.state, capture)
+        replays = code.promised(self.config)[1]
+        defaults = {"capture": capture, "replays_of": lambda index: replays or 0}
+        for key, value in defaults.items():
+            if not hasattr(made, key):
+                setattr(made, key, value)
+        made.close = functools.partial(_close, getattr(made, "close", None), capture)
+        return made
+
+    def promises(self, name: str) -> tuple[int | None, int | None]:
+        """(graphs, replays a step) of a variant; None: 1 or more."""
+        return self._code_of(name).promised(self.config)
+
+    def reference_step(self, name: str):
+        """Return step(index) of the variant that parity of `name` compares with."""
+        return functools.partial(self._code_of(self.declared[name].reference).code, self.training.state)
+
+    def _code_of(self, name) -> contract.Variant:
+        for module in self.declared[name].modules:
+            for each in variants_of(importlib.import_module(module)):
+                if each.name == name and (each.when is None or each.when(self.config)):
+                    return each
+        raise Unsupported(f"{name} has no code for these settings")
+
+
+def _close(close, capture):
+    told = close() if close else None
+    for pool in capture.pools:
+        pool.release()
+    return told
+
+
+def complete(training: Training, device: torch.device) -> Training:
+    """Derive results, named_state and reset where the script leaves them to us.
+
+    Raises:
+        ValueError: a copy of what training changes takes over half of the free memory.
+    """
+    if not callable(training.results):
+        kept = training.results
+        training.results = lambda count: [float(kept[index]) for index in range(count)]
+    if training.reset is None or training.named_state is None:
+        from common.your_step.snapshot import Snapshot
+
+        _require_room(training.owned, device)
+        snapshot = Snapshot(list(training.owned), device)
+        training.reset = training.reset or snapshot.restore
+        training.named_state = training.named_state or (lambda: snapshot.tensors)
+    return training
+
+
+def _require_room(owned, device):
+    if device.type != "cuda":
+        return
+    modules = [each for each in owned if isinstance(each, torch.nn.Module)]
+    taken = sum(t.numel() * t.element_size() for module in modules for t in module.state_dict().values())
+    if taken > torch.cuda.mem_get_info(device)[0] / 2:
+        raise ValueError("a copy of the start takes over half of the free memory: Training needs a `reset`")
+
+
+class _NoSteps:
+    """The log of a loop whose steps the harness makes."""
+
+    def steps(self):
+        """Return no steps."""
+        return ()
+
+
+@contextlib.contextmanager
+def session(args: Request, build):
+    """Build, make the variant, and give (run, log) to the script's loop; then exit.
+
+    The exit status is 0 where the run passed, or could not run here and says so; 1 where it failed; 2 for a mistake in
+    the arguments, which is one line on stderr. With --doctor it is the doctor's.
+
+    Args:
+        args: of `common.contract.parse`.
+        build: build(config, device, ranks) returns a `common.contract.Training`.
+    """
+    with mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
+        model = Model(args, build, device, rank, world_size)
+        if args.run.worker:
+            from common.measuring import worker
+
+            worker.serve(model, device, rank, world_size)
+            yield None, _NoSteps()
+            status = "pass"
+        elif args.run.doctor:
+            from common.your_step import of_model
+
+            if world_size > 1:
+                raise ValueError("--doctor looks at one process: start it without torchrun")
+            sys.exit(of_model.run(model, f"python -m {args.model}.train"))
+        else:
+            status = (yield from by_hand.run(model))["status"]
+    # At its end Python would look through all that was imported, which takes a second.
+    gc.freeze()
+    sys.exit(exit_status(status))
+
+
+def exit_status(status: str) -> int:
+    """Return the exit status of a run by hand."""
+    return 0 if status in ("pass", "unsupported", "oom") else 1
+
+
+@contextlib.contextmanager
+def process_group(config):
+    """(device, rank, ranks) of this process, in a process group where torchrun started several."""
+    if isinstance(config, Parallel):
+        # Before any rank waits for the others.
+        config.ranks(int(os.environ.get("WORLD_SIZE", "1")))
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, local_rank, world_size = collectives.init(kind)
+    try:
+        yield (torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)), rank, world_size
+    finally:
+        collectives.shutdown()

@@ -1,0 +1,31 @@
+"""Models and variants as a script's session has them, for tests that make states themselves."""
+
+import importlib
+
+import torch
+
+from common import contract
+from common.session import Model
+from common.variant import enter
+
+
+def request(name, *arguments):
+    """The request that a command line makes of a model of the suite. Its config.py has Config, PRESETS and FACTS."""
+    config = importlib.import_module(f"{name}.config")
+    return contract.parse(name, config.Config, config.PRESETS, argv=list(arguments), **config.FACTS)
+
+
+def model(name, *arguments, device=None):
+    """A `common.session.Model`, not built, of a command line such as ("--preset", "tiny", "--layers", "4")."""
+    build = importlib.import_module(f"{name}.train").build
+    return Model(request(name, *arguments), build, device or torch.device("cpu"))
+
+
+def made(name, variant, state, config=None):
+    """A variant made from a state of the model, and entered. config: the state's unless given."""
+    own = model(name, device=state.device)
+    own.config = config or state.config
+    own.training = contract.Training(state=state, results={})
+    variant = own.make(variant)
+    enter(variant)
+    return variant
