@@ -306,17 +306,18 @@ class Compiled:
     With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
     """
 
-    def __init__(self, state, step, functions, what: str, mode="default", **options):
+    def __init__(self, state, step, functions, what: str, mode="default", capture=None, **options):
         """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
 
-        options: of torch.compile; its own `options` add to those of the mode.
+        capture: the variant's. options: of torch.compile; its own `options` add to those of the mode.
         """
         require_compiler(state.device)
         if mode == "reduce-overhead" and eager_memory is not contextlib.nullcontext:
             raise Unsupported("torch's own graphs restore all of their pool, so eager steps cannot share it with them")
         self.state, self._step = state, step
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy=f"torch.compile of {what}, mode {mode}", pools=[self.pool])
+        self.capture = capture or Capture(strategy="", device=state.device)
+        self.capture.strategy = f"torch.compile of {what}, mode {mode}"
+        self.pool = self.capture.pool()
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
         options = {"dynamic": False, "fullgraph": True} | options
         if "options" in options:

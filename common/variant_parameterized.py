@@ -18,13 +18,14 @@ class Parameterized:
         step: step(state, index), the eager step.
         functions: (object, attribute) of each function that is replaced.
         what: the functions in words, for the strategy.
+        capture: the variant's.
         summed: parameters of each layer whose hooks add gradients to main_grad (common/capture/parameterized/sums.py).
 
     Raises:
         CaptureError: every region was refused; the message has the reasons.
     """
 
-    def __init__(self, state, step, functions, what: str, summed=()):
+    def __init__(self, state, step, functions, what: str, summed=(), capture=None):
         # Imports the compiler, which takes seconds.
         from common.capture.parameterized import backend
         from common.capture.parameterized.sums import Sums
@@ -35,7 +36,8 @@ class Parameterized:
             (owner, name, torch.compile(fn, backend="parameterized", dynamic=False, fullgraph=True))
             for owner, name, fn in self._originals
         ]
-        self.capture = Capture(strategy=f"parameterized launches of {what}, no pool and no static inputs")
+        self.capture = capture or Capture(strategy="")
+        self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.regions = backend.Regions()
         self._sums = Sums(list(summed), self.regions.all.append)
         self.enter()
