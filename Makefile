@@ -62,8 +62,8 @@ help: ## this list
 # STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
 # RUN        ## publish: a run file
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
-# OVER       ## sweep, submit: the quantity that grows, as in OVER=batch; the model says which it has
-# VALUES     ## sweep, submit: just these values, as in VALUES=1,2,4
+# OVER       ## sweep, submit: the quantity that varies, as in OVER=batch; the model says which it has
+# VALUES     ## sweep, submit: values of OVER, as in VALUES=1,2,4
 # VARIANT    ## sweep, submit: what stands against eager (the model's first graph)
 # NODES      ## submit: nodes of one job, NGPU ranks on each (1; of PRESET=mlperf those of the submission)
 # PARTITION  ## submit: of Slurm (its default), and so are ACCOUNT and TIME, as in TIME=2:00:00
@@ -100,7 +100,7 @@ publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
 	$(setup) core
 	$(from_make) publish
 
-sweep: ## where graphs stop paying: MODEL at growing values of OVER
+sweep: ## MODEL at several VALUES of the quantity OVER, and a table of all
 	$(check)$(call need,MODEL,$(firstword $(models)); models: $(models))
 	$(call need,OVER,batch)
 	$(setup) core
