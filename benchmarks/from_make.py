@@ -2,8 +2,9 @@
 
     make_MODEL=gpt3 python -m benchmarks.from_make bench            runs python -m benchmarks.run --model=gpt3
 
-make passes each value in the environment as make_NAME, so no shell ever reads it. A flag and its value are one word:
-a value that begins with - stays a value. ARGS is split as a shell splits words, and nothing in it is expanded.
+make passes each value in the environment as make_NAME, so no shell ever reads it. Each becomes a flag, and the program
+refuses a flag that it does not take. A flag and its value are one word: a value that begins with - stays a value. ARGS
+is split as a shell splits words, and nothing in it is expanded.
 """
 
 from __future__ import annotations  # An old interpreter must come to say that it is old.
@@ -17,64 +18,58 @@ import sys
 MEASURE, TABLES = ("torch", "numpy", "scipy", "msgspec"), ("numpy", "scipy", "msgspec")
 FIGURES, TEST = (*TABLES, "matplotlib"), (*MEASURE, "pandas", "pytest", "xdist")
 PIP = {"xdist": "pytest-xdist"}
-RUN = ("MODEL", "PRESET", "VARIANTS", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "LABEL")
-POINT = ("MODEL", "PRESET", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "OVER", "VALUES", "VARIANT")
-STEP = ("STEP", "VARIANTS", "CYCLES", "MINUTES", "NGPU", "HOST_LOAD", "OUT", "PYTHON")
-JOB = ("VARIANTS", "NODES", "PARTITION", "ACCOUNT", "TIME", "IMAGE", "MOUNTS", "SBATCH")
-TESTS = ["-m", "pytest", "--dist"]
+TESTS = ["pytest", "--dist"]
 
-# target: words of its program, variables that become flags, packages that it needs
+# target: its program, with OUT or RUN in the place of a folder or file, and the packages that it needs
 TARGETS = {
-    "bench": (["-m", "benchmarks.run"], RUN, MEASURE),
-    "measure": (["-m", "benchmarks.measure"], STEP, MEASURE),
-    "census": (["-m", "benchmarks.census"], ("MODEL", "PRESET", "CYCLES", "MINUTES", "OUT"), MEASURE),
-    "doctor": (["-m", "benchmarks.measure", "--doctor"], ("STEP", "MODEL", "PRESET", "NGPU", "PYTHON"), MEASURE),
-    "publish": (["-m", "benchmarks.publish", "RUN"], (), TABLES),
-    "sweep": (["-m", "benchmarks.sweep"], POINT, MEASURE),
-    "submit": (["-m", "benchmarks.submit"], POINT + JOB, TABLES),
-    "compare": (["-m", "benchmarks.compare", "OUT"], (), TABLES),
-    "gate": (["-m", "benchmarks.gate", "OUT"], ("BASE",), TABLES),
-    "plots": (["-m", "benchmarks.plot", "OUT"], (), FIGURES),
-    "readme": (["-m", "benchmarks.overview", "--write"], (), FIGURES),
-    "test": ([*TESTS, "worksteal", "-n", "3", "-m", "not slow and not slurm and not gpu and not long"], (), TEST),
-    "long": ([*TESTS, "loadfile", "-n", "2", "-m", "long"], (), TEST),
-    "test-slow": ([*TESTS, "loadgroup", "-n", "3", "-m", "(slow or slurm) and not gpu and not long"], (), TEST),
+    "bench": (["benchmarks.run"], MEASURE),
+    "measure": (["benchmarks.measure"], MEASURE),
+    "census": (["benchmarks.census"], MEASURE),
+    "doctor": (["benchmarks.measure", "--doctor"], MEASURE),
+    "publish": (["benchmarks.publish", "RUN"], TABLES),
+    "sweep": (["benchmarks.sweep"], MEASURE),
+    "submit": (["benchmarks.submit"], TABLES),
+    "compare": (["benchmarks.compare", "OUT"], TABLES),
+    "plots": (["benchmarks.plot", "OUT"], FIGURES),
+    "readme": (["benchmarks.overview", "--write"], FIGURES),
+    "test": ([*TESTS, "worksteal", "-n", "3", "-m", "not slow and not slurm and not gpu and not long"], TEST),
+    "long": ([*TESTS, "loadfile", "-n", "2", "-m", "long"], TEST),
+    "test-slow": ([*TESTS, "loadgroup", "-n", "3", "-m", "(slow or slurm) and not gpu and not long"], TEST),
 }
-FLAGS = {"BASE": "--against"}
 
 
 def command_of(target: str, given: dict[str, str]) -> list[str]:
-    """Words for the interpreter.
+    """Return words for the interpreter: each value is a flag, which the program may refuse.
 
     Raises:
         ValueError: CONTROL or ARGS cannot be read; the text says why.
     """
-    program, variables, _ = TARGETS[target]
-    given = {name: value.strip() for name, value in given.items()}
-    words = [_path(given, word) if word in ("OUT", "RUN") else word for word in program]
-    words += [f"{FLAGS.get(v, '--' + v.lower().replace('_', '-'))}={given[v]}" for v in variables if given.get(v)]
-    if given.get("CONTROL", "") not in ("", "0", "1"):
-        raise ValueError(f"CONTROL={given['CONTROL']!a}: takes 0, without the control, or 1")
-    words += ["--no-control"] if given.get("CONTROL") == "0" else []
+    given = {name: value.strip() for name, value in sorted(given.items()) if value.strip()}
+    control, args = given.pop("CONTROL", "1"), given.pop("ARGS", "")
+    if control not in ("0", "1"):
+        raise ValueError(f"CONTROL={control!a}: takes 0, without the control, or 1")
+    words = ["-m", *TARGETS[target][0]]
+    if words[-1] in ("OUT", "RUN"):
+        path = given.pop(words[-1], "results" if words[-1] == "OUT" else "")
+        words[-1:] = [f"./{path}" if path.startswith("-") else path] if path else []
+    if target == "compare" and "BASE" in given:
+        words[1:] = ["benchmarks.gate", *words[2:], f"--against={given.pop('BASE')}"]
+    words += [f"--{name.lower().replace('_', '-')}={value}" for name, value in given.items()]
+    words += ["--no-control"] if control == "0" else []
     try:
-        return words + shlex.split(given.get("ARGS", ""))
+        return words + shlex.split(args)
     except ValueError as error:
-        raise ValueError(f"ARGS={given['ARGS']!a}: {str(error).lower()}") from None
-
-
-def _path(given, name):
-    value = given.get(name) or "results"
-    return f"./{value}" if value.startswith("-") else value
+        raise ValueError(f"ARGS={args!a}: {str(error).lower()}") from None
 
 
 def main() -> None:
     """Become the program, or end with one line and status 2."""
     target, said = sys.argv[1], ""
     given = {name[len("make_") :]: value for name, value in os.environ.items() if name.startswith("make_")}
-    # A step of one's own runs in PYTHON, the harness does not.
-    own = "PYTHON" in TARGETS[target][1]
-    python = (None if own else given.get("PYTHON")) or ".venv/bin/python"
-    missing = [PIP.get(name, name) for name in TARGETS[target][2] if importlib.util.find_spec(name) is None]
+    # A step of the user's own runs in PYTHON, the harness does not.
+    is_of_step = target in ("measure", "doctor")
+    python = (not is_of_step and given.pop("PYTHON", "")) or ".venv/bin/python"
+    missing = [PIP.get(name, name) for name in TARGETS[target][1] if importlib.util.find_spec(name) is None]
     if sys.version_info < (3, 11):  # noqa: UP036 - PYTHON= may be any.
         said = f"{python} is Python {sys.version_info[0]}.{sys.version_info[1]}, this takes 3.11 or newer"
     elif missing:

@@ -17,10 +17,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, ask, command, run, script
+from benchmarks import ROOT, ask, command, run, script, sweep
 from benchmarks.command import RUNS, Mistake, shown, words_of
 from benchmarks.slurm import queue
-from benchmarks.sweeps import quantity
 from common.config import flag_of
 
 SCRIPTS = Path("benchmarks", "slurm")
@@ -96,8 +95,7 @@ class Plan:
         for model, description in described.items():
             ask.chosen_variants(args.variant or args.variants, description)
             if args.over:
-                varied = quantity.find(description, args.preset, args.over, args.flags)
-                quantity.require(model, args.preset, varied, args.flags, args.values)
+                sweep.flags_of(args, model, description, args.preset)
             self.on_gpu = script.needs_gpu(description, args.preset)
             # Jobs start in the repository's root, and this command may not.
             self.flags = script.from_root(args.flags, description["flags"])

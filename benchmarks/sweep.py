@@ -1,13 +1,12 @@
-"""The search for the size where graphs stop paying: eager against one variant at growing values of a quantity.
+"""A loop over values of a quantity: eager against one variant at each value, and a table of all points.
 
-    python -m benchmarks.sweep --model gpt3 --over batch
+    python -m benchmarks.sweep --model gpt3 --over batch --values 1,2,4
     python -m benchmarks.sweep --model gpt3 --over width --values 3,6,12 --cycles auto -- --precision bf16
 
-The value starts at the preset's own and doubles until the interval of the ratio touches 1, until memory is full, or at
-64 times the start. Where graphs do not pay at the start it is halved instead. Then one point narrows the bracket.
 Every point is a run of benchmarks.run in a folder of its own, OUT/<over>-<value>; options that this command does not
-know (--preset, --cycles, --ngpu, ...) go there. The same command goes on where it was stopped, and commands with other
---values may fill one OUT, at the same time too. OUT/sweep.json and OUT/table.md are written after every point.
+know (--preset, --cycles, --ngpu, ...) go there. The same command goes on where it was stopped: a point that passed with
+today's source and enough cycles is not measured again. Commands with other --values may fill one OUT, at the same time
+too, and the table has their points.
 
 Exit status: 0 when every point is pass, oom or unsupported and something was timed, 1 otherwise, 2 for a mistake on
 the command line, 130 after Ctrl-C.
@@ -16,28 +15,34 @@ the command line, 130 after Ctrl-C.
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import ask, command, judge, run, script
+from benchmarks import ask, command, judge, run, script, statistics
 from benchmarks.command import Mistake, shown
+from benchmarks.files import run_file
+from benchmarks.files.facts import Run, printable
+from benchmarks.judge import FAILED, PASS, Judged
+from benchmarks.pages import run_table
+from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import launch
-from benchmarks.sweeps import crossover, quantity
-from benchmarks.sweeps.points import Points, is_timed, report
+from common.config import flag_of
 
 OWN = {"--variants": "a sweep compares eager with one variant, --variant", "--label": "a sweep names its folders"}
+COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most")
 
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line; `rest` is for benchmarks.run. Mistakes end the program with one line."""
     own, flags = command.split_flags(argv)
-    about = "Where graphs stop paying: eager against one variant over a growing quantity."
+    about = "Eager against one variant at several values of a quantity."
     more = f"Other options go to every point: see python -m benchmarks.run --help. {command.TO_SCRIPT}"
     parser = command.parser_of("sweep", about, more)
     add = parser.add_argument
     add("--model", metavar="NAME", required=True, help=f"one of {', '.join(script.models())}")
-    add("--over", metavar="QUANTITY", required=True, help="what grows, as in batch; the model's choice")
+    add("--over", metavar="QUANTITY", required=True, help="what varies, as in batch; the model's choice")
+    add("--values", metavar="1,2,4", type=command.values, required=True, help="a point for each")
     add("--variant", metavar="NAME", help="what stands against eager (the model's first graph)")
-    add("--values", metavar="1,2,4", type=command.values, help="just these, instead of a search")
     add("--minutes", metavar="M", type=command.amount, help="start no point that cannot end in this time")
     add("--out", metavar="DIR", help="folder (runs/<gpu>x<count>/<model>-<preset>-<over>-<variant>)")
     args, args.rest = parser.parse_known_args(own)
@@ -48,8 +53,52 @@ def parse(argv=None) -> argparse.Namespace:
     return args
 
 
-class OutOfTime(Exception):
-    """--minutes are over; the message says what is not started."""
+def flags_of(args: argparse.Namespace, model: str, description: dict, preset: str) -> dict[int, list[str]]:
+    """Return the script's flags for each value: the quantity's first field takes it, others keep their ratio to it.
+
+    Args:
+        args: over, values and flags of the command line.
+        model: name of a folder.
+        description: the script's answer to --describe.
+        preset: the values of its fields are the start.
+
+    Raises:
+        Mistake: the quantity is unknown, `args.flags` sets one of its fields, or the script refuses a value.
+    """
+    sweeps = description.get("sweeps", {})
+    if args.over not in sweeps:
+        raise Mistake(f"unknown quantity {args.over!r}, --over takes one of {', '.join(sweeps) or 'none'}")
+    fields = sweeps[args.over]
+    for given in args.flags:
+        if given.split("=")[0] in map(flag_of, fields):
+            raise Mistake(f"{given} after -- is what --over {args.over} sets, leave it out")
+    own = {field: description["presets"][preset][field] for field in fields}
+    found = {value: _flags(args.over, own, value) for value in args.values}
+    # Before a point costs minutes.
+    for words in found.values():
+        script.describe(model, [*args.flags, *words], preset)
+    return found
+
+
+def _flags(over, preset, value) -> list[str]:
+    first, *others = preset
+    out = [flag_of(first), str(value)]
+    for field in others:
+        scaled, rest = divmod(preset[field] * value, preset[first])
+        if rest:
+            raise Mistake(f"--over {over}: {value} makes {flag_of(field)} no whole number")
+        out += [flag_of(field), str(scaled)]
+    return out
+
+
+@dataclass(frozen=True)
+class Point:
+    """The result at one value. `own`: the build that was compared; None unless the status is pass."""
+
+    value: int
+    status: str
+    reason: str = ""
+    own: Judged | None = None
 
 
 class Sweep:
@@ -63,22 +112,21 @@ class Sweep:
     """
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.start, self.longest_s = args, time.monotonic(), 0.0
-        self.model = script.find_model(args.model)
+        self.args, self.model = args, script.find_model(args.model)
         described = script.describe(self.model, [])
-        args.variant = args.variant or script.first_graph(described)
-        self.variants = _variants(args.variant, described)
+        self.variant = args.variant or script.first_graph(described)
+        self.variants = _variants(self.variant, described)
         options = self._options(args.flags, args.out)
-        asked = ask.ask_of(options, self.model, launch.describe_here())
-        if not any(args.variant in build.variants for build in asked.builds):
-            raise Mistake(f"--variant {args.variant}: the flags after -- leave no build of it")
-        own = quantity.find(asked.description, asked.preset, args.over, args.flags)
-        quantity.require(self.model, asked.preset, own, asked.flags, args.values or [own.first])
-        load = options.host_load
-        name = "-".join([self.model, asked.preset, args.over, args.variant, *[f"load{load}"] * bool(load)])
-        root = Path(args.out).resolve() if args.out else asked.group.parent / name
-        least = run.settings_of(options, asked.preset).least_cycles
-        self.points = Points(root, asked, own, args.variant, load, least)
+        self.asked = ask.ask_of(options, self.model, launch.describe_here())
+        if not any(self.variant in build.variants for build in self.asked.builds):
+            raise Mistake(f"--variant {self.variant}: the flags after -- leave no build of it")
+        args.flags = self.asked.flags
+        self.flags = flags_of(args, self.model, self.asked.description, self.asked.preset)
+        self.gpu, self.load = next(iter(self.asked.gpus.names), None), options.host_load
+        load = [f"load{self.load}"] * bool(self.load)
+        name = "-".join([self.model, self.asked.preset, args.over, self.variant, *load])
+        self.root = Path(args.out).resolve() if args.out else self.asked.group.parent / name
+        self.least_cycles = run.settings_of(options, self.asked.preset).least_cycles
 
     def _options(self, flags, out, *more):
         """The command line of benchmarks.run for one point."""
@@ -86,49 +134,99 @@ class Sweep:
         return run.parse([*words, *(["--out", str(out)] if out else []), "--", *flags])
 
     def measure_all(self) -> int:
-        """Measure every point that is asked for, print table and finding, and return the exit status."""
-        first, values = self.points.quantity.first, self.args.values
-        if not (values or self.points.asked.gpus.names):
-            values = [first, 2 * first, 4 * first]
-        self.points.root.mkdir(parents=True, exist_ok=True)
-        try:
-            for value in values or []:
-                self.measure(value)
-            if not values:
-                crossover.search(self.measure, first)
-        except OutOfTime as stop:
-            print(stop)
-        result = self.points.write()
-        print(f"\n{report(result)}\n\n{shown(self.points.root)}/: a folder a point, sweep.json, table.md")
-        bad = [f"{self.args.over} {own['value']}" for own in result["points"] if own["status"] not in judge.FINE]
-        if bad:
-            print(f"failed: {', '.join(bad)}")
-        return 1 if bad or not is_timed(result) else 0
+        """Measure every point that is asked for, print the table, and return the exit status."""
+        over, minutes, begin_s, longest_s = self.args.over, self.args.minutes, time.monotonic(), 0.0
+        self.root.mkdir(parents=True, exist_ok=True)
+        points, before = {}, self.measured()
+        for value in self.flags:
+            start_s = time.monotonic()
+            if value in before:
+                print(f"\n{over} {value} was measured before")
+                continue
+            if minutes and 60 * minutes - (start_s - begin_s) <= longest_s:
+                print(f"\n--minutes {minutes:g}: {over} {value} not started")
+                break
+            points[value] = self.measure(value)
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        # Other commands may have added points.
+        points = self.measured() | points
+        every = [points[value] for value in sorted(points)]
+        print(f"\n{self.report(every)}\n\n{shown(self.root)}/: a folder a point", flush=True)
+        is_fine = all(point.status in judge.FINE for point in every)
+        return 0 if is_fine and any(point.own for point in every) else 1
 
-    def measure(self, value: int) -> dict:
-        """Measure a point unless it is there, write the result so far, and return the point."""
-        over, start, minutes = f"{self.args.over} {value}", time.monotonic(), self.args.minutes
-        point = self.points.measured(value)
-        if point is not None:
-            print(f"\n{over} was measured before")
-        elif minutes and 60 * minutes - (start - self.start) <= self.longest_s:
-            raise OutOfTime(f"\n--minutes {minutes:g}: {over} not started")
-        else:
-            try:
-                print(flush=True)
-                flags = [*self.points.asked.flags, *self.points.quantity.flags(value)]
-                folder = self.points.folder(value)
-                ((own, path),), _ = run.measured(self._options(flags, folder, "--label", folder.name))
-                point = self.points.add(value, flags, own, path)
-            except Mistake as mistake:
-                print(f"not run: {mistake}")
-                point = self.points.add_refused(value, str(mistake))
-            self.longest_s = max(self.longest_s, time.monotonic() - start)
-        self.points.write()
-        interval = f" ({point['low']:.3f} to {point['high']:.3f})" if point["low"] else ""
-        said = f"{point['ratio']:.3f}x{interval}  {point['word']}" if point["ratio"] else point["status"]
-        print(f"{over}: {said}", flush=True)
-        return point
+    def measure(self, value: int) -> Point:
+        """Measure a point and return it."""
+        name = f"{self.args.over}-{value}"
+        print(flush=True)
+        try:
+            flags = [*self.args.flags, *self.flags[value]]
+            ((own, _),), _ = run.measured(self._options(flags, self.root / name, "--label", name))
+        except Mistake as mistake:
+            print(f"not run: {mistake}")
+            return Point(value, "unsupported", str(mistake))
+        return self._point(value, own)
+
+    def measured(self) -> dict[int, Point]:
+        """Return each value whose newest run with this request and today's source passed, with enough cycles."""
+        found = {}
+        for _, own in sorted(run_file.find(self.root)[0], key=lambda each: each[1].begin_utc):
+            over, _, value = own.label.rpartition("-")
+            if over == self.args.over and value.isdecimal() and self._is_asked(own):
+                found[int(value)] = self._point(int(value), own)
+        return {value: each for value, each in found.items() if self._is_enough(each)}
+
+    def _is_enough(self, point):
+        return point.own is not None and len(point.own.build.cycles) >= self.least_cycles
+
+    def _is_asked(self, own: Run) -> bool:
+        """Return whether a run is of this request; its label says which value its last flags set."""
+        asked, given = self.asked, self.args.flags
+        gpu = next((each.name for each in own.host.gpus), None)
+        seen = (own.model, own.preset, own.ranks, own.flags[: len(given)], own.source.get("hash"), gpu)
+        like = (asked.model, asked.preset, asked.ranks, given, asked.host["env"]["source_hash"], self.gpu)
+        is_alike = len(own.flags) - len(given) == len(next(iter(self.flags.values())))
+        busy = {cycle.busy_processes for build in own.builds.values() for cycle in build.cycles}
+        return seen == like and is_alike and busy <= {0, self.load}
+
+    def _point(self, value: int, own: Run) -> Point:
+        builds = [each for each in judge.judged(own).values() if self.variant in each.verdicts]
+        if not builds:
+            return Point(value, FAILED, "nothing was measured")
+        best = next((each for each in builds if each.build.variants[self.variant].blocks), builds[0])
+        for name in (best.base or best.build.anchor or "eager", self.variant):
+            verdict = best.verdicts.get(name)
+            if verdict is not None and verdict.status != PASS:
+                return Point(value, verdict.status, verdict.reason)
+        asked, held = best.build.asked_layers, best.build.config.get("layers")
+        if asked is not None and isinstance(held, int) and held < asked:
+            return Point(value, "oom", f"it ran with --layers {held} in the place of {asked}, which does not fit")
+        if best.ratio_of(self.variant, bool(self.load)) is None:
+            return Point(value, FAILED, f"no cycle beside {best.base}")
+        return Point(value, PASS, own=best)
+
+    def report(self, points: list[Point]) -> str:
+        """Return the table of points and its notes."""
+        first, *others = (flag_of(field) for field in self.asked.description["sweeps"][self.args.over])
+        quantity = f"{self.args.over} ({first}{'; in proportion ' * bool(others)}{', '.join(others)})"
+        load = f", beside {self.load} busy processes" if self.load else ""
+        title = f"{self.asked.name} over {quantity}: {self.variant} against eager{load}"
+        rows = [(self.args.over, *COLUMNS), *map(self._row, points)]
+        lines = [f"{title}, {self.gpu or 'CPU'} x{self.asked.ranks}", *run_table.aligned(rows, 0)]
+        for point in points:
+            lines += [f"{point.status}: {self.args.over} {point.value} ({point.reason})"] if point.reason else []
+        timed = [point.own for point in points if point.own]
+        lines += [run_table.on_a_cpu(timed)] if timed and self.gpu is None else []
+        return "\n".join(map(printable, lines))
+
+    def _row(self, point):
+        own, busy = point.own, bool(self.load)
+        ratio = own.ratio_of(self.variant, busy) if own else None
+        if own is None or ratio is None:
+            return (str(point.value), "", "", "", "", point.status, "", "", "")
+        issue_ms, busy_ms = milliseconds(own.issue_ms(own.base, busy)), milliseconds(own.busy_ms(own.base))
+        at_most = run_table.times(own.ceiling(self.variant, busy))
+        return (str(point.value), *run_table.ratio_cells(ratio), statistics.word(ratio), issue_ms, busy_ms, at_most)
 
 
 def _variants(variant, described) -> list[str]:

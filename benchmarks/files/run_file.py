@@ -16,8 +16,6 @@ CENSUS = "census"
 SCHEMA = 4
 MAX_BYTES = 32 * 2**20
 PASSED_OVER = ("archive", "figures")
-# Beside run files in the folder of a sweep.
-NOT_RUNS = ("sweep.json", "point.json")
 
 
 class Damaged(ValueError):
@@ -110,7 +108,7 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
 
     for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if name[0] != "." and name not in PASSED_OVER]
-        names = (name for name in files if name.endswith(".json") and name[0] != "." and name not in NOT_RUNS)
+        names = (name for name in files if name.endswith(".json") and name[0] != ".")
         paths += [Path(folder, name) for name in names]
     for path in sorted(paths):
         try:

@@ -1,7 +1,7 @@
 """A run's own table, as a screen shows it: one row a variant, at most 100 characters wide."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import statistics
 from benchmarks.files.facts import OWN_STEP, Run, digits, printable
@@ -75,8 +75,8 @@ def suite(runs: list[Run]) -> str:
                 ratio = own.ratio_of(name)
                 if ratio is not None:
                     title = f"{run.title} {build_name}".rstrip()
-                    rows.append((title, name, *_cells(ratio), _times(own.ceiling(name))))
-    return "\n".join(_aligned(rows, 2))
+                    rows.append((title, name, *ratio_cells(ratio), times(own.ceiling(name))))
+    return "\n".join(aligned(rows, 2))
 
 
 def _build_report(name: str, own: Judged) -> str:
@@ -101,32 +101,34 @@ def _table(own: Judged, busy: bool) -> Iterator[str]:
             continue
         is_control = name == own.run.control
         memory, rate = own.alone_bytes(name), own.tflops(name, busy)
-        cells = _cells(ratio) if ratio else ("", milliseconds(own.ms(name, busy)), "base", "")
+        cells = ratio_cells(ratio) if ratio else ("", milliseconds(own.ms(name, busy)), "base", "")
         tail = (
-            _times(None if is_control else own.ceiling(name, busy)),
+            times(None if is_control else own.ceiling(name, busy)),
             "" if rate is None or is_control else f"{rate:,.0f}",
             "" if memory is None else f"{memory / GIB:.1f}",
             "" if is_control else own.verdicts[name].parity or _by_blocks(own),
         )
         rows.append((f"{name} (base again)" if is_control else name, *cells, *tail))
-    return _aligned(rows, 1)
+    return aligned(rows, 1)
 
 
 def _by_blocks(own: Judged) -> str:
     return "losses" if own.run.parity == "blocks" else ""
 
 
-def _cells(ratio):
+def ratio_cells(ratio: statistics.Ratio) -> tuple[str, str, str, str]:
+    """Return base ms, ms, ratio and interval, which is "" for a single cycle."""
     interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.cycles > 1 else ""
     return milliseconds(ratio.base_ms), milliseconds(ratio.variant_ms), f"{ratio.ratio:.3f}x", interval
 
 
-def _times(value):
+def times(value: float | None) -> str:
+    """Return 1.234x; "" for None."""
     return "" if value is None else f"{value:.3f}x"
 
 
-def _aligned(rows, num_left) -> Iterator[str]:
-    """Lines of a table whose first `num_left` columns are flush left, without columns that are empty."""
+def aligned(rows: Sequence[tuple[str, ...]], num_left: int) -> Iterator[str]:
+    """Yield lines of a table whose first `num_left` columns are flush left, without columns that are empty."""
     columns = [column for column in zip(*rows, strict=True) if len(rows) == 1 or any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH + 2 else " "

@@ -50,7 +50,7 @@ FLAGS = {
 # What makes a command line whole.
 ENOUGH = {
     "run": ["--model", "rnnt"],
-    "sweep": ["--model", "rnnt", "--over", "batch"],
+    "sweep": ["--model", "rnnt", "--over", "batch", "--values", "8"],
     "submit": ["--model", "rnnt"],
     "compare": ["root"],
     "gate": ["root", "--against", "root"],

@@ -1,9 +1,9 @@
-"""The sweep: from made runs to table and finding, resume, mistakes, and real runs."""
+"""The sweep: from made runs to its table, resume, mistakes, and real runs."""
 
 import itertools
-import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +17,6 @@ from benchmarks.command import Mistake
 from benchmarks.files import run_file
 from benchmarks.files.facts import Raised
 from benchmarks.processes import launch, supervisor
-from tests.benchmarks.sweeps.test_crossover import hard
 from tests.helpers import made_run
 from tests.helpers.processes import is_running, until
 
@@ -47,10 +46,10 @@ def described(model, flags, preset=None):
 
 
 class Runner:
-    """Stands for benchmarks.run: the run of one point of gpt3 over batch by a law; it counts."""
+    """Stands for benchmarks.run: a run of gpt3 over batch, whose host issues a step in 7 ms; it counts."""
 
-    def __init__(self, law, oom_from=1000, fails_at=(), stops_at=None, **more):
-        self.law, self.oom_from, self.fails_at, self.stops_at = law, oom_from, fails_at, stops_at
+    def __init__(self, oom_from=1000, fails_at=(), stops_at=None, **more):
+        self.oom_from, self.fails_at, self.stops_at = oom_from, fails_at, stops_at
         self.more, self.calls = more, []
 
     def __call__(self, args):
@@ -71,8 +70,9 @@ class Runner:
         number = next(_ids)
         source = random.Random(number)
         more = {"flags": args.flags, "id": f"20261125T10{number:04}Z-a7d396c1", "busy": args.host_load} | self.more
+        more |= {"label": args.label, "source": {"hash": launch.describe_here()["env"]["source_hash"]}}
         own = made_run.made_run(cycles=args.cycles or 8, **more)
-        variants, times = own.builds[""].variants, self.law(value)
+        variants, times = own.builds[""].variants, (max(7.0, value), float(value))
         for name, ms in zip(("eager", "graph_layer"), times, strict=True):
             for block in variants[name].blocks:
                 # Beside busy processes eager takes twice as long.
@@ -89,9 +89,9 @@ class Runner:
 
 @pytest.fixture
 def go(monkeypatch, tmp_path):
-    def sweep_with(runner, *arguments, out=tmp_path / "out", model="gpt3", over="batch", flags=()):
+    def sweep_with(runner, values, *arguments, out=tmp_path / "out", model="gpt3", over="batch", flags=()):
         monkeypatch.setattr(run, "measured", runner)
-        argv = ["--model", model, "--over", over, "--out", str(out), *arguments]
+        argv = ["--model", model, "--over", over, "--values", values, "--out", str(out), *arguments]
         try:
             return sweep.main([*argv, *(["--", *flags] if flags else [])])
         except SystemExit as stop:
@@ -104,142 +104,151 @@ def nothing(args):
     pytest.fail("nothing may run")
 
 
-def result(out):
-    return json.loads((out / "sweep.json").read_text())
+def rows(text):
+    """The cells of the last table, one list a point; empty columns are left out."""
+    lines = text.splitlines()
+    begin = max(index for index, line in enumerate(lines) if " over " in line and " against " in line) + 2
+    table = list(itertools.takewhile(lambda line: line.lstrip()[:1].isdigit(), lines[begin:]))
+    return [re.split(" {2,}", line.strip()) for line in table]
 
 
-def statuses(out):
-    return [(point["value"], point["status"]) for point in result(out)["points"]]
+def values(text):
+    return [row[0] for row in rows(text)]
 
 
 # ------------------------------------------------------------------------------------------------
-# From runs to a finding
+# From runs to a table
 
 
-def test_a_sweep_from_runs_to_its_finding_and_once_more_without_a_run(tmp_path, go, capsys):
-    out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
-    assert go(runner) == 0
-    assert runner.calls == [1, 2, 4, 8, 6]
-    text, found = capsys.readouterr().out, result(out)
-    assert [point["value"] for point in found["points"]] == [1, 2, 4, 6, 8]
-    assert found["finding"] == "graphs stop paying between batch 6 and 8 on NVIDIA H200" and found["finding"] in text
-    assert found["crossover"] == {"low": 6, "high": 8, "unclear": False}
-    first = found["points"][0]
-    assert first["base_ms"] / first["ms"] == pytest.approx(first["ratio"]) and first["low"] < 7.0 < first["high"]
-    assert (first["busy_ms"], first["word"]) == (1.0, "faster") and first["issue_ms"] == pytest.approx(7.0, rel=0.02)
-    assert run_file.read(out / first["run"]).flags == ["--microbatch", "1"]
-    table = (out / "table.md").read_text()
-    assert table in f"{text}\n" or table.strip() in text
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
-    assert rows[0] == ["batch", "base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most"]
-    assert [row[0] for row in rows[2:]] == ["1", "2", "4", "6", "8"]
-    assert all(float(row[1]) / float(row[2]) == pytest.approx(float(row[3][:-1]), rel=0.01) for row in rows[2:])
-    assert max(map(len, table.splitlines())) <= 100
-    assert go(runner) == 0
-    assert len(runner.calls) == 5 and capsys.readouterr().out.count("was measured before") == 5
-    assert result(out) == found
+def test_a_sweep_measures_each_value_and_once_more_without_a_run(tmp_path, go, capsys):
+    out, runner = tmp_path / "out", Runner()
+    assert go(runner, "4,1,2,8") == 0
+    assert runner.calls == [1, 2, 4, 8]
+    text = capsys.readouterr().out
+    title, names = next(pair for pair in itertools.pairwise(text.splitlines()) if " over " in pair[0])
+    assert title == "gpt3/bench over batch (--microbatch): graph_layer against eager, NVIDIA H200 x1"
+    assert re.split(" {2,}", names) == [
+        *["batch", "base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most"]
+    ]
+    assert values(text) == ["1", "2", "4", "8"]
+    assert all(float(row[1]) / float(row[2]) == pytest.approx(float(row[3][:-1]), rel=0.01) for row in rows(text))
+    first, *_, last = rows(text)
+    low, high = map(float, first[4].split(" to "))
+    assert low < 7.0 < high and (first[5], first[7]) == ("faster", "1.00")
+    assert float(first[6]) == pytest.approx(7.0, rel=0.02) and float(first[8][:-1]) == pytest.approx(7.0, rel=0.02)
+    assert last[5] == "same"
+    assert max(map(len, text.splitlines())) <= 100 + len(str(tmp_path))
+    (path,) = (out / "batch-1").rglob("*.json")
+    assert run_file.read(path).flags == ["--microbatch", "1"]
+    assert go(runner, "4,1,2,8") == 0
+    again = capsys.readouterr().out
+    assert len(runner.calls) == 4 and again.count("was measured before") == 4 and rows(again) == rows(text)
 
 
-def test_what_was_measured_otherwise_is_measured_again(tmp_path, go, monkeypatch):
-    runner = Runner(hard(7.0))
-    assert go(runner, "--values", "1", "--cycles", "4") == 0
-    assert go(runner, "--values", "1", "--cycles", "3") == 0 and len(runner.calls) == 1
-    assert go(runner, "--values", "1") == 0 and len(runner.calls) == 2
-    assert result(tmp_path / "out")["points"][0]["cycles"] == 8
+def test_a_point_of_fewer_cycles_or_of_another_source_or_request_is_measured_again(go, monkeypatch, capsys):
+    runner = Runner()
+    assert go(runner, "1", "--cycles", "4") == 0
+    assert go(runner, "1", "--cycles", "3") == 0 and len(runner.calls) == 1
+    assert go(runner, "1") == 0 and len(runner.calls) == 2
+    assert go(runner, "1", "--host-load", "4") == 0 and len(runner.calls) == 3
+    # The newest run of the folder is beside busy processes.
+    assert go(runner, "1") == 0 and len(runner.calls) == 3
+    assert go(runner, "2", flags=["--precision", "bf16"]) == 0 and len(runner.calls) == 4
+    assert values(capsys.readouterr().out) == ["2"]
     env = HERE["env"] | {"source_hash": "another"}
     monkeypatch.setattr(launch, "describe_here", lambda: HERE | {"gpus": H200, "env": env})
-    assert go(runner, "--values", "1") == 0 and len(runner.calls) == 3
+    assert go(runner, "1") == 0 and len(runner.calls) == 5
 
 
-def test_a_sweep_that_is_stopped_goes_on(tmp_path, go, capsys):
-    runner = Runner(hard(7.0, 0.02), stops_at=4)
-    assert go(runner) == 130
+def test_a_sweep_that_is_stopped_goes_on(go, capsys):
+    runner = Runner(stops_at=4)
+    assert go(runner, "1,2,4,8") == 130
     assert "the same command goes on" in capsys.readouterr().err
-    assert statuses(tmp_path / "out") == [(1, "pass"), (2, "pass")]
-    assert go(runner) == 0 and runner.calls == [1, 2, 4, 4, 8, 6]
+    assert go(runner, "1,2,4,8") == 0 and runner.calls == [1, 2, 4, 4, 8]
 
 
-def test_memory_that_is_full_ends_the_search(tmp_path, go):
-    out = tmp_path / "out"
-    assert go(Runner(hard(1000.0), oom_from=8)) == 0
-    assert statuses(out) == [(1, "pass"), (2, "pass"), (4, "pass"), (8, "oom")]
-    assert result(out)["points"][-1]["message"] == "out of memory"
-    assert result(out)["finding"] == "graphs still pay at batch 4 on NVIDIA H200, the largest that fits"
-    # Another call does not forget it.
-    assert go(Runner(hard(1000.0)), "--values", "3") == 0
-    assert statuses(out)[-1] == (8, "oom")
+def test_memory_that_is_full_is_a_row(tmp_path, go, capsys):
+    assert go(Runner(oom_from=8), "4,8,16") == 0
+    text = capsys.readouterr().out
+    assert [(row[0], row[-1]) for row in rows(text)][1:] == [("8", "oom"), ("16", "oom")]
+    assert "oom: batch 8 (out of memory)" in text
+    assert go(Runner(oom_from=8), "8", out=tmp_path / "b") == 1, "nothing was timed"
 
 
-def test_a_model_that_its_script_made_smaller_is_another_one(tmp_path, go):
+def test_a_model_that_its_script_made_smaller_is_another_one(go, capsys):
     class Smaller(Runner):
         def made(self, value, args):
             own = super().made(value, args)
             own.builds[""].config = {"layers": 8 if value < 4 else 6, "microbatch": value}
+            own.builds[""].asked_layers = 8
             return own
 
-    assert go(Smaller(hard(1000.0))) == 0
-    last = result(tmp_path / "out")["points"][-1]
-    assert (last["value"], last["status"], last["ratio"]) == (4, "oom", None)
-    assert "ran with --layers 6 in the place of 8" in last["message"]
-
-
-def test_a_failing_point_is_a_row_ends_the_search_and_is_run_again(tmp_path, go, capsys):
-    out, runner = tmp_path / "out", Runner(hard(1000.0), fails_at=[2])
-    assert go(runner) == 1
-    assert runner.calls == [1, 2] and statuses(out)[-1] == (2, "failed")
+    assert go(Smaller(), "1,4") == 0
     text = capsys.readouterr().out
-    assert "failed: batch 2" in text and "batch 2: its losses in cycle 0 differ" in text
-    assert "still pay at batch 1 on NVIDIA H200, and batch 2 is failed" in result(out)["finding"]
+    assert rows(text)[1] == ["4", "oom"]
+    assert "oom: batch 4 (it ran with --layers 6 in the place of 8, which does not fit)" in text
+
+
+def test_a_failing_point_is_a_row_and_is_measured_again(go, capsys):
+    runner = Runner(fails_at=[2])
+    assert go(runner, "1,2,4") == 1
+    text = capsys.readouterr().out
+    assert rows(text)[1] == ["2", "failed"] and "failed: batch 2 (its losses in cycle 0 differ" in text
     runner.fails_at = ()
-    assert go(runner, "--values", "1,2,4") == 0
-    assert runner.calls[2:] == [2, 4] and [status for _, status in statuses(out)] == ["pass"] * 3
+    assert go(runner, "1,2,4") == 0
+    assert runner.calls == [1, 2, 4, 2] and "failed" not in capsys.readouterr().out
 
 
-def test_one_cycle_has_a_ratio_and_no_interval(tmp_path, go):
-    assert go(Runner(hard(7.0)), "--values", "1", "--cycles", "1") == 0
-    (only,) = result(tmp_path / "out")["points"]
-    assert only["ratio"] == pytest.approx(7.0, rel=0.02) and (only["low"], only["word"]) == (None, "unclear")
+def test_one_cycle_has_a_ratio_and_no_interval(go, capsys):
+    assert go(Runner(), "1", "--cycles", "1") == 0
+    ((*_, ratio, word, _, _, _),) = rows(capsys.readouterr().out)
+    assert float(ratio[:-1]) == pytest.approx(7.0, rel=0.02) and word == "unclear"
 
 
-def test_points_are_of_the_cycles_beside_busy_processes_where_there_are_some(tmp_path, go, capsys):
-    assert go(Runner(hard(7.0, 0.02)), "--values", "1", "--host-load", "4") == 0
-    assert result(tmp_path / "out")["points"][0]["ratio"] == pytest.approx(14.0, rel=0.02)
-    assert "beside 4 busy processes" in capsys.readouterr().out
-    assert go(nothing, "--values", "1", "--host-load", "4") == 0
+def test_points_are_of_the_cycles_beside_busy_processes_where_there_are_some(go, capsys):
+    assert go(Runner(), "1", "--host-load", "4") == 0
+    text = capsys.readouterr().out
+    assert float(rows(text)[0][3][:-1]) == pytest.approx(14.0, rel=0.02) and "beside 4 busy processes" in text
+    assert go(nothing, "1", "--host-load", "4") == 0
 
 
-def test_a_value_that_the_script_refuses_is_a_row(tmp_path, go):
+def test_a_value_that_the_run_refuses_is_a_row(go, capsys):
     class Refuses(Runner):
         def __call__(self, args):
             if "3" in args.flags:
                 raise Mistake("every number but this")
             return super().__call__(args)
 
-    assert go(Refuses(hard(2.5, 0.03))) == 0
-    found = result(tmp_path / "out")
-    assert statuses(tmp_path / "out")[2] == (3, "unsupported")
-    assert found["points"][2]["message"] == "every number but this"
-    assert found["finding"] == "graphs stop paying between batch 2 and 4 on NVIDIA H200"
+    assert go(Refuses(), "2,3,4") == 0
+    text = capsys.readouterr().out
+    assert rows(text)[1] == ["3", "unsupported"] and "unsupported: batch 3 (every number but this)" in text
 
 
-def test_calls_with_other_values_fill_one_folder_and_a_damaged_point_is_measured_again(tmp_path, go):
-    out, runner = tmp_path / "out", Runner(hard(7.0, 0.02))
+def test_calls_with_other_values_fill_one_folder_and_a_damaged_run_is_measured_again(tmp_path, go, capsys):
+    out, runner = tmp_path / "out", Runner()
     for value in ("8", "1", "4"):
-        assert go(runner, "--values", value) == 0
-    assert [value for value, _ in statuses(out)] == [1, 4, 8]
-    assert (result(out)["crossover"]["low"], result(out)["crossover"]["high"]) == (4, 8)
-    path = out / "batch-8" / "point.json"
-    path.write_text(path.read_text()[:100])
-    assert go(runner, "--values", "1") == 0 and [value for value, _ in statuses(out)] == [1, 4]
-    assert go(runner, "--values", "8") == 0 and runner.calls == [8, 1, 4, 8]
+        assert go(runner, value) == 0
+    assert values(capsys.readouterr().out) == ["1", "4", "8"]
+    (path,) = (out / "batch-8").rglob("*.json")
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:100])
+    assert go(runner, "1") == 0 and values(capsys.readouterr().out) == ["1", "4"]
+    assert go(runner, "8") == 0 and runner.calls == [8, 1, 4, 8]
+
+
+def test_sweeps_of_two_requests_share_a_folder_and_no_table(go, capsys):
+    assert go(Runner(), "1,2") == 0
+    assert go(Runner(preset="full"), "4", "--preset", "full") == 0
+    assert values(capsys.readouterr().out) == ["4"]
 
 
 def test_minutes_start_no_point_that_cannot_end(go, capsys, monkeypatch):
     clock = itertools.count(0, 20)
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    runner = Runner(hard(1000.0))
-    assert go(runner, "--minutes", "2") == 0
-    assert runner.calls == [1, 2] and "--minutes 2: batch 4 not started" in capsys.readouterr().out
+    runner = Runner()
+    assert go(runner, "1,2,4,8", "--minutes", "2") == 0
+    text = capsys.readouterr().out
+    assert runner.calls == [1, 2] == list(map(int, values(text))) and "--minutes 2: batch 4 not started" in text
 
 
 def test_what_a_point_asks_of_benchmarks_run(tmp_path, go):
@@ -249,22 +258,21 @@ def test_what_a_point_asks_of_benchmarks_run(tmp_path, go):
         seen.append(args)
         raise Mistake("no")
 
-    go(refuses, "--values", "24", "--ngpu", "1", "--cycles", "4", over="width", flags=["--precision", "bf16"])
+    go(refuses, "24", "--ngpu", "1", "--cycles", "4", over="width", flags=["--precision", "bf16"])
     assert (seen[0].variants, seen[0].cycles, seen[0].label) == ("eager,graph_layer", 4, "width-24")
     assert seen[0].out == str(tmp_path / "out" / "width-24")
     assert seen[0].flags == ["--precision", "bf16", "--heads", "24", "--ffn", "12288"]
     # The best eager may be another one.
-    go(refuses, "--values", "1", out=tmp_path / "b", model="stable_diffusion")
+    go(refuses, "1", out=tmp_path / "b", model="stable_diffusion")
     assert seen[1].variants == "eager,eager_torch,graph_step"
 
 
-def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(tmp_path, go, monkeypatch):
+def test_on_a_cpu_points_are_run_and_no_speed_up_is_claimed(go, monkeypatch, capsys):
     monkeypatch.setattr(launch, "describe_here", lambda: HERE | {"gpus": {"names": [], "uuids": [], "driver": None}})
-    runner = Runner(hard(7.0), gpus=(), device="cpu")
-    go(runner)
-    assert runner.calls == [1, 2, 4]
-    found = result(tmp_path / "out")
-    assert (found["finding"], found["crossover"]) == ("CPU: no speed-up is measured here", None)
+    runner = Runner(gpus=(), device="cpu", preset="tiny")
+    assert go(runner, "1,2") == 0 and runner.calls == [1, 2]
+    text = capsys.readouterr().out
+    assert "CPU x1" in text and "On a CPU this shows that the variants train alike. It says nothing about" in text
 
 
 def test_without_a_variant_it_is_the_first_headline_graph():
@@ -303,7 +311,7 @@ def test_without_a_variant_it_is_the_first_headline_graph():
 )
 def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, named):
     monkeypatch.setattr(run, "measured", nothing)
-    own = {"--model": "gpt3", "--over": "batch", "--out": str(tmp_path / "out")}
+    own = {"--model": "gpt3", "--over": "batch", "--values": "1", "--out": str(tmp_path / "out")}
     try:
         status = sweep.main([f"{name}={value}" for name, value in own.items() if name not in arguments] + arguments)
     except SystemExit as stop:
@@ -314,12 +322,17 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, argumen
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_another_sweeps_or_a_file_is_refused(tmp_path, go, capsys):
-    assert go(Runner(hard(1.5))) == 0
-    assert go(nothing, "--preset", "full") == 2
-    assert "holds a sweep of preset bench" in capsys.readouterr().err
+def test_without_values_it_says_that_they_are_missing(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sweep.main(["--model", "gpt3", "--over", "batch"])
+    assert capsys.readouterr().err.splitlines() == [
+        "python -m benchmarks.sweep: the following arguments are required: --values"
+    ]
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path, go, capsys):
     (tmp_path / "file").write_text("")
-    assert go(nothing, out=tmp_path / "file") == 2
+    assert go(nothing, "1", out=tmp_path / "file") == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -331,7 +344,8 @@ def test_a_folder_that_is_another_sweeps_or_a_file_is_refused(tmp_path, go, caps
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_sweep_leaves_no_process(tmp_path, number):
     out = tmp_path / "out"
-    command = ["--model", "tests.lying_model", "--over", "batch", "--variant", "hangs", "--out", str(out)]
+    command = ["--model", "tests.lying_model", "--over", "batch", "--values", "32,64", "--variant", "hangs"]
+    command += ["--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.sweep", *command, "--preset", "tiny", "--no-control"],
         cwd=ROOT,
@@ -362,7 +376,9 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
         answer = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert answer.stdout.count("was measured before") == 2 * attempt
-    for value, point in zip((1, 2), result(out)["points"], strict=True):
-        own = run_file.read(out / point["run"])
-        assert (point["value"], point["status"], own.label) == (value, "pass", f"layers-{value}")
-        assert own.builds[""].config["layers"] == value and own.builds[""].variants["graph_layer"].blocks
+    assert values(answer.stdout) == ["1", "2"]
+    for value in (1, 2):
+        (path,) = (out / f"layers-{value}").rglob("*.json")
+        own = run_file.read(path)
+        assert own.label == f"layers-{value}" and own.builds[""].config["layers"] == value
+        assert own.builds[""].variants["graph_layer"].blocks
