@@ -163,8 +163,7 @@ class Graphed:
         return 2 * self.state.config.layers * self.state.config.microbatches
 
     def close(self):
-        for pool in self.capture.pools:
-            pool.release()
+        self.pool.release()
 
 
 def replay(graphs):
@@ -240,7 +239,6 @@ class GraphedOptimizer(Graphed):
 #
 #     eager                                   eager_step above, run by common.variant.Eager
 #     graph_layer, graph_layer_optimizer      Graphed, GraphedOptimizer
-#     graph_layer_overlap                     overlap.py: the next forward beside the backward, on a second stream
 #     graph_layer_te, _te_slot, _te_default   other_variants.py: Transformer Engine's make_graphed_callables
 #     compile, reduce_overhead                other_variants.py: torch.compile
 #     graph_parameterized                     other_variants.py: graphs without a pool (docs/parameterized.md)

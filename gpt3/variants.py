@@ -1,7 +1,7 @@
 """GPT-3's variants: what each is, what it promises, and where it is made (no torch here).
 
-The eager step and the captures are in train.py, the others in overlap.py and other_variants.py. With several stages or
-chunks workload.py puts the constructors of pipeline/ in their places.
+The eager step and the captures are in train.py, the others in other_variants.py. With several stages or chunks
+workload.py puts the constructors of pipeline/ in their places.
 """
 
 from common.variant_table import Declared, table
@@ -87,16 +87,6 @@ VARIANTS = table(
         replays=lambda config: graphs_of_layers(config) + 1,
         parity="bitwise",
         formerly="graph_opt",
-    ),
-    Declared(
-        "graph_layer_overlap",
-        "graph_layer, with the next microbatch's forward beside the backward on a second stream",
-        kind="graph",
-        make="gpt3.overlap:GraphedOverlap",
-        graphs=graphs_of_layers,
-        replays=graphs_of_layers,
-        parity="bitwise",
-        formerly="graph_overlap",
     ),
     Declared(
         "compile",

@@ -9,8 +9,8 @@ from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training import schedule
 from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
+from common.training.scope_rules import Setting, refuse
 from common.variant_table import about
-from llama31.capturable import TABLE, Setting, numbers_of
 from llama31.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
@@ -127,8 +127,13 @@ class Config(Parallel, Timing):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of microbatches that steps have in turn."""
-        return numbers_of(self.ramp) or (self.microbatches,)
+        """Numbers of microbatches that steps have in turn: (4, 6, 8) for --ramp 4,6,8."""
+        if not self.ramp:
+            return (self.microbatches,)
+        parts = [part.strip() for part in self.ramp.split(",")]
+        if not all(part.isdecimal() and int(part) for part in parts):
+            raise ValueError(f"--ramp {self.ramp}: takes numbers from 1 up with commas between them, such as 4,6,8")
+        return tuple(map(int, parts))
 
     @property
     def stage_sizes(self) -> list[int]:
@@ -245,6 +250,9 @@ ABOUT = {
 # ------------------------------------------------------------------------------------------------
 # What cannot be captured
 
+# Variant -> its scope in common/training/scope_rules.py; the other variants capture nothing themselves.
+SCOPES = {"graph_layer": "layer", "graph_microbatch": "microbatch", "graph_fwd_bwd": "iteration", "graph_step": "step"}
+
 
 def require_capturable(config: Config, variant: str, environment) -> None:
     """ValueError in one line where `variant` cannot capture a step of this config; asked before any work on the GPU.
@@ -252,14 +260,13 @@ def require_capturable(config: Config, variant: str, environment) -> None:
     environment: such as os.environ.
     """
     several_ranks = environment.get("WORLD_SIZE", "1") != "1"
-    TABLE.refuse(
+    refuse(
         Setting(
-            variant=variant,
+            scope=SCOPES.get(variant, ""),
             nan_checks=config.nan_checks,
-            clip=config.clip,
-            ramp=config.ramp,
-            expandable_segments=has_expandable_segments(environment),
-            nccl_graph_register=several_ranks and nccl_registers(environment),
+            host_clip=config.clip == "host",
+            changing_microbatches=len(set(config.counts)) > 1,
+            expandable_segments=several_ranks and nccl_registers(environment) and has_expandable_segments(environment),
         )
     )
 

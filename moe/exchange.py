@@ -13,20 +13,31 @@ rank at most. Where that is more than the capacity, the results of that pass are
 """
 
 import contextlib
+import os
 
 import torch
 
+from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.parallel import collectives
+from common.training.scope_rules import Setting, refuse
 from common.variant import Unsupported
 from moe.config import Config
 from moe.kernels import labels, rows
 from moe.kernels.order import Plan, order_rows
 from moe.kernels.routing import Routed
 
-IN_A_GRAPH = (
-    "in each layer the host reads how many rows come from each rank, which no graph can hold: take graph_static, or a "
-    "scope without the exchange, as graph_attn_router_preprocess"
-)
+
+def require_capturable(num_ranks: int, scope: str, environment=os.environ) -> None:
+    """Unsupported, with the rule, where a graph of this scope cannot hold the exchange of several ranks.
+
+    scope: as in common/training/scope_rules.py.
+    """
+    moves = nccl_registers(environment) and has_expandable_segments(environment)
+    try:
+        if num_ranks > 1:
+            refuse(Setting(model="moe", scope=scope, expandable_segments=moves))
+    except ValueError as error:
+        raise Unsupported(f"--ep {num_ranks}: {error}") from None
 
 
 class Exchange:

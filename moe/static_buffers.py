@@ -15,17 +15,16 @@ eager dropless one trains. Without ranks no row is left out, and the variants sh
 calls the factor moe_expert_rank_capacity_factor.
 """
 
-import os
 import statistics
 import time
 
 import torch
 
 from common.capture.pool import Pool
-from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
-from common.variant import Capture, Unsupported, warm_up
+from common.variant import Capture, warm_up
+from moe.exchange import require_capturable
 from moe.state import State
 
 
@@ -109,7 +108,7 @@ class GraphedStatic(EagerStatic):
     """`graph_static`: a pass is one replay, with the communication of the ranks in it; clipping and Adam are eager."""
 
     def __init__(self, state: State, passes):
-        refuse_expandable_segments(state.exchange.size, os.environ)
+        require_capturable(state.exchange.size, "iteration")
         super().__init__(state, passes)
         self.pool = Pool(state.device)
         self.capture.strategy = "forward and backward of all microbatches, rows in static buffers"
@@ -127,15 +126,3 @@ class GraphedStatic(EagerStatic):
     def close(self) -> dict:
         self.pool.release()
         return super().close()
-
-
-def refuse_expandable_segments(num_ranks: int, environment) -> None:
-    """Unsupported where NCCL would register memory of the graph that the allocator may move.
-
-    environment: such as os.environ.
-    """
-    if num_ranks > 1 and nccl_registers(environment) and has_expandable_segments(environment):
-        raise Unsupported(
-            f"--ep {num_ranks}: NCCL registers the graph's memory, and expandable segments are on: set "
-            "NCCL_GRAPH_REGISTER=0, or PYTORCH_ALLOC_CONF without expandable_segments:True"
-        )

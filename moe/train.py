@@ -72,7 +72,7 @@ from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.script.main import main
 from common.variant import Capture, warm_up
-from moe.exchange import IN_A_GRAPH
+from moe.exchange import require_capturable
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed
 from moe.state import State
@@ -122,7 +122,7 @@ class GraphedPasses:
     strategy = "forward and backward of all microbatches"
 
     def __init__(self, state: State):
-        state.exchange.require_no_ranks(IN_A_GRAPH)
+        require_capturable(state.exchange.size, "layer")  # the graph holds whole layers
         self.state, self.pool = state, Pool(state.device)
         self.capture = Capture(strategy=self.strategy, pools=[self.pool])
         # Libraries allocate and choose their kernels at first use, which must not be in a graph. Warm-up trains;
@@ -217,7 +217,7 @@ class GraphedParts:
 
     def __init__(self, state: State, scope: str):
         if scope == "layer":
-            state.exchange.require_no_ranks(IN_A_GRAPH)
+            require_capturable(state.exchange.size, "layer")
         self.state, self.scope, self.pool = state, SCOPES[scope], Pool(state.device)
         self.capture = Capture(strategy=f"{scope} x microbatch, forward and backward", pools=[self.pool])
         warm_up(state, self.capture, eager_step)

@@ -1,17 +1,24 @@
-"""llama31/config: sizes, FLOP, presets, promises, and flags that do not fit together."""
+"""llama31/config: sizes, FLOP, presets, promises, flags that do not fit together or that no graph can hold."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
+from common.config import Arguments, Run
 from llama31.config import (
     PRESETS,
+    SCOPES,
     Config,
     flops_per_step,
     layers_of_stages,
     num_parameters,
+    require_capturable,
+    require_runnable,
 )
+from llama31.state import hyperparameters
 from llama31.variants import VARIANTS
+from tests.helpers import forked
 
 TINY, BENCH, FULL, MLPERF = (PRESETS[name] for name in ("tiny", "bench", "full", "mlperf"))
 WHOLE = replace(BENCH, layers=126, share_tp=1, share_cp=1)
@@ -108,3 +115,70 @@ def test_flags_that_do_not_fit(changes, told):
     with pytest.raises(ValueError) as caught:
         Config(**{**vars(TINY), **changes})
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- the script's own flags and environment
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
+RANKS = {"WORLD_SIZE": "2"}
+WHOLE_GRAPHS = ("graph_microbatch", "graph_fwd_bwd", "graph_step")
+
+
+def test_each_variant_that_captures_has_a_scope():
+    """graph_parameterized captures nothing itself: torch.compile's backend does."""
+    assert {*SCOPES, "graph_parameterized"} == {name for name, each in VARIANTS.items() if each.kind == "graph"}
+
+
+@pytest.mark.parametrize(
+    "changes, environment, refused, rule",
+    [
+        ({}, {}, (), ""),
+        ({"nan_checks": True}, {}, WHOLE_GRAPHS, "a NaN check"),
+        ({"ramp": "1,2,3"}, {}, ("graph_fwd_bwd", "graph_step"), "a changing number of microbatches"),
+        ({"clip": "host"}, {}, ("graph_step",), "clipping with a host read"),
+        ({"ramp": "02,2"}, {}, (), ""),
+        ({}, RANKS | EXPANDABLE, ("graph_layer", *WHOLE_GRAPHS), "expandable segments"),
+        ({}, RANKS | EXPANDABLE | {"NCCL_GRAPH_REGISTER": "0"}, (), ""),
+        (
+            {},
+            RANKS | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"},
+            ("graph_layer", *WHOLE_GRAPHS),
+            "expandable segments",
+        ),
+        # Alone, a process has no NCCL.
+        ({}, {"WORLD_SIZE": "1"} | EXPANDABLE, (), ""),
+    ],
+)
+def test_flags_meet_the_rules(changes, environment, refused, rule):
+    config = replace(TINY, **changes)
+    for variant in VARIANTS:
+        if variant in refused:
+            with pytest.raises(ValueError, match=f"^cannot capture {rule}[^\\n]*$"):
+                require_capturable(config, variant, environment)
+        else:
+            require_capturable(config, variant, environment)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--variant", "graph_fwd_bwd", "--ramp", "1,2,3"], "--variant graph_microbatch"),
+        (["--variant", "graph_microbatch", "--ramp", "1,2,3", "--mllog", "-"], "leave out --ramp 1,2,3"),
+    ],
+)
+def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
+    """The other one of two ranks never comes: whoever waited for it would not end."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment |= {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=300)
+    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (2, "", 1), answer
+    assert said in answer.stderr
+
+
+def test_a_log_takes_one_number_of_microbatches():
+    logged = replace(Run(preset="tiny", variant="graph_microbatch"), mllog="-")
+    require_runnable(Arguments(config=replace(TINY, ramp="2,2"), run=logged))
+    assert hyperparameters(replace(TINY, ramp="2,2"), data_ranks=4)["global_batch_size"] == 2 * 4
+    assert hyperparameters(TINY, data_ranks=4)["global_batch_size"] == 3 * 4
+    with pytest.raises(ValueError, match="--mllog counts the same samples in each step: leave out --ramp 1,2"):
+        require_runnable(Arguments(config=replace(TINY, ramp="1,2"), run=logged))

@@ -9,8 +9,8 @@ from common.measuring import torch_settings
 from common.variant import Unsupported
 from common.variant_table import construct
 from moe import train
+from moe.exchange import require_capturable
 from moe.state import OF_EXPERTS
-from moe.static_buffers import refuse_expandable_segments
 from moe.variants import VARIANTS
 from tests.helpers import gloo_ranks
 from tests.helpers.followed import difference, follow
@@ -153,6 +153,7 @@ def test_graphs_hold_the_exchange_of_two_gpus(monkeypatch):
 def test_what_needs_one_rank_says_so(ranks):
     for name, said in ranks[0]["refused"].items():
         assert said.startswith("--ep 2: ") and "graph_static" in said and "\n" not in said, name
+        assert ("cannot capture dropless or unpadded experts" in said) == ("padded" not in name), name
 
 
 def test_a_rank_that_no_token_chooses_waits_for_nobody(ranks):
@@ -170,5 +171,9 @@ def test_a_rank_that_no_token_chooses_waits_for_nobody(ranks):
     ],
 )
 def test_memory_that_nccl_registers_must_not_move(num_ranks, environment, is_refused):
-    with pytest.raises(Unsupported, match="--ep 2: NCCL registers") if is_refused else contextlib.nullcontext():
-        refuse_expandable_segments(num_ranks, environment)
+    with (
+        pytest.raises(Unsupported, match="cannot capture expandable segments")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
+        require_capturable(num_ranks, "iteration", environment)

@@ -13,7 +13,6 @@ A script uses one of `NoScaling`, `TransformerEngineScaling`, `EmulatedScaling`,
     with fp8.layers(first=True):          the layers of one chunk and microbatch of a pipeline; no update
     fp8.update()                          all scales once, after a step's last pass, where layers() was used
     with fp8.capturing():                 around captures: no update is recorded
-    with fp8.other_workspace():           captures that will be replayed beside others
     fp8.reset(), fp8.named_state()        in place; for hashing
 """
 
@@ -35,7 +34,7 @@ class NoScaling:
     def _nothing(self, *arguments, **flags):
         return contextlib.nullcontext()
 
-    forward = backward = layers = without_update = capturing = other_workspace = _nothing
+    forward = backward = layers = without_update = capturing = _nothing
 
     def update(self):
         """Nothing to update."""
@@ -102,7 +101,6 @@ class TransformerEngineScaling:
         from transformer_engine.common import recipe
 
         self._modules = layers
-        self._workspace: torch.Tensor | None = None
         self.group = None if group is None else collectives.process_group(group)
         if current:
             self.recipe = recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)
@@ -185,23 +183,6 @@ class TransformerEngineScaling:
                 yield
         finally:
             set_capture_end()
-
-    @contextlib.contextmanager
-    def other_workspace(self):
-        """Captures in this block use a second GEMM workspace, so that their replays may run beside the others.
-
-        TE has one workspace a device; split-K GEMMs of two streams in it overwrite each other's sums.
-        """
-        from transformer_engine.pytorch.cpp_extensions import gemm
-
-        original = gemm.get_cublas_workspace
-        if self._workspace is None:
-            self._workspace = torch.empty_like(original(torch.cuda.current_device(), False, False))
-        gemm.get_cublas_workspace = lambda device, ub, grouped_gemm: self._workspace
-        try:
-            yield
-        finally:
-            gemm.get_cublas_workspace = original
 
     def reset(self):
         """Set all scales to 1 and all amax histories to 0, in place."""
