@@ -309,13 +309,11 @@ class Loop:
 
     def close(self) -> None:
         """Release the variant, then the training: graphs end before what they were captured over."""
-        variant, training = vars(self).get("variant"), vars(self).get("training")
-        for close in (getattr(variant, "close", None), getattr(training, "close", None)):
+        for opened in (vars(self).get("variant"), vars(self).get("training")):
             try:
-                if variant is not None:
-                    variants.leave(variant)
-                if close is not None:
-                    self.result["closing"].update(close() or {})
+                variants.leave(opened)
+                close = getattr(opened, "close", None)
+                self.result["closing"].update(close() or {} if close else {})
             except Exception as error:
                 traceback.print_exception(error)
                 if self.result["status"] == "pass":
