@@ -38,7 +38,7 @@ from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
 from common.config import flag_of
 from common.your_step import step_file
-from common.your_step.variants import LEAST_GAIN, VARIANTS
+from common.your_step.config import LEAST_GAIN
 
 MODEL = facts.OWN_STEP
 FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
@@ -50,6 +50,7 @@ WHAT = {
     "graph_modules": "capture the modules that its row names, forward and backward",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
 }
+VARIANTS = ("eager", *WHAT)
 PROG = "python -m benchmarks.measure"
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; profiles and the last check of parity take some ten more.

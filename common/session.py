@@ -21,10 +21,13 @@ import torch
 from common import contract
 from common.config import mistakes_in_one_line
 from common.contract import ROOT, Request, Training, variants_of
+from common.measuring.marks import mark, section
 from common.script import by_hand
 from common.training.parallel import collectives
 from common.training.parallel.groups import Parallel
-from common.variant import Capture, Refused, Unsupported
+from common.variant import Capture, Refused, Unsupported, complete_variant
+
+__all__ = ["Model", "mark", "section", "session"]
 
 
 class Model:
@@ -64,7 +67,7 @@ class Model:
             if not isinstance(made, Training):
                 raise ValueError(f"build returned a {type(made).__name__}, not a common.contract.Training")
             self.config = made.config or self.config
-            self.training = complete(made, self.device)
+            self.training = complete_training(made, self.device)
         except ValueError as error:
             raise Refused(str(error)) from error
         return self.training
@@ -83,13 +86,7 @@ class Model:
             capture.warm_up(code.code)
         else:
             made = code.code(self.training.state, capture)
-        replays = code.promised(self.config)[1]
-        defaults = {"capture": capture, "replays_of": lambda index: replays or 0}
-        for key, value in defaults.items():
-            if not hasattr(made, key):
-                setattr(made, key, value)
-        made.close = functools.partial(_close, getattr(made, "close", None), capture)
-        return made
+        return complete_variant(made, capture, code.promised(self.config)[1])
 
     def promises(self, name: str) -> tuple[int | None, int | None]:
         """(graphs, replays a step) of a variant; None: 1 or more."""
@@ -107,14 +104,7 @@ class Model:
         raise Unsupported(f"{name} has no code for these settings")
 
 
-def _close(close, capture):
-    told = close() if close else None
-    for pool in capture.pools:
-        pool.release()
-    return told
-
-
-def complete(training: Training, device: torch.device) -> Training:
+def complete_training(training: Training, device: torch.device) -> Training:
     """Derive results, named_state and reset where the script leaves them to us.
 
     Raises:

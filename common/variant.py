@@ -222,6 +222,33 @@ class Enters(Protocol):
         """Take the changes out."""
 
 
+def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> Any:
+    """Give an object that a script made the rest of a `Variant`, and a close that releases the pools of its capture.
+
+    Args:
+        made: has `step`, and may have `replays_of` and `close`.
+        capture: with which it was made.
+        replays: of each step, where it has no `replays_of`.
+
+    Returns:
+        the object.
+    """
+    if not hasattr(made, "capture"):
+        made.capture = capture
+    if not hasattr(made, "replays_of"):
+        made.replays_of = lambda index: replays or 0
+    own = getattr(made, "close", None)
+
+    def close():
+        told = own() if own else None
+        for pool in capture.pools:
+            pool.release()
+        return told
+
+    made.close = close
+    return made
+
+
 def enter(variant) -> None:
     """Make ready for steps of the variant."""
     if isinstance(variant, Enters):

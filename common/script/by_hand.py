@@ -14,7 +14,7 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -73,8 +73,7 @@ def run(model):
             log.finish(result)
             raise
         except Exception as error:
-            # The loop's steps may have ended in the middle.
-            gc.enable()
+            loop.stop()
             loop.explain(error)
         # Now, since closing may wait for the others.
         ranks.tell(result["status"], result["message"])
@@ -149,12 +148,19 @@ class Loop:
         self.name = "parity" if self.options.parity else "profile" if self.options.profile else "steps"
         self.count, self.done, self.replays = 0, 0, 0
         self._times: dict[str, Any] = {}
+        self._steps: Generator[int] | None = None
 
     # --- the script's loop
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int]:
         """Yield the numbers of the steps: --steps, or min_steps of the preset. Nothing in between waits for the GPU."""
-        return {"parity": self._parity, "profile": self._profiled, "steps": self._plain}[self.name]()
+        self._steps = {"parity": self._parity, "profile": self._profiled, "steps": self._plain}[self.name]()
+        return self._steps
+
+    def stop(self) -> None:
+        """End a loop that an exception left in the middle: its profiler, and its rest from garbage collection."""
+        if self._steps is not None:
+            self._steps.close()
 
     def _plain(self):
         self.count = self.options.steps or self.model.config.min_steps
@@ -303,13 +309,11 @@ class Loop:
 
     def close(self) -> None:
         """Release the variant, then the training: graphs end before what they were captured over."""
-        variant, training = vars(self).get("variant"), vars(self).get("training")
-        for close in (getattr(variant, "close", None), getattr(training, "close", None)):
+        for opened in (vars(self).get("variant"), vars(self).get("training")):
             try:
-                if variant is not None:
-                    variants.leave(variant)
-                if close is not None:
-                    self.result["closing"].update(close() or {})
+                variants.leave(opened)
+                close = getattr(opened, "close", None)
+                self.result["closing"].update(close() or {} if close else {})
             except Exception as error:
                 traceback.print_exception(error)
                 if self.result["status"] == "pass":

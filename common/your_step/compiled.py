@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from common.variant import Compiled, Unsupported
+from common.variant import Capture, Compiled, Unsupported
 from common.your_step.state import StepState
 
 
@@ -47,13 +47,13 @@ def deadline(limit_s: float):
 class CompiledModules(Compiled):
     """torch.compile of the forward of each module that was handed over. It draws eager's numbers, to be compared."""
 
-    def __init__(self, state: StepState, step):
+    def __init__(self, state: StepState, step, capture: Capture):
         if not state.modules:
             raise Unsupported("no module was handed over, so there is nothing to compile")
         self._limit_s = state.compile_limit_s
         functions = [(module, "forward") for module in state.modules]
         options = {"fullgraph": False, "options": {"fallback_random": True}}
-        super().__init__(state, step, functions, "the modules", mode="reduce-overhead", **options)
+        super().__init__(state, step, functions, "the modules", mode="reduce-overhead", capture=capture, **options)
 
     def compile_steps(self) -> None:
         """Make eager steps until nothing is compiled any more."""

@@ -24,6 +24,7 @@ from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
 from common.training.parallel import collectives
+from common.variant import Capture, complete_variant
 from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
@@ -48,7 +49,7 @@ class Graph:
 
     Attributes:
         title: of its line.
-        make: its class, as GraphedStep.
+        make: make(state) captures it.
         outside: kinds of findings that concern what it leaves eager.
         reference: the eager step that it is compared with, where it is not the state's.
     """
@@ -59,8 +60,22 @@ class Graph:
     reference: Callable[[int], None] | None = None
 
 
-WHOLE = Graph("graph of the whole step", GraphedStep)
-UP_TO_OPTIMIZER = Graph("graph up to the optimizer", GraphedForwardBackward, _OF_OPTIMIZER)
+def making(kind):
+    """Return make(state) of a class of captures.
+
+    Args:
+        kind: class or maker, called with (state, capture).
+    """
+
+    def make(state):
+        capture = Capture(strategy="", state=state, device=state.device)
+        return complete_variant(kind(state, capture), capture)
+
+    return make
+
+
+WHOLE = Graph("graph of the whole step", making(GraphedStep))
+UP_TO_OPTIMIZER = Graph("graph up to the optimizer", making(GraphedForwardBackward), _OF_OPTIMIZER)
 
 
 @dataclass

@@ -4,54 +4,37 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.capture.pool import Pool
-from common.variant import Capture, Unsupported, warm_up
+from common.contract import variant
+from common.variant import Capture, Unsupported
 from common.your_step.compiled import CompiledModules
 from common.your_step.snapshot import own_part
 from common.your_step.state import StepState, copy_batch, static_copy
 
 
+@variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
 def eager_step(state: StepState, index: int) -> None:
-    """Train on batch `index` as the file does."""
-    state.train(index)
+    """Train on batch `index` as the file does. Where issue is measured, layers are marked: the queue drains there."""
+    state.marked_train(index)
 
 
-class EagerStep:
-    """The step as it is. In steps that measure issue, layers are marked, so that the queue may be drained there."""
-
-    def __init__(self, state: StepState):
-        self.state, self.capture = state, Capture(strategy="none")
-        warm_up(state, self.capture, eager_step)
-
-    def step(self, index: int) -> None:
-        """Train on batch `index`."""
-        self.state.marked_train(index)
-
-    def replays_of(self, index: int) -> int:
-        """Return 0: no graph is replayed."""
-        return 0
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
+@variant("graph_step", kind="graph", graphs=None, replays=1, headline=True)
 class GraphedStep:
-    """The whole step in one graph for each shape of batch. Its batch is copied to where the graph reads it."""
+    """The whole step in one graph, one for each shape of batch.
 
-    strategy = "the whole step"
+    Its batch is copied to where the graph reads it.
+    """
 
-    def __init__(self, state: StepState):
+    def __init__(self, state: StepState, capture: Capture):
         if state.device.type == "cpu" and _num_ranks() > 1:
             raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
-        self.state, self.pool = state, Pool(state.device)
+        self.state, self.pool = state, capture.pool()
         for generator in state.snapshot.generators:
             self.pool.register_generator(generator)
-        self.capture = Capture(strategy=self.strategy, pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
+        capture.warm_up(eager_step)
         self.graphs: dict[int, tuple] = {}
         for index, kind in enumerate(state.classes):
             if kind not in self.graphs:
-                with self.capture.timed("capture_s"):
+                with capture.capturing():
                     self.graphs[kind] = self.captured(index)
         state.reset()
 
@@ -76,30 +59,22 @@ class GraphedStep:
             call()
         self.state.keep_loss(index, loss)
 
-    def replays_of(self, index: int) -> int:
-        """Return 1: a graph holds a whole step."""
-        return 1
 
-    def close(self) -> None:
-        """Release the graphs."""
-        self.graphs.clear()
-        self.pool.release()
-
-
+@variant("graph_fwd_bwd", kind="graph", graphs=None, replays=1, headline=True)
 class GraphedForwardBackward(GraphedStep):
-    """All of the step but the calls of optimizers, schedules and loss scalers, which follow each replay eagerly.
+    """All up to the optimizer in one graph, optimizer and schedules eager.
+
+    Calls of optimizers, schedules and loss scalers follow each replay.
 
     In the capture these calls are only noted. From the first optimizer's step on zero_grad is noted, too, since the
     optimizer still needs the gradients.
     """
 
-    strategy = "all up to the optimizer"
-
-    def __init__(self, state: StepState):
+    def __init__(self, state: StepState, capture: Capture):
         if not state.optimizers:
             raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
         self._noted: _Noted | None = None
-        super().__init__(state)
+        super().__init__(state, capture)
 
     def trace(self, static):
         """See GraphedStep."""
@@ -194,6 +169,7 @@ def _is_stepped(each):
     return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
 
 
-def reduce_overhead(state: StepState) -> CompiledModules:
-    """torch.compile, whose mode reduce-overhead captures graphs itself."""
-    return CompiledModules(state, eager_step)
+@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
+def reduce_overhead(state: StepState, capture: Capture) -> CompiledModules:
+    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
+    return CompiledModules(state, eager_step, capture)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from common.capture.pool import Pool
-from common.variant import Capture, Unsupported, warm_up
+from common.contract import variant
+from common.variant import Capture, Unsupported
 from common.your_step.state import StepState
 from common.your_step.watch import watch
 
@@ -33,29 +34,29 @@ class Call:
     number: int = 1
 
 
+@variant("graph_modules", kind="graph", graphs=None, headline=True)
 class GraphedModules:
-    """Modules whose forward and backward are graphs; see `common.variant.Variant`.
+    """The largest modules that can be captured, a forward and a backward graph each.
 
     Raises:
         Unsupported: batches have several shapes, or no module can be captured.
     """
 
-    def __init__(self, state: StepState):
+    def __init__(self, state: StepState, capture: Capture):
         if len(set(state.classes)) > 1:
             raise Unsupported("batches of several shapes: graphs of modules have one")
         if not state.modules:
             raise Unsupported("no module was handed over")
         if any(hasattr(parameter, "to_local") for module in state.modules for parameter in module.parameters()):
             raise Unsupported("FSDP gathers a module's weights around its forward, and a graph of the module has none")
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="", pools=[self.pool])
-        warm_up(state, self.capture, StepState.train)
+        self.state, self.pool = state, capture.pool()
+        capture.warm_up(StepState.train)
         chosen = _chosen(state)
         if not chosen:
             raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
-        self.capture.strategy = f"forward and backward of {', '.join(name for name, _, _ in chosen)}"
+        capture.strategy = f"forward and backward of {', '.join(name for name, _, _ in chosen)}"
         state.reset()
-        with self.capture.timed("capture_s"):
+        with capture.capturing():
             self._graphs = [(module, _Graphs(self.pool, module, call)) for _, module, call in chosen]
             # The last forward is the first backward: memory that one frees, the next may use.
             for _, graphs in reversed(self._graphs):
@@ -81,10 +82,9 @@ class GraphedModules:
         return len(self.pool.graphs)
 
     def close(self) -> None:
-        """Release the graphs."""
+        """Give the modules their own forward."""
         self.leave()
         self._graphs = []
-        self.pool.release()
 
 
 class _Graphs:

@@ -5,8 +5,8 @@ import statistics
 from dataclasses import dataclass
 
 from common.measuring import block, trace
+from common.your_step.config import LEAST_GAIN
 from common.your_step.state import StepState
-from common.your_step.variants import LEAST_GAIN
 
 NUM_STEPS = 3
 

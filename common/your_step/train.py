@@ -10,40 +10,40 @@ The file imports nothing of this repository:
 python -m common.your_step.train --step my_step.py:build --variant graph_step      trains
 """
 
-from common.config import parse
-from common.your_step.variants import ABOUT, PRESETS, VARIANTS, Config
-
-MODEL = "common.your_step"
+from common.contract import Training, parse
+from common.your_step.config import FACTS, PRESETS, Config
 
 if __name__ == "__main__":
-    args = parse(MODEL, Config, PRESETS, VARIANTS, about=ABOUT)
+    args = parse("common.your_step", Config, PRESETS, **FACTS)
 
 import torch
 
-from common.script.main import main
-from common.variant import Workload
+from common.session import session
 from common.your_step import flops, step_file
-from common.your_step.graphs import eager_step
 from common.your_step.state import StepState
 
 
-def workload(args, device: torch.device, rank: int, world_size: int):
-    """See `common.script.main.train`."""
-    prog = f"python -m {MODEL}.train"
-    step_file.split(args.config.step)
-    made = Workload(model=MODEL, build=None, variants=VARIANTS, reference=eager_step, items_per_step=1.0, unit="steps")
-
-    def build(config, device):
-        state = StepState(config.step, device, prog)
-        state.compile_limit_s = config.compile_limit_s
-        made.flops_per_step, made.flops_notes = flops.of_step(state)
-        made.flops_convention = flops.CONVENTION
-        return state
-
-    made.build = build
-    made.card = [f"step {args.config.step}"]
-    return args, made
+def build(config: Config, device: torch.device, ranks) -> Training:
+    """Make a Training of the function that --step names."""
+    step_file.split(config.step)
+    state = StepState(config.step, device, "python -m common.your_step.train")
+    state.compile_limit_s = config.compile_limit_s
+    counted, notes = flops.of_step(state)
+    return Training(
+        state=state,
+        results=state.read_losses,
+        named_state=state.named_state,
+        reset=state.reset,
+        batch_class=state.batch_class,
+        unit="steps",
+        flops=counted,
+        flops_convention=flops.CONVENTION,
+        flops_notes=notes,
+        card=[f"step {config.step}"],
+    )
 
 
 if __name__ == "__main__":
-    main(MODEL, args, workload)
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

@@ -65,7 +65,7 @@ class Trial:
         """Return how a variant goes.
 
         Args:
-            make: its class, as GraphedStep.
+            make: make(state) captures it.
             obstacles: findings for which it is not tried.
         """
         state = self.state
@@ -88,7 +88,7 @@ class Trial:
             return failed or Outcome("not possible")
         try:
             variants.enter(variant)
-            return self._judged(variant)
+            return self._judged(make, variant)
         except (CaptureError, torch.OutOfMemoryError) as error:
             return self._failed(error, WRONG)
         finally:
@@ -107,7 +107,7 @@ class Trial:
         text = f"failed: {said if is_full else cause or said}"
         return Outcome(text, finding=finding, lacks_kernel=lacks_deterministic_kernel(error))
 
-    def _judged(self, variant) -> Outcome:
+    def _judged(self, make, variant) -> Outcome:
         if not self._eager:
             variants.leave(variant)
             self._eager = [parity.course(self.state, self._reference) for _ in range(2)]
@@ -138,7 +138,7 @@ class Trial:
                     "wrong copy", f"the step itself trains otherwise on a copy of its batch: {copied.text}"
                 )
             cause = "; run eagerly on the same copies of its batches the step is right, so the capture is at fault"
-        return self._wrong("wrong numbers", differs.text + self._module(type(variant), differs.step) + cause)
+        return self._wrong("wrong numbers", differs.text + self._module(make, differs.step) + cause)
 
     def _judged_with_filled_memory(self, variant) -> Outcome:
         def step(index):

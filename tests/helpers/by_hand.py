@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from common.capture.pool import Pool
-from common.config import Arguments, Run
+from common.config import Run
+from common.contract import Training
 from common.script import by_hand
-from common.variant import Capture, Workload
+from common.variant import Capture
 
 CPU = torch.device("cpu")
 DECAY = 0.9
@@ -123,6 +124,42 @@ class StaleWeights(Graphed):
         return compute
 
 
+class Model:
+    """A `common.session.Model` of one variant, made by `make(state)`."""
+
+    name, world_size, device = "tests.small", 1, CPU
+
+    def __init__(self, make, run, config=None, state=State, reference=eager_step, promise=None, rank=0, **training):
+        self._make, self._state, self._reference = make, state, reference
+        self.options = Run(preset="tiny", variant="it", **run)
+        self.config, self.rank = config or Config(), rank
+        self.kinds, self._promise = ({"it": promise[0]}, promise[1:]) if promise else ({}, (None, None))
+        self._training = {"items": 10, **training}
+
+    def build(self):
+        state = self._state()
+        self.training = Training(
+            state=state,
+            results=state.read_losses,
+            grad_norms=state.read_grad_norms,
+            named_state=state.named_state,
+            reset=state.reset,
+            batch_class=state.batch_class,
+            **{name: getattr(state, name, None) for name in ("evaluate", "finish", "close")},
+            **self._training,
+        )
+        return self.training
+
+    def make(self, name):
+        return self._make(self.training.state)
+
+    def promises(self, name):
+        return self._promise
+
+    def reference_step(self, name):
+        return lambda index: self._reference(self.training.state, index)
+
+
 class ByHand:
     """One run: its result, what it printed, the variant and the state it made.
 
@@ -137,32 +174,18 @@ class ByHand:
     def __init__(
         self, make, folder, read_output, config=None, state=None, reference=eager_step, promise=None, rank=0, **run
     ):
-        self.made, self.states = [], []
+        self.made = []
         self.path = folder / "run.json"
-
-        def build(config, device):
-            self.states.append((state or State)())
-            return self.states[-1]
 
         def make_variant(state):
             self.made.append(make(state))
             return self.made[-1]
 
-        workload = Workload(
-            model="tests.small",
-            build=build,
-            variants={"it": make_variant},
-            reference=reference,
-            card=["a card"],
-            notes=["a note"],
-            items_per_step=10,
-            unit="samples",
-            kinds={"it": promise[0]} if promise else {},
-            promises=(lambda config, variant: promise[1:]) if promise else None,
-        )
-        options = Run(preset="tiny", variant="it", record=str(self.path), **run)
+        about = {"card": ["a card"], "notes": ["a note"]}
+        run = {"record": str(self.path), **run}
+        model = Model(make_variant, run, config, state or State, reference, promise, rank, **about)
         read_output()
-        self.result = by_hand.run(workload, Arguments(config=config or Config(), run=options), CPU, rank)
+        self.result = by_hand.trained(model)
         self.lines = read_output().splitlines()
         self.variant = self.made[0] if self.made else None
 

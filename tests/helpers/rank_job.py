@@ -16,15 +16,17 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import distributed as dist
 
 from common.capture.pool import Pool
-from common.config import Arguments, Run, Timing
+from common.config import Run, Timing
+from common.contract import Training
 from common.script import by_hand
 from common.training.parallel import collectives
-from common.variant import Capture, Unsupported, Workload, warm_up
+from common.variant import Capture, Unsupported, warm_up
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
 PHASES = ("build", "capture", "steps", "profile")
@@ -108,6 +110,30 @@ class Graphed:
         self.pool.release()
 
 
+class Model:
+    """A `common.session.Model` of this training and its one variant."""
+
+    name, device, config, kinds = "rank_job", torch.device("cpu"), Config(), MappingProxyType({})
+
+    def __init__(self, options, fails, rank, world_size):
+        self.options, self._fails, self.rank, self.world_size = options, fails, rank, world_size
+
+    def build(self):
+        state = State(self._fails)
+        named = {name: getattr(state, name) for name in ("named_state", "reset", "batch_class")}
+        self.training = Training(state=state, results=state.read_losses, grad_norms=state.read_grad_norms, **named)
+        return self.training
+
+    def make(self, name):
+        return Graphed(self.training.state)
+
+    def promises(self, name):
+        return None, None
+
+    def reference_step(self, name):
+        return self.training.state.step
+
+
 def run_rank(job, folder):
     kind, phase, failing, world_size = job[:4]
     rank = int(os.environ["RANK"])
@@ -121,18 +147,9 @@ def run_rank(job, folder):
     torch.set_num_threads(1)
     run = {"profile": str(folder / "trace.json")} if phase == "profile" else {}
     collectives.init("cpu")
-    workload = Workload(
-        model="rank_job",
-        build=lambda config, device: State(fails),
-        variants={"graph": Graphed},
-        reference=State.step,
-        items_per_step=1.0,
-        unit="samples",
-    )
     options = Run(preset="tiny", variant="graph", record=str(folder / "graph.json"), **run)
     try:
-        arguments = Arguments(config=Config(), run=options)
-        result = by_hand.run(workload, arguments, torch.device("cpu"), rank, int(world_size))
+        result = by_hand.trained(Model(options, fails, rank, int(world_size)))
     finally:
         collectives.shutdown()
     return 0 if result["status"] in ("pass", "oom", "unsupported") else 1

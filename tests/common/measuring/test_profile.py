@@ -117,13 +117,12 @@ def test_section_is_nothing_outside_of_a_profile():
     assert "a section" not in {event.name for event in profiler.events()}
 
 
-def test_a_step_that_fails_under_the_profile_ends_the_ranges(tmp_path, monkeypatch):
-    def fail(step, cuda):
+def test_a_step_that_fails_under_the_profile_ends_the_ranges(tmp_path):
+    def fail(index):
         with section("a"):
             raise RuntimeError("lost")
 
-    monkeypatch.setattr(trace, "trace_steps", fail)
-    made = traced(tmp_path)
+    made = ByHand(lambda state: Variant(state, fail), tmp_path, str, profile=str(tmp_path / "profile.json"))
     assert (made.result["status"], made.result["message"]) == ("failed", "RuntimeError: lost")
     assert section("a") is section("b")
     assert [path.name for path in tmp_path.iterdir()] == [made.path.name]

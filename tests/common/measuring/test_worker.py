@@ -5,49 +5,43 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.contract import Training
 from common.measuring.worker import Worker
-from common.variant import Unsupported
+from common.variant import Refused, Unsupported
 
 CPU, ONE_RANK = torch.device("cpu"), SimpleNamespace(rank=0, world_size=1)
 
 
-class State:
-    """As much of a training state as a build looks at."""
-
-    def named_state(self):
-        return [("weight", torch.zeros(8))]
-
-    def batch_class(self, index):
-        return 0
+def model(build):
+    """As much of a `common.session.Model` as a build looks at."""
+    return SimpleNamespace(build=build, config=SimpleNamespace())
 
 
-def workload(build):
-    """(arguments, workload) as a script makes them."""
-    numbers = {"flops_per_step": 0.0, "flops_convention": "", "items_per_step": 1, "unit": "tokens"}
-    made = SimpleNamespace(build=build, card=[], notes=[], flops_notes=[], **numbers)
-    return SimpleNamespace(config=SimpleNamespace()), made
+def training():
+    """A training without steps."""
+    return Training(state=None, results={}, named_state=lambda: [("weight", torch.zeros(8))], unit="tokens")
 
 
-def test_a_worker_asks_what_fits_when_it_is_told_to_build():
+def test_a_worker_builds_when_it_is_told_to():
     """It may be started while another one has the GPU."""
     asked = []
 
-    def make():
+    def build():
         asked.append(True)
-        return workload(lambda config, device: State())
+        return training()
 
-    worker = Worker(make, CPU, None, ONE_RANK)
+    worker = Worker(model(build), CPU, None, ONE_RANK)
     assert not asked
     worker.do_build({})
     assert asked == [True]
 
 
 def test_what_cannot_run_here_is_no_failure():
-    def make():
-        raise ValueError("--layer te needs a GPU")
+    def build():
+        raise Refused("--layer te needs a GPU")
 
     with pytest.raises(Unsupported, match="--layer te needs a GPU"):
-        Worker(make, CPU, None, ONE_RANK).do_build({})
+        Worker(model(build), CPU, None, ONE_RANK).do_build({})
 
 
 @pytest.mark.parametrize("parity", [False, True])
@@ -55,11 +49,11 @@ def test_a_state_for_parity_is_built_under_deterministic_kernels(parity):
     """Llama 2 chooses its attention when it is built: cuDNN's backward is not deterministic."""
     seen = []
 
-    def build(config, device):
+    def build():
         seen.append(torch.are_deterministic_algorithms_enabled())
-        return State()
+        return training()
 
-    worker = Worker(lambda: workload(build), CPU, None, ONE_RANK)
+    worker = Worker(model(build), CPU, None, ONE_RANK)
     assert worker.do_build({"parity": parity})["unit"] == "tokens"
     assert seen == [parity] and not torch.are_deterministic_algorithms_enabled()
 
@@ -73,8 +67,7 @@ def test_parity_keeps_a_variant_that_is_compiled_once(monkeypatch, keep):
         made.append(torch.are_deterministic_algorithms_enabled())
         return SimpleNamespace(), {"graphs": len(made)}
 
-    worker = Worker(None, CPU, None, ONE_RANK)
-    worker.workload = SimpleNamespace(kinds={})
+    worker = Worker(SimpleNamespace(kinds={}), CPU, None, ONE_RANK)
     monkeypatch.setattr(worker, "_make", make)
     monkeypatch.setattr(worker, "_release", lambda variant: None)
     monkeypatch.setattr(worker, "_course", lambda *args, **more: {"hashes": ["h"]})

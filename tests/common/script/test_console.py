@@ -1,4 +1,4 @@
-"""common/script/console.py: the card and the table of training by hand."""
+"""common/script/console.py: the head and the table of training by hand."""
 
 from types import SimpleNamespace
 
@@ -6,12 +6,10 @@ import pytest
 
 from common.script import console
 
-WORKLOAD = SimpleNamespace(
-    card=["a card"],
-    notes=["a note"],
+TRAINING = SimpleNamespace(
     flops_notes=[],
     unit="tokens",
-    flops_per_step=2e12,
+    flops=2e12,
     flops_convention="counted",
     peak_flops=4e15,
 )
@@ -33,16 +31,16 @@ ADVICE = "Times of one run say little: make bench MODEL=fake measures what a gra
 @pytest.fixture
 def printed(capsys):
     def end(**changes):
-        console.print_end(TRAINED | changes, WORKLOAD)
+        console.print_end(TRAINED | changes, TRAINING)
         return capsys.readouterr().out
 
     return end
 
 
-def test_the_card_says_what_runs_where(capsys):
-    console.print_card(UNKNOWN, WORKLOAD)
-    assert capsys.readouterr().out == "fake/tiny  graph_step  CPU, a CPU, 2 cores  torch 2.11\na card\na note\n"
-    console.print_card(UNKNOWN | {"device": "cuda", "env": GPU}, WORKLOAD)
+def test_the_head_says_what_runs_where(capsys):
+    console.print_head(UNKNOWN)
+    assert capsys.readouterr().out == "fake/tiny  graph_step  CPU, a CPU, 2 cores  torch 2.11\n"
+    console.print_head(UNKNOWN | {"device": "cuda", "env": GPU})
     assert capsys.readouterr().out.startswith("fake/tiny  graph_step  NVIDIA H200 x8  torch 2.11\n")
 
 
@@ -81,10 +79,10 @@ def test_on_a_gpu_it_has_the_share_of_the_named_peak(printed):
 
 
 def test_without_a_named_peak_it_says_how_the_rate_was_counted(printed, monkeypatch):
-    monkeypatch.setattr(WORKLOAD, "peak_flops", None)
-    monkeypatch.setattr(WORKLOAD, "flops_notes", ["FLOP not counted: mine::kernel"])
+    monkeypatch.setattr(TRAINING, "peak_flops", None)
+    monkeypatch.setattr(TRAINING, "flops_notes", ["FLOP not counted: mine::kernel"])
     assert "compute        1000 TFLOP/s  counted. FLOP not counted: mine::kernel\n" in printed(device="cuda")
-    monkeypatch.setattr(WORKLOAD, "flops_per_step", 0.0)
+    monkeypatch.setattr(TRAINING, "flops", 0.0)
     assert "compute" not in printed(device="cuda")
 
 
@@ -109,5 +107,5 @@ def test_an_evaluation_and_what_the_model_says(printed):
 def test_what_failed_ends_with_its_reason_and_no_advice(printed, capsys):
     out = printed(status="failed", message="1 graphs made, 2 promised")
     assert out.endswith("failed: 1 graphs made, 2 promised\n") and "step  " in out and "make bench" not in out
-    console.print_end(UNKNOWN | {"status": "unsupported", "message": "needs a GPU"}, WORKLOAD)
+    console.print_end(UNKNOWN | {"status": "unsupported", "message": "needs a GPU"}, TRAINING)
     assert capsys.readouterr().out == "unsupported: needs a GPU\n"

@@ -8,11 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from common.config import Arguments, Run
 from common.script import by_hand, mllog
-from common.variant import Unsupported, Workload
+from common.variant import Unsupported
 from tests.helpers import by_hand as by_hand_helpers
 from tests.helpers import forked
 from tests.helpers.by_hand import Variant
@@ -141,7 +139,8 @@ def test_official_checker_fails_a_broken_log(gpt3_log, tmp_path, name):
 def logged(num_steps, losses=None, wall_ms=None, samples=4):
     """Lines of steps of 10, 11, 12, 10, ... ms that began at 5 s on the monotonic clock."""
     step_ms = [10.0 + index % 3 for index in range(num_steps)]
-    log = mllog.Log("", {"global_batch_size": samples})
+    log = mllog.Log("")
+    log.say({"global_batch_size": samples})
     log.origin_s, log.file = 1000.0, Lines()
     wall_s = (wall_ms or sum(step_ms)) / 1e3
     log.steps(step_ms, losses or [float(index) for index in range(num_steps)], 5.0, wall_s)
@@ -197,18 +196,10 @@ class State(by_hand_helpers.State):
 
 
 def run(make=Variant, path="", rank=0, state=State, **options):
-    workload = Workload(
-        model="tests.small",
-        build=lambda config, device: state(),
-        variants={"it": make},
-        reference=by_hand_helpers.eager_step,
-        items_per_step=1,
-        unit="samples",
-        hyperparameters=HYPERPARAMETERS,
+    options["mllog"] = str(path)
+    return by_hand.trained(
+        by_hand_helpers.Model(make, options, state=state, rank=rank, hyperparameters=HYPERPARAMETERS)
     )
-    options = Run(preset="tiny", variant="it", mllog=str(path), **options)
-    arguments = Arguments(config=by_hand_helpers.Config(), run=options)
-    return by_hand.run(workload, arguments, torch.device("cpu"), rank)
 
 
 def test_any_script_that_says_its_hyperparameters_and_evaluates_passes(tmp_path):

@@ -92,11 +92,11 @@ def test_a_graph_that_runs_out_of_memory_is_named_and_the_next_one_is_tried(step
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. of which 1.00 GiB is free.")
 
     trial = Trial(state, changes_host=False)
-    outcome = trial.of(TooLarge, [])
+    outcome = trial.of(doctor.making(TooLarge), [])
 
     assert outcome.text == "failed: out of memory: asked for 2.00 GiB, 1.00 GiB free"
     assert outcome.finding.kind == "memory" and "capture smaller parts" in outcome.finding.evidence
-    assert trial.of(GraphedStep, []).text == EQUAL
+    assert trial.of(doctor.making(GraphedStep), []).text == EQUAL
 
 
 @pytest.mark.parametrize(("need", "free", "levels"), [(3 << 30, 2 << 30, [STOPS]), (2 << 30, 3 << 30, [])])
@@ -122,7 +122,7 @@ def test_a_step_that_is_right_on_copies_of_its_batches_leaves_the_fault_to_the_c
             return self.state.step(static)
 
     state = StepState(step_file(), torch.device("cpu"), "test")
-    text = Trial(state, changes_host=False).of(Twice, []).text
+    text = Trial(state, changes_host=False).of(doctor.making(Twice), []).text
     assert "after step 0" in text and "on the same copies of its batches the step is right" in text
     # Where trainings differ for another reason, nobody can tell.
-    assert "copies" not in Trial(state, changes_host=True).of(Twice, []).text
+    assert "copies" not in Trial(state, changes_host=True).of(doctor.making(Twice), []).text

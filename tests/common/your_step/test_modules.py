@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from common.variant import Unsupported, enter, leave
+from common.your_step.doctor import making
 from common.your_step.graphs import eager_step, reduce_overhead
 from common.your_step.modules import GraphedModules
 from common.your_step.state import StepState
@@ -50,7 +51,7 @@ def made(tmp_path, last):
     path = tmp_path / "step.py"
     path.write_text(STEP.replace("TWICE", last))
     state = StepState(f"{path}:build", torch.device("cpu"), "test")
-    return state, GraphedModules(state)
+    return state, making(GraphedModules)(state)
 
 
 def course(state, step, count=6):
@@ -84,7 +85,7 @@ def test_batches_of_two_shapes_are_unsupported(tmp_path):
     source = STEP.replace("TWICE", "x").replace("torch.randn(8, 16) for _ in", "torch.randn(8 + i, 16) for i in")
     path.write_text(source)
     with pytest.raises(Unsupported, match="several shapes"):
-        GraphedModules(StepState(f"{path}:build", torch.device("cpu"), "test"))
+        making(GraphedModules)(StepState(f"{path}:build", torch.device("cpu"), "test"))
 
 
 @pytest.mark.gpu
@@ -92,7 +93,7 @@ def test_compiled_modules_drop_what_eager_drops(tmp_path):
     path = tmp_path / "step.py"
     path.write_text(STEP.replace("TWICE", "self.layers[2](x)").replace(", 0.1,", ", 0.5,"))
     state = StepState(f"{path}:build", torch.device("cuda", 0), "test")
-    compiled = reduce_overhead(state)
+    compiled = making(reduce_overhead)(state)
     expected, _ = course(state, lambda index: eager_step(state, index))
     enter(compiled)
     try:

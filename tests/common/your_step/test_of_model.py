@@ -1,11 +1,13 @@
 """The doctor on the models of the suite: `python -m MODEL.train --doctor`."""
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.contract import Training
 from common.your_step.doctor import diagnosed
 from common.your_step.findings import NOTE
 from common.your_step.of_model import ModelState
@@ -71,7 +73,11 @@ def reading_step(state: Model, index: int):
 
 
 def test_a_finding_names_the_line_of_the_model_though_batches_of_other_shapes_lie_between():
-    found = diagnosed(ModelState(Model(), reading_step, torch.device("cpu"), Path(__file__)), [])
+    model = Model()
+    named = {name: getattr(model, name) for name in ("reset", "named_state", "batch_class")}
+    training = Training(state=model, results=model.read_losses, **named)
+    step = functools.partial(reading_step, model)
+    found = diagnosed(ModelState(training, step, torch.device("cpu"), Path(__file__)), [])
 
     lines = Path(__file__).read_text().splitlines()
     (number,) = [number for number, line in enumerate(lines, 1) if line.endswith("# <- reads")]
