@@ -10,9 +10,8 @@ Exit status: 0; 1 where a file could not be read, which is named; 2 for a mistak
 import sys
 from pathlib import Path
 
-from benchmarks import command
+from benchmarks import command, runs
 from benchmarks.command import Mistake, shown
-from benchmarks.files import runs
 from benchmarks.pages import tables
 
 

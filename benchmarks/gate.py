@@ -17,7 +17,7 @@ from benchmarks import command, statistics
 from benchmarks.command import Mistake
 from benchmarks.compare import found_in
 from benchmarks.files.facts import printable
-from benchmarks.files.runs import Row
+from benchmarks.runs import Row
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ python -m benchmarks.overview --write      makes it so
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, command
+from benchmarks import ROOT, command, runs
 from benchmarks.command import shown
 from benchmarks.compare import found_in
-from benchmarks.files import runs
 from benchmarks.judge import PASS
 from benchmarks.pages import readme, tables
 from common.files import write_text

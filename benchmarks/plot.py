@@ -13,9 +13,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, command
+from benchmarks import ROOT, command, runs
 from benchmarks.command import Mistake, shown
-from benchmarks.files import runs
 
 
 def parse(argv=None):

@@ -11,9 +11,9 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import ROOT, runs
 from benchmarks.command import parser_of
-from benchmarks.files import run_file, runs
+from benchmarks.files import run_file
 from benchmarks.files.facts import Census, Run, digits, folder_of, printable
 from benchmarks.files.run_file import CENSUS
 from benchmarks.judge import judged

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import gate, overview, publish
-from benchmarks.files import partial, run_file, runs
+from benchmarks import gate, overview, publish, runs
+from benchmarks.files import partial, run_file
 from benchmarks.pages import readme, run_table, tables
 from common.training.data import safetensors_file, token_files
 from common.training.data.llama_checkpoint import open_checkpoint

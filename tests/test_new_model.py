@@ -7,8 +7,8 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import ROOT, judge, overview, plot
-from benchmarks.files import run_file, runs
+from benchmarks import ROOT, judge, overview, plot, runs
+from benchmarks.files import run_file
 from benchmarks.files.facts import Gpu
 from benchmarks.pages import tables
 from tests.helpers.made_run import H200, write

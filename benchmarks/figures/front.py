@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from benchmarks import runs
 from benchmarks.figures import style
 from benchmarks.figures.style import BAND, FAINT, INK, KINDS, MARKS, SMALL, NotDrawn, Page
-from benchmarks.files import facts, runs
+from benchmarks.files import facts
 from benchmarks.files.facts import Run, digits
-from benchmarks.files.runs import Point, Range, Row
 from benchmarks.files.workload import Workload
 from benchmarks.pages import published
+from benchmarks.runs import Point, Range, Row
 
 # A graph has reached its ceiling if it lies this near. Graphs that gain less than this are counted apart.
 WITHIN = 0.05

@@ -381,6 +381,11 @@ def title_of(model: str, preset: str, label: str) -> str:
     return label if model == OWN_STEP else f"{model}/{preset}"
 
 
+def stem(preset: str) -> str:
+    """Return the preset as it was asked for: earlier, a GPU that held fewer layers named it bench-l6."""
+    return preset.partition("-")[0]
+
+
 def folder_of(model: str, preset: str, label: str) -> str:
     """Return the name of the folder of a model's runs, as gpt3-bench."""
     return "-".join(filter(None, [model.removeprefix("common."), preset, label]))

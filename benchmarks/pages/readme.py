@@ -13,11 +13,11 @@ A table stands between two markers and is made again by `make readme`; a test fa
 import re
 from pathlib import Path
 
-from benchmarks import ROOT, statistics
-from benchmarks.files import runs
-from benchmarks.files.runs import Row
+from benchmarks import ROOT, runs, statistics
+from benchmarks.files.facts import stem
 from benchmarks.judge import PASS
 from benchmarks.pages import published, tables
+from benchmarks.runs import Row
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
@@ -82,7 +82,7 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
     if not best:
         return NOTHING
     lines = []
-    for model in dict.fromkeys([*(own.model for own in published.PUBLISHED), *best]):
+    for model in dict.fromkeys([*(own.model for own in published.published()), *best]):
         own, row = published.of_model(model), best.get(model)
         title = own.title if own else model
         if row is None:
@@ -126,19 +126,19 @@ def _model(rows, page, argument):
 
 def _nvidia(rows, page, argument):
     lines = []
-    for own in published.PUBLISHED:
+    for own in published.published():
         found = [
             row
             for row in _on_gpu(rows)
             if (row.workload.model, row.variant) == (own.model, own.variant)
             and not row.workload.busy
-            and published.stem(row.workload.preset) in own.presets
+            and stem(row.workload.preset) in own.presets
         ]
         order = list(own.presets)
 
         def rank(row, order=order):
             where = row.workload
-            return not row.ratio, order.index(published.stem(where.preset)), where.ranks, -row.num_hosts, where.build
+            return not row.ratio, order.index(stem(where.preset)), where.ranks, -row.num_hosts, where.build
 
         found.sort(key=rank)
         here, differs = "not measured yet", next(reversed(own.presets.values()))
@@ -147,7 +147,7 @@ def _nvidia(rows, page, argument):
             text = f"{tables.gain_and_interval(row)}, {row.hosts_text}" if row.ratio else row.status
             here = f"[{row.workload.name}]({tables.folder(row, page)}) {row.variant}: {text}"
             gpus = f"{row.workload.ranks} {row.workload.gpu.removeprefix('NVIDIA ')}"
-            differs = f"{gpus}: {own.presets[published.stem(row.workload.preset)]}"
+            differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
         lines.append([own.title, own.mechanism, f"[{own.gain_range}]({own.source})", here, differs])
     return tables.markdown(
         ["Workload", "NVIDIA's mechanism", "NVIDIA's gain", "Here, same scope", "What differs"], lines

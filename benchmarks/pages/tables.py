@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import statistics
-from benchmarks.files import runs
+from benchmarks import runs, statistics
 from benchmarks.files.facts import digits, printable
-from benchmarks.files.runs import Row
 from benchmarks.judge import PASS, judged
 from benchmarks.pages.run_table import milliseconds
+from benchmarks.runs import Row
 
 SCREEN = 100
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT, compare
-from benchmarks.files import run_file, runs
+from benchmarks import ROOT, compare, runs
+from benchmarks.files import run_file
 from benchmarks.pages import tables
 from tests.helpers.made_run import FOLDER, made_run, put, write
 

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import ROOT, plot
+from benchmarks import ROOT, plot, runs
 from benchmarks.figures import front, style
-from benchmarks.files import run_file, runs
+from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.judge import judged
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, words

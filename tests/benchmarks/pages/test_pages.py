@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT, overview
-from benchmarks.files import run_file, runs
+from benchmarks import ROOT, overview, runs
+from benchmarks.files import run_file
 from benchmarks.pages import published, readme, run_table, tables
 from tests.helpers.made_run import made_run, put, write
 
@@ -91,10 +91,10 @@ def test_each_model_has_one_row_and_submissions_without_a_run_say_so(tmp_path):
     put(tmp_path, 0, ms={"graph_layer": 8.0})
     put(tmp_path, 1, model="mine", ms={"graph_layer": 5.0})
     lines = table("models", tmp_path).splitlines()[2:]
-    assert len(lines) == len(published.PUBLISHED) + 1
+    assert len(lines) == len(published.published()) + 1
     assert "| 8.00 | 10.00 | 1.250x (1.250 to 1.250) |" in lines[0]
     assert lines[-1].startswith("| [mine, bench](h200x1/gpt3-bench)") and "2.000x" in lines[-1]
-    assert sum("not measured in blocks yet" in line for line in lines) == len(published.PUBLISHED) - 1
+    assert sum("not measured in blocks yet" in line for line in lines) == len(published.published()) - 1
 
 
 @pytest.mark.parametrize(("busy", "line"), [(8.0, 0), (9.0, 1), (9.9, 2)])
@@ -106,7 +106,7 @@ def test_what_to_do_follows_from_step_and_busy(tmp_path, busy, line):
 
 def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
     put(tmp_path, 0, ms={"graph_layer": 8.0})
-    assert table("nvidia", tmp_path).count("not measured yet") == len(published.PUBLISHED)
+    assert table("nvidia", tmp_path).count("not measured yet") == len(published.published())
     put(tmp_path, 9, ms={"graph_layer_te": 8.0}, names=("eager", "graph_layer_te"))
     line = table("nvidia", tmp_path).splitlines()[2]
     assert "graph_layer_te: 1.250x" in line and "a GPU's share of 8 of 96 layers" in line

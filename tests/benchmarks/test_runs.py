@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ROOT
-from benchmarks.files import archive, runs
+from benchmarks import ROOT, runs
+from benchmarks.files import archive
 from benchmarks.files.archive import ArchivedHost
 from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.files.workload import Workload

@@ -15,10 +15,9 @@ from pathlib import Path
 from benchmarks import ROOT, statistics
 from benchmarks.files import archive, run_file
 from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.facts import OWN_STEP, Run, Variant
+from benchmarks.files.facts import OWN_STEP, Run, Variant, stem
 from benchmarks.files.workload import Workload, workload_of
 from benchmarks.judge import PASS, Judged, Verdict, judged
-from benchmarks.pages.published import stem
 from benchmarks.statistics import Ratio
 
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
