@@ -96,7 +96,7 @@ RULES = (
     Rule(
         what="CPU offload with graphs of layers or microbatches",
         why="their copies wait for events of the other graphs; Megatron takes it within a whole iteration only",
-        instead="cpu_offloading off, recomputed activations (--memory-gib), or the whole iteration",
+        instead="cpu_offloading off, recomputed activations (--keep), or the whole iteration",
         refuses=lambda s: s.captures and not s.iteration and s.cpu_offload,
     ),
     Rule(
