@@ -56,7 +56,11 @@ class Config(Timing):
         "format in which handwritten layers keep fc1's output for their backward; auto: that of the frozen GEMMs",
         ("auto", "bf16", "fp8"),
     )
-    memory_gib: float = option(0.0, "GiB that torch may reserve (0: all that is free)")
+    keep: str = option(
+        "auto",
+        "what handwritten layers keep for their backward: all, least, or numbers of the last layers with tensors, such "
+        "as '5 qkv fc1, 75 all'; auto: what fits, by the preset",
+    )
     amax_history: int = option(4, "steps in the amax history of delayed scaling")
     lr: float = option(-1.0, f"learning rate of Adam; -1: {MLPERF_LR:g} with --checkpoint, else {RANDOM_LR:g}")
     documents: str = option(
@@ -77,7 +81,6 @@ class Config(Timing):
         require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("layers",), lambda value: value <= 4096, "a number up to 4096")
         require_fields(self, ("dropout",), lambda value: 0 <= value < 1, "a number from 0 up, below 1")
-        require_fields(self, ("memory_gib",), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(
             self, ("lr",), lambda value: value == -1 or 0 <= value < math.inf, "-1 or a finite number from 0 up"
         )
@@ -181,6 +184,21 @@ PRESETS = {
     "slice": Config(layers=8, sequence=1024),
     "mlperf": Config(min_steps=8),
     "mlperf_cp8": Config(cp=8),
+}
+
+# What handwritten layers keep (--keep) on a card of so many GB, where not everything fits.
+_KEEP_8192 = {
+    80: "2 attention",
+    141: "76 attention residual fc1, 1 qkv attention fc1, 3 qkv attention residual fc1",
+}
+KEEP = {
+    "bench": {80: "80 qkv attention residual fc1", 141: "5 qkv attention residual fc1, 75 all"},
+    "full": _KEEP_8192,
+    "mlperf": _KEEP_8192,
+    "mlperf_cp8": {
+        80: "52 attention residual fc1, 4 qkv attention fc1, 24 qkv attention residual fc1",
+        141: "2 qkv attention fc1, 1 qkv attention fc1 transpose, 4 qkv attention residual fc1, 73 all",
+    },
 }
 
 ABOUT = {

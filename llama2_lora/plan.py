@@ -1,4 +1,4 @@
-"""The plan of the tensors that handwritten layers keep for their backward, from sizes and rates (no torch here).
+"""The tensors that handwritten layers keep for their backward, and predicted bytes, from sizes (no torch here).
 
 `workspace` lists what llama2_lora/layers/handwritten.py allocates, so the prediction and the program cannot differ.
 """
@@ -7,9 +7,9 @@ import math
 
 from common.config import flag_of
 from common.training import memory_fit, memory_plan
-from common.training.memory_plan import GIB, Item, Plan, copy_ms, gemm_ms
+from common.training.memory_plan import GIB, Plan
 from llama2_lora import config as lora_config
-from llama2_lora.config import MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
+from llama2_lora.config import KEEP, MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
 
 # Memory that CUDA, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = int(1.5 * GIB)
@@ -61,34 +61,19 @@ def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
     return shapes
 
 
-def items(config: Config) -> list[Item]:
-    """Tensors that a layer may keep beside x, in the order of its forward, with the time to compute each again."""
+def items(config: Config) -> dict[str, int]:
+    """Bytes of the tensors that a layer may keep beside x, in the order of its forward.
+
+    transpose: its matrices transposed, as FP8 GEMMs read them in the backward, for the whole run.
+    """
     c, s = config, config.tokens
-    rate = memory_plan.FP8_TFLOPS if c.precision == "fp8" else memory_plan.BF16_TFLOPS
-
-    def gemm(name):
-        outputs, inputs = c.matrices[name]
-        return gemm_ms(2 * s * outputs * inputs, rate)
-
-    def passes(elements):
-        """Elementwise work over bf16 elements, read or written."""
-        return copy_ms(2 * s * elements, memory_plan.COPY_GB_PER_S)
-
-    qkv_ms = gemm("qkv") + passes(1.5 * c.hidden + 4 * c.qkv_width)  # norm, projection, adapter and RoPE
-    attention_bytes = 2 * s * c.q_width + 4 * s * c.heads  # with the logarithms of the sums, FP32
-    attention_ms = gemm_ms(2 * s * c.sequence * c.q_width, memory_plan.ATTENTION_TFLOPS)
-    residual_ms = gemm("proj") + passes(1.5 * c.q_width + 5.5 * c.hidden)
-    fc1_ms = gemm("fc1") + passes(1.5 * c.hidden)
-    found = [
-        Item("qkv", 2 * s * c.qkv_width, None, qkv_ms),
-        Item("attention", attention_bytes, None, attention_ms, needs=("qkv",)),
-        Item("residual", 2 * s * c.hidden, None, residual_ms, needs=("attention",)),
-        Item("fc1", 4 * s * c.ffn, 2 * s * c.ffn, fc1_ms, needs=("residual",)),
-    ]
-    if c.precision == "fp8":
-        weights = layer_weights(c)
-        found.append(Item("transpose", weights, None, copy_ms(2 * weights, memory_plan.COPY_GB_PER_S), permanent=True))
-    return found
+    return {
+        "qkv": 2 * s * c.qkv_width,
+        "attention": 2 * s * c.q_width + 4 * s * c.heads,  # with the logarithms of the sums, FP32
+        "residual": 2 * s * c.hidden,
+        "fc1": (2 if c.fc1_fp8 else 4) * s * c.ffn,
+        "transpose": layer_weights(c) if c.precision == "fp8" else 0,
+    }
 
 
 def built_sizes(config: Config) -> list[int]:
@@ -125,27 +110,26 @@ def fixed_bytes(config: Config) -> int:
 
 
 def budget_bytes(free_bytes: int) -> int:
-    """Bytes that torch may reserve of a GPU's free memory, in whole GiB, so that runs of one session get one plan."""
+    """Bytes that torch may reserve of a GPU's free memory, in whole GiB, so that runs of one session keep the same."""
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
-def _ways(config):
-    return memory_plan.configurations(items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
+def make_plan(config: Config, keep: str | None = None) -> Plan:
+    """What layers keep by --keep, or by `keep`, with the predicted bytes."""
+    sizes = {name: memory_plan.share_bytes(size) for name, size in items(config).items()}
+    layers = memory_plan.kept_by_layers(config.keep if keep is None else keep, list(sizes), config.layers)
+    return Plan(sizes, layers, fixed_bytes(config))
 
 
-def make_plan(config: Config, budget_bytes: int) -> Plan:
-    """The fastest plan within budget_bytes of reserved memory. ValueError, with the bytes, if none fits."""
-    return memory_plan.choose(_ways(config), config.layers, budget_bytes, fixed_bytes(config))
-
-
-def needed_bytes(config: Config) -> int:
-    """Bytes that the smallest plan reserves."""
-    return fixed_bytes(config) + config.layers * min(way.bytes for way in _ways(config))
+def choose(config: Config, preset: str, total_bytes: int, budget_bytes: int) -> str:
+    """What layers keep on a GPU, as `common.training.memory_plan.choose` says."""
+    cards = KEEP.get(preset, {})
+    return memory_plan.choose(config.keep, cards, total_bytes, budget_bytes, lambda keep: make_plan(config, keep).bytes)
 
 
 def fit(config: Config, budget_bytes: int) -> Config:
-    """The config with as many of its layers as fit by the smallest plan. ValueError if not even one does."""
-    fitted = memory_fit.fit_layers(config, PRESETS, needed_bytes, budget_bytes)
+    """The config with as many of its layers as fit where they keep the least. ValueError if not even one does."""
+    fitted = memory_fit.fit_layers(config, PRESETS, fixed_bytes, budget_bytes)
     _require_indexable(config)
     return fitted
 
@@ -157,10 +141,10 @@ def require(config: Config, available_bytes: int | None) -> None:
 
 
 def host_bytes(config: Config) -> int:
-    """Bytes of a run on a CPU: the smallest plan, the rotating windows, and plain attention's scores of all pairs."""
+    """Bytes of a run on a CPU: fixed ones, the rotating windows, and plain attention's scores of all pairs."""
     c = config
     windows = c.batches * c.tokens * (3 * 8 + 4)
-    return needed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.tokens * c.sequence
+    return fixed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.tokens * c.sequence
 
 
 def _require_indexable(config):

@@ -8,7 +8,6 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import section
 from common.training.data.llama_checkpoint import open_checkpoint
-from common.training.memory_plan import GIB
 from common.training.optimizers.adam import MasterAdam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
@@ -51,9 +50,7 @@ class State:
         self.place = self.ranks.place(rank)
         # Everything that can be refused comes before weights are read or made.
         require_kind(kind, config, device)
-        self.plan = None
-        if kind == "handwritten":
-            self.plan = make_plan(config, int(config.memory_gib * GIB) if config.memory_gib else 2**62)
+        self.plan = make_plan(config) if kind == "handwritten" else None
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
         # Names of the groups of ranks that share a window, and of those that each have their own.
         self.context, self.data = collectives.ALONE, ""
@@ -85,7 +82,7 @@ class State:
         attention = attention_for(config, self.device)
         if config.cp > 1:
             attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
-        parts = self.plan, operators_for(self.device), attention
+        parts = self.plan.layers, operators_for(self.device), attention
         return HandwrittenStack(config, formats, weights, self.adapters, inputs, *parts)
 
     def reset(self):

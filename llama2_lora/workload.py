@@ -60,8 +60,8 @@ def resolve(args, device: torch.device, world_size: int = 1):
     if config.save_adapter:
         adapters.require_place(config.save_adapter)
     rows.require(config.data)
-    if config.memory_gib and kind_of_layers(args) == "handwritten":
-        plan.make_plan(config, int(config.memory_gib * GIB))
+    if kind_of_layers(args) == "handwritten":
+        plan.make_plan(config)
     return args, notes
 
 
@@ -77,22 +77,20 @@ def _fit(args, device):
     if config.precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
         config = replace(config, precision="bf16", fc1_store="auto")
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
-    # The least of all ranks, so that all have one plan and as many layers.
-    free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
-    budget = plan.budget_bytes(free) // GIB
-    if config.memory_gib > free / GIB:
-        raise ValueError(f"--memory-gib {config.memory_gib}: {free / GIB:.1f} GiB are free, take at most {budget}")
-    if not config.memory_gib:
-        smaller = plan.fit(config, budget * GIB)
-        if smaller.layers < config.layers:
-            run = replace(run, preset=f"{run.preset}-l{smaller.layers}")
-            notes.append(fewer_layers(smaller, config, budget))
-        config = replace(smaller, memory_gib=float(budget))
-    return replace(args, config=config, run=run), notes
+    # The least of all ranks, so that all have as many layers, which keep the same.
+    free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
+    budget = plan.budget_bytes(free)
+    fitted = plan.fit(config, budget)
+    if kind_of_layers(args) == "handwritten":
+        fitted = replace(fitted, keep=plan.choose(fitted, run.preset, total, budget))
+    if fitted.layers < config.layers:
+        run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
+        notes.append(fewer_layers(fitted, config, budget / GIB))
+    return replace(args, config=fitted, run=run), notes
 
 
 def card(config, kind: str, device: torch.device) -> list[str]:
-    """Lines that say what runs; on a GPU with the memory plan of handwritten layers."""
+    """Lines that say what runs; on a GPU with what handwritten layers keep."""
     model = f"{config.layers} of 80 layers of Llama 2 70B" if config.hidden == 8192 else "toy widths"
     of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
     lines = [
@@ -105,5 +103,5 @@ def card(config, kind: str, device: torch.device) -> list[str]:
         f"{lora_config.flops_per_step(config) / 1e12:.4g} TFLOP/step",
     ]
     if device.type == "cuda" and kind == "handwritten":
-        lines += ["", *plan.make_plan(config, int(config.memory_gib * GIB)).text().splitlines()]
+        lines += ["", *plan.make_plan(config).text().splitlines()]
     return lines

@@ -58,7 +58,11 @@ class Config(Parallel, Timing):
     layer: str = option(
         "auto", "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs", ("auto", "te", "torch")
     )
-    memory_gib: float = option(0.0, "bytes to reserve at most, for the plan of what layers keep (0: all that is free)")
+    keep: str = option(
+        "auto",
+        "items that layers keep for their backward: all, least, or numbers of the last layers with items, such as "
+        "'14 attention, 18 all'; auto: what fits, by the preset",
+    )
     fc1_store: str = option(
         "bf16",
         "format in which plain layers take fc1's output into SwiGLU, and keep it. fp8: rounded with a scale of its own",
@@ -85,7 +89,7 @@ class Config(Parallel, Timing):
     def __post_init__(self):
         require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("validate_every",), lambda value: value >= 0, "a number from 0 up")
-        require_fields(self, ("lr", "memory_gib"), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
+        require_fields(self, ("lr",), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
@@ -233,6 +237,17 @@ PRESETS = {
         min_steps=8,
     ),
     "mlperf": Config(layers=126, share_tp=1, share_cp=1, tp=4, pp=8, cp=2, microbatches=144, min_steps=8),
+}
+
+# What layers of each kind keep (--keep) on a card of so many GB, where not everything fits. mlperf: layers of a stage.
+KEEP = {
+    ("full", "te"): {80: "2 attention rest", 141: "1 attention rest, 31 all"},
+    ("full", "torch"): {80: "6 attention", 141: "14 qkv attention residual fc1, 18 all"},
+    ("mlperf", "te"): {80: "1 attention rest, 3 all", 141: "1 attention rest, 1 all"},
+    ("mlperf", "torch"): {
+        80: "2 residual, 1 qkv, 1 qkv fc1, 1 qkv residual fc1",
+        141: "7 residual, 1 qkv residual, 1 qkv attention residual, 1 qkv residual fc1",
+    },
 }
 
 

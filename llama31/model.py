@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.training.memory_plan import Configuration
 from common.training.parallel import collectives
 from common.training.parallel.context_parallel import places
 from common.training.parallel.differentiable_collectives import (
@@ -103,9 +102,9 @@ class PlainLayer(nn.Module):
         up = SwiGLU.apply(up, self.config.fc1_store, group)
         return x + reduce_scatter_to_sequence(self.fc2(up, first), group)
 
-    def keep(self, way: Configuration, scaling):
-        """Return a callable in the place of this layer that keeps the items of `way` (llama31/memory/plan.py)."""
-        return run_again(self, scaling, None if way.keeps == ("x",) and not way.keeps_fp8 else way)
+    def keep(self, kept: frozenset[str], scaling):
+        """Return a callable in the place of this layer that keeps these items (llama31/memory/plan.py), not all."""
+        return run_again(self, scaling, kept - {"x"}, self.config.fc1_store)
 
     def _norm(self, x, gain):
         return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
@@ -189,12 +188,12 @@ class TransformerEngineLayer(nn.Module):
     def forward(self, x, is_first_microbatch: bool):
         return self.layer(x, rotary_pos_emb=self.angles, is_first_microbatch=is_first_microbatch)
 
-    def keep(self, way: Configuration, scaling):
+    def keep(self, kept: frozenset[str], scaling):
         """As PlainLayer.keep."""
-        if way.keeps == ("x",):
+        if kept == {"x"}:
             return run_again(self, scaling)
-        self.layer.layernorm_mlp.checkpoint = "mlp" in way.recomputes
-        if "attention" in way.recomputes:
+        self.layer.layernorm_mlp.checkpoint = "mlp" not in kept
+        if "attention" not in kept:
             attention = self.layer.self_attention.core_attention
             attention.forward = run_again(attention.forward, scaling)
         return self

@@ -56,7 +56,7 @@ class State:
         # What cannot run, or does not fit, is said before weights are read or made.
         require_precision(config, device)
         self.ranks = config.ranks(world_size)
-        self.plan = make_plan(config, dp=self.ranks.dp)
+        self.plan = make_plan(config, self.ranks.dp)
         self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.place = self.ranks.place(rank)
         self.groups = make_groups(self.ranks, device.type)
@@ -96,11 +96,9 @@ class State:
             rope, make, more = (own.cos(), own.sin()), PlainLayer, ()
         self.layers = torch.nn.ModuleList(make(*parts, rope, dtype, self.device, *more) for _ in self.numbers)
         # The plan is of the widest stage. Its last layers keep most, which all stages have.
-        spare = len(self.plan.layers) - len(self.layers)
-        ways = [self.plan.of(spare + index) for index in range(len(self.layers))]
         self.calls = [
-            layer.keep(way, self.scaling) if way.recomputes else layer
-            for layer, way in zip(self.layers, ways, strict=True)
+            layer if kept == self.plan.items.keys() else layer.keep(kept, self.scaling)
+            for layer, kept in zip(self.layers, self.plan.layers[-len(self.layers) :], strict=True)
         ]
         first, last = self.place.stage == 0, self.place.stage == c.pp - 1
         self.embedding = Embedding(c, self.groups, dtype, self.device) if first else None

@@ -38,7 +38,7 @@ Read in time   end_step reads state.microbatch_losses before the next replay ove
                main_grad before the next step zeroes it.
 Freed          once a microbatch's backward is recorded, later captures may use the memory of its activations. `close`,
                which a run calls at its end, releases all graphs and their pool.
-A plan that all variants share says which activations are kept and which are computed again (memory/plan.py).
+All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
     python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B

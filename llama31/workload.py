@@ -73,18 +73,15 @@ def resolve(args, device: torch.device, world_size: int = 1):
         plan.require(config, host_state.available_host_bytes())
     else:
         # The same on all ranks: one that ran other layers again would wait for collectives that no other one posts.
-        free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
-        budget = plan.budget_bytes(free) // GIB
-        if config.memory_gib > free / GIB:
-            raise ValueError(f"--memory-gib {config.memory_gib}: {free / GIB:.1f} GiB are free, take at most {budget}")
-        if not config.memory_gib:
-            fitted = plan.fit(config, budget * GIB, dp)
-            if fitted.layers < config.layers:
-                run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
-                notes.append(fewer_layers(fitted, config, budget))
-            config = replace(fitted, memory_gib=float(budget))
-    if config.memory_gib:
-        plan.make_plan(config, dp=dp)
+        free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
+        budget = plan.budget_bytes(free)
+        fitted = plan.fit(config, budget, dp)
+        fitted = replace(fitted, keep=plan.choose(fitted, run.preset, total, budget, dp))
+        if fitted.layers < config.layers:
+            run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
+            notes.append(fewer_layers(fitted, config, budget / GIB))
+        config = fitted
+    plan.make_plan(config, dp)
     optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no masters or moments"
     notes.append(f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, {optimizer}")
     return replace(args, config=config, run=run), notes
@@ -111,6 +108,6 @@ def card(config, device: torch.device, dp: int = 1) -> list[str]:
         f"weights {c.weights}, main_grad {c.main_grad}, "
         + (f"moments {c.moments}" if c.optimizer == "adam" else "no Adam"),
     ]
-    if c.memory_gib:
-        lines += ["", *plan.make_plan(c, dp=dp).text().splitlines()]
+    if device.type == "cuda":
+        lines += ["", *plan.make_plan(c, dp).text().splitlines()]
     return lines

@@ -2,7 +2,7 @@
 
 The base weights are frozen and have no gradient. So a layer's backward needs its input x, q k v, attention's output,
 the residual sum before the MLP and fc1's output, and nothing else. Only x is always kept. The rest is kept or computed
-again in the backward, layer by layer as the plan says (llama2_lora/plan.py). Both ways give the same bits.
+again in the backward, layer by layer as --keep says (llama2_lora/plan.py). Both ways give the same bits.
 
 Layers are chained through buffers: layer l leaves its residual sum and its MLP's output. The norm at the start of layer
 l + 1 adds them, which gives its x. In the backward `grad` is the gradient of the residual stream, and `grad_operand`
@@ -19,7 +19,6 @@ from llama2_lora.plan import workspace
 from llama2_lora.weights.frozen import FrozenWeights
 from llama2_lora.weights.trainable import Adapters
 
-KEPT_BY_PLAN = ("qkv", "attention", "residual", "fc1")
 QKV, PROJ = 0, 1
 
 
@@ -28,12 +27,12 @@ class HandwrittenStack:
 
     A step: embed, forward(0), forward(1), ..., compute_loss, backward(last), ..., backward(0), update_scales.
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
-    loss. plan: `common.training.memory_plan.Plan`. operators, attention: classes for this device, or functions that
+    loss. keeps: names of what layer 0, 1, ... keeps. operators, attention: classes for this device, or functions that
     make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
     """
 
     def __init__(
-        self, config: Config, formats: Formats, weights: FrozenWeights, adapters: Adapters, inputs, plan, operators,
+        self, config: Config, formats: Formats, weights: FrozenWeights, adapters: Adapters, inputs, keeps, operators,
         attention,
     ):  # fmt: skip
         self.config, self.formats, self.weights, self.adapters, self.inputs = config, formats, weights, adapters, inputs
@@ -42,7 +41,7 @@ class HandwrittenStack:
         self.operators = operators(config, formats, self.scaling, self.device)
         self.attention = attention(config, inputs)
         self.ratio = config.alpha / config.rank
-        self.keeps = [frozenset(KEPT_BY_PLAN) - set(plan.of(layer).recomputes) for layer in range(config.layers)]
+        self.keeps = keeps
         types = {"fp32": torch.float32, "main": formats.main, "operand": formats.operand, "gradient": formats.gradient}
         self.work = {
             name: torch.zeros(shape, dtype=types[kind], device=self.device)
@@ -50,7 +49,7 @@ class HandwrittenStack:
         }
         self._views = {}
         self.kept = [self._kept(keeps) for keeps in self.keeps]
-        self.holds_transposes = ["transpose" in plan.of(layer).keeps for layer in range(config.layers)]
+        self.holds_transposes = ["transpose" in kept for kept in keeps]
         self.transposes = [self._transposes(layer) for layer in range(config.layers)]
         # Attention's outputs from the forward to the backward. Evaluation keeps none.
         self.attended, self.keeps_attention = [None] * config.layers, True
@@ -148,7 +147,7 @@ class HandwrittenStack:
         torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
 
     def forward(self, layer: int) -> None:
-        """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what is planned."""
+        """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what --keep says."""
         c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
         x, gain = work["x"][layer], self.weights.norms[layer][0]
         written = {

@@ -1,4 +1,4 @@
-"""Items, memory and plan of the tensors that layers keep for a microbatch's backward, from sizes and rates (no torch).
+"""The tensors that layers keep for a microbatch's backward, and predicted bytes, from sizes (no torch).
 
 A plain layer (llama31/model.py) that keeps everything runs as it is. Any other runs again in the backward, with the
 results of the GEMMs and of attention that it has kept in the place of those operators (llama31/memory/recompute.py).
@@ -7,19 +7,8 @@ Parts of te.TransformerLayer run again: attention, the MLP up to fc2, or all of 
 
 from common.training import memory_plan, schedule
 from common.training.memory_fit import fit_layers, require_host
-from common.training.memory_plan import (
-    ATTENTION_TFLOPS,
-    BF16_TFLOPS,
-    COPY_GB_PER_S,
-    FP8_TFLOPS,
-    GIB,
-    Configuration,
-    Item,
-    Plan,
-    copy_ms,
-    gemm_ms,
-)
-from llama31.config import PRESETS, Config, layer_parameters, num_parameters
+from common.training.memory_plan import GIB, Plan
+from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_parameters
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = 2 * GIB
@@ -27,43 +16,22 @@ CONTEXT_BYTES = 2 * GIB
 REST = "rest"
 
 
-def items(config: Config) -> list[Item]:
-    """Return the items a layer may keep of a microbatch, in forward order, with the ms to compute each again.
+def items(config: Config) -> dict[str, int]:
+    """Return the bytes of a microbatch's items that a layer may keep, in forward order; x, its input, is always kept.
 
-    Communication of --tp and --cp is not counted in them. te keeps inputs of FP8 GEMMs in FP8.
+    te keeps inputs of FP8 GEMMs in FP8.
     """
     c = config
     # A token's tensor rank has its part of what lies outside of attention and MLP.
     residual = 2 * _tokens(c) * c.hidden // c.tp
     q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    qkv_bytes, fc1_bytes = 2 * _tokens(c) * (q_width + 2 * kv_width), 4 * _tokens(c) * c.local_ffn
-    attention_bytes = 2 * _tokens(c) * q_width + 4 * _tokens(c) * c.local_heads
-    qkv_ms, proj_ms = _gemm_ms(c, q_width + 2 * kv_width, c.hidden), _gemm_ms(c, c.hidden, q_width)
-    fc1_ms = _gemm_ms(c, 2 * c.local_ffn, c.hidden)
-    attention_ms = gemm_ms(2 * _tokens(c) * (c.sequence // c.share_cp) * q_width, ATTENTION_TFLOPS)
-    attention_passes = _passes_ms(c, 3 * c.hidden + 2 * q_width + 4 * (q_width + kv_width))
-    mlp_passes = _passes_ms(c, 3 * c.hidden + 3 * c.local_ffn)
+    qkv, fc1 = 2 * _tokens(c) * (q_width + 2 * kv_width), 4 * _tokens(c) * c.local_ffn
+    attention = 2 * _tokens(c) * q_width + 4 * _tokens(c) * c.local_heads
     attention_rest, mlp_rest = _rest_bytes(c)
-    x = Item("x", residual, None, None)
     if c.layer == "te":
-        layer = qkv_bytes + residual + attention_rest
-        if _quantized(c) and c.weights == "bf16":
-            # The MLP casts its weights once more: bf16 is read, FP8 and its transpose are written.
-            mlp_passes += copy_ms(4 * 3 * c.hidden * c.local_ffn, COPY_GB_PER_S)
-        return [
-            x,
-            Item("attention", attention_bytes, None, attention_ms),
-            Item("mlp", fc1_bytes + mlp_rest, None, fc1_ms + mlp_passes),
-            Item(REST, layer, None, qkv_ms + proj_ms + attention_passes, needs=("x",)),
-        ]
-    return [
-        x,
-        Item("qkv", qkv_bytes, None, qkv_ms, needs=("x",)),
-        Item("attention", attention_bytes, None, attention_ms, needs=("qkv",)),
-        Item("residual", residual, None, proj_ms, needs=("attention",)),
-        Item("fc1", fc1_bytes, fc1_bytes // 2, fc1_ms, needs=("residual",)),
-        Item(REST, attention_rest + mlp_rest, None, attention_passes + mlp_passes),
-    ]
+        return {"x": residual, "attention": attention, "mlp": fc1 + mlp_rest, REST: qkv + residual + attention_rest}
+    plain = {"x": residual, "qkv": qkv, "attention": attention, "residual": residual, "fc1": fc1}
+    return {**plain, REST: attention_rest + mlp_rest}
 
 
 def _tokens(config):
@@ -73,15 +41,6 @@ def _tokens(config):
 def _quantized(config):
     """Say whether GEMMs read FP8 or FP4."""
     return config.precision in ("fp8", "nvfp4") and config.layer != "torch"
-
-
-def _gemm_ms(config, outputs, inputs):
-    return gemm_ms(2 * _tokens(config) * outputs * inputs, FP8_TFLOPS if _quantized(config) else BF16_TFLOPS)
-
-
-def _passes_ms(config, elements):
-    """Elementwise work over bf16 elements of a token, read or written."""
-    return copy_ms(2 * _tokens(config) * elements, COPY_GB_PER_S)
 
 
 def _rest_bytes(config):
@@ -100,21 +59,24 @@ def _rest_bytes(config):
     return attention, tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
 
 
-def ways(config: Config) -> list[Configuration]:
-    """The ways to run a layer, the one that keeps everything first.
+def kept_bytes(config: Config) -> dict[str, int]:
+    """Return the bytes of torch's segments that a layer takes to keep an item of all microbatches in flight."""
+    # Of the first stage, which has the most; a layer is in one of its chunks.
+    in_flight = schedule.peak_in_flight(config.pp, 0, config.chunks, config.microbatches) if config.pp > 1 else 1
+    sizes = items(config)
+    if config.fc1_store == "fp8":
+        sizes["fc1"] //= 2
+    return {name: memory_plan.share_bytes(size) * -(-in_flight // config.chunks) for name, size in sizes.items()}
+
+
+def can_keep(config: Config, kept: frozenset[str]) -> bool:
+    """Say whether layers can run that keep these items.
 
     A plain layer that runs again computes all of the rest again; te.TransformerLayer runs again as a whole for it.
     """
-    # Of the first stage, which has the most; a layer is in one of its chunks.
-    in_flight = schedule.peak_in_flight(config.pp, 0, config.chunks, config.microbatches) if config.pp > 1 else 1
-    found = memory_plan.configurations(
-        items(config),
-        in_flight=-(-in_flight // config.chunks),
-        allow_fp8=("fc1",) if config.fc1_store == "fp8" else (),
-    )
     if config.layer == "te":
-        return [way for way in found if REST not in way.recomputes or {"attention", "mlp"} <= set(way.recomputes)]
-    return [way for way in found if REST in way.recomputes or not way.recomputes]
+        return REST in kept or kept == {"x"}
+    return REST not in kept or kept == items(config).keys()
 
 
 def state_bytes(config: Config) -> dict[str, int]:
@@ -144,7 +106,7 @@ def fixed_bytes(config: Config, dp: int = 1) -> int:
     replicas = c.cp * dp if c.zero else 1
     parameters = in_layers * per["weight"] + (in_all - in_layers) * 2 + in_all * per["main_grad"]
     parameters += in_all * (per["master"] + per["moments"]) // replicas
-    running = sum(item.bytes for item in items(c))
+    running = sum(items(c).values())
     return parameters + (running + tokens * (c.local_vocab * 14 + 16 * c.microbatches)) * 110 // 100
 
 
@@ -154,30 +116,37 @@ def _layers(config):
 
 
 def budget_bytes(free_bytes: int) -> int:
-    """Return the bytes torch may reserve of a GPU's free memory, in whole GiB: runs of one session get one plan."""
+    """Return the bytes torch may reserve of a GPU's free memory, in whole GiB: runs of one session keep the same."""
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
-def make_plan(config: Config, budget: int | None = None, dp: int = 1) -> Plan:
-    """The fastest plan of the widest stage's layers within `budget` bytes of reserved memory.
+def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
+    """What layers of the widest stage keep by --keep, or by `keep`, with the predicted bytes. dp: data ranks.
 
-    budget: default --memory-gib, which 0 leaves without a bound. dp: data ranks. ValueError, with the bytes, where no
-    plan fits.
+    ValueError where layers cannot run so.
     """
-    if budget is None:
-        budget = int(config.memory_gib * GIB) if config.memory_gib else 2**62
-    return memory_plan.choose(ways(config), _layers(config), budget, fixed_bytes(config, dp))
+    keep, sizes = config.keep if keep is None else keep, kept_bytes(config)
+    names = [name for name in sizes if name != "x"]
+    layers = tuple(kept | {"x"} for kept in memory_plan.kept_by_layers(keep, names, _layers(config)))
+    if not all(can_keep(config, kept) for kept in set(layers)):
+        rule = "attention and mlp with rest only" if config.layer == "te" else "rest with all other items only"
+        raise ValueError(f"--keep {keep}: a {config.layer} layer keeps {rule}")
+    return Plan(sizes, layers, fixed_bytes(config, dp))
+
+
+def choose(config: Config, preset: str, total_bytes: int, budget: int, dp: int = 1) -> str:
+    """What layers keep on a GPU, as `common.training.memory_plan.choose` says. dp: data ranks."""
+    cards = KEEP.get((preset, config.layer), {})
+    return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, dp, keep).bytes)
 
 
 def needed_bytes(config: Config, dp: int = 1) -> int:
-    """Reserved by the smallest plan. dp: data ranks."""
-    layers = _layers(config)
-    smallest = min(way.bytes for way in ways(config))
-    return fixed_bytes(config, dp) + layers * smallest
+    """Reserved where layers keep the least. dp: data ranks."""
+    return fixed_bytes(config, dp) + _layers(config) * kept_bytes(config)["x"]
 
 
 def fit(config: Config, budget: int, dp: int = 1) -> Config:
-    """The config with as many layers as the smallest plan fits. ValueError where not one for each stage does.
+    """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does.
 
     dp: data ranks.
     """
@@ -191,6 +160,6 @@ def require(config: Config, available_bytes: int | None) -> None:
 
 
 def _host_bytes(config):
-    """Return the host bytes of the smallest plan, or of the batches that rotate, where those are larger."""
+    """Return the host bytes where layers keep the least, or of the batches that rotate, where those are larger."""
     batch = 16 * config.microbatches * config.microbatch * config.local_sequence
     return max(needed_bytes(config), config.batches * batch)

@@ -11,8 +11,6 @@ from collections import Counter
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from common.training.memory_plan import Configuration
-
 _aten = torch.ops.aten
 _ATTENTION = {
     getattr(_aten, name).default
@@ -30,34 +28,37 @@ _GEMMS = ("qkv", "residual", "fc1", "fc2")
 class _Keeping:
     """The policy of one call of a plain layer, whose runs have equal operators: which results are kept."""
 
-    def __init__(self, way: Configuration):
-        self.way, self.num_gemms = way, Counter()
+    def __init__(self, kept: frozenset[str], fc1_store: str):
+        self.kept, self.fc1_store, self.num_gemms = kept, fc1_store, Counter()
 
     def __call__(self, context, operator, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if self._keeps(context, operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _keeps(self, context, operator):
         if operator in _ATTENTION:
-            return "attention" in self.way.keeps
+            return "attention" in self.kept
         if operator == torch.ops.llama31.to_fp8.default:
-            return "fc1" in self.way.keeps_fp8
+            return "fc1" in self.kept
         if operator != _aten.mm.default:
             return False
         gemm = _GEMMS[self.num_gemms[context.is_recompute]]
         self.num_gemms[context.is_recompute] += 1
-        return gemm in self.way.keeps
+        if gemm == "fc1" and self.fc1_store == "fp8":
+            # Kept as it is rounded.
+            return False
+        return gemm in self.kept
 
 
-def run_again(function, scaling, way: Configuration | None = None):
+def run_again(function, scaling, kept: frozenset[str] = frozenset(), fc1_store: str = "bf16"):
     """Return a callable in the place of `function` whose backward runs `function` again, under `scaling()`.
 
-    way: configuration of a plain layer; the items that it keeps are not computed again. None: everything is.
+    kept: items of a plain layer that are not computed again. fc1_store: of its config.
     """
 
     def contexts():
-        if way is None:
+        if not kept:
             return contextlib.nullcontext(), scaling()
-        return create_selective_checkpoint_contexts(_Keeping(way))
+        return create_selective_checkpoint_contexts(_Keeping(kept, fc1_store))
 
     def call(*args, **kwargs):
         if not torch.is_grad_enabled():

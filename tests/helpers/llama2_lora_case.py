@@ -1,6 +1,7 @@
-"""A small Llama LoRA for tests: handwritten stacks of any plan, and the model in functional PyTorch under autograd."""
+"""A small Llama LoRA for tests: handwritten stacks, and the model in functional PyTorch under autograd."""
 
 import functools
+import itertools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from common.measuring.state_hash import StateHasher
-from common.training import memory_plan
 from common.training.data import token_files
 from common.training.data.safetensors_file import write_file
 from llama2_lora import plan as plans
@@ -29,17 +29,10 @@ TINY = PRESETS["tiny"]
 GRAPHED = ("graph_layer", "graph_step")
 
 
-def ways_of(config):
-    """All configurations of a layer by name."""
-    found = memory_plan.configurations(plans.items(config), allow_fp8=("fc1",) if config.fc1_fp8 else ())
-    return {way.name: way for way in found}
-
-
-def plan_of(config, names=None):
-    """A plan that gives layer i the configuration names[i]; None: everything kept."""
-    ways = ways_of(config)
-    names = names or [next(iter(ways))] * config.layers
-    return memory_plan.Plan(tuple(names), ways, 0, 0)
+def all_ways(config):
+    """All sets of tensors that a layer may keep, everything first, nothing last."""
+    names = [name for name, size in plans.items(config).items() if size]
+    return [frozenset(way) for count in range(len(names), -1, -1) for way in itertools.combinations(names, count)]
 
 
 def inputs_of(config, device=CPU, lengths=None, seed=0):
@@ -58,15 +51,15 @@ def inputs_of(config, device=CPU, lengths=None, seed=0):
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def make_stack(config, names=None, main=torch.bfloat16, inputs=None, operators=TorchOperators, device=CPU):
-    """A stack whose adapters have no zeros, after one step's worth of counting."""
+def make_stack(config, keeps=None, main=torch.bfloat16, inputs=None, operators=TorchOperators, device=CPU):
+    """A stack whose adapters have no zeros. keeps: what each layer keeps; None: everything."""
     formats = Formats.of(config, main)
     adapters = Adapters(config, main, device)
     adapters.values.copy_(torch.randn(adapters.values.shape, generator=torch.Generator().manual_seed(3)) * 0.05)
     weights = FrozenWeights(config, formats, device)
     inputs = inputs or inputs_of(config, device)
-    plan = plan_of(config, names)
-    return HandwrittenStack(config, formats, weights, adapters, inputs, plan, operators, PlainAttention)
+    keeps = keeps or [all_ways(config)[0]] * config.layers
+    return HandwrittenStack(config, formats, weights, adapters, inputs, keeps, operators, PlainAttention)
 
 
 def run_step(stack):

@@ -22,10 +22,7 @@ def said(*arguments):
     "arguments, told",
     [
         (["--sequence", "1000"], "--sequence 1000: takes a multiple of 16"),
-        (
-            ["--memory-gib", "0.01"],
-            "the smallest plan needs 157,286,400: 157,286,400 fixed and 3 layers of 0; --memory-",
-        ),
+        (["--keep", "1 fc2"], "--keep 1 fc2: takes auto, all, least, or numbers of the last layers with items"),
         (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
         (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter/adapter_model.safetensors: cannot write"),

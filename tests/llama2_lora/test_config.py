@@ -70,7 +70,6 @@ def test_the_learning_rate_is_mlperfs_for_a_checkpoint_and_a_small_one_for_rando
         ({"head_dim": 127}, ("--head-dim 127",)),
         ({"ffn": 1001}, ("--ffn", "16")),
         ({"dropout": float("nan")}, ("--dropout nan",)),
-        ({"memory_gib": -1.0}, ("--memory-gib -1.0",)),
         ({"lr": float("inf")}, ("--lr inf",)),
         ({"lr": -0.5}, ("--lr -0.5", "-1 or")),
         ({"precision": "bf16", "fc1_store": "fp8"}, ("--fc1-store fp8", "--precision")),

@@ -22,7 +22,7 @@ from llama2_lora.kernels import triton_operators  # noqa: E402
 from llama2_lora.kernels.triton_operators import TritonOperators  # noqa: E402
 from llama2_lora.variants import VARIANTS  # noqa: E402
 from tests.helpers import triton_driver  # noqa: E402
-from tests.helpers.llama2_lora_case import plan_of, ways_of  # noqa: E402
+from tests.helpers.llama2_lora_case import all_ways  # noqa: E402
 from tests.helpers.made import made  # noqa: E402
 from tests.helpers.triton_interpreter import INTERPRETED  # noqa: E402
 
@@ -105,11 +105,9 @@ def gpu(monkeypatch):
 
 
 def make_state(config, monkeypatch):
-    """Its layers keep as much as they can, as little, and something between."""
-    ways = list(ways_of(config))
-    plan = plan_of(config, [ways[0], ways[-1], ways[5]])
-    monkeypatch.setattr(states, "make_plan", lambda config, budget: plan)
-    state = states.State(config, DEVICE, "handwritten")
+    """Its layers keep as little as they can, something between, and everything."""
+    between = " ".join(all_ways(config)[5])
+    state = states.State(replace(config, keep=f"1 {between}, 1 all"), DEVICE, "handwritten")
     # tests/common/training/optimizers/test_fused_adam.py has it.
     monkeypatch.setattr(state.adam, "step", lambda: None)
     return state

@@ -12,23 +12,17 @@ from common.config import Arguments, Run
 from common.training.data.llama_checkpoint import open_checkpoint
 from common.training.data.safetensors_file import open_file
 from common.training.memory_plan import GIB
-from llama2_lora import plan as plans
 from llama2_lora import train, workload
-from llama2_lora.config import PRESETS
+from llama2_lora.config import KEEP, PRESETS
 from llama2_lora.state import ADAM, State
 from llama2_lora.variants import VARIANTS
 from tests.helpers import forked, gloo_ranks
 from tests.helpers.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager, write_checkpoint
 from tests.helpers.made import made
 
+# What three layers keep: nothing, and each of four tensors in one.
+MIXED = "1 qkv residual, 1 attention fc1"
 B_OF_Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-
-
-def mixed(config):
-    """The config with memory for a plan of several configurations."""
-    low = plans.needed_bytes(config)
-    high = low + config.layers * sum(item.bytes for item in plans.items(config))
-    return replace(config, memory_gib=(low + 0.2 * (high - low)) / GIB)
 
 
 def assert_replays_as_promised(variant, name, config, num_replays, num_steps):
@@ -46,10 +40,10 @@ def assert_replays_as_promised(variant, name, config, num_replays, num_steps):
     ids=["fp8", "bf16"],
 )
 def test_graphs_equal_eager_bit_for_bit(changes):
-    config = mixed(replace(TINY, **changes))
+    config = replace(TINY, keep=MIXED, **changes)
     state, num_steps = State(config, CPU, "handwritten"), 4
     if config.layers > 2:
-        assert len(state.plan.counts) > 1, state.plan.counts
+        assert len(set(state.plan.layers)) == 3
         # Every step has another packing, and no graph is captured again.
         assert len({tuple(batch["cu_seqlens"].tolist()) for batch in state.batches}) == num_steps
     eager = follow_eager(state, num_steps)
@@ -85,7 +79,7 @@ def test_variants_take_turns_on_one_state():
 
 
 def test_evaluation_leaves_training_as_it_was():
-    state = State(mixed(TINY), CPU, "handwritten")
+    state = State(replace(TINY, keep=MIXED), CPU, "handwritten")
     variant = made(VARIANTS, "graph_layer", state)
     expected = follow(state, variant.step, 3)
     losses = []
@@ -192,27 +186,31 @@ def fake_gpu(monkeypatch):
 
 def test_arguments_on_a_gpu(fake_gpu, monkeypatch):
     h200 = fake_gpu(139.2)
-    for name in ("bench", "full"):
+    for name, predicted in (("bench", 136.50), ("full", 137.00)):
         args, notes = resolve(h200, name)
-        assert (args.config.layers, args.config.memory_gib, args.run.preset) == (80, 137.0, name) and notes == []
+        assert (args.config.layers, args.config.keep, args.run.preset) == (80, KEEP[name][141], name) and notes == []
         card = workload.card(args.config, "handwritten", h200)
-        assert "Llama 2 70B" in card[0] and any(line.startswith("sum, of 137.00 GiB") for line in card)
-    with pytest.raises(ValueError, match="--memory-gib 140.0: 139.2 GiB are free, take at most 137"):
-        resolve(h200, "full", memory_gib=140.0)
-    assert resolve(h200, "full", memory_gib=115.0)[0].config.memory_gib == 115.0
-    # All ranks plan for the least memory that one has.
+        assert "Llama 2 70B" in card[0] and card[-1].split() == ["predicted", f"{predicted:.2f}"]
+    with pytest.raises(ValueError, match=r"--keep all: \d+\.\d GiB are predicted, 137.0 GiB are free: keep less"):
+        resolve(h200, "full", keep="all")
+    assert resolve(h200, "full", keep="80 attention")[0].config.keep == "80 attention"
+    # Transformer Engine's layers keep what autograd keeps.
+    assert resolve(h200, "bench", layer="te")[0].config.keep == "auto"
+    # All ranks keep what fits into the least memory that one has.
     monkeypatch.setattr(workload, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
-    assert resolve(h200, "full")[0].config.memory_gib == 119.0
+    assert resolve(h200, "full")[0].config.keep == KEEP["full"][80]
 
 
 def test_arguments_on_smaller_gpus(fake_gpu):
     h100 = fake_gpu(78.6)
-    assert resolve(h100, "bench")[0].config.layers == 80
+    config = resolve(h100, "bench")[0].config
+    assert (config.layers, config.keep) == (80, KEEP["bench"][80])
     args, notes = resolve(h100, "full")
     layers = args.config.layers
+    assert args.config.keep == KEEP["full"][80]
     assert 60 < layers < 80 and args.run.preset == f"full-l{layers}" and f"{layers} of 80" in notes[0]
     old, notes = resolve(fake_gpu(23.0, (8, 6)), "slice")
-    assert (old.config.precision, old.config.layers) == ("bf16", 8) and "no FP8" in notes[0]
+    assert (old.config.precision, old.config.layers, old.config.keep) == ("bf16", 8, "all") and "no FP8" in notes[0]
 
 
 def test_layers_are_those_that_a_variant_is_declared_to_have():

@@ -1,5 +1,6 @@
-"""llama31/plan and recompute: items, what fits, and layers that keep what is planned and give the same bits."""
+"""llama31/plan and recompute: items, what fits, and layers that keep what they are told and give the same bits."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,18 +15,20 @@ from common.config import Arguments, Run
 from common.training.memory_plan import GIB
 from common.variant import Unsupported
 from llama31 import workload
-from llama31.config import PRESETS, num_parameters
+from llama31.config import KEEP, PRESETS, num_parameters
 from llama31.memory.plan import (
     CONTEXT_BYTES,
     budget_bytes,
+    can_keep,
+    choose,
     fit,
     fixed_bytes,
     items,
+    kept_bytes,
     make_plan,
     needed_bytes,
     require,
     state_bytes,
-    ways,
 )
 from llama31.variants import VARIANTS
 from tests.helpers.followed import difference, follow
@@ -35,13 +38,19 @@ from tests.helpers.made import made
 FULL, BENCH = (replace(PRESETS[name], layer="te") for name in ("full", "bench"))
 
 
-def with_ways(names, **changes):
-    """A state whose layers run in the ways of these names."""
+def ways(config):
+    """All sets of items that a layer can keep, everything first, x alone last."""
+    names = list(items(config))
+    sets = (frozenset(way) for count in range(len(names), 0, -1) for way in itertools.combinations(names, count))
+    return [kept for kept in sets if "x" in kept and can_keep(config, kept)]
+
+
+def with_ways(keeps, **changes):
+    """A state whose layers keep these sets."""
     state = make(**changes)
-    found = {way.name: way for way in ways(state.config)}
     state.calls = [
-        layer.keep(found[name], state.scaling) if found[name].recomputes else layer
-        for layer, name in zip(state.layers, names, strict=True)
+        layer if kept == items(state.config).keys() else layer.keep(kept, state.scaling)
+        for layer, kept in zip(state.layers, keeps, strict=True)
     ]
     return state
 
@@ -73,19 +82,15 @@ def test_bytes_of_the_parameters_are_those_allocated(changes):
     assert fixed_bytes(state.config) > grads + optimizer
 
 
-def test_ways_are_those_that_layers_can_run_in():
-    assert [way.name for way in ways(FULL)] == [
-        "x attention mlp rest",
-        "x attention rest",
-        "x mlp rest",
-        "x rest",
-        "x",
-    ]
-    plain = ways(TINY)
+def test_layers_can_keep_what_they_can_run_with():
+    found = [{"x", "attention", "mlp", "rest"}, {"x", "attention", "rest"}, {"x", "mlp", "rest"}, {"x", "rest"}, {"x"}]
+    assert ways(FULL) == found
     # All subsets of four operators' results, and everything.
-    assert len(plain) == 17 and plain[0].recomputes == () and plain[-1].name == "x"
-    stored = ways(replace(TINY, fc1_store="fp8"))
-    assert all("fc1" not in way.keeps for way in stored) and sum("fc1" in way.keeps_fp8 for way in stored) == 9
+    assert len(ways(TINY)) == 17
+    with pytest.raises(ValueError, match="--keep 1 attention: a te layer keeps attention and mlp with rest only"):
+        make_plan(replace(FULL, keep="1 attention"))
+    with pytest.raises(ValueError, match="--keep 1 qkv rest: a torch layer keeps rest with all other items only"):
+        make_plan(replace(TINY, keep="1 qkv rest"))
 
 
 def test_a_te_layer_keeps_the_inputs_of_its_gemms_and_norms():
@@ -93,27 +98,37 @@ def test_a_te_layer_keeps_the_inputs_of_its_gemms_and_norms():
     in FP8 a byte each, fc1's with its transposed copy; in bf16 the projection reads attention's output itself."""
     fp8, bf16 = (items(replace(FULL, precision=name, weights=name, layer="te")) for name in ("fp8", "bf16"))
     common = 64 + 64 + 96 + 64 + 1 + 448
-    assert sum(item.bytes for item in fp8) == (common + 32 + 32 + 2 * 32 + 112) * 2**20
-    assert sum(item.bytes for item in bf16) == (common + 64 + 64 + 224) * 2**20
+    assert sum(fp8.values()) == (common + 32 + 32 + 2 * 32 + 112) * 2**20
+    assert sum(bf16.values()) == (common + 64 + 64 + 224) * 2**20
 
 
 def test_a_stage_keeps_its_microbatches_in_flight():
-    one, four = (ways(replace(BENCH, pp=pp)) for pp in (1, 4))
-    assert [4 * way.bytes for way in one] == [way.bytes for way in four]
-    assert sum(item.bytes for item in items(BENCH)) > 4096 * 16384 * 8
+    one, four = (kept_bytes(replace(BENCH, pp=pp)) for pp in (1, 4))
+    assert {name: 4 * size for name, size in one.items()} == four
+    assert sum(items(BENCH).values()) > 4096 * 16384 * 8
     # Interleaved, four stages of two chunks hold 11 of their passes, each of half of the layers.
-    (interleaved, *_) = ways(replace(BENCH, pp=4, chunks=2, layers=8))
-    assert interleaved.bytes == 6 * one[0].bytes
+    assert kept_bytes(replace(BENCH, pp=4, chunks=2, layers=8)) == {name: 6 * size for name, size in one.items()}
 
 
-def test_memory_is_filled_with_what_saves_most():
-    assert make_plan(FULL, 200 * GIB).counts == {"x attention mlp rest": 32}
-    tight = make_plan(FULL, 110 * GIB)
-    assert 109 * GIB < tight.bytes <= 110 * GIB and len(tight.counts) > 1
-    # A millisecond of the MLP takes more bytes than one of attention and its projections.
-    assert tight.items()["mlp"]["recomputed"] > tight.items()["attention"]["recomputed"]
-    with pytest.raises(ValueError, match=r"--memory-gib [\d.]+ is enough"):
-        make_plan(FULL, 100 * GIB)
+TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
+
+
+@pytest.mark.parametrize("free_gib, total_gb, card", [(139.2, 150, 141), (78.7, 85, 80)])
+@pytest.mark.parametrize("changes", [{"layer": "te"}, TORCH_BF16], ids=["te", "torch"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_layers_keep_what_the_preset_says_on_its_cards(free_gib, total_gb, card, changes, preset):
+    """What is predicted fits, and is not far from all that is free where layers keep less than everything."""
+    budget = budget_bytes(int(free_gib * GIB))
+    config = fit(replace(PRESETS[preset], **changes), budget)
+    keep = choose(config, preset, total_gb * 10**9, budget)
+    predicted = make_plan(config, keep=keep).bytes
+    assert predicted <= budget
+    if (preset, changes["layer"], card) == ("full", "te", 141):
+        # 136.4 of 137 GiB. The choice is for an H200 with one GiB less free.
+        assert keep == "all" and choose(config, preset, total_gb * 10**9, 136 * GIB) == KEEP["full", "te"][141]
+    else:
+        assert keep == KEEP.get((preset, changes["layer"]), {}).get(card, "all")
+        assert keep == "all" or predicted > budget - GIB
 
 
 def test_data_ranks_share_masters_and_moments_with_zero():
@@ -124,17 +139,17 @@ def test_data_ranks_share_masters_and_moments_with_zero():
     assert fixed_bytes(alone, dp=8) == fixed_bytes(alone) == fixed_bytes(split)
     assert fixed_bytes(split) - fixed_bytes(split, dp=8) == pytest.approx(shared * 7 / 8, rel=1e-6)
     assert fit(split, 137 * GIB).layers < 32 == fit(split, 137 * GIB, dp=8).layers
-    assert make_plan(split, 137 * GIB, dp=8).bytes <= 137 * GIB
-    with pytest.raises(ValueError, match="--memory-gib"):
-        make_plan(split, 137 * GIB)
+    assert choose(split, "full", 150 * 10**9, 137 * GIB, dp=8) == "all"
+    with pytest.raises(ValueError, match=r"--keep least: \d+\.\d GiB are predicted, 137.0 GiB are free: keep less"):
+        choose(replace(split, keep="least"), "full", 150 * 10**9, 137 * GIB)
 
 
-def test_all_ranks_plan_for_the_least_memory_that_one_has(monkeypatch):
+def test_all_ranks_keep_what_fits_into_the_least_memory_that_one_has(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
     monkeypatch.setattr(workload, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
-    config = replace(FULL, layer="torch", precision="bf16", weights="bf16")
-    args = Arguments(config=config, run=Run(preset="full", variant="eager"))
-    assert workload.resolve(args, torch.device("cuda"))[0].config.memory_gib == 118.0
+    args = Arguments(config=replace(FULL, **TORCH_BF16), run=Run(preset="full", variant="eager"))
+    config = workload.resolve(args, torch.device("cuda"))[0].config
+    assert config.keep == KEEP["full", "torch"][80] and make_plan(config).bytes <= 118 * GIB
 
 
 def test_fit_recomputes_before_it_leaves_layers_out():
@@ -162,18 +177,16 @@ def test_fit_recomputes_before_it_leaves_layers_out():
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()),
 )
 def test_whatever_layers_keep_the_bits_are_the_same(changes):
-    found = [way.name for way in ways(replace(TINY, **changes))]
+    found = ways(replace(TINY, **changes))
     state = with_ways([found[0]] * 2, **changes)
     expected = follow_eager(state, 2)
-    for names in zip(found[1::2], found[2::2], strict=True):
-        assert difference(follow_eager(with_ways(names, **changes), 2), expected, state) == "", names
+    for keeps in zip(found[1::2], found[2::2], strict=True):
+        assert difference(follow_eager(with_ways(keeps, **changes), 2), expected, state) == "", keeps
 
 
-def test_graphs_of_a_plan_of_several_ways_equal_eager():
-    low = needed_bytes(TINY)
-    config = replace(TINY, memory_gib=(low + 0.6 * (make_plan(TINY).bytes - low)) / GIB)
-    state = make(memory_gib=config.memory_gib)
-    assert len(state.plan.counts) > 1 and any(way.recomputes for way in state.plan.configurations.values())
+def test_graphs_of_layers_that_keep_different_items_equal_eager():
+    state = make(keep="1 qkv fc1, 1 all")
+    assert len(set(state.plan.layers)) == 2
     everything = follow_eager(make(), 2)
     assert difference(follow_eager(state, 2), everything, state) == ""
     for name in ("graph_layer", "graph_fwd_bwd"):
@@ -210,13 +223,13 @@ def test_a_layer_keeps_and_computes_again_what_its_way_says(monkeypatch):
         with saved_tensors_hooks(note, lambda tensor: tensor):
             x = state.empty_hidden().zero_().requires_grad_()
             y = layer.keep(way, state.scaling)(x, is_first_microbatch=True)
-        planned = sum(item.bytes for item in items(state.config) if item.name in way.keeps)
-        assert sum(size for place, size in kept.items() if place not in own) == planned, way.name
+        planned = sum(size for name, size in items(state.config).items() if name in way)
+        assert sum(size for place, size in kept.items() if place not in own) == planned, way
         with Calls() as calls:
             y.sum().backward()
-        again = {"qkv", "residual", "fc1"} & set(way.recomputes)
-        assert calls.counts[torch.ops.aten.mm.default] == 8 + len(again), way.name
-        assert calls.counts[attention] == ("attention" in way.recomputes)
+        again = {"qkv", "residual", "fc1"} - way
+        assert calls.counts[torch.ops.aten.mm.default] == 8 + len(again), way
+        assert calls.counts[attention] == ("attention" not in way)
 
 
 def test_fc1_in_fp8_is_rounded_before_swiglu():

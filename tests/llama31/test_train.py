@@ -247,7 +247,7 @@ def said(*arguments):
         (["--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
         (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--variant eager_nan_checks"),
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
-        (["--memory-gib", "0.001"], "bytes (0.0 GiB) of memory are given, the smallest plan needs"),
+        (["--keep", "1 qkv rest"], "--keep 1 qkv rest: a torch layer keeps rest with all other items only"),
         (["--layer", "te"], "--layer te needs a GPU"),
         (["--optimizer", "none", "--mllog", "log"], "leave out --optimizer none"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path):
 def test_cards_name_models_shares_and_both_counts():
     text = "\n".join(card(replace(PRESETS["bench"], layer="te"), CPU))
     assert "4 of 126 layers of Llama 3.1 405B, a GPU's share at TP8 CP2" in text and "MLPerf's count" in text
-    text = "\n".join(card(replace(PRESETS["full"], layer="te", memory_gib=120.0), CPU))
+    text = "\n".join(card(replace(PRESETS["full"], layer="te", keep="5 mlp rest"), torch.device("cuda")))
     assert "8,030.3 M parameters: Llama 3.1 8B" in text and "weights fp8, main_grad bf16, moments bf16" in text
     assert "8 of 80 layers of Llama 3.1 70B" in "\n".join(card(PRESETS["slice_70b"], CPU))
-    assert re.search(r"\nmlp +5 +0 +27 ", text) and "sum, of 120.00 GiB" in text
+    assert re.search(r"\nmlp, rest +5 +27 ", text) and "\npredicted " in text

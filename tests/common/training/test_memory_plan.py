@@ -8,181 +8,77 @@ import sys
 import pytest
 
 from common.training import memory_plan
-from common.training.memory_plan import (
-    GIB,
-    Configuration,
-    Item,
-    choose,
-    configurations,
-    reserved_bytes,
-)
+from common.training.memory_plan import GIB, Plan, choose, kept_by_layers, reserved_bytes
 
 MIB = 2**20
+NAMES = ("q", "o", "f")
 
 
-def by_name(items, **options):
-    return {configuration.name: configuration for configuration in configurations(items, **options)}
+# --- what layers keep
 
 
-# --- the ways to run a layer
+def test_groups_are_of_the_last_layers():
+    def kept(keep, num_layers):
+        return ["".join(sorted(names)) for names in kept_by_layers(keep, NAMES, num_layers)]
 
-CHAIN = (
-    Item("x", 16 * MIB, None, None),
-    Item("o", 20 * MIB, None, 2.0, needs=("x",)),
-    Item("x2", 16 * MIB, None, 1.0, needs=("o",)),
-    Item("f", 40 * MIB, 20 * MIB, 5.0, needs=("x2",)),
+    assert kept("all", 2) == kept("auto", 2) == ["foq"] * 2 and kept("least", 2) == ["", ""]
+    assert kept("2 q f, 1 all", 4) == ["", "fq", "fq", "foq"]
+    # Of fewer layers the last ones.
+    assert kept("2 q f, 1 all", 2) == ["fq", "foq"] and kept("2 q f, 1 all", 1) == ["foq"]
+    assert kept("1 q,1000000000000 o", 2) == ["o", "o"] and kept("0 q", 1) == [""]
+
+
+@pytest.mark.parametrize("keep", ["", "most", "2", "2 g", "q 2", "-1 q", "1 q,", "1 all q", "1.5 q"])
+def test_what_is_no_group_is_one_line_with_the_items(keep):
+    with pytest.raises(ValueError, match=rf"^--keep {re.escape(keep)}: takes auto, all, least.* items are q, o, f$"):
+        kept_by_layers(keep, NAMES, 3)
+
+
+@pytest.mark.parametrize(
+    "total_gb, budget, chosen",
+    [
+        (150, 100, "all"),
+        (150, 99, "2 q"),
+        (150, 60, "2 q"),
+        # The choice for the smaller card, where another program takes memory.
+        (150, 59, "1 q"),
+        (150, 29, "least"),
+        # Of a larger card nothing is taken, though it is predicted to fit.
+        (141, 99, "2 q"),
+        (140, 99, "1 q"),
+        (80, 30, "1 q"),
+        (79, 99, "least"),
+        (79, 100, "all"),
+    ],
 )
+def test_the_first_choice_that_fits_is_taken(total_gb, budget, chosen):
+    predicted = {"all": 100, "2 q": 60, "1 q": 30, "least": 10}
+    cards = {80: "1 q", 141: "2 q"}
+    assert choose("auto", cards, total_gb * 10**9, budget, predicted.__getitem__) == chosen
 
 
-def test_each_item_is_kept_or_recomputed_and_its_milliseconds_add_up_once():
-    ways = by_name(CHAIN)
-    assert {name: (way.bytes // MIB, way.ms) for name, way in ways.items()} == {
-        "x o x2 f": (92, 0.0),
-        "x o x2": (52, 5.0),
-        "x o f": (76, 1.0),
-        "x o": (36, 6.0),
-        "x x2 f": (72, 2.0),
-        "x x2": (32, 7.0),
-        "x f": (56, 3.0),
-        "x": (16, 8.0),
-    }
-    # Computed in an order in which each finds what it needs.
-    assert ways["x"].recomputes == ("o", "x2", "f") and ways["x"].keeps == ("x",)
-
-
-def test_what_several_need_is_recomputed_once_and_only_where_it_is_needed():
-    norm = Item("norm", 16 * MIB, None, 0.5, needs=("x",), read=False)
-    users = [Item(name, 16 * MIB, None, 1.0, needs=("norm",)) for name in ("a", "b")]
-    ways = by_name([CHAIN[0], norm, *users])
-    assert {name: way.ms for name, way in ways.items() if "norm" not in name} == {
-        "x a b": 0.0,
-        "x a": 1.5,
-        "x b": 1.5,
-        "x": 2.5,
-    }
-    assert ways["x norm"].ms == 2.0 and ways["x a b"].items(memory_plan.UNUSED) == ("norm",)
-
-
-def test_an_item_stored_in_fp8_is_never_kept_in_its_own_format():
-    ways = by_name(CHAIN, allow_fp8={"f"})
-    assert all("f" not in way.keeps for way in ways.values())
-    assert ways["x o f:fp8"].keeps_fp8 == ("f",) and ways["x o f:fp8"].bytes == 56 * MIB
-    # The plan does not choose FP8 by itself, and nothing is recomputed from an FP8 copy.
-    assert not any(way.keeps_fp8 for way in configurations(CHAIN))
-    o = Item("o", 20 * MIB, 10 * MIB, 2.0, needs=("x",))
-    assert "x o:fp8 x2" in by_name([CHAIN[0], o, *CHAIN[2:]], allow_fp8={"o"})
-    assert "x o:fp8" not in by_name([CHAIN[0], o, *CHAIN[2:]], allow_fp8={"o"})
-
-
-def test_microbatches_in_flight_multiply_what_is_kept_but_not_what_is_permanent():
-    held = Item("w_t", 816 * MIB, None, 0.4, permanent=True)
-    ways = by_name([*CHAIN, held], in_flight=3)
-    way = ways["x o x2 f w_t"]
-    assert (way.bytes, way.permanent_bytes) == ((3 * 92 + 816) * MIB, 816 * MIB)
-    assert ways["x"].bytes == 3 * 16 * MIB and ways["x"].ms == 8.4
-
-
-# --- the choice
-
-
-def fewest_ms(ways, num_layers, most_bytes):
-    """By dynamic programming: [budget] -> the fewest milliseconds of all layers; inf: does not fit."""
-    best = [0.0] * (most_bytes + 1)
-    for _ in range(num_layers):
-        best = [
-            min((best[budget - way.bytes] + way.ms for way in ways if way.bytes <= budget), default=float("inf"))
-            for budget in range(most_bytes + 1)
-        ]
-    return best
-
-
-def test_the_plan_is_nearly_always_the_best_there_is():
-    generator = random.Random(5)
-    exact, plans = 0, 0
-    for _ in range(60):
-        ways = [
-            Configuration(f"c{index}", generator.randrange(0, 13), generator.randrange(0, 200) / 10)
-            for index in range(generator.randrange(1, 8))
-        ]
-        num_layers = generator.randrange(1, 8)
-        best = fewest_ms(ways, num_layers, 12 * num_layers)
-        for budget in range(0, 12 * num_layers + 1, 5):
-            if best[budget] == float("inf"):
-                with pytest.raises(ValueError):
-                    choose(ways, num_layers, budget + 100, 100)
-                continue
-            plan = choose(ways, num_layers, budget + 100, 100)
-            assert plan.bytes <= budget + 100 and len(plan.layers) == num_layers
-            assert best[budget] - 1e-9 <= plan.ms <= best[budget] + max(way.ms for way in ways)
-            exact += plan.ms <= best[budget] + 1e-9
-            plans += 1
-    assert plans > 300 and exact > 0.95 * plans
-
-
-def test_one_layer_takes_the_fastest_configuration_that_fits_off_the_hull_too():
-    ways = [Configuration("small", 0, 10.0), Configuration("middle", 6, 9.0), Configuration("large", 10, 0.0)]
-    assert [choose(ways, 1, budget, 0).layers for budget in (5, 6, 9, 10)] == [
-        ("small",),
-        ("middle",),
-        ("middle",),
-        ("large",),
-    ]
-
-
-def test_two_layers_of_one_configuration_are_exchanged_together():
-    ways = [("small", 0, 20.5), ("off the hull", 9, 11.5), ("middle", 10, 10.0), ("large", 18, 2.0)]
-    ways = [Configuration(*way) for way in ways]
-    assert choose(ways, 2, 26, 0).layers == ("middle", "middle")
-    assert choose(ways, 2, 27, 0).layers == ("off the hull", "large")
-
-
-def test_too_little_memory_says_how_much_is_needed_and_that_is_enough():
-    ways = configurations(CHAIN)
-    fixed = 3 * GIB
-    needed = fixed + 80 * 16 * MIB
-    with pytest.raises(ValueError) as error:
-        choose(ways, 80, needed - 1, fixed)
-    message = str(error.value)
-    assert f"{needed:,}" in message and f"{needed - 1:,} bytes" in message and "\n" not in message
-    assert choose(ways, 80, needed, fixed).layers == ("x",) * 80
-    enough = float(re.search(r"--memory-gib ([\d.]+) is enough", message)[1])
-    assert needed <= enough * GIB < needed + 0.11 * GIB
-    assert choose(ways, 80, int(enough * GIB), fixed).bytes >= needed
-
-
-def test_the_last_layers_keep_the_most_and_order_does_not_matter():
-    held = Item("w_t", 30 * MIB, None, 0.1, permanent=True)
-    ways = configurations([*CHAIN, held])
-    plan = choose(ways, 10, 500 * MIB, 0)
-    kept = [plan.of(layer).bytes - plan.of(layer).permanent_bytes for layer in range(10)]
-    assert kept == sorted(kept) and kept[0] < kept[-1]
-    # Transposes that are held for ever are not among it.
-    pair = [Configuration("held", 30, 5.0, permanent_bytes=30), Configuration("kept", 20, 8.0)]
-    assert choose(pair, 2, 50, 0).layers == ("held", "kept")
-    assert choose(random.Random(0).sample(ways, len(ways)), 10, 500 * MIB, 0) == plan
-
-
-def test_everything_is_kept_where_it_fits():
-    plan = choose(configurations(CHAIN), 4, 4 * 92 * MIB, 0)
-    assert plan.counts == {"x o x2 f": 4} and plan.ms == 0.0 and plan.bytes == 4 * 92 * MIB
+def test_a_choice_of_the_user_is_taken_or_refused_with_the_bytes():
+    assert choose("2 q", {80: "1 q"}, 0, 60 * GIB, lambda keep: 60 * GIB) == "2 q"
+    with pytest.raises(ValueError, match=r"^--keep 2 q: 60.5 GiB are predicted, 60.0 GiB are free: keep less$"):
+        choose("2 q", {80: "1 q"}, 0, 60 * GIB, lambda keep: 60 * GIB + GIB // 2)
 
 
 # --- what a user and a record see
 
 
-def test_the_table_says_what_happens_to_each_item():
-    plan = choose(configurations(CHAIN, allow_fp8={"f"}), 4, 1184 * MIB, 1000 * MIB)
-    assert plan.layers == ("x f:fp8", "x f:fp8", "x o f:fp8", "x o f:fp8")
+def test_the_table_says_how_many_layers_keep_each_item():
+    plan = Plan(
+        {"q": 16 * MIB, "o": 20 * MIB, "f": 40 * MIB, "unused": 0}, kept_by_layers("2 q o, 1 all", NAMES, 4), 1000 * MIB
+    )
+    assert plan.bytes == (1000 + 3 * 36 + 40) * MIB
     lines = plan.text().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert [re.split(r"  +", line.strip()) for line in lines] == [
-        ["layers that", "keep it", "in FP8", "recompute", "GiB", "ms"],
-        ["x", "4", "0", "0", "0.06", "0.0"],
-        ["o", "2", "0", "2", "0.04", "4.0"],
-        ["x2", "0", "0", "4", "0.00", "4.0"],
-        ["f", "0", "4", "0", "0.08", "0.0"],
+        ["layers that", "keep it", "compute it again", "GiB"],
+        ["q, o", "3", "1", "0.11"],
+        ["f", "1", "3", "0.04"],
         ["fixed", "0.98"],
-        ["sum, of 1.16 GiB", "1.16", "8.0"],
+        ["predicted", "1.12"],
     ]
 
 
