@@ -19,6 +19,8 @@ from tests.helpers.once import once
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = sorted(path.parent.name for path in ROOT.glob("*/train.py"))
+# Of a model outside of the suite, sections beside "data", gradient norms and hyperparameters for --mllog are optional.
+SUITE = ("gpt3", "llama2_lora", "llama31", "moe", "rnnt", "stable_diffusion")
 # As on a machine without a GPU, whatever this one has.
 CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # Of eager, which has to show that it learns; of what is compared with it, in its first steps; of CHEAPER's models.
@@ -118,8 +120,7 @@ def read(parity_run, *key):
 
 
 def test_there_are_models():
-    assert "gpt3" in MODELS
-    assert {model for model, _ in EACH} == set(MODELS)
+    assert MODELS and {model for model, _ in EACH} == set(MODELS)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -138,21 +139,19 @@ def test_describe(model):
     assert set(described.get("reference", {}).values()) <= set(described["variants"])
     assert set(described["kinds"]) == set(described["variants"])
     assert set(described["kinds"].values()) <= {"eager", "graph", "compile"} and described["kinds"]["eager"] == "eager"
-    assert set(described["presets_need"]) == set(described["presets"]) == set(described["promised"])
-    assert described["presets_need"]["tiny"] == needs(gpus=False)
-    assert described["presets_need"]["bench"] == needs(gpus=True)
-    for preset, need in described["presets_need"].items():
+    presets_need = described.get("presets_need", {})
+    assert not presets_need or set(presets_need) == set(described["presets"])
+    assert not presets_need or presets_need["tiny"] == needs(gpus=False)
+    for preset, need in presets_need.items():
         assert (need["submitted"] is not None) == preset.startswith("mlperf")
         if need["submitted"]:
             num_ranks = need["submitted"]["nodes"] * need["submitted"]["gpus_per_node"]
             script.require_world_size(described, preset, num_ranks, asked="its nodes and GPUs")
-    for promised in described["promised"].values():
-        assert set(promised) == set(described["variants"])
-        for variant, promise in promised.items():
-            none = promise == {"graphs": 0, "replays_per_step": 0}
-            assert (
-                none if described["kinds"][variant] == "eager" else described["kinds"][variant] == "compile" or not none
-            )
+    for each in described["formerly"]:
+        said = train(model, "--variant", each)
+        new = described["formerly"][each]
+        assert (said.returncode, said.stdout) == (2, "")
+        assert said.stderr == f"python -m {model}.train: variant {each!r} is now {new!r}\n"
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -186,7 +185,7 @@ def test_a_forked_script_starts_processes_as_a_plain_one_does():
 
 def test_the_plain_command_trains_as_a_forked_one_does(parity_run):
     """That two eager runs of a model are equal follows from graphs that equal eager in another process."""
-    forked_one, plain = (read(parity_run, "gpt3", "eager", run) for run in (fork, train))
+    forked_one, plain = (read(parity_run, MODELS[0], "eager", run) for run in (fork, train))
     assert forked_one["status"] == plain["status"] == "pass", plain["message"]
     assert len(plain["state_hashes"]) == NUM_STEPS
     assert forked_one["state_hashes"][:NUM_STEPS] == plain["state_hashes"]
@@ -215,7 +214,8 @@ def test_tiny_passes_or_says_why_not(parity_run, model, variant):
         return
     assert result["status"] == "pass", result["message"]
     assert result["message"] == ""
-    assert len(result["losses"]) == len(result["grad_norms"]) == len(result["state_hashes"]) == result["steps"]
+    assert len(result["losses"]) == len(result["state_hashes"]) == result["steps"]
+    assert len(result["grad_norms"]) == (result["steps"] if model in SUITE else 0)
     assert result["steps"] == num_parity_steps(model, variant)
 
 
@@ -223,9 +223,9 @@ def test_tiny_passes_or_says_why_not(parity_run, model, variant):
 def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_run, model, variant):
     result = read(parity_run, model, variant)
     described = DESCRIBED[model]
-    promised = {"graphs": result["promised_graphs"], "replays_per_step": result["promised_replays"]}
-    assert promised == described["promised"]["tiny"][variant]
     assert result["kind"] == described["kinds"][variant]
+    promises_none = (result["promised_graphs"], result["promised_replays"]) == (0, 0)
+    assert promises_none == (result["kind"] == "eager") or result["kind"] == "compile"
     if result["status"] == "unsupported":
         pytest.skip(result["message"])
     assert result["replays"] == result["expected_replays"]
@@ -257,6 +257,9 @@ def test_log_passes_the_official_checker_by_our_rules(look_inside, model, varian
     checker = mlp_compliance.make_checker("training", "5.1.0", quiet=False, werror=False)
     passes = mlp_compliance.main(str(path), str(ROOT / "common" / "script" / "mllog_rules.yaml"), checker)[0]
     status = json.loads(result_of(path).read_text())["status"]
+    if status == "pass" and '"global_batch_size"' not in path.read_text():
+        assert model not in SUITE
+        pytest.skip("the model tells no hyperparameters, which are optional")
     assert passes == (status == "pass"), f"{checker.overwritable} {checker.not_overwritable}"
     last = json.loads(path.read_text().splitlines()[-1].removeprefix(":::MLLOG "))
     assert last["key"] == "run_stop"
@@ -271,7 +274,7 @@ def test_a_run_trains_as_eager_does(look_inside, model, variant):
         assert process.stdout.splitlines()[-1] == f"unsupported: {result['message']}"
         return
     assert result["status"] == "pass", result["message"]
-    assert result["steps"] == len(result["step_ms"]) == len(result["losses"]) == len(result["grad_norms"]) == 2
+    assert result["steps"] == len(result["step_ms"]) == len(result["losses"]) == 2
     assert result["ms"] > 0 and result["items_per_s"] > 0 and result["reserved_bytes"] > 0
     assert process.stdout.splitlines()[-1].endswith(f"make bench MODEL={model} measures what a graph is worth")
     if variant not in DESCRIBED[model].get("reference", {}):
@@ -290,6 +293,7 @@ def test_profile_has_the_sections_of_the_step(look_inside, model, variant):
         return
     assert result["status"] == "pass", result["message"]
     sections = trace.sections(json.loads(path.read_text()))
-    # A graph of the whole iteration is one section, whatever is in it.
-    assert {"data", "replay" if "replay" in sections else "optimizer"} <= set(sections) and len(sections) >= 3
+    if set(sections) != {"data"} or model in SUITE:
+        # A graph of the whole iteration is one section, whatever is in it.
+        assert {"data", "replay" if "replay" in sections else "optimizer"} <= set(sections) and len(sections) >= 3
     assert all(ms > 0 for ms in sections.values())

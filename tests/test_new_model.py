@@ -45,7 +45,31 @@ def found(checkout):
 
 def test_the_script_to_start_from_stays_small():
     text = (ROOT / "examples" / "minimal" / "train.py").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 90
+
+
+@pytest.mark.slow
+def test_a_copy_passes_the_contract(checkout):
+    """As it is, in the hour in which somebody starts a model."""
+    shutil.copytree(ROOT / "tests" / "helpers", checkout / "tests" / "helpers")
+    for name in ("tests/__init__.py", "tests/conftest.py", "tests/test_contract.py", "pyproject.toml"):
+        shutil.copyfile(ROOT / name, checkout / name)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_contract.py"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout and "failed" not in done.stdout
+
+
+def test_a_copy_that_still_names_the_example_is_refused(checkout):
+    (checkout / "other_model").mkdir()
+    shutil.copyfile(ROOT / "examples" / "minimal" / "train.py", checkout / "other_model" / "train.py")
+    shutil.copytree(ROOT / "examples" / "minimal", checkout / "examples" / "minimal")
+    command = [sys.executable, "-m", "benchmarks.run", "--model=other_model", "--preset=tiny"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300)
+    shutil.rmtree(checkout / "other_model")
+    shutil.rmtree(checkout / "examples")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "other_model.train parses the command line of examples.minimal" in done.stderr
 
 
 def test_it_is_measured(checkout):
