@@ -25,6 +25,7 @@ and --describe take a tenth of a second. The worker evaluates `graphs`, `replays
 """
 
 import ast
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,6 @@ from common import config as command_line
 from common.config import Arguments, Timing, needs, option
 
 __all__ = ["Timing", "Training", "needs", "option", "parse", "variant"]
-ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("eager", "graph", "compile")
 # A number, None for "at least one, known only after the capture", or a function of the config that returns one.
 Count = int | None | Callable
@@ -192,9 +192,9 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
     """
     found: dict[str, Declared] = {}
     for module in modules:
-        path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+        path = path_of(module)
         for node, call in _decorated(ast.parse(path.read_text())):
-            place = f"{path.relative_to(ROOT)}:{call.lineno}"
+            place = f"{'/'.join(path.parts[-len(module.split('.')) :])}:{call.lineno}"
             keywords = {each.arg: each.value for each in call.keywords}
             try:
                 name = ast.literal_eval(call.args[0])
@@ -217,6 +217,18 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
             found[name] = Declared(**own | literals)
     _require_references(modules[0], found)
     return found
+
+
+def path_of(module: str) -> Path:
+    """Return the file of a module, without importing it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no {module.replace('.', '/')}.py")
+    return Path(spec.origin)
 
 
 def _decorated(tree):

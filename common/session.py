@@ -20,7 +20,7 @@ import torch
 
 from common import contract
 from common.config import mistakes_in_one_line
-from common.contract import ROOT, Request, Training, variants_of
+from common.contract import Request, Training, variants_of
 from common.measuring.marks import mark, section
 from common.script import by_hand
 from common.training.parallel import collectives
@@ -51,7 +51,7 @@ class Model:
     def __init__(self, args: Request, build, device: torch.device, rank: int = 0, world_size: int = 1):
         self.name, self.options, self.config = args.model, args.run, args.config
         self.device, self.rank, self.world_size = device, rank, world_size
-        self.declared, self.path = args.variants, ROOT.joinpath(*args.model.split("."), "train.py")
+        self.declared, self.path = args.variants, contract.path_of(f"{args.model}.train")
         self.kinds = {name: declared.kind for name, declared in args.variants.items()}
         self._build = build
 

@@ -146,7 +146,7 @@ class Loop:
         self.model, self.options, self.device = model, model.options, model.device
         self.rank, self.ranks, self.log, self.result = ranks.rank, ranks, log, result
         self.name = "parity" if self.options.parity else "profile" if self.options.profile else "steps"
-        self.count, self.done, self.replays = 0, 0, 0
+        self.count, self.made, self.replays = 0, 0, 0
         self._times: dict[str, Any] = {}
         self._steps: Generator[int] | None = None
 
@@ -175,7 +175,6 @@ class Loop:
             for index in range(self.count):
                 yield index
                 stamps.append(_stamp(self.device))
-                self.done = index + 1
             block.synchronize(self.device)
             self._times = {"stamps": stamps, "start_s": start_s, "wall_s": time.monotonic() - start_s}
         finally:
@@ -187,7 +186,6 @@ class Loop:
         for index in range(self.count):
             yield index
             hasher.update()
-            self.done = index + 1
         unmoved = hasher.unmoved() if self.count > 1 else []
         self.result.update(state_hashes=hasher.digests(), num_tensors=len(hasher.names), unmoved=unmoved)
 
@@ -196,9 +194,7 @@ class Loop:
         with marks.opening_sections(trace.named_range):
             # All ranks make the same steps; rank 0 writes its own.
             events: dict = {}
-            for index in trace.traced_steps(events, self.device.type == "cuda"):
-                yield index
-                self.done = index + 1
+            yield from trace.traced_steps(events, self.device.type == "cuda")
         if self.rank == 0:
             trace.write(self.options.profile, events)
             trace.report(self.options.profile, events)
@@ -232,11 +228,21 @@ class Loop:
             self.variant.counted()  # those of the canary are not the run's
         training.reset()
         self.replays = capture.num_replays
+        self._count_steps()
+
+    def _count_steps(self):
+        step = self.variant.step
+
+        def counted(index):
+            step(index)
+            self.made += 1
+
+        self.variant.step = counted  # type: ignore[method-assign]
 
     def read(self) -> None:
         """Read what the steps left, once the loop is through."""
-        if self.done < self.count or not self.count:
-            raise ValueError(f"the loop in {self.model.name}/train.py ended after {self.done} of {self.count} steps")
+        if self.made != self.count or not self.count:
+            raise ValueError(f"the loop in {self.model.name}/train.py made {self.made} of {self.count} steps")
         capture, count = self.variant.capture, self.count
         losses, grad_norms = self.training.results(count), self.training.grad_norms(count)
         self.result.update(losses=losses, grad_norms=grad_norms)
