@@ -114,7 +114,7 @@ def complete_training(training: Training, device: torch.device) -> Training:
         kept = training.results
         training.results = lambda count: [float(kept[index]) for index in range(count)]
     if training.reset is None or training.named_state is None:
-        from common.your_step.snapshot import Snapshot
+        from common.training.snapshot import Snapshot
 
         _require_room(training.owned, device)
         snapshot = Snapshot(list(training.owned), device)

@@ -12,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.machine.allocator import has_expandable_segments, nccl_registers
+from common.training.snapshot import storage_id
 from common.your_step import compare, host_values, memory, ranks, user_file
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
-from common.your_step.snapshot import storage_id
 from common.your_step.source import Source
 from common.your_step.state import StepState
 from common.your_step.uninitialised import read_before_written

@@ -5,9 +5,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.contract import variant
+from common.training.snapshot import own_part
 from common.variant import Capture, Unsupported
 from common.your_step.compiled import CompiledModules
-from common.your_step.snapshot import own_part
 from common.your_step.state import StepState, copy_batch, static_copy
 
 

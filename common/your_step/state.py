@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from common import variant as variants
 from common.capture.pool import CaptureError
 from common.measuring import marks
+from common.training.snapshot import Snapshot
 from common.your_step import step_file, user_file
-from common.your_step.snapshot import Snapshot
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3

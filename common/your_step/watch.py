@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
+from common.training.snapshot import storage_id, storage_of
 from common.your_step.place import Place, place_of_call
-from common.your_step.snapshot import storage_id, storage_of
 from common.your_step.streams import StreamWatch
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.your_step.snapshot import Snapshot
+from common.training.snapshot import Snapshot
 
 CPU = torch.device("cpu")
 
