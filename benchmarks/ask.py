@@ -1,6 +1,5 @@
 """A checked command line of `make bench`, and the machine that it meets: models, builds, variants, environment."""
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -24,6 +23,41 @@ ALWAYS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # OpenMP threads without work spin by default, which takes the cores from all else. OMP_WAIT_POLICY is OpenMP's own
 # variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Options of a measurement, as `python -m benchmarks.run --help` explains them.
+
+    Attributes:
+        model: a name, some with commas, or all.
+        flags: of the training script.
+        findings: the doctor's text, for the page about the run.
+        is_census: eager and one graph, with the losses of the blocks as parity.
+        end_s: time.monotonic() by which the last cycle is to end.
+    """
+
+    model: str
+    preset: str | None = None
+    variants: str | None = None
+    no_control: bool = False
+    cycles: int | str | None = None
+    minutes: float | None = None
+    ngpu: int = 1
+    host_load: int = 0
+    out: str | None = None
+    label: str | None = None
+    share_memory: bool = False
+    report: bool = False
+    limit_s: float = 600.0
+    nnodes: int = 1
+    launch: str | None = None
+    rendezvous: str | None = None
+    python: str | None = None
+    flags: list[str] = field(default_factory=list)
+    findings: str = ""
+    is_census: bool = False
+    end_s: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -66,11 +100,11 @@ class Ask:
         return self.root / f"{self.gpus.slug}x{self.ranks}" / folder
 
 
-def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
-    """Return the request that a command line makes of one model.
+def ask_of(args: Options, model: str, machine: dict) -> Ask:
+    """Return the request that options make of one model.
 
     Args:
-        args: of `benchmarks.run.parse`.
+        args: the options.
         model: name of a folder.
         machine: `launch.describe_here()`.
 
@@ -78,10 +112,10 @@ def ask_of(args: argparse.Namespace, model: str, machine: dict) -> Ask:
         Mistake: something cannot be; the text names what can.
     """
     gpus, started = Gpus(**machine["gpus"]), launch.parse(args)
-    preset = script.choose_preset(args.preset, script.describe(model, []), gpus)
+    preset = args.preset or ("bench" if gpus.names else "tiny")
     description = script.describe(model, args.flags, preset)
     if not gpus.names and script.needs_gpu(description, preset):
-        raise Mistake(f"{model}/{preset} runs on GPUs alone, this machine shows none: take PRESET=tiny")
+        raise Mistake(f"preset {preset} needs an NVIDIA GPU, and nvidia-smi -L lists none: PRESET=tiny runs here")
     if gpus.names and args.ngpu > len(gpus.names):
         raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(gpus.names)}")
     number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"

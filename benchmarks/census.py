@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 from benchmarks import ask, command, judge, measure, run, script
+from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, positive, shown
 from benchmarks.files import partial, run_file
-from benchmarks.files.facts import Census, Run, printable
+from benchmarks.files.facts import OWN_STEP, Census, Run, printable
 from benchmarks.pages import run_table
 from benchmarks.processes import launch, locks
 from common.files import write_text
@@ -45,21 +46,14 @@ def parse(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask | str, argparse.Namespace]]:
-    """Return (name, request or the reason why it is refused, command line of `benchmarks.run`) of each workload."""
-    own: list[tuple[str, list[str], list[str]]] = [
-        (name, ["--model", name], []) for name in run.chosen_models(args.model)
-    ]
-    if args.model == run.ALL:
-        own += [(Path(step.partition(":")[0]).stem, *measure.words_of_step(step)) for step in STEPS]
-    found = []
-    for name, words, flags in own:
-        words += ["--cycles", str(args.cycles), "--no-control"]
-        words += [f"--{each}={value}" for each in ("preset", "out") if (value := getattr(args, each))]
-        asked = run.parse([*words, "--", *flags])
-        asked.is_census = True
-        found.append((name, _request(asked, machine), asked))
-    return found
+def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask | str, Options]]:
+    """Return (name, request or the reason why it is refused, options of the run) of each workload."""
+    shared = {"cycles": args.cycles, "preset": args.preset, "out": args.out, "no_control": True, "is_census": True}
+    asked = [(name, Options(model=name, **shared)) for name in run.chosen_models(args.model)]
+    for step in STEPS if args.model == run.ALL else ():
+        label, flags = measure.named_step(step)
+        asked.append((Path(step.partition(":")[0]).stem, Options(model=OWN_STEP, label=label, flags=flags, **shared)))
+    return [(name, _request(options, machine), options) for name, options in asked]
 
 
 def _request(asked, machine) -> ask.Ask | str:

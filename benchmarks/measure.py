@@ -30,13 +30,13 @@ import time
 from pathlib import Path
 
 from benchmarks import ROOT, command, report, run, script, statistics
+from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files import facts
 from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, Verdict, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
-from common.config import flag_of
 from common.your_step import step_file
 from common.your_step.config import LEAST_GAIN
 
@@ -91,8 +91,8 @@ def parse(argv=None) -> argparse.Namespace:
     return args
 
 
-def words_of_step(step: str) -> tuple[list[str], list[str]]:
-    """Return the words for `benchmarks.run` that name a step, and the flags of its script.
+def named_step(step: str) -> tuple[str, list[str]]:
+    """Return a label for a step, and the flags of its script.
 
     Args:
         step: FILE.py:FUNCTION.
@@ -109,30 +109,27 @@ def words_of_step(step: str) -> tuple[list[str], list[str]]:
     own = path.resolve()
     named = f"{own.relative_to(ROOT) if own.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
     label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
-    words = ["--model", MODEL, "--label", label.lstrip("._-")[:48] or "step"]
-    return words, ["--step", named, "--step-digest", digest]
+    return label.lstrip("._-")[:48] or "step", ["--step", named, "--step-digest", digest]
 
 
-def request(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the command line of `benchmarks.run` that measures the step.
+def request(args: argparse.Namespace) -> Options:
+    """Return the options of the run that measures the step.
 
     Raises:
         Mistake: there is no such file or function, or no such interpreter.
     """
-    words, flags = words_of_step(args.step)
+    label, flags = named_step(args.step)
     handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
-    words += [f"{flag_of(name)}={value}" for name, value in handed_on.items() if value]
+    asked = Options(model=MODEL, label=label, flags=flags, variants=args.variants, **handed_on)
     unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
     if unknown:
         raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")
     if args.quick:
-        words += ["--variants=eager", "--cycles=1", "--no-control"]
-    elif args.variants:
-        words += [f"--variants={args.variants}"]
+        asked.variants, asked.cycles, asked.no_control = "eager", 1, True
     if args.variants:
         # What was asked for is waited for.
         flags += ["--compile-limit-s", "0"]
-    return run.parse([*words, "--", *flags])
+    return asked
 
 
 # ------------------------------------------------------------------------------------------------
@@ -203,7 +200,7 @@ def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
     return STATUS_OF[word], text
 
 
-def doctor(asked: argparse.Namespace) -> tuple[int, str, bool]:
+def doctor(asked: Options) -> tuple[int, str, bool]:
     """Print what stands against a graph of the step.
 
     Returns:
@@ -248,7 +245,7 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _check_root(asked: argparse.Namespace) -> None:
+def _check_root(asked: Options) -> None:
     """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
 
     Raises:
@@ -276,7 +273,7 @@ def doctor_of_model(args: argparse.Namespace) -> int:
         Mistake: there is no such model or preset, or no such interpreter.
     """
     model = script.find_model(args.model)
-    preset = script.choose_preset(args.preset, script.describe(model, []), gpus.find_gpus())
+    preset = args.preset or ("bench" if gpus.find_gpus().names else "tiny")
     python = shutil.which(args.python or sys.executable)
     if python is None:
         raise Mistake(f"--python {args.python}: no such command")

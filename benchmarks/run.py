@@ -13,7 +13,6 @@ Exit status: 0 when every variant passed, ran out of memory or is unsupported he
 otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
 """
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -26,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import ask, command, judge
+from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive, shown
 from benchmarks.files import partial, run_file
 from benchmarks.files.facts import OWN_STEP, Run
@@ -61,7 +61,7 @@ _label = checked(
 )
 
 
-def parse(argv=None) -> argparse.Namespace:
+def parse(argv=None) -> Options:
     """Return the command line. Mistakes end the program with one line."""
     own, flags = command.split_flags(argv)
     parser = command.parser_of(
@@ -89,16 +89,14 @@ def parse(argv=None) -> argparse.Namespace:
     if unknown:
         hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
         parser.error(f"unknown argument {unknown[0]!r}{hint if unknown[0].startswith('--') else ''}")
-    # benchmarks.census sets it.
-    args.flags, args.findings, args.is_census = flags, "", False
-    return args
+    return Options(**vars(args), flags=flags)
 
 
 # ------------------------------------------------------------------------------------------------
 # One model
 
 
-def open_run(asked: ask.Ask, args: argparse.Namespace) -> Partial:
+def open_run(asked: ask.Ask, args: Options) -> Partial:
     """Return the run that was begun with the same request, machine and source, else a new one."""
     header, own = _header(asked, args), ("id", "begin_utc")
     for path in partial.find(asked.group):
@@ -136,7 +134,7 @@ def _header(asked, args) -> dict:
     }
 
 
-def settings_of(args: argparse.Namespace, preset: str) -> Settings:
+def settings_of(args: Options, preset: str) -> Settings:
     """Return how long to measure a preset."""
     size = "tiny" if preset.startswith("tiny") else "other"
     is_own = args.model == OWN_STEP
@@ -146,13 +144,13 @@ def settings_of(args: argparse.Namespace, preset: str) -> Settings:
         most_blocks_s=1.0 if is_own else 4.0,
         compiles_once=is_own,
         is_census=args.is_census,
-        end_s=getattr(args, "end_s", None),
+        end_s=args.end_s,
         control="" if args.no_control else CONTROL,
         **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
     )
 
 
-def measure_run(asked: ask.Ask, args: argparse.Namespace, facts: Partial, log: Path) -> None:
+def measure_run(asked: ask.Ask, args: Options, facts: Partial, log: Path) -> None:
     """Measure all builds of a model. A variant that cannot run is a fact, not an exception."""
     settings = settings_of(args, asked.preset)
     for build in asked.builds:
@@ -189,7 +187,7 @@ def chosen_models(text: str) -> list[str]:
     return names
 
 
-def measured(args: argparse.Namespace) -> tuple[list[tuple[Run, Path | None]], bool]:
+def measured(args: Options) -> tuple[list[tuple[Run, Path | None]], bool]:
     """Measure every model that the command line names.
 
     Returns:
@@ -220,7 +218,7 @@ def measured(args: argparse.Namespace) -> tuple[list[tuple[Run, Path | None]], b
         return done, bool(refused)
 
 
-def measure(args: argparse.Namespace) -> int:
+def measure(args: Options) -> int:
     """Measure every model that the command line names; return the exit status."""
     done, is_refused = measured(args)
     runs = [run for run, path in done if path is not None]
@@ -260,7 +258,7 @@ def _measure_one(asked, args) -> tuple[Run, Path | None]:
 class Suite:
     """The sealed runs of a command for several models, noted on disk: after a stop the same command goes on."""
 
-    def __init__(self, asks: list[ask.Ask], args: argparse.Namespace):
+    def __init__(self, asks: list[ask.Ask], args: Options):
         env = asks[0].host["env"]
         request = {key: str(value) for key, value in sorted(vars(args).items())}
         request |= {"boot": env["boot_id"], "source": env["source_hash"]}

@@ -1,5 +1,6 @@
 """The models, and the answers of their training scripts to --describe, which the harness reads before a run."""
 
+import functools
 import json
 import os
 import subprocess
@@ -8,7 +9,6 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.command import Mistake
-from benchmarks.processes.gpus import Gpus
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}
@@ -46,6 +46,16 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
     if reserved:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")
+    told = _told(model, preset, *flags)
+    try:
+        return json.loads(told)
+    except json.JSONDecodeError:
+        raise Mistake((told.strip() or "nothing").splitlines()[-1].removeprefix("python -m ")) from None
+
+
+@functools.cache
+def _told(model: str, preset: str | None, *flags: str) -> str:
+    """The answer to --describe: one process tells a model's table."""
     command = [sys.executable, "-m", f"{model}.train", "--describe", *(["--preset", preset] if preset else []), *flags]
     try:
         answer = subprocess.run(
@@ -53,11 +63,7 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
         )
     except subprocess.TimeoutExpired:
         raise Mistake(f"{' '.join(command[1:])} gives no answer in {DESCRIBE_LIMIT_S} s") from None
-    try:
-        return json.loads(answer.stdout)
-    except json.JSONDecodeError:
-        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
-        raise Mistake(said.removeprefix("python -m ")) from None
+    return answer.stdout if answer.returncode == 0 else answer.stderr or answer.stdout
 
 
 def needs_gpu(description: dict, preset: str) -> bool:
@@ -83,23 +89,6 @@ def require_world_size(description: dict, preset: str, world_size: int, asked: s
         return
     words = f"a multiple of {multiple_of} ranks" if multiple_of > 1 else f"{at_most} rank" + "s" * (at_most > 1)
     raise Mistake(f"{description['model']}/{preset} runs on {words}, {asked} make {world_size}: change one of them")
-
-
-def choose_preset(asked: str | None, description: dict, gpus: Gpus) -> str:
-    """Return the preset to run: the one asked for, else bench where a GPU is found, else tiny.
-
-    Raises:
-        Mistake: the preset is unknown, or needs a GPU and there is none.
-    """
-    presets = description["presets"]
-    name = asked or ("bench" if gpus.names and "bench" in presets else "tiny")
-    if name not in presets:
-        raise Mistake(f"unknown preset {name!r}, --preset takes one of {', '.join(presets)}")
-    if needs_gpu(description, name) and not gpus.names:
-        raise Mistake(
-            f"preset {name} needs an NVIDIA GPU and nvidia-smi -L lists none; PRESET=tiny (--preset tiny) runs here"
-        )
-    return name
 
 
 def kind_of(description: dict, variant: str) -> str:
