@@ -6,6 +6,7 @@ from common.variant import Capture, Compiled, Eager, Unsupported, warm_up
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -237,10 +238,12 @@ def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> An
         made.capture = capture
     if not hasattr(made, "replays_of"):
         made.replays_of = lambda index: replays or 0
-    own = getattr(made, "close", None)
+    own = getattr(type(made), "close", None)
+    # Without a cycle of references, so that a variant's tensors are freed with it.
+    this = weakref.ref(made) if own else None
 
     def close():
-        told = own() if own else None
+        told = own(this()) if own else None
         for pool in capture.pools:
             pool.release()
         return told
@@ -357,7 +360,7 @@ class Compiled:
         self.enter()
         try:
             # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
-            with self.capture.timed("compile_s"), self.pool.adopt():
+            with self.capture.timed("compile_s"), self.pool.adopt(is_borrowed=True):
                 self.compile_steps()
             before = self.pool.num_replays
             self.step(0)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training.memory_fit import fit_layers
-from common.variant_table import about
-from moe.variants import VARIANTS
 
 GIB = 2**30
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.
@@ -17,6 +15,8 @@ LORA_ALPHA = 32.0
 LOSS_TOKENS = 2048
 # More would be buffers without end: no published model has as many experts.
 MOST_CAPACITY = 1000
+# (hidden, experts) -> name and layers of the whole model.
+KNOWN = {(2048, 128): ("Qwen3-30B-A3B", 48), (2880, 32): ("GPT-OSS-20B", 24), (2880, 128): ("GPT-OSS-120B", 36)}
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "experts", "top_k", "ffn", "vocab", "sequence")
 _COUNTS += ("microbatch", "microbatches", "share_tp", "share_ep", "ep", "batches", "min_steps")
 
@@ -169,6 +169,11 @@ class Config(Timing):
         """Rows that this rank sends to each rank with static buffers, in whole tiles of 8."""
         return -(-math.ceil(self.rows * self.rank_capacity_factor / self.ep) // 8) * 8
 
+    @property
+    def layer_passes(self) -> int:
+        """Forward and backward passes of layers in a step."""
+        return 2 * self.layers * self.microbatches
+
     def require_ranks(self, world_size: int) -> None:
         """ValueError where a run of `world_size` processes is not that of --ep."""
         if world_size != self.ep:
@@ -242,8 +247,8 @@ PRESETS = {
     "tiny_lora": replace(_GPT_OSS, **_TINY | {"window": 16, "documents": 4, "lora_rank": 4}),
 }
 
-ABOUT = {
-    **about(VARIANTS),
+FACTS = {
+    "files": ["static_buffers", "other_variants"],
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"], "batch": ["microbatch"]},
     "presets_need": lambda preset, config: needs(
         not preset.startswith("tiny"), multiple_of=config.ep, at_most=config.ep if config.ep > 1 else None
@@ -367,3 +372,20 @@ def host_bytes(config: Config) -> int:
 def fit(config: Config, budget_bytes: int) -> Config:
     """The config with as many layers as fit. ValueError where not one does."""
     return fit_layers(config, PRESETS, needed_bytes, budget_bytes)
+
+
+def card(config: Config) -> list[str]:
+    """Lines that say what runs."""
+    c = config
+    name, layers = KNOWN.get((c.hidden, c.experts), ("toy widths", c.layers))
+    slice_of = f"{c.layers} of {layers} layers of " if c.layers != layers else ""
+    share = f", a GPU's share at TP{c.share_tp} EP{c.share_ep}" if c.share_tp * c.share_ep > 1 else ""
+    share += f", {c.rank_experts} of the experts on each of {c.ep} ranks" if c.ep > 1 else ""
+    packed = f", up to {c.documents} documents packed into a sequence" if c.documents else ""
+    return [
+        f"{c.layers} layers, hidden {c.hidden}, heads {c.local_heads} ({c.local_kv_heads} groups), {c.local_experts} "
+        f"experts of width {c.ffn}, {c.top_k} a token, {num_parameters(c) / 1e6:,.1f} M parameters: "
+        f"{slice_of}{name}{share}",
+        f"{c.microbatches} microbatches of {c.microbatch} x {c.sequence} tokens{packed} | bf16, {c.routing} routing | "
+        f"{flops_per_step(c) / 1e12:.4g} TFLOP/step",
+    ]

@@ -4,83 +4,38 @@ Padded: an expert has a fixed number of rows, rows beyond it are dropped, missin
 experts in this mode alone. It trains another model, so the two are compared with each other.
 """
 
-import functools
+import contextlib
 
-from common.variant import Compiled, Eager, require_compiler
+from common.contract import variant
+from common.variant import Compiled, require_compiler
 from moe.model import ADAPTERS
 from moe.state import State
+from moe.train import GraphedLayers, eager_step
 
 ON_RANKS = "padded experts are all on one rank: take eager_static and graph_static, which drop nothing"
 # Matrices whose gradient the compiled parts bring by autograd.
 COMPILED = ("qkv", "proj", "router", *ADAPTERS)
 
 
-class Padded:
-    """enter() and leave() around the steps of a variant that pads."""
-
-    state: State
-
-    def enter(self):
-        """Give each expert its capacity."""
-        self.state.is_padded = True
-
-    def leave(self):
-        """Give each expert the rows that chose it, as all other variants do."""
-        self.state.is_padded = False
+@variant(
+    "compile",
+    kind="compile",
+    help="torch.compile of each layer's attention and router; experts in their own kernels, no graphs",
+    parity=1e-3,  # compiled kernels round otherwise
+)
+def compiled(state: State, capture):
+    return CompiledParts(state, capture, "default")
 
 
-def padded(step):
-    """The step with padded experts, with which training by hand compares graphs of the padded variants."""
-
-    @functools.wraps(step)
-    def padded_step(state: State, index: int):
-        state.is_padded = True
-        try:
-            step(state, index)
-        finally:
-            state.is_padded = False
-
-    return padded_step
-
-
-class EagerPadded(Padded, Eager):
-    """Eager with padding."""
-
-    def __init__(self, state: State, step):
-        state.exchange.require_no_ranks(ON_RANKS)
-        self.state = state
-        self.enter()
-        try:
-            super().__init__(state, step)
-        finally:
-            self.leave()
-
-
-class GraphedPadded(Padded):
-    """`graph_layer` with padding. parts: the variant that captures it."""
-
-    def __init__(self, state: State, parts):
-        state.exchange.require_no_ranks(ON_RANKS)
-        self.state = state
-        self.enter()
-        try:
-            self.graphs = parts(state, "layer")
-        finally:
-            self.leave()
-        self.capture = self.graphs.capture
-        self.capture.strategy = "layer x microbatch, forward and backward, rows dropped and padded"
-
-    def step(self, index: int):
-        """One training step."""
-        self.graphs.step(index)
-
-    def replays_of(self, index: int) -> int:
-        """Return the replays of a step."""
-        return self.graphs.replays_of(index)
-
-    def close(self):
-        """Release the graphs."""
-        self.graphs.close()
+@variant(
+    "reduce_overhead",
+    kind="compile",
+    help="the same with torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+    graphs=None,
+    parity=1e-3,  # compiled kernels round otherwise
+)
+def reduce_overhead(state: State, capture):
+    return CompiledParts(state, capture, "reduce-overhead")
 
 
 class CompiledParts(Compiled):
@@ -92,11 +47,12 @@ class CompiledParts(Compiled):
     between two compiled pieces.
     """
 
-    def __init__(self, state: State, step, mode: str):
+    def __init__(self, state: State, capture, mode: str):
         require_compiler(state.device)
         self.handles: list = []
         functions = [(layer, name) for layer in state.layers for name in ("attention", "route")]
-        super().__init__(state, step, functions, "attention and router of each layer", mode, fullgraph=False)
+        what = "attention and router of each layer"
+        super().__init__(state, eager_step, functions, what, mode, capture=capture, fullgraph=False)
 
     def enter(self):
         """Put in the compiled functions, and the hooks that take their gradients."""
@@ -109,3 +65,44 @@ class CompiledParts(Compiled):
         for handle in self.handles:
             handle.remove()
         self.handles = []
+
+
+@contextlib.contextmanager
+def padded(state: State):
+    """Within it each expert has its capacity of rows; else the rows that chose it, as all other variants need it."""
+    state.is_padded = True
+    try:
+        yield
+    finally:
+        state.is_padded = False
+
+
+@variant(
+    "eager_padded",
+    kind="eager",
+    help="eager with a fixed number of rows for each expert: rows are dropped and padded",
+    reference="eager_padded",
+    parity="bitwise",
+    traits={"extra_work": "pads experts to their capacity, and drops what is beyond it"},
+)
+def eager_padded_step(state: State, index: int):
+    state.exchange.require_no_ranks(ON_RANKS)
+    with padded(state):
+        eager_step(state, index)
+
+
+@variant(
+    "graph_moe_padded",
+    kind="graph",
+    help="each layer whole in graphs as Megatron takes it, rows dropped and padded to a capacity",
+    graphs=lambda config: config.layer_passes,
+    reference="eager_padded",
+    parity="bitwise",
+)
+class GraphedPaddedLayers(GraphedLayers):
+    """A replay pads whatever the switch says, so only the capture needs it."""
+
+    def __init__(self, state: State, capture):
+        state.exchange.require_no_ranks(ON_RANKS)
+        with padded(state):
+            super().__init__(state, capture)

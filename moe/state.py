@@ -9,18 +9,21 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.capture.pool import StaticInputs
+from common.machine import host_state
 from common.measuring.marks import mark, section
 from common.training.data import token_files
+from common.training.memory_fit import fewer_layers, require_host
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.low_byte_adam import LowByteAdam
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import fill_
+from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
 from moe.attention import Sequences
 from moe.checkpoint import open_checkpoint
-from moe.config import Config
+from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
 from moe.exchange import Exchange
 from moe.model import ADAPTERS, Accumulation, Ends, Inputs, Layer, rope_table
 
@@ -247,9 +250,6 @@ class State:
     def read_grad_norms(self, count: int) -> list[float]:
         return self.grad_norms[: min(count, self.num_losses)].tolist()
 
-    def batch_class(self, index: int) -> int:
-        return 0  # packed or not, all batches have one shape
-
     def close(self):
         self.opened.close()
 
@@ -325,3 +325,35 @@ def hyperparameters(config: Config) -> dict:
         "eval_samples": samples,
         **Hyperparameters(lr=config.lr, **ADAM).mllog(),
     }
+
+
+def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
+    """(The config with as many layers as fit, notes.) ValueError where it cannot run: nothing is on the GPU then."""
+    notes = []
+    if config.checkpoint:
+        open_checkpoint(config)
+    if device.type == "cpu":
+        for need in (needed_bytes, host_bytes):
+            require_host(config, PRESETS, need, host_state.available_host_bytes())
+    else:
+        # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
+        budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB
+        asked, config = config, fit(config, budget * GIB)
+        if config.layers < asked.layers:
+            notes.append(fewer_layers(config, asked, budget))
+    if config.routing == "balanced":
+        notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
+    formats = "formats: weights bf16, main_grad bf16"
+    if not config.update:
+        notes.append("forward and backward alone: no clipping, no Adam")
+    elif config.masters == "none":
+        formats += ", no masters (stochastic rounding), moments fp8 (E4M3)"
+    else:
+        formats += f", masters fp32, moments {config.moments}"
+    notes.append(formats)
+    if config.lora_rank:
+        notes.append(
+            f"LoRA: adapters of rank {config.lora_rank} on attention's projections, "
+            f"{trained_parameters(config):,} parameters; all else is frozen"
+        )
+    return config, notes

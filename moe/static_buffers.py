@@ -20,22 +20,29 @@ import time
 
 import torch
 
-from common.capture.pool import Pool
+from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
-from common.variant import Capture, warm_up
 from moe.exchange import require_capturable
 from moe.state import State
+from moe.train import forward_and_backward
 
 
+@variant(
+    "eager_static",
+    kind="eager",
+    help="eager with fixed numbers of rows between ranks; an overflow runs the pass again without them",
+    parity="bitwise",
+    traits={"extra_work": "sends padding, and reads after each pass whether rows were left out"},
+)
 class EagerStatic:
-    """`eager_static`: kernels launched one by one. passes: `forward_and_backward` of train.py."""
+    """Kernels launched one by one."""
 
-    def __init__(self, state: State, passes):
-        self.state, self.passes, self.exchange = state, passes, state.exchange
-        self.capture = Capture(strategy="none, rows in static buffers")
+    def __init__(self, state: State, capture):
+        self.state, self.exchange = state, state.exchange
+        capture.strategy = "none, rows in static buffers"
         # A rerun launches other kernels than a pass with static buffers: both are warm then.
-        warm_up(state, self.capture, lambda state, index: self._step(index, self._both_passes))
+        capture.warm_up(lambda state, index: self._step(index, self._both_passes))
         self._forget()
 
     def step(self, index: int):
@@ -49,7 +56,7 @@ class EagerStatic:
         self.state.end_step(index)
 
     def _both_passes(self):
-        self.passes(self.state)
+        forward_and_backward(self.state)
         self.static_pass()
 
     def _pass_or_rerun(self):
@@ -61,21 +68,18 @@ class EagerStatic:
         if used > 1:
             with section("rerun"):
                 begin = self._now()
-                self.passes(self.state)
+                forward_and_backward(self.state)
                 self.reruns.append((begin, self._now()))
 
     def static_pass(self):
         """Forward and backward of all microbatches, and the rows of the fullest buffer of all ranks."""
         with self.exchange.static_buffers():
             self.exchange.most_rows.zero_()
-            self.passes(self.state)
+            forward_and_backward(self.state)
             collectives.all_reduce_max_(self.exchange.most_rows)
 
     def run_static(self):
         self.static_pass()
-
-    def replays_of(self, index: int) -> int:
-        return 0
 
     def counted(self) -> dict:
         """Steps, reruns, their mean ms, and the rows of the fullest buffer over its capacity, since the last call."""
@@ -104,25 +108,24 @@ class EagerStatic:
         return self.counted()
 
 
+@variant(
+    "graph_static",
+    kind="graph",
+    help="forward and backward of all microbatches with their exchange in one graph; reruns as eager_static",
+    graphs=1,
+    parity="bitwise",
+)
 class GraphedStatic(EagerStatic):
-    """`graph_static`: a pass is one replay, with the communication of the ranks in it; clipping and Adam are eager."""
+    """A pass is one replay, with the communication of the ranks in it; clipping and Adam are eager."""
 
-    def __init__(self, state: State, passes):
+    def __init__(self, state: State, capture):
         require_capturable(state.exchange.size, "iteration")
-        super().__init__(state, passes)
-        self.pool = Pool(state.device)
-        self.capture.strategy = "forward and backward of all microbatches, rows in static buffers"
-        self.capture.pools.append(self.pool)
-        with self.capture.timed("capture_s"):
-            self.graph, _ = self.pool.capture(self.static_pass, state.static)
+        super().__init__(state, capture)
+        capture.strategy = "forward and backward of all microbatches, rows in static buffers"
+        pool = capture.pool()
+        with capture.capturing():
+            self.graph, _ = pool.capture(self.static_pass, state.static)
 
     def run_static(self):
         with section("replay"):
             self.graph.replay()
-
-    def replays_of(self, index: int) -> int:
-        return 1
-
-    def close(self) -> dict:
-        self.pool.release()
-        return super().close()

@@ -1,6 +1,6 @@
 """Mixture of experts: Qwen3-30B-A3B and GPT-OSS, with graphs over growing parts of each layer up to the whole step.
 
-What is trained, without graphs; `main` (common/script/main.py) runs the loop, and its body is `eager_step`:
+What is trained, without graphs. The loop at the end of this file runs it, and its body is `eager_step`:
 
     for step in range(num_steps):
         for microbatch in range(num_microbatches):
@@ -17,13 +17,13 @@ What is trained, without graphs; `main` (common/script/main.py) runs the loop, a
 No token is dropped, and how many each expert gets is known on the device alone. Shapes are fixed all the same: each
 token makes top_k rows, rows are sorted by expert, and torch._grouped_mm reads from a tensor on the device where each
 expert's rows end. So the layer can be captured whole. Where counts are read on the host, as Megatron does for its
-exchange, a graph must stop before the experts: these are the scopes `attn`, `attn_router`, `attn_router_preprocess`.
+exchange, a graph must stop before the experts, as graph_attn, graph_attn_router and graph_attn_router_preprocess do.
 
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
     graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
     graph_step                       the same with clipping and Adam
     graph_static                     graph_fwd_bwd with the ranks' exchange in buffers of fixed size (static_buffers.py)
-    graph_moe_padded                 graph_layer with a fixed number of rows an expert, which drops and pads
+    graph_moe_padded                 graph_layer with a fixed number of rows an expert (other_variants.py)
 
 In plain PyTorch the captures come to:
 
@@ -46,49 +46,50 @@ Not captured, and why:
 Copied in before a replay: the batch to state.inputs; by graphs of parts, x and the gradients of the outputs.
 Read in time: a part's outputs by the rest of its layer, in the same microbatch; main_grad by Adam, and the losses by
 end_step, before the next step overwrites them.
-Freed: a microbatch's activations once its backward is captured, for later captures; graphs and pool in `close`.
+Freed: a microbatch's activations once its backward is captured, for later captures; graphs and pool after the loop.
 
     python -m moe.train --preset tiny --variant graph_step
     python -m moe.train --preset bench --variant graph_step       # 8 layers of Qwen3-30B-A3B
     python -m moe.train --preset gpt_oss --variant graph_step     # GPT-OSS-20B, as many layers as fit
 """
 
-from common.config import parse
-from moe.config import ABOUT, PRESETS, Config
-from moe.variants import VARIANTS
+from common.contract import Training, parse, variant
+from moe import config as moe_config
+from moe.config import FACTS, PRESETS, Config
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("moe", Config, PRESETS, VARIANTS, about=ABOUT)
-
-from functools import partial
+    args = parse("moe", Config, PRESETS, **FACTS)
 
 import torch
 
-# The harness: Pool makes graphs that share memory (without a GPU it records operators), Capture reports them, warm_up
-# runs three eager steps. section names a part of the step in a profile. mark does nothing in timed steps and captures;
-# where the host's time is measured, the launch queue, which holds some 1,000 launches, is drained there.
-from common.capture.pool import Pool
+# section names a part of the step in a profile. mark does nothing in timed steps and captures; where the host's time is
+# measured, the launch queue, which holds some 1,000 launches, is drained there.
 from common.measuring.marks import mark, section
-from common.script.main import main
-from common.variant import Capture, warm_up
+from common.session import session
+from common.training import flops
 from moe.exchange import require_capturable
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed
-from moe.state import State
-from moe.workload import require_ranks, workload
+from moe.state import State, hyperparameters, resolve
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. The baseline `eager` runs it as it is.
+# 1. The eager step
 
 
+@variant("eager", kind="eager", help="kernels launched one by one", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
     """Train on batch `index`. Nothing in it waits for the GPU."""
     state.begin_step(index)  # copies the batch to state.inputs
+    training_step(state)
+    state.end_step(index)  # keeps loss and gradient norm
+
+
+def training_step(state: State):
+    """From the batch in state.inputs to new weights: `graph_step` captures it."""
     forward_and_backward(state)
     with section("optimizer"):
         state.update()  # clips, Adam
-    state.end_step(index)  # keeps loss and gradient norm
 
 
 def forward_and_backward(state: State, run_layer=None):
@@ -110,121 +111,32 @@ def forward_and_backward(state: State, run_layer=None):
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. The whole step in one graph
-
-
-class GraphedPasses:
-    """`graph_fwd_bwd`: forward and backward of all microbatches in one graph; clipping and Adam are eager.
-
-    A replay reads state.inputs and the weights, writes main_grad and the losses; all of these lie outside of the pool.
-    """
-
-    strategy = "forward and backward of all microbatches"
-
-    def __init__(self, state: State):
-        require_capturable(state.exchange.size, "layer")  # the graph holds whole layers
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy=self.strategy, pools=[self.pool])
-        # Libraries allocate and choose their kernels at first use, which must not be in a graph. Warm-up trains;
-        # `state.reset` undoes that. The harness runs everything on one stream that is not the default one.
-        warm_up(state, self.capture, eager_step)
-        with self.capture.timed("capture_s"):
-            # state.static are the buffers that the host writes before each replay; here nothing is returned.
-            self.graph, _ = self.pool.capture(self.captured, state.static)
-
-    def captured(self):
-        forward_and_backward(self.state)
-
-    def step(self, index: int):
-        self.state.begin_step(index)
-        with section("replay"):
-            self.graph.replay()
-        self.update()
-        self.state.end_step(index)
-
-    def update(self):
-        with section("optimizer"):
-            self.state.update()
-
-    def replays_of(self, index: int) -> int:
-        return 1
-
-    def close(self):
-        self.pool.release()
-
-
-class GraphedStep(GraphedPasses):
-    """`graph_step`: clipping and Adam in the graph, too. Learning rate and count of steps are on the device."""
-
-    strategy = "the whole step"
-
-    def captured(self):
-        forward_and_backward(self.state)
-        self.state.update()
-
-    def update(self):
-        """The graph has done so."""
-
-
-# ------------------------------------------------------------------------------------------------
-# 3. The first parts of each layer, or all of them
+# 2. The first parts of each layer, or all of them
 #
-# A scope returns a flat tuple of tensors, since a graph has fixed outputs. `rest_of_layer` gets the same tuple and
+# A graph has fixed outputs, so `first_parts` returns a flat tuple of tensors. `rest_of_layer` gets the same tuple and
 # makes Routed and Plan of it again.
 
 
-def attn(state: State, number: int, inputs, x):
-    return (state.layers[number].attention(x, inputs),)
-
-
-def attn_router(state: State, number: int, inputs, x):
-    x = state.layers[number].attention(x, inputs)
-    y, routed = state.layers[number].route(x)
-    return x, y, *routed
-
-
-def attn_router_preprocess(state: State, number: int, inputs, x):
-    x, y, *routed = attn_router(state, number, inputs, x)
-    plan = state.layers[number].preprocess(Routed(*routed), state.is_padded)
-    return x, y, *routed, *plan
-
-
-def layer(state: State, number: int, inputs, x):
-    return (state.run_layer(number, x, inputs),)
-
-
-def rest_of_layer(state: State, number: int, x, y=None, *outputs):
-    """The parts of a layer that follow a scope, eager: what the scope's graph has returned is not computed again."""
-    own, num_routed = state.layers[number], len(Routed._fields)
-    if y is None:
-        y, routed = own.route(x)
-    else:
-        routed = Routed(*outputs[:num_routed])
-    plan = Plan(*outputs[num_routed:]) if outputs[num_routed:] else own.preprocess(routed, state.is_padded)
-    return own.mix(x, y, routed, plan)
-
-
-SCOPES = {each.__name__: each for each in (attn, attn_router, attn_router_preprocess, layer)}
-
-
 class GraphedParts:
-    """`graph_attn` to `graph_layer`: two graphs for each layer in each microbatch, in one pool.
+    """Two graphs for each layer in each microbatch, all in one pool.
 
     They are captured in the order in which a step replays them, so that each microbatch uses the memory of the one
-    before again. Autograd runs a step as if it were eager: `Replayed` replays a part's forward graph and, when the
-    gradients of its outputs are there, its backward graph. scope: the name of one of SCOPES.
+    before again. Autograd runs a step as if it were eager: `Replayed` replays the forward graph of a layer's parts and,
+    when the gradients of its outputs are there, its backward graph.
     """
 
-    def __init__(self, state: State, scope: str):
-        if scope == "layer":
-            require_capturable(state.exchange.size, "layer")
-        self.state, self.scope, self.pool = state, SCOPES[scope], Pool(state.device)
-        self.capture = Capture(strategy=f"{scope} x microbatch, forward and backward", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
+    is_chained = False  # whether the output of a layer's graph is the static input of the next one
+
+    def __init__(self, state: State, capture):
+        # Pool makes graphs that share memory; without a GPU it records operators.
+        self.state, self.pool = state, capture.pool()
+        # Libraries allocate and choose their kernels at first use, which must not be in a graph. Warm-up trains;
+        # `state.reset` undoes that. The harness runs everything on one stream that is not the default one.
+        capture.warm_up(eager_step)
         self.parts: dict[tuple[int, int], Part] = {}
         # Gradients of a part's outputs, which a backward graph reads: one set for all, each is read at once.
         self.grads: list[torch.Tensor] = []
-        with self.capture.timed("capture_s"):
+        with capture.capturing():
             for microbatch in range(state.config.microbatches):
                 state.accumulation.adds = microbatch > 0
                 for number in range(state.config.layers):
@@ -232,16 +144,30 @@ class GraphedParts:
                 for number in reversed(range(state.config.layers)):
                     self.capture_backward(self.parts[microbatch, number])
 
+    def first_parts(self, number: int, inputs, x) -> tuple:
+        """What the graphs of layer `number` hold."""
+        raise NotImplementedError
+
+    def rest_of_layer(self, number: int, x, y=None, *outputs):
+        """The parts that follow, eager: what the graph has returned is not computed again."""
+        layer, num_routed = self.state.layers[number], len(Routed._fields)
+        if y is None:
+            y, routed = layer.route(x)
+        else:
+            routed = Routed(*outputs[:num_routed])
+        plan = outputs[num_routed:]
+        return layer.mix(x, y, routed, Plan(*plan) if plan else layer.preprocess(routed, self.state.is_padded))
+
     def capture_forward(self, microbatch: int, number: int):
         state, before = self.state, self.parts.get((microbatch, number - 1))
-        # Whole layers are chained: the output of one is the static input of the next.
-        is_chained = self.scope is layer and before is not None
+        is_chained = self.is_chained and before is not None
         x = before.outputs[0].detach() if is_chained else torch.zeros_like(state.embed(microbatch))
         # Below the first layer nothing has a gradient where the embedding is frozen.
         x = x.detach().requires_grad_(bool(number or not state.config.lora_rank))
-        # Of packed documents the graph reads positions and bounds in state.inputs.
+        # state.static are the buffers that the host writes before each replay. Of packed documents the graph reads
+        # positions and bounds there.
         graph, outputs = self.pool.capture(
-            lambda: self.scope(state, number, state.inputs_of(microbatch), x),
+            lambda: self.first_parts(number, state.inputs_of(microbatch), x),
             state.static if is_chained else (*state.static, x),
         )
         return Part(x, is_chained, graph, outputs)
@@ -265,20 +191,13 @@ class GraphedParts:
         self.state.end_step(index)
 
     def run_layer(self, number: int, hidden, inputs):
-        """`State.run_layer` with a replay in the place of the scope's parts."""
+        """`State.run_layer` with a replay in the place of the first parts."""
         # Autograd calls the backward of what an input with a gradient has gone into.
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         outputs = Replayed.apply(hidden, self.parts[inputs.microbatch, number])
-        if self.scope is not layer:
-            outputs = (rest_of_layer(self.state, number, *outputs),)
-        self.state.mark(number, outputs[0])
-        return outputs[0]
-
-    def replays_of(self, index: int) -> int:
-        return 2 * len(self.parts)
-
-    def close(self):
-        self.pool.release()
+        hidden = self.rest_of_layer(number, *outputs)
+        self.state.mark(number, hidden)
+        return hidden
 
 
 class Part:
@@ -320,14 +239,151 @@ class Replayed(torch.autograd.Function):
         return part.grad_x, None
 
 
-# 4. All variants, declared in variants.py
-#
-#     eager                                       eager_step above, run by common.variant.Eager
-#     graph_attn, ..., graph_layer                GraphedParts
-#     graph_fwd_bwd, graph_step                   GraphedPasses, GraphedStep
-#     eager_static, graph_static                  static_buffers.py
-#     compile, reduce_overhead                    other_variants.py
-#     eager_padded, graph_moe_padded              other_variants.py
+@variant(
+    "graph_attn",
+    kind="graph",
+    help="attention of each layer in graphs; router and experts eager",
+    graphs=lambda config: config.layer_passes,
+    parity="bitwise",
+)
+class GraphedAttention(GraphedParts):
+    def first_parts(self, number: int, inputs, x):
+        return (self.state.layers[number].attention(x, inputs),)
+
+
+@variant(
+    "graph_attn_router",
+    kind="graph",
+    help="attention and router of each layer in graphs; the rows' order and the experts eager",
+    graphs=lambda config: config.layer_passes,
+    parity="bitwise",
+)
+class GraphedRouter(GraphedParts):
+    def first_parts(self, number: int, inputs, x):
+        x = self.state.layers[number].attention(x, inputs)
+        y, routed = self.state.layers[number].route(x)
+        return x, y, *routed
+
+
+@variant(
+    "graph_attn_router_preprocess",
+    kind="graph",
+    help="Megatron Bridge's scope: attention, router and the rows' order in graphs; the experts eager",
+    graphs=lambda config: config.layer_passes,
+    parity="bitwise",
+    headline=True,
+)
+class GraphedPreprocess(GraphedRouter):
+    def first_parts(self, number: int, inputs, x):
+        x, y, *routed = super().first_parts(number, inputs, x)
+        plan = self.state.layers[number].preprocess(Routed(*routed), self.state.is_padded)
+        return x, y, *routed, *plan
+
+
+@variant(
+    "graph_layer",
+    kind="graph",
+    help="each dropless layer whole, forward and backward in graphs, buffers chained",
+    graphs=lambda config: config.layer_passes,
+    parity="bitwise",
+    headline=True,
+)
+class GraphedLayers(GraphedParts):
+    is_chained = True
+
+    def __init__(self, state: State, capture):
+        require_capturable(state.exchange.size, "layer")
+        super().__init__(state, capture)
+
+    def first_parts(self, number: int, inputs, x):
+        return (self.state.run_layer(number, x, inputs),)
+
+    def rest_of_layer(self, number: int, x):
+        return x
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. The whole step in one graph
+
+
+@variant(
+    "graph_fwd_bwd",
+    kind="graph",
+    help="forward and backward of all microbatches in one graph; optimizer eager",
+    graphs=1,
+    parity="bitwise",
+)
+class GraphedPass:
+    """A replay reads state.inputs and the weights, writes main_grad and the losses; all lie outside of the pool."""
+
+    def __init__(self, state: State, capture, captured=forward_and_backward):
+        require_capturable(state.exchange.size, "layer")  # the graph holds whole layers
+        self.state, pool = state, capture.pool()
+        capture.warm_up(eager_step)
+        with capture.capturing():
+            self.graph, _ = pool.capture(lambda: captured(state), state.static)
+
+    def step(self, index: int):
+        self.replay(index)
+        with section("optimizer"):
+            self.state.update()
+        self.state.end_step(index)
+
+    def replay(self, index: int):
+        self.state.begin_step(index)
+        with section("replay"):
+            self.graph.replay()
+
+
+@variant(
+    "graph_step",
+    kind="graph",
+    help="the whole step in one graph: all microbatches, clipping and Adam",
+    graphs=1,
+    parity="bitwise",
+    headline=True,
+)
+class GraphedStep(GraphedPass):
+    """Clipping and Adam are in the graph, too: learning rate and count of steps are on the device."""
+
+    def __init__(self, state: State, capture):
+        super().__init__(state, capture, captured=training_step)
+
+    def step(self, index: int):
+        self.replay(index)
+        self.state.end_step(index)
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. What a run is told, and the loop. Variants of static_buffers.py and other_variants.py are run by it, too.
+
+
+def build(config: Config, device: torch.device, ranks) -> Training:
+    config.require_ranks(ranks.world_size)
+    config, notes = resolve(config, device)  # as many layers as fit
+    state = State(config, device)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        evaluate=state.evaluate,
+        close=state.close,
+        items=config.tokens * config.microbatches,
+        unit="tokens",
+        flops=moe_config.flops_per_step(config),
+        flops_convention=flops.CAUSAL_HALF,
+        peak_flops=flops.peak_flops(gpu, "bf16"),
+        card=moe_config.card(config),
+        notes=notes,
+        hyperparameters=hyperparameters(config),
+    )
+
 
 if __name__ == "__main__":
-    main("moe", args, partial(workload, eager_step=eager_step), require_ranks)
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

@@ -46,6 +46,7 @@ class Pool:
         self._host = HostPool() if self.device.type == "cpu" else None
         self._handle = torch.cuda.graph_pool_handle() if self._host is None else None
         self._generators: list[torch.Generator] = []
+        self._is_borrowed = False
 
     def register_generator(self, generator: torch.Generator) -> None:
         """Let every replay draw from `generator` of the device. torch's own generator always is registered."""
@@ -90,8 +91,11 @@ class Pool:
         return memory.as_strided(tensor.shape, tensor.stride())
 
     @contextlib.contextmanager
-    def adopt(self):
+    def adopt(self, is_borrowed: bool = False):
         """Count and own the graphs that another library captures inside this block.
+
+        Args:
+            is_borrowed: the library keeps its graphs: `release` forgets them.
 
         It sees every `torch.cuda.CUDAGraph()` made here, whose replays are then counted like ours. Such a library warms
         up on a stream of its own, whose memory is beside what an eager warm-up has cached: that is given back before.
@@ -100,6 +104,7 @@ class Pool:
         assert self._host is None, "only CUDA graphs are made by other libraries"
         original = torch.cuda.CUDAGraph
         pool = self
+        self._is_borrowed = is_borrowed
 
         class AdoptedGraph(original):  # type: ignore[valid-type,misc]
             def __new__(cls, keep_graph=False):
@@ -159,7 +164,7 @@ class Pool:
 
     def release(self) -> None:
         """Drop the graphs and their memory. Needed before a process group ends: graphs hold its resources."""
-        for graph in self.graphs:
+        for graph in [] if self._is_borrowed else self.graphs:
             graph.release()
         self.graphs.clear()
         if self._host is not None:

@@ -5,10 +5,9 @@ import contextlib
 import pytest
 import torch
 
-from common.variant import Unsupported, enter, leave
-from common.variant_table import construct
+from common.variant import Unsupported, leave
 from moe import train
-from moe.variants import VARIANTS
+from tests.helpers.contracts import made
 from tests.helpers.followed import difference, follow
 from tests.helpers.moe_case import make
 
@@ -39,10 +38,9 @@ def graphs(monkeypatch):
 def test_compiled_parts_train_as_eager_ones(graphs, preset, count):
     """Layers share the graphs of router and attention; one with a window, or an input without gradient, has its own."""
     state, eager = make(preset, layers=4), make(preset, layers=4)
-    expected = follow(eager, construct(VARIANTS["eager"], eager).step, 3)
-    variant = construct(VARIANTS["compile"], state)
+    expected = follow(eager, made("moe", "eager", eager).step, 3)
+    variant = made("moe", "compile", state)
     assert len(graphs) == count
-    enter(variant)
     losses, norms, _ = follow(state, variant.step, 3)
     leave(variant)
     assert len(graphs) == count
@@ -55,11 +53,11 @@ def test_compiled_parts_train_as_eager_ones(graphs, preset, count):
 @pytest.mark.parametrize("name", ["compile", "reduce_overhead"])
 def test_compiled_code_is_measured_on_a_gpu_alone(name):
     with pytest.raises(Unsupported, match="on a GPU only"):
-        construct(VARIANTS[name], make("tiny"))
+        made("moe", name, make("tiny"))
 
 
 def test_torchs_own_graphs_share_no_memory_with_eager_steps(graphs, monkeypatch):
     monkeypatch.setattr("common.variant.eager_memory", lambda: contextlib.nullcontext())
     with pytest.raises(Unsupported, match="share"):
-        construct(VARIANTS["reduce_overhead"], make("tiny"))
+        made("moe", "reduce_overhead", make("tiny"))
     assert not graphs

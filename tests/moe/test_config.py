@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moe.config import (
-    ABOUT,
+    FACTS,
     PRESETS,
     Config,
     fit,
@@ -109,7 +109,7 @@ def test_ranks_are_those_of_the_launcher():
     PRESETS["tiny"].require_ranks(1)
     with pytest.raises(ValueError, match="--ep 1 needs as many ranks, this run has 2: .* torchrun --nproc-per-node"):
         PRESETS["tiny"].require_ranks(2)
-    assert ABOUT["presets_need"]("bench", replace(PRESETS["bench"], ep=4))["world_size"] == {
+    assert FACTS["presets_need"]("bench", replace(PRESETS["bench"], ep=4))["world_size"] == {
         "multiple_of": 4,
         "at_most": 4,
     }

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from common.measuring import torch_settings
-from common.variant_table import construct
 from moe import train
 from moe.config import num_parameters, state_bytes, trained_parameters
 from moe.model import ADAPTERS
-from moe.variants import VARIANTS
+from tests.helpers.contracts import made
 from tests.helpers.followed import difference, follow
 from tests.helpers.moe_case import CPU, make
 
@@ -27,8 +26,8 @@ def replay_packings(device, tuning, name):
     state, by_eager = (make(device=device, **TUNING[tuning], **PACKED) for _ in range(2))
     packings = {tuple(row.tolist()) for batch in state.batches for row in batch["bounds"]}
     assert len(packings) == 16
-    expected = follow(by_eager, construct(VARIANTS["eager"], by_eager).step, 8)
-    variant = construct(VARIANTS[name], state)
+    expected = follow(by_eager, made("moe", "eager", by_eager).step, 8)
+    variant = made("moe", name, state)
     (pool,) = variant.capture.pools
     graphs = list(pool.graphs)
     result = follow(state, variant.step, 8)

@@ -7,14 +7,12 @@ import torch
 
 from common.measuring import torch_settings
 from common.variant import Unsupported
-from common.variant_table import construct
 from moe import train
 from moe.exchange import require_capturable
 from moe.state import OF_EXPERTS
-from moe.variants import VARIANTS
 from tests.helpers import gloo_ranks
+from tests.helpers.contracts import made
 from tests.helpers.followed import difference, follow
-from tests.helpers.made import made
 from tests.helpers.moe_case import make
 from tests.helpers.once import once
 
@@ -45,7 +43,7 @@ def worker():
 def trained(preset, dtype=torch.float32, **changes):
     """Losses and norms of the same global batches, two microbatches of a process, one of each rank; dense weights."""
     state = make(preset, dtype, **changes)
-    losses, norms, _ = follow(state, made(VARIANTS, "eager", state).step, STEPS)
+    losses, norms, _ = follow(state, made("moe", "eager", state).step, STEPS)
     dense = [float(each.detach().double().sum()) for name, _, each in state.parts if name not in OF_EXPERTS]
     return [losses, norms, state.evaluate(), dense]
 
@@ -53,10 +51,10 @@ def trained(preset, dtype=torch.float32, **changes):
 def differences(preset, names, factor, **changes):
     """(By variant, where it parts from eager on this rank; by variant, the reruns of its steps.)"""
     state = make(preset, ep=2, layers=1, rank_capacity_factor=factor, **changes)
-    eager = follow(state, made(VARIANTS, "eager", state).step, STEPS)
+    eager = follow(state, made("moe", "eager", state).step, STEPS)
     found, told = {}, {}
     for name in names:
-        variant = made(VARIANTS, name, state)
+        variant = made("moe", name, state)
         before = variant.capture.num_replays
         found[name] = difference(follow(state, variant.step, STEPS), eager, state)
         assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
@@ -79,7 +77,7 @@ def refused():
     state, said = make("tiny", ep=2, layers=1), {}
     for name in REFUSED:
         with pytest.raises(Unsupported) as error:
-            construct(VARIANTS[name], state)
+            made("moe", name, state)
         said[name] = str(error.value)
     return said
 

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from common.measuring import torch_settings
-from common.variant import enter, leave
-from common.variant_table import construct
+from common.variant import leave
 from moe import train
 from moe.attention import Sequences, attend
-from moe.variants import VARIANTS
+from tests.helpers.contracts import made
 from tests.helpers.followed import difference, follow
 from tests.helpers.moe_case import logits, make
 
 
 def follow_variant(state, name, count=3):
-    variant = construct(VARIANTS[name], state)
-    enter(variant)
+    variant = made("moe", name, state)
     try:
         return follow(state, variant.step, count)
     finally:
