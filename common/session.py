@@ -97,11 +97,18 @@ class Model:
         return functools.partial(self._code_of(self.declared[name].reference).code, self.training.state)
 
     def _code_of(self, name) -> contract.Variant:
+        code = self._find(name)
+        if code is None:
+            others = ", ".join(each for each in self.declared if self._find(each))
+            raise Unsupported(f"{name} has no code for these settings; {others} have")
+        return code
+
+    def _find(self, name):
         for module in self.declared[name].modules:
             for each in variants_of(importlib.import_module(module)):
                 if each.name == name and (each.when is None or each.when(self.config)):
                     return each
-        raise Unsupported(f"{name} has no code for these settings")
+        return None
 
 
 def complete_training(training: Training, device: torch.device) -> Training:

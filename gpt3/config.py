@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import schedule
+from common.training import flops, schedule
 from common.training.memory_fit import fit_layers, require_host
 from common.training.parallel.groups import Parallel, Ranks, require_divisible
-from common.variant_table import about
-from gpt3.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "fp32")
 FP8 = ("fp8", "fp8_current")
@@ -93,6 +91,16 @@ class Config(Parallel, Timing):
         """Layers of one stage."""
         return self.layers // self.pp
 
+    @property
+    def layer_passes(self) -> int:
+        """Forward and backward passes of layers in a step of one stage."""
+        return 2 * self.stage_layers * self.microbatches
+
+    @property
+    def unit_passes(self) -> int:
+        """Forward and backward passes of units in a step of one stage: a graph for each."""
+        return self.layer_passes if self.unit == "layer" else 2 * self.chunks * self.microbatches
+
     def ranks(self, world_size: int) -> Ranks:
         if not self.alone:
             return super().ranks(world_size)
@@ -136,8 +144,12 @@ ON_CPU = ("tiny", "tiny_pp")
 # hidden size and vocabulary stay as they are.
 SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", "ffn"], "layers": ["layers"]}
 
-ABOUT = {
-    **about(VARIANTS, BUILDS),
+# torch.compile needs them: te and FP8 modules opt out of it. The second build is there to have a worker of its own.
+TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
+
+FACTS = {
+    "files": ["other_variants", "pipeline.stage", "pipeline.stage_graphs"],
+    "builds": {"torch_bf16": TORCH_BF16, "parameterized": TORCH_BF16},
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": SWEEPS,
@@ -211,3 +223,40 @@ def require(config: Config, available_bytes: int | None) -> None:
 def _host_bytes(config):
     """Without CUDA's context; or the batches that rotate, where those are larger."""
     return max(predicted_bytes(config) - CONTEXT_BYTES, config.batches * batch_bytes(config))
+
+
+def step_flops(config: Config) -> float:
+    """Return the FLOP of a step and a GPU: the mean over all stages, or those of the stage that runs alone."""
+    attention = config.heads * config.head_dim
+    all_stages = not config.alone
+    model = flops.Transformer(
+        layers=config.layers if all_stages else config.stage_layers,
+        sequence=config.sequence,
+        hidden=config.hidden,
+        q_width=attention,
+        kv_width=attention,
+        ffn=config.ffn,
+        vocab=config.vocab if all_stages or config.pp_rank == config.pp - 1 else 0,
+        mlp_matrices=2,
+    )
+    return config.microbatch * config.microbatches * model.flops() / (config.pp if all_stages else 1)
+
+
+def card(config: Config, data_ranks: int, on_gpu: bool) -> list[str]:
+    """Return lines about what runs."""
+    share = "one GPU's share of GPT-3 175B" if config.hidden == 12288 else "toy widths"
+    memory = f" | memory predicted {predicted_bytes(config, data_ranks) / 2**30:.1f} GiB" if on_gpu else ""
+    lines = [
+        f"{config.stage_layers} layers, hidden {config.hidden}, heads {config.heads}, ffn {config.ffn}, "
+        f"{num_parameters(config) / 1e6:,.1f} M parameters: {share}",
+        f"{config.microbatches} microbatches of {config.microbatch} x {config.sequence} tokens | {config.layer} layer, "
+        f"{config.precision} | {step_flops(config) / 1e12:.3g} TFLOP/step{memory}",
+    ]
+    if config.alone:
+        lines.append(
+            f"stage {config.pp_rank} of {config.pp} by itself, {config.chunks} chunks of "
+            f"{config.stage_layers // config.chunks} layers: edges fed with fixed tensors, no optimizer"
+        )
+    elif config.tp * config.pp > 1 or config.staged:
+        lines.append(f"tensor ranks {config.tp}, stages {config.pp} of {config.chunks} chunks, data ranks {data_ranks}")
+    return lines

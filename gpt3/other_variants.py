@@ -1,6 +1,6 @@
 """GPT-3's layers otherwise: Transformer Engine's own graphs in three forms, torch.compile, parameterized launches.
 
-Captured and left eager: the same as in gpt3/train.py, whose eager step each of them is given.
+Captured and left eager: the same as in gpt3/train.py.
 
 te.make_graphed_callables (read in version 2.20.2, transformer_engine/pytorch/graph.py) takes the layers, sample inputs
 and `_order`, the forward (1) and backward (-1) passes of a step. It warms up and captures in that order, a graph for
@@ -29,14 +29,16 @@ from typing import ClassVar
 import torch
 
 from common.capture.pool import Pool
+from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
+from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
 from gpt3.config import FP8
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
+from gpt3.train import eager_step
 
 
 class ByTransformerEngine:
@@ -46,10 +48,10 @@ class ByTransformerEngine:
     pool: Pool
     flag: torch.Tensor | None = None
 
-    def make_callables(self, make_graphed_callables, samples, order, num_layers: int, **options) -> None:
+    def make_callables(self, capture, make_graphed_callables, samples, order, num_layers: int, **options) -> None:
         """self.callables of the state's layers, in the order of samples, with the flag taken out."""
         state, fp8 = self.state, self.state.config.precision in FP8
-        with self.capture.timed("capture_s"), self.pool.adopt(), undone_where_it_fails(state.layers):
+        with capture.capturing(), self.pool.adopt(), undone_where_it_fails(state.layers):
             try:
                 self.callables = make_graphed_callables(
                     tuple(state.layers),
@@ -75,7 +77,6 @@ class ByTransformerEngine:
     def close(self):
         for layer in self.callables:
             layer.reset()
-        self.pool.release()
 
 
 def _exchange_flag(flag):
@@ -87,6 +88,16 @@ def _exchange_flag(flag):
     return before
 
 
+@variant(
+    "graph_layer_te",
+    kind="graph",
+    help="NVIDIA's submission: Transformer Engine's make_graphed_callables, a slot for every microbatch",
+    graphs=lambda c: c.layer_passes,
+    parity="bitwise",
+    headline=True,
+    formerly="graph_te",
+    when=lambda c: not c.staged,
+)
 class AsSubmitted(ByTransformerEngine):
     """A slot for every microbatch, 2 x layers x microbatches graphs, and nothing is copied that need not be.
 
@@ -101,17 +112,16 @@ class AsSubmitted(ByTransformerEngine):
     one_slot = False
     flags: ClassVar = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
 
-    def __init__(self, state: State, step):
+    def __init__(self, state: State, capture):
         make_graphed_callables, num_layers = require(state, self.name), len(state.layers)
         num_slots = 1 if self.one_slot else state.config.microbatches
-        self.state, self.pool = state, Pool(state.device)
+        self.state, self.pool = state, capture.pool()
         # Named where there is one: Transformer Engine keeps amaxes by group.
         shared = {"amax_reduction_group": collectives.process_group(state.groups.tensor)} if state.config.tp > 1 else {}
-        strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
-        self.capture = Capture(strategy=strategy, pools=[self.pool])
-        warm_up(state, self.capture, step)
-        samples = self._sample_inputs(num_slots)
-        self.make_callables(make_graphed_callables, samples, [1, -1] * num_slots, num_layers, **shared, **self.flags)
+        capture.strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
+        capture.warm_up(eager_step)
+        samples, order = self._sample_inputs(num_slots), [1, -1] * num_slots
+        self.make_callables(capture, make_graphed_callables, samples, order, num_layers, **shared, **self.flags)
         self.slots = [self.callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
 
     def _sample_inputs(self, num_slots):
@@ -138,12 +148,22 @@ class AsSubmitted(ByTransformerEngine):
             with section("backward"):
                 loss.backward()
             mark()
-        state.end_step(index)
+        with section("optimizer"):
+            state.reduce_gradients()
+            state.adam.step()
+        state.keep_results(index)
 
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers * self.state.config.microbatches
 
-
+@variant(
+    "graph_layer_te_slot",
+    kind="graph",
+    help="graph_layer_te with one slot that every microbatch uses again",
+    graphs=lambda c: 2 * c.layers,
+    replays=lambda c: c.layer_passes,
+    parity="bitwise",
+    formerly="graph_te_slot",
+    when=lambda c: not c.staged,
+)
 class OneSlot(AsSubmitted):
     """One slot that every microbatch uses again, 2 x layers graphs, as Megatron-Core captures without a pipeline.
 
@@ -156,6 +176,7 @@ class OneSlot(AsSubmitted):
     flags: ClassVar = {"clone_param_grads_on_return": False}
 
 
+@variant("graph_layer_te", graphs=lambda c: c.layer_passes, when=lambda c: c.staged)
 class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
     """`AsSubmitted` over a stage of a pipeline: a slot for each layer and microbatch, in the stage's own order.
 
@@ -169,27 +190,32 @@ class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
 
     accumulate_all = True
 
-    def __init__(self, state: State):
+    def __init__(self, state: State, capture):
         super().__init__(state)
         make_graphed_callables, self._num_layers = require(state, "graph_layer_te"), len(state.chunks[0])
-        self.pool = Pool(state.device)
-        order = [step for step, _ in state.steps]
-        self.capture = Capture(strategy=f"te.make_graphed_callables, order {order}", pools=[self.pool])
-        warm_up(state, self.capture, pipeline.eager_step)
+        self.pool, order = capture.pool(), [step for step, _ in state.steps]
+        capture.strategy = f"te.make_graphed_callables, order {order}"
+        capture.warm_up(pipeline.eager_step)
         num_slots = len(state.layers) * state.config.microbatches
         samples = tuple((torch.zeros_like(state.empty_hidden()).requires_grad_(),) for _ in range(num_slots))
         group = collectives.process_group(state.groups.tensor)
         flags = {"amax_reduction_group": group, **AsSubmitted.flags}
-        self.make_callables(make_graphed_callables, samples, order, self._num_layers, **flags)
+        self.make_callables(capture, make_graphed_callables, samples, order, self._num_layers, **flags)
 
     def layers(self, chunk, microbatch):
         start = ((chunk - 1) * self.state.config.microbatches + microbatch) * self._num_layers
         return self.callables[start : start + self._num_layers]
 
-    def replays_of(self, index: int) -> int:
-        return 2 * len(self.callables)
 
-
+@variant(
+    "graph_layer_te_default",
+    kind="graph",
+    help="graph_layer_te with Transformer Engine's default flags: gradients cloned, no buffer reused",
+    graphs=lambda c: c.layer_passes,
+    parity="bitwise",
+    formerly="graph_te_default",
+    when=lambda c: not c.staged,
+)
 class Defaults(AsSubmitted):
     """A slot for every microbatch with TE's default flags, on weights marked as Megatron-Core marks them.
 
@@ -203,12 +229,12 @@ class Defaults(AsSubmitted):
     name = "graph_layer_te_default"
     flags: ClassVar = {}
 
-    def __init__(self, state: State, step):
+    def __init__(self, state: State, capture):
         require(state, self.name)
         self.state, self.hooks = state, []
         self._mark()
         try:
-            super().__init__(state, step)
+            super().__init__(state, capture)
         finally:
             self._unmark()
 
@@ -253,16 +279,44 @@ def require(state: State, name: str):
     return make_graphed_callables
 
 
-def compiled(state: State, step, mode="default") -> Compiled:
-    """torch.compile of each layer, called by the eager step. mode "reduce-overhead": in graphs that torch makes."""
+@variant(
+    "compile",
+    kind="compile",
+    help="torch.compile of the layers (default mode, no graphs)",
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+    when=lambda c: not c.staged,
+)
+def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
-    return Compiled(state, step, _layers(state), "each layer", mode)
+    return Compiled(state, eager_step, _layers(state), "each layer", mode, capture=capture)
 
 
-def parameterized(state: State, step) -> Parameterized:
-    """Each layer's forward and backward as parameterized launches, called by the eager step."""
-    functions = _layers(state)
-    return Parameterized(state, step, functions, "each layer", [list(layer.parameters()) for layer in state.layers])
+@variant(
+    "reduce_overhead",
+    kind="compile",
+    help="torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+    graphs=None,
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+    when=lambda c: not c.staged,
+)
+def reduce_overhead(state: State, capture):
+    return compiled(state, capture, "reduce-overhead")
+
+
+@variant(
+    "graph_parameterized",
+    kind="graph",
+    help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
+    graphs=None,
+    parity="bitwise",
+    builds=("parameterized",),
+    when=lambda c: not c.staged,
+)
+def parameterized(state: State, capture):
+    parameters = [list(layer.parameters()) for layer in state.layers]
+    return Parameterized(state, eager_step, _layers(state), "each layer", parameters, capture)
 
 
 def _layers(state):

@@ -1,22 +1,26 @@
 """The state that GPT-3's training reads and writes: built once, reset in place, the same for every variant."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.capture.pool import StaticInputs
+from common.machine import host_state
 from common.measuring.marks import section
 from common.training import schedule
 from common.training.data import token_files
+from common.training.memory_fit import fewer_layers
 from common.training.optimizers.adam import MasterAdam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.no_adam import NoAdam
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
+from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision import fp8
 from common.variant import Unsupported
-from gpt3.config import FP8, Config
+from gpt3.config import FP8, Config, fit, require
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
 from gpt3.pipeline.one_stage import Edges
 
@@ -30,7 +34,7 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 class State:
     """Layers, embedding, FP8 scaling, optimizer, rotating batches, and the losses seen.
 
-    config must be resolved (gpt3/workload.py): layer is "te" or "torch". rank: the world rank. Of a pipeline `chunks`
+    config must be resolved (`resolve`): layer is "te" or "torch". rank: the world rank. Of a pipeline `chunks`
     are the layers of this rank's stage, `steps` its passes in their order (common/training/schedule.py) and `transfers`
     what is exchanged before each of them and after the last. embedding is None between the first and the last stage.
     """
@@ -141,24 +145,6 @@ class State:
             self.loss.add_(loss.detach())
         return loss
 
-    def end_step(self, index: int, update=None):
-        """Reduce the gradients over the ranks, clip and apply them, keep the step's loss and gradient norm.
-
-        update: what clips and applies them, called without arguments; the optimizer's own step where none is given.
-        """
-        with section("optimizer"):
-            self.reduce_gradients()
-            (update or self.adam.step)()
-        if self.ranks.pp > 1:
-            # The other stages have added nothing.
-            collectives.all_reduce_sum_(self.loss, self.groups.pipeline)
-        if self.ranks.dp > 1:
-            collectives.all_reduce_mean_(self.loss, self.groups.replicas)
-        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
-        place = min(index, self.num_losses - 1)
-        self.losses[place].copy_(self.loss)
-        self.grad_norms[place].copy_(self.adam.grad_norm)
-
     @torch.no_grad()
     def reduce_gradients(self):
         """Sums over the tensor ranks and over both ends of the pipeline, means over the data ranks (not with ZeRO-1,
@@ -171,6 +157,18 @@ class State:
             collectives.all_reduce_sum_(self.shared_rows, self.groups.ends)
         if self.buckets:
             self.buckets.all_reduce_mean()
+
+    def keep_results(self, index: int):
+        """Keep loss and gradient norm of step `index`, over all ranks."""
+        if self.ranks.pp > 1:
+            # The other stages have added nothing.
+            collectives.all_reduce_sum_(self.loss, self.groups.pipeline)
+        if self.ranks.dp > 1:
+            collectives.all_reduce_mean_(self.loss, self.groups.replicas)
+        # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
+        place = min(index, self.num_losses - 1)
+        self.losses[place].copy_(self.loss)
+        self.grad_norms[place].copy_(self.adam.grad_norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -208,10 +206,6 @@ class State:
 
     def read_grad_norms(self, count: int) -> list[float]:
         return self.grad_norms[: min(count, self.num_losses)].tolist()
-
-    def batch_class(self, index: int) -> int:
-        """All batches have one shape."""
-        return 0
 
     def named_parameters(self):
         """(name in the whole model, this rank's part) of each parameter."""
@@ -258,6 +252,39 @@ def _batch(config, rows):
     rows = torch.from_numpy(rows) % (config.vocab * config.tp)
     rows = rows.view(config.microbatches, config.microbatch, -1).transpose(1, 2)
     return {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+
+
+def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[Config, list[str]]:
+    """(config with layer, precision and number of layers as they can run on `device`, notes on what changed)."""
+    notes = []
+    if config.precision == "fp32":
+        config = replace(config, layer="torch")
+    if config.layer == "auto":
+        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision in FP8)
+        on_te = device.type == "cuda" and fault is None
+        config = replace(config, layer="te" if on_te else "torch")
+        if fault and config.precision in FP8:
+            config = replace(config, precision="bf16")
+        if fault:
+            notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
+    if config.layer == "te" and device.type == "cpu":
+        raise ValueError("--layer te needs a GPU; take --layer torch")
+    if config.layer == "torch" and config.precision in FP8:
+        notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
+    if config.alone:
+        notes.append(
+            f"stage {config.pp_rank} of {config.pp} by itself: no tensor-parallel and no pipeline communication, edges "
+            "fed with fixed tensors, no optimizer"
+        )
+    if device.type == "cpu":
+        require(config, host_state.available_host_bytes())
+        return config, notes
+    # The same on all ranks.
+    free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
+    smaller = fit(config, free, data_ranks)
+    if smaller.layers < config.layers:
+        notes.append(fewer_layers(smaller, config, free / 2**30))
+    return smaller, notes
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:

@@ -1,7 +1,7 @@
 """GPT-3 175B, one GPU's share: a CUDA graph for each layer's forward and backward in each microbatch.
 
-The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
-`step` of a variant below:
+The training loop without graphs. The loop is at the end of this file, its body is `eager_step`, or the `step` of a
+variant below:
 
     for step in range(num_steps):
         zero(main_grads)                                      # the FP32 gradient of each parameter
@@ -36,11 +36,12 @@ There is no dropout, so no graph draws random numbers.
 Copied in      the embedding's output to x, and the gradient of the loss to grad_y. All else is read where it lies.
 Read in time   the loss reads y, and the embedding's backward reads grad_x, both in the microbatch that wrote them. A
                replay in the next step may overwrite them.
-Freed          once a layer's backward is captured, later captures may use the memory of its activations. `close`, which
-               a run calls at its end, releases all graphs and their pool.
+Freed          once a layer's backward is captured, later captures may use the memory of its activations. At the end of
+               a run `session` releases all graphs and their pool.
 
 The step is the same on several data and tensor ranks: the collectives of --tp are in the layers, and so in the graphs.
-A pipeline has another step and other graphs: gpt3/pipeline/stage.py and gpt3/pipeline/stage_graphs.py.
+A pipeline has another step and other graphs: gpt3/pipeline/stage.py and gpt3/pipeline/stage_graphs.py. Graphs made by
+Transformer Engine and by torch.compile are in gpt3/other_variants.py.
 
     python -m gpt3.train --preset tiny --variant graph_layer
     python -m gpt3.train --preset bench --variant graph_layer --steps 20
@@ -49,13 +50,11 @@ A pipeline has another step and other graphs: gpt3/pipeline/stage.py and gpt3/pi
     torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny_pp --variant graph_layer      # a pipeline
 """
 
-from common.config import parse
-from gpt3.config import ABOUT, PRESETS, Config
-from gpt3.variants import VARIANTS
+from common.contract import Training, parse, variant
+from gpt3.config import FACTS, FP8, PRESETS, Config, card, step_flops
 
 if __name__ == "__main__":
-    # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("gpt3", Config, PRESETS, VARIANTS, about=ABOUT)
+    args = parse("gpt3", Config, PRESETS, **FACTS)  # before torch is imported: --help and mistakes are answered at once
 
 from functools import partial
 from typing import NamedTuple
@@ -63,20 +62,55 @@ from typing import NamedTuple
 import torch
 
 # Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-# Capture: what a run reports of a capture. warm_up: three eager steps. section: names a part of the step in a profile.
-# mark: does nothing in timed steps and in captures. Where the host's launch time is measured, the host waits for the
-# GPU at each mark, for its queue holds some 1,000 launches. main: the loop, timing, checks.
+# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
+# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
-from common.script.main import main
-from common.variant import Capture, warm_up
-from gpt3.state import State
-from gpt3.workload import workload
+from common.session import session
+from common.training.flops import CAUSAL_HALF, peak_flops
+from gpt3.state import State, hyperparameters, resolve
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. The baseline `eager` runs it as it is.
+# 1. The training that all variants share
 
 
+def build(config: Config, device: torch.device, ranks) -> Training:
+    data_ranks = config.ranks(ranks.world_size).dp
+    config, notes = resolve(config, device, data_ranks)  # the kind of layer that runs here, as many layers as fit
+    state = State(config, device, ranks.rank, ranks.world_size)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        evaluate=state.evaluate,
+        items=config.sequence * config.microbatch * config.microbatches // (state.ranks.tp * state.ranks.pp),
+        unit="tokens",
+        flops=step_flops(config),
+        flops_convention=CAUSAL_HALF,
+        peak_flops=peak_flops(gpu, "fp8" if config.precision in FP8 else config.precision),
+        card=card(config, data_ranks, on_gpu=device.type == "cuda"),
+        notes=notes,
+        hyperparameters=hyperparameters(config, data_ranks),
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step. The baseline `eager` runs it as it is.
+
+
+@variant(
+    "eager",
+    kind="eager",
+    help="kernels launched one by one",
+    parity="bitwise",
+    headline=True,
+    builds=("", "torch_bf16", "parameterized"),
+    when=lambda c: not c.staged,
+)
 def eager_step(state: State, index: int):
     """Train on batch `index`. Nothing in it waits for the GPU."""
     state.begin_step(index)  # copies the batch to state.inputs; zeroes main_grads that microbatch 0 does not overwrite
@@ -93,11 +127,14 @@ def eager_step(state: State, index: int):
         with section("backward"), state.fp8.backward():
             loss.backward()  # gradients go to main_grads, see gpt3/model.py
         mark()
-    state.end_step(index)  # all-reduces and clips main_grads, runs Adam, keeps loss and gradient norm
+    with section("optimizer"):
+        state.reduce_gradients()  # all-reduces main_grads
+        state.adam.step()  # clips main_grads, too
+    state.keep_results(index)  # loss and gradient norm
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. graph_layer: the same step with its layers captured
+# 3. graph_layer: the same step with its layers captured
 
 
 class Microbatch(NamedTuple):
@@ -109,7 +146,17 @@ class Microbatch(NamedTuple):
     grad_x: torch.Tensor
 
 
-class Graphed:
+@variant(
+    "graph_layer",
+    kind="graph",
+    help="our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
+    graphs=lambda c: c.layer_passes,
+    parity="bitwise",
+    headline=True,
+    formerly="graph",
+    when=lambda c: not c.staged,
+)
+class GraphedLayers:
     """A forward and a backward graph for each layer in each microbatch, all in one pool.
 
     The order of capture is the order of replay. So a microbatch takes the memory of the activations before it.
@@ -117,19 +164,16 @@ class Graphed:
     harness runs everything on another one. Weights, main_grads and FP8 scales lie outside the pool and never move.
     """
 
-    update = None
-
-    def __init__(self, state: State):
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="layer x microbatch, forward and backward", pools=[self.pool])
+    def __init__(self, state: State, capture):
+        self.state, self.pool = state, capture.pool()
         # Libraries allocate at first use, which must not happen in a capture. Warm-up steps train; `state.reset`, which
         # a run calls before its first step, undoes that.
-        warm_up(state, self.capture, eager_step)
+        capture.warm_up(eager_step)
         # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
         self.grad_y = torch.zeros_like(self.x)
         self.microbatches = []
-        with self.capture.timed("capture_s"), state.fp8.capturing():  # no scale update is captured
+        with capture.capturing(), state.fp8.capturing():  # no scale update is captured
             for microbatch in range(state.config.microbatches):
                 forward, saved, y = capture_forward(state.layers, self.pool, self.x, microbatch)
                 backward, grad_x = capture_backward(self.pool, saved, self.grad_y)
@@ -157,13 +201,13 @@ class Graphed:
                     replay(graphs.backward)  # the graphs add the weights' gradients to main_grads
                 embedded.backward(graphs.grad_x)
             mark()
-        state.end_step(index, self.update)  # update: the replay that clips and runs Adam; None: eager
+        with section("optimizer"):
+            state.reduce_gradients()
+            self.update()
+        state.keep_results(index)
 
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers * self.state.config.microbatches
-
-    def close(self):
-        self.pool.release()
+    def update(self):
+        self.state.adam.step()
 
 
 def replay(graphs):
@@ -213,35 +257,38 @@ def input_gradient(x, output, grad):
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. graph_layer_optimizer: clipping and Adam in one more graph
+# 4. graph_layer_optimizer: clipping and Adam in one more graph
 
 
-class GraphedOptimizer(Graphed):
+@variant(
+    "graph_layer_optimizer",
+    kind="graph",
+    help="graph_layer, with clipping and Adam in a graph of their own",
+    graphs=lambda c: c.layer_passes + 1,
+    parity="bitwise",
+    formerly="graph_opt",
+    when=lambda c: not c.staged,
+)
+class GraphedLayersOptimizer(GraphedLayers):
     """Numbers that change from step to step are on the GPU, where a replay reads them: the learning rate, Adam's count
     of steps, the gradient norm. A schedule would fill `state.adam.lr` before the step. The all-reduce of the gradients
     and storing the loss stay eager.
     """
 
-    def __init__(self, state: State):
-        super().__init__(state)
-        self.capture.strategy += "; clipping and Adam"
+    def __init__(self, state: State, capture):
+        super().__init__(state, capture)
         # Captured last because replayed last: it may use memory that the layers' graphs no longer need.
-        with self.capture.timed("capture_s"):
-            graph, _ = self.pool.capture(state.adam.step)
-        self.update = graph.replay
+        with capture.capturing():
+            self.optimizer, _ = self.pool.capture(state.adam.step)
 
-    def replays_of(self, index: int) -> int:
-        return super().replays_of(index) + 1
+    def update(self):
+        self.optimizer.replay()
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. All variants, declared in variants.py
-#
-#     eager                                   eager_step above, run by common.variant.Eager
-#     graph_layer, graph_layer_optimizer      Graphed, GraphedOptimizer
-#     graph_layer_te, _te_slot, _te_default   other_variants.py: Transformer Engine's make_graphed_callables
-#     compile, reduce_overhead                other_variants.py: torch.compile
-#     graph_parameterized                     other_variants.py: graphs without a pool (docs/parameterized.md)
+# 5. The loop. A variant's `step` is all that it runs.
 
 if __name__ == "__main__":
-    main("gpt3", args, partial(workload, variants=VARIANTS, eager_step=eager_step))
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

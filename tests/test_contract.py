@@ -1,5 +1,6 @@
 """Tests of the contract of every model: each folder with a train.py, each variant, trained by hand on the CPU."""
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -14,7 +15,8 @@ import pytest
 from benchmarks import script
 from common.config import needs
 from common.measuring import trace
-from tests.helpers import forked
+from common.variant import Unsupported
+from tests.helpers import contracts, forked
 from tests.helpers.once import once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,6 +154,19 @@ def test_describe(model):
         new = described["formerly"][each]
         assert (said.returncode, said.stdout) == (2, "")
         assert said.stderr == f"python -m {model}.train: variant {each!r} is now {new!r}\n"
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model in SUITE])
+def test_every_preset_has_promises(model):
+    for preset in DESCRIBED[model]["presets"]:
+        own, promised = contracts.model(model, "--preset", preset), {}
+        for variant in DESCRIBED[model]["variants"]:
+            with contextlib.suppress(Unsupported):
+                promised[variant] = own.promises(variant)
+        assert "eager" in promised and (preset != "bench" or set(promised) == set(DESCRIBED[model]["variants"]))
+        for variant, promise in promised.items():
+            kind, is_none = DESCRIBED[model]["kinds"][variant], promise == (0, 0)
+            assert is_none if kind == "eager" else kind == "compile" or not is_none
 
 
 @pytest.mark.parametrize("model", MODELS)

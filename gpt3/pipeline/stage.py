@@ -14,10 +14,10 @@ With --pp-rank a stage runs without the others. Its inputs are then copied from 
 outputs are dropped, and their root mean squares are added to its loss, since most stages have no loss of their own.
 """
 
+from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.schedule import origin
-from common.variant import Eager
 from gpt3.state import State
 
 
@@ -68,7 +68,10 @@ class Stage:
             mark()
         self._exchange(state.transfers[-1])
         state.fp8.update()
-        state.end_step(index)
+        with section("optimizer"):
+            state.reduce_gradients()
+            state.adam.step()
+        state.keep_results(index)
 
     def _forward(self, chunk, microbatch):
         state, source = self.state, self._origin(chunk)
@@ -120,11 +123,6 @@ class Stage:
                 collectives.exchange_(sent, destinations, received, sources, self.state.groups.pipeline)
 
 
+@variant("eager", when=lambda c: c.staged)
 def eager_step(state: State, index: int):
-    """Train on batch `index`, launching kernels one by one."""
     Stage(state).step(index)
-
-
-def eager(state: State) -> Eager:
-    """The baseline: the stage's eager step."""
-    return Eager(state, eager_step)

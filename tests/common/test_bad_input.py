@@ -201,7 +201,7 @@ def write_to_full_disk(path, content):
 
 files.write_text = write_to_full_disk
 sys.argv[1:] = sys.argv[2:]
-runpy.run_module("gpt3.train", run_name="__main__")
+runpy.run_module("gpt3.train", run_name="__main__", alter_sys=True)
 """
 
 

@@ -2,27 +2,25 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.config import Arguments, Run
 from common.training.optimizers.no_adam import NUDGE
 from common.training.schedule import peak_in_flight
 from common.variant import Unsupported
-from common.variant_table import construct, resolved
 from gpt3 import train
 from gpt3.config import PRESETS
 from gpt3.pipeline import stage as pipeline
 from gpt3.pipeline import stage_graphs
-from gpt3.pipeline.stage_graphs import Graphed
 from gpt3.state import State
-from gpt3.variants import VARIANTS
-from gpt3.workload import OF_STAGES, resolve, workload
+from tests.helpers import contracts
 from tests.helpers.followed import difference, follow
 from tests.helpers.gpt3_case import CPU, SMALL, STEPS, eager_step_of
 
+ONE_RANK = SimpleNamespace(rank=0, world_size=1)
 # The 11,616-GPU run's stage at toy width: 8 chunks of 2 layers, 6 stages, 6 microbatches.
 RANK = replace(
     PRESETS["rank"],
@@ -30,6 +28,10 @@ RANK = replace(
     amax_history=4,
     batches=2,
 )
+
+
+def graph_layer(state):
+    return contracts.made("gpt3", "graph_layer", state)
 
 
 @pytest.mark.parametrize("chunks, precision", [(2, "fp32"), (4, "bf16")])
@@ -58,11 +60,11 @@ def test_chunks_of_one_process_are_the_lessons_step(chunks, precision):
 def test_graphs_equal_eager_bit_for_bit(changes):
     state = State(replace(SMALL, **changes), CPU)
     eager = follow(state, eager_step_of(state), 4)
-    variant = Graphed(state)
+    variant = graph_layer(state)
     before = variant.capture.num_replays
     graphed = follow(state, variant.step, 4)
     assert difference(graphed, eager, state) == ""
-    graphs, replays = VARIANTS["graph_layer"].promised(state.config)
+    graphs, replays = contracts.model_of("gpt3", state).promises("graph_layer")
     assert variant.capture.num_replays - before == 4 * replays == sum(map(variant.replays_of, range(4)))
     assert len(variant.pool.graphs) == graphs
     mixed = follow(state, lambda index: variant.step(index) if index % 2 else eager_step_of(state)(index), 4)
@@ -77,8 +79,9 @@ def test_the_rank_of_the_11616_gpu_run_at_toy_width():
     assert [step > 0 for step, _ in state.steps] == [True] * 48 + [False] * 48
     assert peak_in_flight(6, 0, 8, 6) == 48
     eager = follow(state, eager_step_of(state), 2)
-    variant = Graphed(state)
-    assert len(variant.pool.graphs) == 192 == VARIANTS["graph_layer"].promised(PRESETS["rank"])[0]
+    variant = graph_layer(state)
+    assert len(variant.pool.graphs) == 192
+    assert contracts.model_of("gpt3", state, PRESETS["rank"]).promises("graph_layer") == (192, 192)
     before = variant.capture.num_replays
     graphed = follow(state, variant.step, 2)
     assert variant.capture.num_replays - before == 192 * 2
@@ -128,7 +131,7 @@ def test_receive_buffers_are_used_again_where_they_are_free():
 
 def test_graphs_chain_their_buffers():
     """From layer to layer and from chunk to chunk; filled are the first input and the gradient of the loss."""
-    variant = Graphed(State(replace(SMALL, chunks=2, microbatches=1), CPU))
+    variant = graph_layer(State(replace(SMALL, chunks=2, microbatches=1), CPU))
     filled = {step for (step, _), each in variant.passes.items() if each.read is not None}
     assert filled == {1, -2}
 
@@ -148,7 +151,7 @@ def test_borrowed_memory_is_free_for_later_captures():
 def test_evaluation_leaves_training_as_it_was():
     """FP8, two chunks of one process."""
     state = State(replace(SMALL, chunks=2, vocab=256), CPU)
-    variant = resolved(OF_STAGES["graph_layer"])(state)
+    variant = graph_layer(state)
     expected = follow(state, variant.step, 4)
 
     def step(index):
@@ -160,24 +163,20 @@ def test_evaluation_leaves_training_as_it_was():
 
 
 def test_what_is_not_there_for_stages_says_so():
-    args = Arguments(config=replace(SMALL, chunks=2), run=Run(preset="tiny", variant="eager"))
-    _, made = workload(args, CPU, 0, 1, VARIANTS, train.eager_step)
-    assert list(made.variants) == list(VARIANTS) and made.reference is pipeline.eager_step
-    state = State(args.config, CPU)
-    with pytest.raises(Unsupported, match="eager, graph_layer, graph_layer_te alone"):
-        construct(made.variants["graph_layer_optimizer"], state)
+    model = contracts.model_of("gpt3", State(replace(SMALL, chunks=2), CPU))
+    assert model.reference_step("graph_layer").func is pipeline.eager_step
+    with pytest.raises(Unsupported, match="no code for these settings; eager, graph_layer, graph_layer_te have"):
+        model.make("graph_layer_optimizer")
     with pytest.raises(Unsupported, match="no evaluation over several stages"):
         State(replace(SMALL, pp=2, pp_rank=0), CPU).evaluate()
     with pytest.raises(Unsupported, match="graph_layer_te needs a GPU"):
-        construct(made.variants["graph_layer_te"], state)
+        model.make("graph_layer_te")
 
 
 def test_a_stage_alone_is_said_so():
-    args = Arguments(config=RANK, run=Run(preset="rank", variant="eager"))
-    _, notes = resolve(args, CPU)
-    assert any("edges fed with fixed tensors, no optimizer" in note for note in notes)
-    _, made = workload(args, CPU, 0, 1, VARIANTS, train.eager_step)
+    made = train.build(RANK, CPU, ONE_RANK)
+    assert any("edges fed with fixed tensors, no optimizer" in note for note in made.notes)
     assert "edges fed" in made.card[-1]
+    assert made.items == RANK.sequence * RANK.microbatch * RANK.microbatches
     # The embedding is no product; the head is the last stage's.
-    _, last = workload(Arguments(config=replace(RANK, pp_rank=5), run=args.run), CPU, 0, 1, VARIANTS, None)
-    assert last.flops_per_step > made.flops_per_step
+    assert train.build(replace(RANK, pp_rank=5), CPU, ONE_RANK).flops > made.flops

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -14,19 +15,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common import variant_table
-from common.config import Arguments, Run
 from common.training import flops
 from common.variant import Unsupported
 from gpt3 import train
 from gpt3.config import PRESETS
-from gpt3.state import State, held_out_batches, hyperparameters, training_batches
-from gpt3.variants import VARIANTS
-from gpt3.workload import resolve, workload
-from tests.helpers import gloo_ranks
+from gpt3.state import State, held_out_batches, hyperparameters, resolve, training_batches
+from tests.helpers import contracts, gloo_ranks
 from tests.helpers.followed import difference, follow
 from tests.helpers.gpt3_case import CPU, SMALL
-from tests.helpers.made import made
 from tests.helpers.megatron_files import write_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,9 +30,12 @@ TINY = replace(PRESETS["tiny"], layer="torch")
 WIDE = replace(TINY, hidden=128, head_dim=32, ffn=256, sequence=64)
 # A history that six steps go round twice.
 SHORT = replace(SMALL, layers=2, microbatches=2, amax_history=3, batches=3, lr=1e-3)
-RUN = Run(preset="tiny", variant="eager")
 GRAPHED = ("graph_layer", "graph_layer_optimizer")
 TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot", "graph_layer_te_default")
+
+
+def made(name, state):
+    return contracts.made("gpt3", name, state)
 
 
 def follow_eager(state, count):
@@ -60,12 +59,12 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     state = State(replace(SHORT, **changes), CPU)
     eager = follow_eager(state, 6)
     for name in GRAPHED:
-        variant = made(VARIANTS, name, state)
+        variant = made(name, state)
         before = variant.capture.num_replays
         assert difference(follow(state, variant.step, 6), eager, state) == "", name
         promised = sum(variant.replays_of(index) for index in range(6))
         assert variant.capture.num_replays - before == promised > 0
-        graphs, replays = VARIANTS[name].promised(state.config)
+        graphs, replays = contracts.model_of("gpt3", state).promises(name)
         assert promised == 6 * replays and len(variant.capture.pools) == 1
         assert replays == 2 * state.config.layers * state.config.microbatches + (name == "graph_layer_optimizer")
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs == replays
@@ -75,7 +74,7 @@ def test_graphs_equal_eager_bit_for_bit(changes):
 @pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("graph_layer", "bf16")])
 def test_evaluation_leaves_training_as_it_was(name, precision):
     state = State(replace(SHORT, precision=precision), CPU)
-    variant = made(VARIANTS, name, state)
+    variant = made(name, state)
     expected = follow(state, variant.step, 5)
     losses = []
 
@@ -129,7 +128,7 @@ def test_hyperparameters_are_those_of_the_step():
 def test_replays_read_the_batch_that_was_loaded_and_mix_with_eager_steps(name):
     """Other text, other losses; the eager step agrees."""
     state = State(SHORT, CPU)
-    variant = made(VARIANTS, name, state)
+    variant = made(name, state)
     losses = follow(state, variant.step, 4)[0]
     for batch in state.batches:
         batch["tokens"] = (batch["tokens"] + 1) % SHORT.vocab
@@ -147,7 +146,7 @@ def test_replays_read_the_batch_that_was_loaded_and_mix_with_eager_steps(name):
 def test_the_optimizers_graph_follows_what_changes_from_step_to_step():
     """The learning rate of a schedule, filled in before each step; Adam's count of steps goes on by itself."""
     state = State(SHORT, CPU)
-    variant = made(VARIANTS, "graph_layer_optimizer", state)
+    variant = made("graph_layer_optimizer", state)
 
     def scheduled(step, factor):
         def both(index):
@@ -173,7 +172,7 @@ def test_the_optimizers_graph_follows_what_changes_from_step_to_step():
 
 def test_the_optimizer_is_in_its_graph_and_the_rest_of_the_step_is_not():
     state = State(SHORT, CPU)
-    variant = made(VARIANTS, "graph_layer_optimizer", state)
+    variant = made("graph_layer_optimizer", state)
     operators = variant.pool.graphs[-1].operators()
     assert sum("_fused_adamw_" in name for name in operators) == 1
     assert operators[-1].startswith("aten._foreach_copy_"), "parameters follow their masters last"
@@ -215,7 +214,7 @@ def test_gradients_are_accumulated_over_all_microbatches(precision):
 @pytest.mark.parametrize("variant, precision", [("eager", "bf16"), *((name, "fp8") for name in ("eager", *GRAPHED))])
 def test_a_step_owes_nothing_to_gradients_left_over(variant, precision):
     state = State(replace(SHORT, precision=precision), CPU)
-    run = made(VARIANTS, variant, state)
+    run = made(variant, state)
     clean = follow(state, run.step, 3)
 
     def step(index):
@@ -239,11 +238,11 @@ def test_flops():
     state = State(config, CPU)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         train.eager_step(state, 0)
-    _, described = workload(Arguments(config=config, run=RUN), CPU, 0, 1, variants={}, eager_step=None)
+    described = train.build(config, CPU, SimpleNamespace(rank=0, world_size=1))
     masked_half = 3 * 2 * config.sequence**2 * config.heads * config.head_dim * config.layers * 6
     assert described.flops_convention == flops.CAUSAL_HALF
-    assert described.flops_per_step == counter.get_total_flops() - masked_half
-    assert described.items_per_step == 6 * config.sequence
+    assert described.flops == counter.get_total_flops() - masked_half
+    assert described.items == 6 * config.sequence
 
 
 # --- the state
@@ -275,7 +274,7 @@ def test_close_releases_the_graphs_memory():
     state = State(replace(WIDE, sequence=256, microbatches=1, microbatch=2, precision="bf16"), CPU)
 
     def make():
-        variant = made(VARIANTS, "graph_layer", state)
+        variant = made("graph_layer", state)
         held = variant.pool.bytes()
         variant.close()
         assert variant.pool.bytes() == 0 and not variant.pool.graphs
@@ -293,25 +292,19 @@ def test_close_releases_the_graphs_memory():
 
 
 def test_variants_that_need_a_gpu_say_so():
-    assert all(callable(variant_table.resolved(variant.make)) for variant in VARIANTS.values())
     state = State(replace(SHORT, precision="bf16"), CPU)
     for name in ("compile", "reduce_overhead", *TE_GRAPHS):
         with pytest.raises(Unsupported, match="GPU"):
-            made(VARIANTS, name, state)
+            made(name, state)
 
 
 def test_resolve_names_what_stands_in_for_fp8():
-    def resolved(config):
-        args, notes = resolve(Arguments(config=config, run=RUN), CPU)
-        assert args.run == RUN
-        return args.config, notes
-
-    assert resolved(PRESETS["tiny"]) == (TINY, ["FP8 emulated: operands rounded to FP8, GEMMs in bf16"])
-    assert resolved(replace(TINY, precision="bf16")) == (replace(TINY, precision="bf16"), [])
+    assert resolve(PRESETS["tiny"], CPU) == (TINY, ["FP8 emulated: operands rounded to FP8, GEMMs in bf16"])
+    assert resolve(replace(TINY, precision="bf16"), CPU) == (replace(TINY, precision="bf16"), [])
     with pytest.raises(ValueError, match="--layer te needs a GPU; take --layer torch"):
-        resolved(replace(TINY, layer="te"))
+        resolve(replace(TINY, layer="te"), CPU)
     with pytest.raises(ValueError, match="run --preset tiny"):
-        resolved(replace(PRESETS["bench"], layers=9600))
+        resolve(replace(PRESETS["bench"], layers=9600), CPU)
 
 
 # --- processes

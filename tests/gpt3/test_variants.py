@@ -16,16 +16,17 @@ from typing import ClassVar
 import pytest
 import torch
 
+from common import variant as common_variant
+from common.capture.pool import Pool
 from common.training.parallel import collectives
 from common.training.precision.fp8 import EmulatedLinear, TransformerEngineScaling
 from common.training.schedule import numbered
 from common.variant import enter, leave
-from common.variant_table import construct
 from gpt3 import other_variants, train
 from gpt3.config import PRESETS
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
-from gpt3.variants import VARIANTS
+from tests.helpers import contracts
 from tests.helpers.followed import difference, follow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,15 +142,20 @@ def put_in(monkeypatch, state, graphs):
     """Make variants of `state` by `graphs` in the place of Transformer Engine."""
     fake_modules(monkeypatch, graphs)
     monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)
-    monkeypatch.setattr(other_variants, "Pool", NoPool)
+    monkeypatch.setattr(common_variant, "Pool", NoPool)
     state.fp8.recipe = "the recipe"
+
+
+def construct(name, state):
+    """A variant that is not entered."""
+    return contracts.model_of("gpt3", state).make(name)
 
 
 def make(name, monkeypatch, config=CONFIG):
     state = State(config, CPU)
     graphs = Graphs(state)
     put_in(monkeypatch, state, graphs)
-    made = other_variants.StageAsSubmitted(state) if config.staged else construct(VARIANTS[name], state)
+    made = construct(name, state)
     assert flag() is None, "the constructor leaves the flag to nobody"
     return state, graphs, made
 
@@ -197,7 +203,7 @@ def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(
     assert graphs.passes == numbered(asked.order) * (4 * CONFIG.microbatches // num_slots)
     replays = len(graphs.passes) * CONFIG.layers // 4
     assert variant.replays_of(0) == replays
-    assert (2 * len(graphs.places), replays) == VARIANTS[name].promised(CONFIG)
+    assert (2 * len(graphs.places), replays) == contracts.model_of("gpt3", state).promises(name)
     variant.close()
     assert graphs.num_reset == len(graphs.places) and variant.pool.released
 
@@ -209,10 +215,11 @@ def test_variants_take_turns_on_one_state(monkeypatch):
     for name in ("graph_layer_te_slot", "graph_layer_te_default"):
         graphs = Graphs(state)
         monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)  # noqa: B023
-        made.append(construct(VARIANTS[name], state))
+        made.append(construct(name, state))
         flags.add(graphs.flag)
     assert len(flags) == 3 and None not in flags
-    made.append(construct(VARIANTS["graph_layer"], state))
+    monkeypatch.setattr(common_variant, "Pool", Pool)
+    made.append(construct("graph_layer", state))
 
     def eager(index):
         train.eager_step(state, index)
@@ -246,7 +253,7 @@ def test_a_capture_that_fails_leaves_nothing(name, monkeypatch):
     put_in(monkeypatch, state, graphs)
     monkeypatch.setattr(other_variants, "require", lambda state, asked: fails)
     with pytest.raises(torch.OutOfMemoryError):
-        construct(VARIANTS[name], state)
+        construct(name, state)
     assert layer_class.__call__ is call and not graphs.capturing and flag() is None
     assert not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
 
@@ -292,7 +299,9 @@ def test_a_stage_equals_eager_in_the_order_of_its_schedule(precision, changes, m
     assert len({args[0].data_ptr() for args in graphs.asked.sample_args}) == 4 * len(state.layers)
     require_eager(state, variant, pipeline.eager_step)
     assert graphs.passes == state.steps * 4
-    assert variant.replays_of(0) == 2 * 4 * len(state.layers) == VARIANTS["graph_layer_te"].promised(state.config)[1]
+    replays = 2 * 4 * len(state.layers)
+    assert variant.replays_of(0) == replays
+    assert contracts.model_of("gpt3", state).promises("graph_layer_te") == (2 * len(variant.callables), replays)
     variant.close()
     assert graphs.num_reset == len(graphs.asked.sample_args) and variant.pool.released
 

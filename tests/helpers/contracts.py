@@ -21,11 +21,16 @@ def model(name, *arguments, device=None):
     return Model(request(name, *arguments), build, device or torch.device("cpu"))
 
 
-def made(name, variant, state, config=None):
-    """A variant made from a state of the model, and entered. config: the state's unless given."""
+def model_of(name, state, config=None):
+    """A model with a state in the place of its build's. config: the state's unless given."""
     own = model(name, device=state.device)
     own.config = config or state.config
     own.training = contract.Training(state=state, results={})
-    variant = own.make(variant)
+    return own
+
+
+def made(name, variant, state, config=None):
+    """A variant made from a state of the model, and entered. config: the state's unless given."""
+    variant = model_of(name, state, config).make(variant)
     enter(variant)
     return variant

@@ -7,12 +7,10 @@ from pathlib import Path
 import torch
 
 from gpt3 import state as gpt3_state
-from gpt3 import train
 from gpt3.config import PRESETS, Config
 from gpt3.model import split_dimension
-from gpt3.pipeline import stage as pipeline
-from gpt3.pipeline.stage_graphs import Graphed
 from gpt3.state import ADAM, State, training_batches
+from tests.helpers import contracts
 from tests.helpers.followed import difference, follow
 
 # Adam as in training but for eps: it makes a step of any gradient, and of the last bits of one next to zero, too.
@@ -59,8 +57,7 @@ def whole(config: Config, data_ranks: int = 1) -> State:
 
 
 def eager_step_of(state: State):
-    step = pipeline.eager_step if state.config.staged else train.eager_step
-    return lambda index: step(state, index)
+    return contracts.model_of("gpt3", state).reference_step("eager")
 
 
 def own_state(**changes) -> State:
@@ -97,7 +94,7 @@ def graphed_on_ranks():
     _, changes = SPLITS[os.environ["SPLIT"]]
     state = own_state(precision=os.environ["PRECISION"], **changes)
     eager = follow(state, eager_step_of(state), STEPS)
-    variant = (Graphed if state.config.staged else train.Graphed)(state)
+    variant = contracts.made("gpt3", "graph_layer", state)
     before = variant.capture.num_replays
     differ = difference(follow(state, variant.step, STEPS), eager, state)
     replays = variant.capture.num_replays - before
