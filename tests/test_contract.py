@@ -1,5 +1,6 @@
 """Tests of the contract of every model: each folder with a train.py, each variant, trained by hand on the CPU."""
 
+import ast
 import contextlib
 import functools
 import json
@@ -23,6 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MODELS = sorted(path.parent.name for path in ROOT.glob("*/train.py"))
 # Of a model outside of the suite, sections beside "data", gradient norms and hyperparameters for --mllog are optional.
 SUITE = ("gpt3", "llama2_lora", "llama31", "moe", "rnnt", "stable_diffusion")
+LOOP = """if __name__ == '__main__':
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)"""
 # As on a machine without a GPU, whatever this one has.
 CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # Of eager, which has to show that it learns; of what is compared with it, in its first steps; of CHEAPER's models.
@@ -167,6 +172,13 @@ def test_every_preset_has_promises(model):
         for variant, promise in promised.items():
             kind, is_none = DESCRIBED[model]["kinds"][variant], promise == (0, 0)
             assert is_none if kind == "eager" else kind == "compile" or not is_none
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_loop_at_the_end_makes_steps_and_nothing_else(model):
+    """Blocks of a run make these calls alone."""
+    end = ast.parse((ROOT / model / "train.py").read_text()).body[-1]
+    assert ast.unparse(end) == LOOP
 
 
 @pytest.mark.parametrize("model", MODELS)
