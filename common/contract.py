@@ -129,6 +129,7 @@ class Variant:
 
     Attributes:
         code: step(state, index), or a maker of an object with `step`, called with (state, capture).
+        warm_up: step(state, index) that warms up a step function.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Variant:
     graphs: Count
     replays: Count
     when: Callable | None
+    warm_up: Callable
 
     def promised(self, config) -> tuple[int | None, int | None]:
         """(graphs, replays a step) for a config."""
@@ -147,7 +149,15 @@ class Variant:
 _declared: dict[str, list[Variant]] = {}
 
 
-def variant(name: str, *, graphs: Count = 0, replays: Count | str = "graphs", when: Callable | None = None, **literals):
+def variant(
+    name: str,
+    *,
+    graphs: Count = 0,
+    replays: Count | str = "graphs",
+    when: Callable | None = None,
+    warm_up: Callable | None = None,
+    **literals,
+):
     """Declare a step function, or a class of captures, as a variant.
 
     Args:
@@ -156,6 +166,7 @@ def variant(name: str, *, graphs: Count = 0, replays: Count | str = "graphs", wh
         graphs: graphs of the capture: a number, None (1 or more), or a function of the config.
         replays: replays of a step, as `graphs`; the number of graphs unless given.
         when: when(config) tells whether this code is the variant's; a second declaration may then have the same name.
+        warm_up: step(state, index) that warms up in the place of a step function, as where graphs have other shapes.
         literals: kind: "eager", "graph", or "compile" for code that torch.compile makes.
             help: a line for --help; the first line of the docstring unless given.
             parity: "bitwise", a relative difference of losses that is allowed, or None: that of two reference runs.
@@ -172,7 +183,7 @@ def variant(name: str, *, graphs: Count = 0, replays: Count | str = "graphs", wh
         raise TypeError(f"variant {name}: unknown keyword {sorted(unknown)[0]}")
 
     def declare(code):
-        _declared.setdefault(module, []).append(Variant(name, code, graphs, promised, when))
+        _declared.setdefault(module, []).append(Variant(name, code, graphs, promised, when, warm_up or code))
         return code
 
     return declare

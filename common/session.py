@@ -83,7 +83,7 @@ class Model:
         if declared.takes_index:
             capture.strategy = "none"
             made: Any = SimpleNamespace(step=functools.partial(code.code, self.training.state))
-            capture.warm_up(code.code)
+            capture.warm_up(code.warm_up)
         else:
             made = code.code(self.training.state, capture)
         return complete_variant(made, capture, code.promised(self.config)[1])

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from common.config import Timing, flag_of, needs, option, require_fields, require_folder_of_its_own
 from common.training.memory_fit import require_batch
-from common.variant_table import about
 from rnnt.data import buckets
-from rnnt.variants import VARIANTS
 
 CONTEXT_BYTES = 2 * 2**30  # CUDA and its libraries
 MAX_WORKERS = 64
@@ -142,8 +140,8 @@ PRESETS = {
     "mlperf": Config(data="lengths", buckets="50", min_steps=200),
 }
 
-ABOUT = {
-    **about(VARIANTS),
+FACTS = {
+    "files": ["other_variants"],
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"], "buckets": ["buckets"]},
     "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(64, 8) if preset == "mlperf" else None),

@@ -4,47 +4,56 @@ import contextlib
 
 import torch
 
+from common.contract import variant
 from common.measuring.marks import mark, section
-from common.variant import Compiled, Eager, require_compiler
+from common.variant import Compiled, require_compiler
 from rnnt.data import buckets
+from rnnt.train import load_batch, mean_loss, padded_step, train_on
 
 
-def eager_sync(state, load_batch, mean_loss, warm_up_step) -> Eager:
-    """The usual loop: a loss that needs lengths on the host, a logged loss, and a look at the overflow; each waits.
+@variant(
+    "eager_sync",
+    kind="eager",
+    help="eager with the usual host reads: loss, overflow, lengths for the loss",
+    parity="bitwise",
+    traits={"extra_work": "reads loss, overflow and lengths on the host"},
+    warm_up=padded_step,
+)
+def sync_step(state, index: int):
+    """`eager_step` with reads on the host; each waits for the GPU."""
+    batch = load_batch(state, index)
+    with section("prediction"):
+        g = state.prediction(batch.tokens)
+    with section("encoder"):
+        f, lengths = state.encoder(batch.features, batch.feature_lengths)
+    mark()
+    with section("joint and loss"):
+        # torchaudio's loss reads these sizes on the host and takes logits of no other size.
+        sizes = lengths.max().item(), batch.token_lengths.max().item()
+        assert sizes == (f.shape[1], g.shape[1] - 1)
+        loss = mean_loss(state, f, g, lengths, batch)
+        logged = loss.item()
+    if logged != logged:
+        raise FloatingPointError(f"loss is NaN at step {index}")
+    mark()
+    with section("backward"):
+        gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
+    mark()
+    with section("optimizer"):
+        state.lamb.check(gradients)
+        if not state.scaler.found_inf.item():
+            state.lamb.apply()
+        state.scaler.update()
+        state.report.fill(loss, state.lamb.grad_norm)
+    state.end_step(index)
 
-    load_batch, mean_loss: of rnnt/train.py. The step is its `train_on` with reads on the host.
-    """
 
-    def step(state, index):
-        batch = load_batch(state, index)
-        with section("prediction"):
-            g = state.prediction(batch.tokens)
-        with section("encoder"):
-            f, lengths = state.encoder(batch.features, batch.feature_lengths)
-        mark()
-        with section("joint and loss"):
-            # torchaudio's loss reads these sizes on the host and takes logits of no other size.
-            sizes = lengths.max().item(), batch.token_lengths.max().item()
-            assert sizes == (f.shape[1], g.shape[1] - 1)
-            loss = mean_loss(state, f, g, lengths, batch)
-            logged = loss.item()
-        if logged != logged:
-            raise FloatingPointError(f"loss is NaN at step {index}")
-        mark()
-        with section("backward"):
-            gradients = torch.autograd.grad(loss * state.scaler.scale, state.parameters)
-        mark()
-        with section("optimizer"):
-            state.lamb.check(gradients)
-            if not state.scaler.found_inf.item():
-                state.lamb.apply()
-            state.scaler.update()
-            state.report.fill(loss, state.lamb.grad_norm)
-        state.end_step(index)
-
-    return Eager(state, step, warm_up_step)
-
-
+@variant(
+    "compile",
+    kind="compile",
+    help="torch.compile of the three networks around their LSTMs, no graphs",
+    parity=0.1,  # compiled code cannot call the joint's kernel and draws another dropout mask in its place
+)
 class CompiledNetworks(Compiled):
     """torch.compile of the three networks. Their LSTMs break its graphs, so it gets the joint and the parts between.
 
@@ -52,9 +61,9 @@ class CompiledNetworks(Compiled):
     except in the joint, whose kernel compiled code cannot call.
     """
 
-    def __init__(self, state, train_on, padded_step):
+    def __init__(self, state, capture):
         require_compiler(state.device)
-        self._train_on, self._shapes = train_on, state.plan.require_few_pairs("compile")
+        self._shapes = state.plan.require_few_pairs("compile")
         # `leave` takes back the changes of `enter`.
         self._changes = contextlib.ExitStack()
         super().__init__(
@@ -62,13 +71,14 @@ class CompiledNetworks(Compiled):
             padded_step,
             [(state, name) for name in ("encoder", "prediction", "joint")],
             "encoder, prediction network and joint",
+            capture=capture,
             fullgraph=False,
         )
 
     def compile_steps(self):
         """Train once on each shape."""
         for shape in self._shapes:
-            self._train_on(self.state, self.state.inputs.dummy_batch(*shape))
+            train_on(self.state, self.state.inputs.dummy_batch(*shape))
 
     def enter(self):
         """Set the compiler's options and put in the compiled functions."""

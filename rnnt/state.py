@@ -5,9 +5,8 @@ import functools
 
 import torch
 
-from common.machine import host_state, memory
+from common.machine import memory
 from common.measuring.marks import section
-from common.training import flops
 from common.training.optimizers.adam import LossScaler
 from common.training.step_report import ScaledReport
 from common.variant import Unsupported
@@ -45,8 +44,6 @@ class State:
         self.lamb = Lamb(self.parameters, self.scaler, config, rank, world_size)
         self.blank = config.vocab - 1
         self.source = self.open_source(rank, world_size, SEED, training=True)
-        held_out = HELD_OUT_BATCHES * config.batch if config.data in GENERATED else 0
-        self.hyperparameters = {"train_samples": self.source.num_samples, "eval_samples": held_out}
         self.plan = self._make_plan()
         # A bucket may be longer than the longest utterance.
         size = (max(self.plan.audio), config.batch, config.features)
@@ -161,36 +158,23 @@ class State:
         period = self.source.period
         return index % period if period else min(index, self.config.min_steps)
 
-
-def facts_of_run(args, device: torch.device, world_size: int) -> dict:
-    """Fields of common.variant.Workload that describe this training. Raises ValueError where it does not fit a CPU."""
-    config = args.config
-    if device.type == "cpu":
-        rnnt_config.require(config, host_state.available_host_bytes())
-    flops_per_step = nominal_flops(config)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return {
-        "card": rnnt_config.card(config, device.type, flops_per_step),
-        "notes": rnnt_config.notes(config, device.type),
-        "flops_per_step": flops_per_step,
-        "flops_convention": "matrix products of the utterances' true lengths",
-        "items_per_step": config.batch,
-        "unit": "utterances",
-        "peak_flops": flops.peak_flops(gpu, config.precision),
-        # Keys of MLPerf's log.
-        "hyperparameters": {
+    def hyperparameters(self) -> dict:
+        """Keys and values of MLPerf's log."""
+        c = self.config
+        return {
             "seed": SEED,
-            "global_batch_size": config.batch * world_size,
+            "global_batch_size": c.batch * self.world_size,
             "gradient_accumulation_steps": 1,
             "opt_name": "lamb",
-            "opt_base_learning_rate": config.lr,
-            "opt_lamb_learning_rate_warmup_steps": config.lr_warmup,
-            "opt_lamb_beta_1": config.beta1,
-            "opt_lamb_beta_2": config.beta2,
-            "opt_lamb_epsilon": config.eps,
-            "opt_lamb_weight_decay_rate": config.weight_decay,
-        },
-    }
+            "opt_base_learning_rate": c.lr,
+            "opt_lamb_learning_rate_warmup_steps": c.lr_warmup,
+            "opt_lamb_beta_1": c.beta1,
+            "opt_lamb_beta_2": c.beta2,
+            "opt_lamb_epsilon": c.eps,
+            "opt_lamb_weight_decay_rate": c.weight_decay,
+            "train_samples": self.source.num_samples,
+            "eval_samples": HELD_OUT_BATCHES * c.batch if c.data in GENERATED else 0,
+        }
 
 
 def nominal_flops(config: Config) -> float:

@@ -1,7 +1,7 @@
 """RNN-T, MLPerf's speech recogniser: the whole training step in one CUDA graph, or graphs of its two networks.
 
-The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
-`step` of a variant below:
+The training loop without graphs. It stands at the end of this file, and its body is `eager_step`, or the `step` of a
+variant below:
 
     for step in range(num_steps):
         features, tokens, lengths = next(batches)       # padded to the batch's longest utterance
@@ -47,45 +47,82 @@ Copied in      `load_batch` copies the batch to the static buffers, and the lear
 Read in time   end_step reads the report before the next replay of `graph_step` overwrites it. In `graph_networks` f, g,
                f's lengths and the parameters' gradients are read in the step that wrote them. Everything runs on one
                stream, so the GPU keeps the order of the code.
-Freed          `close`, which a run calls at its end, releases a variant's graphs and pools, the memory they share.
+Freed          at the end the session releases a variant's graphs and pools, the memory they share.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
     torchrun --standalone --nproc-per-node 2 -m rnnt.train --variant graph_networks    # data parallel
 """
 
-from common.config import parse
-from rnnt.config import ABOUT, PRESETS, Config, learning_rate
-from rnnt.variants import VARIANTS
+from common.contract import Training, parse, variant
+from rnnt.config import FACTS, PRESETS, Config, card, learning_rate, notes, require
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("rnnt", Config, PRESETS, VARIANTS, about=ABOUT)
+    args = parse("rnnt", Config, PRESETS, **FACTS)
 
 import torch
 
-# CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-# pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of `static`,
-# which the step fills before, have kept address and shape.
-from common.capture.pool import Pool
-
-# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where
-# the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+from common.machine.host_state import available_host_bytes
 from common.measuring.marks import mark, section
-from common.script.main import main
-
-# Capture: reports pools and seconds. warm_up: runs three eager steps.
-from common.variant import Capture, Workload, warm_up
+from common.session import session
+from common.training.flops import peak_flops
 from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
 
 # Networks, LAMB (state.lamb), loss scale (state.scaler), static buffers (state.inputs), buckets (state.plan), report.
-from rnnt.state import State, facts_of_run
+from rnnt.state import State, nominal_flops
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step
+# 1. The training, which all variants share
 
 
+def build(config: Config, device: torch.device, ranks) -> Training:
+    """A ValueError is a mistake in the flags that only building could show."""
+    if device.type == "cpu":
+        require(config, available_host_bytes())
+    flops, gpu = nominal_flops(config), torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    state = State(config, device, ranks.rank, ranks.world_size)
+    return Training(
+        state=state,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        batch_class=state.batch_class,
+        evaluate=state.evaluate,
+        finish=state.finish,
+        close=state.close,
+        items=config.batch,
+        unit="utterances",
+        flops=flops,
+        flops_convention="matrix products of the utterances' true lengths",
+        peak_flops=peak_flops(gpu, config.precision),
+        card=card(config, device.type, flops),
+        notes=notes(config, device.type),
+        hyperparameters=state.hyperparameters(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step
+#
+# No eager variant uses torch's kernels in place of ours, since it could only be slower: torch has no LAMB and no
+# transducer loss, and a loss of torch operators takes hundreds of launches a step (rnnt/loss.py). A joint of torch
+# operators takes more launches, too, and draws another dropout mask.
+#
+# Shapes decide which dropout numbers are drawn and how sums are rounded, so graphs are compared with eager_padded. It
+# trains on the samples of eager, as does eager_sync, which is in rnnt/other_variants.py with torch.compile.
+
+
+@variant(
+    "eager",
+    kind="eager",
+    help="kernels launched one by one, nothing waits for the GPU, batches without padding to buckets",
+    parity="bitwise",
+    headline=True,
+    warm_up=lambda state, index: padded_step(state, index),  # all variants warm up on the graphs' shapes
+)
 def eager_step(state: State, index: int, fit=None):
     """Train on batch `index`; fit: see load_batch. Nothing here waits for the GPU."""
     batch = load_batch(state, index, fit)
@@ -93,6 +130,15 @@ def eager_step(state: State, index: int, fit=None):
     state.end_step(index)  # starts the report's copy to the host; reads an earlier step's report that has arrived
 
 
+@variant(
+    "eager_padded",
+    kind="eager",
+    help="eager with batches padded to the graphs' shapes: graph_networks and graph_step must equal it",
+    reference="eager_padded",
+    parity="bitwise",
+    traits={"extra_work": "computes the padding of the graphs' shapes"},
+    headline=True,
+)
 def padded_step(state: State, index: int):
     """eager_step with the graphs' padding. A run compares the graphs' numbers with those of this step."""
     eager_step(state, index, state.plan.fit)
@@ -140,36 +186,47 @@ def mean_loss(state: State, f, g, lengths, batch: Batch):
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. The whole step as one graph
+# 3. The whole step as one graph
 
 
+@variant(
+    "graph_step",
+    kind="graph",
+    help="the whole step as one graph per pair of buckets, 16 at most",
+    graphs=None,  # known once the data has been seen
+    replays=1,
+    reference="eager_padded",
+    parity=1e-3,
+    headline=True,
+    formerly="full",
+)
 class GraphedStep:
     """`graph_step`: a graph of `train_on` for each pair of buckets, all in one memory pool. A step is one replay.
 
     A replay reads the static batch, the learning rate, the weights, LAMB's state (FP32 masters, moments, averages and
     count of steps) and the loss scale with its counters. It writes weights, LAMB's state, loss scale and report. All of
-    these lie outside the pool, so the graphs may be replayed in any order. The pool holds activations and gradients;
-    `close` frees it. Dropout draws new numbers, since torch gives each replay the generator's next offset. Ranks may
-    replay different buckets, since LAMB's collectives are the same in every graph.
+    these lie outside the pool, so the graphs may be replayed in any order. The pool holds activations and gradients.
+    Dropout draws new numbers, since torch gives each replay the generator's next offset. Ranks may replay different
+    buckets, since LAMB's collectives are the same in every graph.
     """
 
-    def __init__(self, state: State):
-        self.state, self.pool = state, Pool(state.device)
+    def __init__(self, state: State, capture):
+        self.state, pool = state, capture.pool()
         pairs = state.plan.require_few_pairs("graph_step")
-        self.capture = Capture(strategy=f"full iteration, pairs of buckets: {len(pairs)}", pools=[self.pool])
+        capture.strategy = f"full iteration, pairs of buckets: {len(pairs)}"
         # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So run a few
         # padded steps, then each shape once. They train; `state.reset`, which a run calls before its first step, undoes
         # that.
-        warm_up(state, self.capture, padded_step)
-        with self.capture.timed("warmup_s"):
+        capture.warm_up(padded_step)
+        with capture.timed("warmup_s"):
             for shape in reversed(pairs):
                 train_on(state, state.inputs.dummy_batch(*shape))
         self.graphs = {}
         # The largest shape first: the smaller ones then fit into the memory that it took.
         for shape in reversed(pairs):
             batch = state.inputs.dummy_batch(*shape)
-            with self.capture.timed("capture_s"):
-                self.graphs[shape], _ = self.pool.capture(lambda batch=batch: train_on(state, batch), batch)
+            with capture.capturing():
+                self.graphs[shape], _ = pool.capture(lambda batch=batch: train_on(state, batch), batch)
 
     def step(self, index: int):
         """`padded_step` with a replay in the place of `train_on`."""
@@ -184,17 +241,22 @@ class GraphedStep:
         # Every replay overwrites the report. end_step copies it before the next one.
         self.state.end_step(index)
 
-    def replays_of(self, index: int) -> int:
-        return 1
-
-    def close(self):
-        self.pool.release()
-
 
 # ------------------------------------------------------------------------------------------------
-# 3. Graphs per network and bucket, as MLPerf's submission had them
+# 4. Graphs per network and bucket, as MLPerf's submission had them
 
 
+@variant(
+    "graph_networks",
+    kind="graph",
+    help="a forward and a backward graph per bucket of encoder and prediction network; the rest eager",
+    graphs=None,
+    replays=4,
+    reference="eager_padded",
+    parity="bitwise",
+    headline=True,
+    formerly="graph",
+)
 class GraphedNetworks:
     """`graph_networks`: forward and backward graphs of encoder and prediction network, four replays a step.
 
@@ -203,26 +265,24 @@ class GraphedNetworks:
     reads. The next step's replays overwrite outputs and gradients, so each must be read in its own step.
     """
 
-    def __init__(self, state: State):
+    def __init__(self, state: State, capture):
         self.state = state
         encoder, prediction, self.joint = state.encoder, state.prediction, list(state.model.joint.parameters())
-        self.encoder = NetworkGraphs(state, state.model.encoder, lambda x: encoder(x.features, x.feature_lengths))
-        self.prediction = NetworkGraphs(state, state.model.prediction, lambda x: (prediction(x.tokens),))
+        model, pool = state.model, capture.pool
+        self.encoder = NetworkGraphs(pool(), model.encoder, lambda x: encoder(x.features, x.feature_lengths))
+        self.prediction = NetworkGraphs(pool(), model.prediction, lambda x: (prediction(x.tokens),))
         audio, text = state.plan.audio, state.plan.text
-        self.capture = Capture(
-            strategy=f"encoder, buckets: {len(audio)}; prediction, buckets: {len(text)}",
-            pools=[self.encoder.pool, self.prediction.pool],
-        )
-        warm_up(state, self.capture, padded_step)
+        capture.strategy = f"encoder, buckets: {len(audio)}; prediction, buckets: {len(text)}"
+        capture.warm_up(padded_step)
         # The encoder's graphs need no tokens and the prediction network's no frames: 1 stands for the other length.
         buckets = [(self.encoder, frames, (frames, 1)) for frames in reversed(audio)]
         buckets += [(self.prediction, tokens, (1, tokens)) for tokens in reversed(text)]
-        with self.capture.timed("warmup_s"):
+        with capture.timed("warmup_s"):
             for network, _, shape in buckets:
                 network.warm_up(state.inputs.dummy_batch(*shape))
         for network, length, shape in buckets:
             batch = state.inputs.dummy_batch(*shape)
-            with self.capture.timed("capture_s"):
+            with capture.capturing():
                 network.capture(length, batch)
 
     def step(self, index: int):
@@ -246,13 +306,6 @@ class GraphedNetworks:
             state.report.fill(loss, state.lamb.grad_norm)
         state.end_step(index)
 
-    def replays_of(self, index: int) -> int:
-        return 4
-
-    def close(self):
-        self.prediction.pool.release()
-        self.encoder.pool.release()
-
 
 class NetworkGraphs:
     """One network's graphs, a forward and a backward per bucket.
@@ -261,9 +314,9 @@ class NetworkGraphs:
     their forwards and their backwards, so each has a pool of its own.
     """
 
-    def __init__(self, state: State, network: torch.nn.Module, run):
+    def __init__(self, pool, network: torch.nn.Module, run):
         """run(batch): the network's outputs, the first one differentiable."""
-        self.run, self.pool, self.parameters = run, Pool(state.device), list(network.parameters())
+        self.run, self.pool, self.parameters = run, pool, list(network.parameters())
         # Outside the pool, one set for all buckets: fifty sets of 87 MB would be 4 GB. The copy from the pool to here
         # takes 40 us a step at 4.3 TB/s.
         self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
@@ -302,22 +355,9 @@ class NetworkGraphs:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. Main
-# rnnt/variants.py has the table of all variants; eager_sync and torch.compile are in rnnt/other_variants.py.
-
-
-def workload(args, device: torch.device, rank: int, world_size: int):
-    """(args, Workload), for `common.script.main`."""
-    return args, Workload(
-        model="rnnt",
-        build=lambda config, device: State(config, device, rank, world_size),
-        variants=VARIANTS,
-        reference=padded_step,  # the graphs are compared with it
-        kinds=ABOUT["kinds"],
-        promises=ABOUT["promises"],
-        **facts_of_run(args, device, world_size),
-    )
-
+# 5. The loop
 
 if __name__ == "__main__":
-    main("rnnt", args, workload)
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

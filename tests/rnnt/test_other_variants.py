@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.variant import Capture
 from rnnt.config import Config
 from rnnt.model import RNNT
 from rnnt.other_variants import CompiledNetworks
@@ -41,8 +42,10 @@ def test_the_compiled_networks_leave_everything_as_eager_needs_it(monkeypatch):
     def step(state, index):
         during.append(seen())
 
+    monkeypatch.setattr("rnnt.other_variants.padded_step", step)
+    monkeypatch.setattr("rnnt.other_variants.train_on", step)
     before = seen()
-    variant = CompiledNetworks(state, step, step)
+    variant = CompiledNetworks(state, Capture(strategy="", state=state, device=state.device))
     assert seen() == before and len(during) == 3
     for _ in range(2):
         variant.enter()
@@ -54,6 +57,7 @@ def test_the_compiled_networks_leave_everything_as_eager_needs_it(monkeypatch):
     def fails(state, batch):
         raise RuntimeError("does not compile")
 
+    monkeypatch.setattr("rnnt.other_variants.train_on", fails)
     with pytest.raises(RuntimeError, match="does not compile"):
-        CompiledNetworks(state, fails, step)
+        CompiledNetworks(state, Capture(strategy="", state=state, device=state.device))
     assert seen() == before

@@ -9,17 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.config import Arguments, Run
 from common.machine import memory
 from common.script import by_hand
-from common.variant import Unsupported, Workload
-from common.variant_table import construct
+from common.variant import Unsupported
 from rnnt.config import PRESETS, learning_rate, notes, training_flops
 from rnnt.data import buckets
 from rnnt.state import State, nominal_flops
 from rnnt.train import load_batch, padded_step
-from rnnt.variants import VARIANTS
-from tests.helpers import forked, gloo_ranks
+from tests.helpers import contracts, forked, gloo_ranks
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], frames=20, tokens=6, max_frames=24, max_tokens=8)
@@ -37,7 +34,7 @@ def deterministic():
 def run_steps(name, num_steps, config=TINY, overflow_at=(), device=CPU):
     """The whole state after each step, and the state object; features are infinite at `overflow_at`."""
     state = State(config, device)
-    variant = construct(VARIANTS[name], state)
+    variant = contracts.made("rnnt", name, state)
     original, count = state.source.next, 0
 
     def next_batch():
@@ -126,15 +123,23 @@ def test_training_learns():
 
 def test_compile_says_that_it_needs_a_gpu():
     with pytest.raises(Unsupported, match="GPU only"):
-        construct(VARIANTS["compile"], State(TINY, CPU))
+        contracts.made("rnnt", "compile", State(TINY, CPU))
 
 
 # --- buckets and pairs
 
 
+@pytest.mark.parametrize("name", ["eager", "eager_sync"])
+def test_eager_warms_up_on_the_shapes_of_the_graphs(name):
+    state = State(TINY, CPU)
+    contracts.made("rnnt", name, state)
+    padded = [padded for _, padded, _, _ in state.tally.steps]
+    assert len(padded) == 3 and set(padded) <= set(state.plan.pairs)
+
+
 def test_graph_networks_captures_each_bucket_of_each_network():
     state = State(TINY, CPU)
-    variant = construct(VARIANTS["graph_networks"], state)
+    variant = contracts.made("rnnt", "graph_networks", state)
     assert (state.plan.audio, state.plan.text) == ([12, 24], [4, 8])
     # Two forward and two backward graphs, one pool for each network.
     assert [len(pool.graphs) for pool in variant.capture.pools] == [4, 4]
@@ -146,13 +151,13 @@ def test_graph_step_refuses_more_pairs_than_it_takes():
     number = len(state.plan.pairs)
     assert number > buckets.MAX_PAIRS
     with pytest.raises(ValueError, match=rf"--buckets 8: {number} pairs of buckets occur, graph_step takes at most 16"):
-        construct(VARIANTS["graph_step"], state)
+        contracts.made("rnnt", "graph_step", state)
 
 
 def test_many_buckets_are_few_pairs_where_lengths_are_alike_and_others_are_refused():
     state = State(replace(TINY, buckets="20", data="synthetic", frames=19, tokens=5), CPU)
     assert len(state.plan.pairs) == 1
-    variant = construct(VARIANTS["graph_step"], state)
+    variant = contracts.made("rnnt", "graph_step", state)
     variant.step(0)
     state.plan.fit = lambda *_: (24, 8)
     with pytest.raises(ValueError, match="--buckets 20: no graph is of 24 frames and 8 tokens: take auto"):
@@ -220,16 +225,9 @@ def test_a_run_says_where_cudnn_s_persistent_kernels_cannot_run():
 
 def run_by_hand(config):
     """Return the result of a run of graph_networks by hand."""
-    workload = Workload(
-        model="rnnt",
-        build=lambda config, device: State(config, device),
-        variants=VARIANTS,
-        reference=padded_step,
-        items_per_step=config.batch,
-        unit="utterances",
-    )
-    arguments = Arguments(config=config, run=Run(preset="tiny", variant="graph_networks"))
-    result = by_hand.run(workload, arguments, CPU)
+    model = contracts.model("rnnt", "--preset", "tiny", "--variant", "graph_networks")
+    model.config = config
+    result = by_hand.trained(model)
     assert result["status"] == "pass", result["message"]
     return result
 
