@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training.memory_fit import require_batch
-from common.variant_table import about
-from stable_diffusion.variants import BUILDS, VARIANTS
 
 TIMESTEPS = 1000
 LATENT_SCALE = 0.18215  # times latents of the VAE: variance one
@@ -80,8 +78,10 @@ PRESETS = {
     "mlperf": Config(batch=4, zero_init=True, min_steps=200),
 }
 
-ABOUT = {
-    **about(VARIANTS, BUILDS),
+FACTS = {
+    "files": ["other_variants"],
+    # The preset as it is, in a worker of its own.
+    "builds": {"parameterized": {}},
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"]},
     "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(8, 8) if preset == "mlperf" else None),
@@ -169,6 +169,18 @@ def flops_per_sample(config: Config) -> float:
         if block.attention:
             macs += 2 * block.size**2 * (block.size**2 + config.context_tokens) * block.out_channels
     return 3.0 * 2 * macs
+
+
+def card(config: Config, on_gpu: bool) -> list[str]:
+    """Lines about what runs."""
+    tflops = config.batch * flops_per_sample(config) / 1e12
+    memory = f" | memory predicted {predicted_bytes(config) / 2**30:.1f} GiB" if on_gpu else ""
+    return [
+        f"UNet of {num_parameters(config) / 1e6:,.1f} M parameters",
+        f"batch {config.batch} of 4 x {config.latent_size} x {config.latent_size} latents, text "
+        f"{config.context_tokens} x {config.context_dim} | {config.precision} with FP32 masters | "
+        f"{tflops:.3g} TFLOP/step{memory}",
+    ]
 
 
 def predicted_bytes(config: Config) -> int:

@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from common.capture.lightning import CUDAGraphCallback
 from common.measuring.marks import mark, section
-from common.variant import Capture
 
 WARMUP_STEPS = 3
 
@@ -76,7 +75,7 @@ class DiffusionModule(LightningModule):
 class LightningGraph:
     """`graph_step` under Lightning: the capture is CUDAGraphCallback's, in the fourth step of Trainer.fit."""
 
-    def __init__(self, state):
+    def __init__(self, state, capture):
         # Its remarks on devices and services are no part of a table.
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self.state, self.module = state, DiffusionModule(state)
@@ -89,21 +88,18 @@ class LightningGraph:
             handler = signal.getsignal(signal.SIGTERM)
             self.loop.switch()
             signal.signal(signal.SIGTERM, handler)
-        self.capture = Capture(strategy="full iteration under Lightning", pools=[self.callback.pool])
+        capture.pools.append(self.callback.pool)
         state.inputs.reset()
-        with self.capture.timed("warmup_s"):
+        with capture.timed("warmup_s"):
             for index in range(WARMUP_STEPS):
                 self.step(index)
-        with self.capture.timed("capture_s"):
+        with capture.capturing():
             self.step(WARMUP_STEPS)
 
     def step(self, index: int):
         if self.loop.dead:
             raise RuntimeError("Trainer.fit has ended, after an error in an earlier step")
         self.loop.switch(index)
-
-    def replays_of(self, index: int) -> int:
-        return 1
 
     def close(self):
         """Let Trainer.fit end as it does after its last batch; the graph is released then."""

@@ -1,33 +1,38 @@
 """Other ways to run Stable Diffusion's step: torch's kernels, host reads, torch.compile, parameterized launches,
 Lightning.
-
-eager_step: of stable_diffusion/train.py.
 """
 
 import torch
 import torch.nn.functional as F
 
+from common.contract import variant
 from common.measuring.marks import mark, section
-from common.variant import Compiled, Eager, Unsupported
+from common.variant import Compiled, Unsupported
 from common.variant_parameterized import Parameterized
 from stable_diffusion.state import State
+from stable_diffusion.train import GraphedStep, eager_step
 
 
-class EagerTorch(Eager):
-    """Eager with torch's own group norm and GEGLU: more kernels, each cheaper to launch than Triton's.
+@variant("eager_torch", kind="eager", parity=1e-3, headline=True, traits={"kernels": "torch's group norm and GEGLU"})
+class EagerTorch:
+    """Eager with torch's own group norm and GEGLU, as --kernels torch has them in all variants.
 
-    The same training, but for rounding. Which of the two eagers is the faster depends on the host.
+    It launches more kernels, each cheaper to launch than Triton's. The training is the same, but for rounding. Which of
+    the two eagers is the faster depends on the host.
     """
 
-    def __init__(self, state: State, eager_step):
+    def __init__(self, state: State, capture):
         if state.config.kernels == "torch":
             raise Unsupported("--kernels torch: every variant has torch's kernels, eager_torch would be eager")
         self.state = state
         self.enter()
         try:
-            super().__init__(state, eager_step)
+            capture.warm_up(eager_step)
         finally:
             self.leave()
+
+    def step(self, index: int):
+        eager_step(self.state, index)
 
     def enter(self):
         self.state.unet.use_kernels("torch")
@@ -36,8 +41,15 @@ class EagerTorch(Eager):
         self.state.unet.use_kernels(self.state.config.kernels)
 
 
+@variant(
+    "eager_sync",
+    kind="eager",
+    parity="bitwise",
+    traits={"extra_work": "reads loss, overflow and loss scale on the host"},
+    warm_up=eager_step,
+)
 def reading_step(state: State, index: int) -> dict:
-    """The usual step: the host reads loss, overflow and loss scale by .item(). Returns what it would log."""
+    """Eager with the usual .item() calls: loss, overflow, loss scale; it returns them, as the usual step logs them."""
     state.begin_step(index)
     with section("noise"):
         x, t, target = state.noisy_latents(state.inputs["moments"])
@@ -59,36 +71,45 @@ def reading_step(state: State, index: int) -> dict:
     return logged
 
 
-def compiled(state: State, eager_step, mode="default") -> Compiled:
-    """torch.compile of the UNet; the rest of the step is eager's. With mode "reduce-overhead" torch captures graphs."""
-    return Compiled(state, eager_step, [(state, "model")], "the UNet", mode)
-
-
-def parameterized(state: State, eager_step) -> Parameterized:
-    """Forward and backward of the UNet as parameterized launches; the rest of the step is eager's."""
-    return Parameterized(state, eager_step, [(state, "model")], "the UNet")
-
-
-def compiled_graphed(state: State, eager_step, graphed):
-    """The compiled UNet inside the full iteration's graph; graphed: the variant that captures that."""
-    unet = compiled(state, eager_step)
-    unet.enter()
-    try:
-        variant = graphed(state)
-    finally:
-        unet.leave()
-    variant.capture.strategy = "full iteration, UNet by torch.compile"
-    variant.capture.compile_s = unet.capture.compile_s
-    variant.unet = unet  # keeps the compiled kernels, which the graph launches
-    return variant
-
-
-def graph_step_lightning(state: State):
-    """The full iteration captured inside the loop of Lightning's Trainer, see stable_diffusion/lightning_variant.py."""
+@variant("graph_step_lightning", kind="graph", graphs=1, parity="bitwise", headline=True, formerly="lightning_graph")
+def graph_step_lightning(state: State, capture):
+    """The full iteration as one graph, captured and replayed inside the loop of Lightning's Trainer."""
     if state.buckets:
         raise Unsupported("graph_step_lightning runs on one GPU: common.capture.lightning captures one device's step")
     try:
         from stable_diffusion.lightning_variant import LightningGraph
     except ImportError as error:
         raise Unsupported(f"graph_step_lightning needs lightning ({error}): ./setup.sh lightning") from None
-    return LightningGraph(state)
+    return LightningGraph(state, capture)
+
+
+@variant("compile", kind="compile", parity=1e-3)
+def compiled(state: State, capture, mode="default"):
+    """torch.compile of the UNet, no graphs."""
+    return Compiled(state, eager_step, [(state, "model")], "the UNet", mode, capture)
+
+
+@variant("graph_step_compile", kind="compile", graphs=1, parity=1e-3, formerly="compile_graph")
+def compiled_graphed(state: State, capture):
+    """torch.compile of the UNet inside the full-iteration graph."""
+    unet = compiled(state, capture)
+    unet.enter()
+    try:
+        graphed = GraphedStep(state, capture)
+    finally:
+        unet.leave()
+    capture.strategy = "full iteration, UNet by torch.compile"
+    graphed.unet = unet  # keeps the compiled kernels, which the graph launches
+    return graphed
+
+
+@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-3)
+def reduce_overhead(state: State, capture):
+    """torch.compile(mode='reduce-overhead') of the UNet: graphs as torch makes them."""
+    return compiled(state, capture, "reduce-overhead")
+
+
+@variant("graph_parameterized", kind="graph", graphs=None, parity="bitwise", builds=("parameterized",))
+def parameterized(state: State, capture):
+    """Forward and backward of the UNet as graphs without a pool, launched on the memory of the eager step."""
+    return Parameterized(state, eager_step, [(state, "model")], "the UNet", capture=capture)

@@ -33,7 +33,7 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_dif
 
 
 class State:
-    """UNet, noise schedule, loss scaler, optimizer, data, and the losses so far. See `common.variant.State`."""
+    """UNet, noise schedule, loss scaler, optimizer, data, and the losses so far."""
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.rank = config, device, rank
@@ -145,17 +145,6 @@ class State:
         yield from zip(self.names, self.parameters, strict=True)
         yield from self.adam.named_state()
         yield from self.scaler.named_state()
-
-    def read_losses(self, count: int) -> list[float]:
-        """Raises FloatingPointError where none of many steps trained."""
-        return self.report.read_losses(count)
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.report.read_grad_norms(count)
-
-    def batch_class(self, index: int) -> int:
-        """All batches have one shape."""
-        return 0
 
 
 def schedule(device):

@@ -1,7 +1,6 @@
 """Stable Diffusion v2: the whole training iteration in one CUDA graph.
 
-The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
-`step` of a variant below:
+The training loop without graphs, as `eager_step` and the loop at the end of this file run it:
 
     for step in range(num_steps):
         moments, context = next(batches)                         # VAE moments, text-encoder output, precomputed
@@ -37,46 +36,69 @@ Copied in      `begin_step` copies the batch to the static inputs, buffers that 
                GPU number that AdamW reads.
 Read in time   `end_step` copies the report on the same stream, before the next replay overwrites it. A later step reads
                the copy without waiting.
-Freed          `close`, which a run calls at its end, releases the graph and its pool, the memory that a graph keeps.
+Freed          The session releases the graph and its pool, the memory that a graph keeps, after the loop.
 
     python -m stable_diffusion.train --preset tiny --variant graph_step
     python -m stable_diffusion.train --preset bench --variant graph_step --steps 20
     torchrun --standalone --nproc-per-node 2 -m stable_diffusion.train --variant graph_step    # data parallel
 """
 
-from common.config import parse
-from stable_diffusion import config as sd_config
-from stable_diffusion.config import ABOUT, PRESETS, Config
-from stable_diffusion.variants import VARIANTS
+from common.contract import Training, parse, variant
+from stable_diffusion.config import FACTS, PRESETS, Config, card, flops_per_sample, require
 
 if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("stable_diffusion", Config, PRESETS, VARIANTS, about=ABOUT)
+    args = parse("stable_diffusion", Config, PRESETS, **FACTS)
 
 import torch
 import torch.nn.functional as F
 
-# CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-# pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of `static`,
-# which the step fills before, have kept address, shape, strides and dtype.
-from common.capture.pool import Pool
 from common.machine import host_state
 
-# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where
-# the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
-# Capture: what a run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
+# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
+# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
 from common.measuring.marks import mark, section
-from common.script.main import main
+from common.session import session
 from common.training import flops
-from common.variant import Capture, Eager, Workload, warm_up
 from stable_diffusion.data import shards
 from stable_diffusion.state import State, hyperparameters
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step
+# 1. The training that all variants share
 
 
+def build(config: Config, device: torch.device, ranks) -> Training:
+    on_gpu = device.type == "cuda"
+    if config.data:
+        shards.find(config.data)  # a mistake in --data ends the run before anything is built
+    if not on_gpu:
+        require(config, host_state.available_host_bytes())
+    state = State(config, device, ranks.rank, ranks.world_size)
+    return Training(
+        state=state,
+        results=state.report.read_losses,
+        grad_norms=state.report.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,  # the seeded start, in place: graphs hold addresses
+        evaluate=state.evaluate,
+        close=state.close,
+        items=config.batch,
+        flops=config.batch * flops_per_sample(config),
+        flops_convention=flops.FULL_ATTENTION,
+        peak_flops=flops.peak_flops(torch.cuda.get_device_name(device) if on_gpu else "", config.precision),
+        card=card(config, on_gpu),
+        notes=[] if config.zero_init else ["last layers of residual branches start small, not at zero"],
+        hyperparameters=hyperparameters(config, ranks.world_size) | state.hyperparameters,
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step
+
+
+@variant("eager", kind="eager", parity="bitwise", headline=True, builds=("", "parameterized"))
 def eager_step(state: State, index: int):
+    """Kernels launched one by one, nothing waits for the GPU."""
     state.begin_step(index)  # copies the next batch into the static inputs, writes this step's learning rate
     training_step(state)
     state.end_step(index)  # starts the report's copy to the host; reads an earlier step's report that has arrived
@@ -100,17 +122,15 @@ def training_step(state: State):
         state.update(loss, grads)
 
 
-def eager(state: State) -> Eager:
-    """The baseline: the eager step, kernels launched one by one."""
-    return Eager(state, eager_step)
-
-
 # ------------------------------------------------------------------------------------------------
-# 2. The whole step as one graph
+# 3. The whole step as one graph
 
 
+@variant("graph_step", kind="graph", graphs=1, parity="bitwise", headline=True, formerly="graph")
 class GraphedStep:
-    """`graph_step`: `training_step` as one graph. It needs no buffers beyond eager's static inputs.
+    """The full iteration as one graph: forward, loss, backward, scaling, optimizer.
+
+    It needs no buffers beyond eager's static inputs.
 
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
     and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
@@ -120,15 +140,16 @@ class GraphedStep:
     on another one.
     """
 
-    def __init__(self, state: State):
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="full iteration", pools=[self.pool])
+    def __init__(self, state: State, capture):
+        self.state, pool = state, capture.pool()
         # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. Warm-up steps
         # train; `state.reset`, which a run calls before its first step, undoes that in place.
-        warm_up(state, self.capture, eager_step)
+        capture.warm_up(eager_step)
+        # A pool makes CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run
+        # them again. Each replay checks that the static tensors have kept address, shape, strides and dtype.
         static = tuple(state.inputs.buffers.values())  # moments and context
-        with self.capture.timed("capture_s"):
-            self.graph, _ = self.pool.capture(lambda: training_step(state), static)
+        with capture.capturing():
+            self.graph, _ = pool.capture(lambda: training_step(state), static)
 
     def step(self, index: int):
         """`eager_step` with a replay in the place of `training_step`."""
@@ -137,36 +158,30 @@ class GraphedStep:
             self.graph.replay()
         self.state.end_step(index)
 
-    def replays_of(self, index: int) -> int:
-        return 1
-
-    def close(self):
-        self.pool.release()  # frees the graph and the pool's memory; a run calls it at its end
-
 
 # ------------------------------------------------------------------------------------------------
-# 3. Only the UNet captured, a usual first attempt
+# 4. Only the UNet captured, a usual first attempt
 
 
+@variant("graph_networks", kind="graph", graphs=2, parity="bitwise", headline=True, formerly="partial")
 class GraphedNetworks:
-    """`graph_networks`: forward and backward of the UNet, two graphs of one pool; the rest of the step is eager.
+    """UNet forward and backward as two graphs; loss, scaling and optimizer eager.
 
     It is here for comparison: `graph_step` shows that the rest could be captured, too. Each step copies into buffers of
     x, t and grad_v, the gradient of the UNet's output v. The forward leaves activations in the pool, and the backward
     reads them. The step reads v and the gradients before its end; the next replays overwrite them.
     """
 
-    def __init__(self, state: State):
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="UNet forward and backward", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
+    def __init__(self, state: State, capture):
+        self.state, pool = state, capture.pool()
+        capture.warm_up(eager_step)
         x, t, _ = state.noisy_latents(state.inputs["moments"])
         self.x, self.t = torch.zeros_like(x), torch.zeros_like(t)
         self.grad_v = torch.zeros_like(x)
-        with self.capture.timed("capture_s"):
+        with capture.capturing():
             context = state.inputs["context"]
-            self.forward, v = self.pool.capture(lambda: state.model(self.x, self.t, context), (self.x, self.t, context))
-            self.backward, self.grads = self.pool.capture(
+            self.forward, v = pool.capture(lambda: state.model(self.x, self.t, context), (self.x, self.t, context))
+            self.backward, self.grads = pool.capture(
                 lambda: torch.autograd.grad(v, state.parameters, self.grad_v), (self.grad_v,)
             )
         self.v = v.detach()  # the same memory, which each replay writes, without the autograd graph of the capture
@@ -191,50 +206,15 @@ class GraphedNetworks:
             state.update(loss, grads)
         state.end_step(index)
 
-    def replays_of(self, index: int) -> int:
-        return 2
 
-    def close(self):
-        self.pool.release()
-
-
-# variants.py lists all variants. other_variants.py has those that are not here: eager with torch's kernels, eager with
-# .item() calls, the whole step captured inside Lightning's Trainer, three with torch.compile, and graphs of the UNet
-# without a pool, launched on the eager step's memory (docs/parameterized.md).
+# other_variants.py has the rest: eager with torch's kernels, eager with .item() calls, the whole step captured inside
+# Lightning's Trainer, three with torch.compile, and graphs of the UNet without a pool, launched on the eager step's
+# memory (docs/parameterized.md).
 
 # ------------------------------------------------------------------------------------------------
-# 4. Main
-
-
-def workload(args, device: torch.device, rank: int, world_size: int):
-    """(args, the Workload to run), for `common.script.main`."""
-    config, on_gpu = args.config, device.type == "cuda"
-    if config.data:
-        shards.find(config.data)  # a mistake in --data ends the run before anything is built
-    if not on_gpu:
-        sd_config.require(config, host_state.available_host_bytes())
-    num_flops = config.batch * sd_config.flops_per_sample(config)
-    memory = f" | memory predicted {sd_config.predicted_bytes(config) / 2**30:.1f} GiB" if on_gpu else ""
-    return args, Workload(
-        model="stable_diffusion",
-        build=lambda config, device: State(config, device, rank, world_size),
-        variants=VARIANTS,
-        reference=eager_step,
-        card=[
-            f"UNet of {sd_config.num_parameters(config) / 1e6:,.1f} M parameters",
-            f"batch {config.batch} of 4 x {config.latent_size} x {config.latent_size} latents, text "
-            f"{config.context_tokens} x {config.context_dim} | {config.precision} with FP32 masters | "
-            f"{num_flops / 1e12:.3g} TFLOP/step{memory}",
-        ],
-        notes=[] if config.zero_init else ["last layers of residual branches start small, not at zero"],
-        flops_per_step=num_flops,
-        flops_convention=flops.FULL_ATTENTION,
-        items_per_step=config.batch,
-        unit="samples",
-        peak_flops=flops.peak_flops(torch.cuda.get_device_name(device) if on_gpu else "", config.precision),
-        hyperparameters=hyperparameters(config, world_size),
-    )
-
+# 5. The loop. Under `make bench` the harness makes the steps, and the loop gets none.
 
 if __name__ == "__main__":
-    main("stable_diffusion", args, workload)
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

@@ -17,7 +17,7 @@ from stable_diffusion.data import shards
 from stable_diffusion.data.batches import Batches
 from stable_diffusion.data.shards import BadSample, Samples
 from stable_diffusion.data.synthetic import ensure_generated, write
-from tests.helpers import forked
+from tests.helpers import contracts, forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (8, 4, 16)  # latent size, tokens, dim
@@ -227,12 +227,15 @@ def test_folders_without_samples_end_in_one_line_that_names_data(tmp_path):
     assert refusal() == "--data /d: no shards (*.safetensors) in it"
 
 
-def test_a_folder_without_samples_ends_training_before_anything_is_built(tmp_path):
+def test_a_folder_without_samples_ends_training_before_anything_is_built(tmp_path, monkeypatch):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     arguments = ["--preset", "tiny", "--variant", "eager", "--data", str(tmp_path)]
     answer = forked.run("stable_diffusion.train", arguments, environment, timeout_s=300)
-    assert (answer.returncode, answer.stdout) == (2, ""), answer
+    assert answer.returncode == 2 and answer.stdout.splitlines()[1:] == ["building stable_diffusion/tiny"], answer
     assert answer.stderr.splitlines()[-1].endswith("no shards (*.safetensors) in it")
+    monkeypatch.setattr("stable_diffusion.train.State", None)
+    with pytest.raises(ValueError, match=r"no shards \(\*.safetensors\) in it"):
+        contracts.model("stable_diffusion", *arguments).build()
 
 
 def test_too_few_samples_end_in_one_line_that_names_batch_and_data(folder):

@@ -4,24 +4,19 @@ import contextlib
 import itertools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.config import Arguments, Run
 from common.machine import host_state, memory
 from common.script import by_hand
-from common.variant import Capture, Compiled, Unsupported, enter, leave
-from common.variant_table import construct
+from common.variant import Compiled, Unsupported, leave
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
-from stable_diffusion.other_variants import compiled_graphed
 from stable_diffusion.state import State, schedule
-from stable_diffusion.train import eager_step, training_step, workload
-from stable_diffusion.variants import VARIANTS
-from tests.helpers import gloo_ranks
+from stable_diffusion.train import GraphedStep, eager_step, training_step
+from tests.helpers import contracts, gloo_ranks
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
@@ -36,6 +31,10 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+def make(name, state):
+    return contracts.made("stable_diffusion", name, state)
+
+
 def snapshot(state):
     return {key: tensor.detach().clone() for key, tensor in state.named_state()}
 
@@ -43,7 +42,7 @@ def snapshot(state):
 def run_steps(name, num_steps, config=TINY, overflow_at=()):
     """The whole state after each step, and the state object; moments are infinite at `overflow_at`."""
     state = State(config, CPU)
-    variant = construct(VARIANTS[name], state)
+    variant = make(name, state)
     original, steps = state.batches.next, itertools.count()
 
     def next_batch():
@@ -76,7 +75,7 @@ def graphed():
     """(State, `graph_step` on it)."""
     torch.use_deterministic_algorithms(True)
     state = State(TINY, CPU)
-    variant = construct(VARIANTS["graph_step"], state)
+    variant = make("graph_step", state)
     yield state, variant
     variant.close()
     state.close()
@@ -109,7 +108,7 @@ def test_overflows_change_the_scale_alone(eager_overflows):
 def test_overflow_does_what_eager_does(name, eager_overflows):
     states, state = run_steps(name, 4, overflow_at=OVERFLOWS)
     assert_equal(states, eager_overflows[0])
-    ours, eager = state.read_grad_norms(4), eager_overflows[1].read_grad_norms(4)
+    ours, eager = state.report.read_grad_norms(4), eager_overflows[1].report.read_grad_norms(4)
     assert [norm != norm for norm in ours] == [index in OVERFLOWS for index in range(4)]
     assert [norm for norm in ours if norm == norm] == [norm for norm in eager if norm == norm]
 
@@ -132,7 +131,7 @@ def test_randomness_is_drawn_anew_in_each_replay(graphed, monkeypatch):
     monkeypatch.setattr(state.batches, "next", lambda: {key: tensor.clone() for key, tensor in batch.items()})
     for index in range(3):
         variant.step(index)
-    assert len(set(state.read_losses(3))) == 3
+    assert len(set(state.report.read_losses(3))) == 3
 
 
 def test_latents_and_target():
@@ -253,11 +252,10 @@ def test_eager_torch_asks_for_torchs_kernels_alone_and_leaves_the_state_as_it_wa
         monkeypatch.setattr(kernels, name, watched(name, getattr(kernels, name)))
     state = State(TINY, CPU)
     for variant, in_triton in (("eager_torch", False), ("eager", True)):
-        made = construct(VARIANTS[variant], state)
+        made = make(variant, state)
         for seen in asked.values():
             seen.clear()
-        # Between its constructor and `enter`, and after `leave`, others step on the same state.
-        enter(made)
+        # After `leave` others step on the same state.
         made.step(0)
         leave(made)
         assert asked == {"group_norm": {in_triton}, "geglu": {in_triton}}
@@ -266,7 +264,7 @@ def test_eager_torch_asks_for_torchs_kernels_alone_and_leaves_the_state_as_it_wa
         made.close()
     state.config = replace(TINY, kernels="torch")
     with pytest.raises(Unsupported, match="--kernels torch: every variant has torch's kernels"):
-        construct(VARIANTS["eager_torch"], state)
+        make("eager_torch", state)
     state.close()
 
 
@@ -278,12 +276,11 @@ def test_eager_torch_launches_no_kernel_of_ours():
     state = State(replace(PRESETS["bench"], batch=1, workers=0), device)
     losses, names = {}, {}
     for variant in ("eager", "eager_torch"):
-        made = construct(VARIANTS[variant], state)
-        enter(made)
+        made = make(variant, state)
         state.reset()
         for index in range(2):
             made.step(index)
-        losses[variant] = state.read_losses(2)
+        losses[variant] = state.report.read_losses(2)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             made.step(2)
             torch.cuda.synchronize()
@@ -302,7 +299,7 @@ def test_eager_torch_launches_no_kernel_of_ours():
 @pytest.mark.parametrize("name", ["compile", "graph_step_compile", "reduce_overhead"])
 def test_compiled_variants_are_unsupported_on_the_host(name, graphed):
     with pytest.raises(Unsupported, match="measured on a GPU only"):
-        construct(VARIANTS[name], graphed[0])
+        make(name, graphed[0])
 
 
 def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(graphed, monkeypatch):
@@ -313,12 +310,8 @@ def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(graphe
     for name in ("compile_steps", "step"):
         monkeypatch.setattr(Compiled, name, lambda *arguments: None)
     state, captured = graphed[0], []
-
-    def capture(state):
-        captured.append(state.model)
-        return SimpleNamespace(capture=Capture(strategy=""))
-
-    made = compiled_graphed(state, eager_step, capture)
+    monkeypatch.setattr(GraphedStep, "__init__", lambda self, state, capture: captured.append(state.model))
+    made = make("graph_step_compile", state)
     assert captured == [("compiled", state.unet)] and state.model is state.unet
     assert "torch.compile" in made.capture.strategy
 
@@ -326,9 +319,8 @@ def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(graphe
 def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**6)
     monkeypatch.setattr(host_state, "available_host_bytes", lambda: None)
-    args = Arguments(config=TINY, run=Run(preset="tiny", variant="graph_step", record=str(tmp_path / "r.json")))
-    args, made = workload(args, CPU, rank=0, world_size=1)
-    result = by_hand.run(made, args, CPU)
+    flags = ("--preset", "tiny", "--variant", "graph_step", "--record", str(tmp_path / "r.json"))
+    result = by_hand.trained(contracts.model("stable_diffusion", *flags))
     assert result["status"] == "oom"
     assert "--batch 2 needs" in result["message"] and "1,000,000 are free" in result["message"]
 
@@ -360,13 +352,13 @@ def test_graphs_replay_after_lightning_has_captured_its_own():
     pytest.importorskip("greenlet")
     state = State(PRESETS["tiny"], torch.device("cuda"))
     with torch.cuda.stream(torch.cuda.Stream()):
-        made = [construct(VARIANTS[name], state) for name in ("graph_step", "graph_networks", "graph_step_lightning")]
+        made = [make(name, state) for name in ("graph_step", "graph_networks", "graph_step_lightning")]
         losses = []
         for variant in made:
             state.reset()
             for index in range(3):
                 variant.step(index)
-            losses.append(state.read_losses(3))
+            losses.append(state.report.read_losses(3))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] == pytest.approx(losses[2], rel=1e-3)
     for variant in made:
         variant.close()
