@@ -49,7 +49,11 @@ class EagerTorch:
     warm_up=eager_step,
 )
 def reading_step(state: State, index: int) -> dict:
-    """Eager with the usual .item() calls: loss, overflow, loss scale; it returns them, as the usual step logs them."""
+    """Eager with the usual .item() calls: loss, overflow, loss scale.
+
+    Returns:
+        the values that the usual step would log.
+    """
     state.begin_step(index)
     with section("noise"):
         x, t, target = state.noisy_latents(state.inputs["moments"])
