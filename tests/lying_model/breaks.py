@@ -6,10 +6,12 @@ import time
 
 import torch
 
+from common.contract import variant
 from common.variant import Unsupported
 from tests.lying_model.sound import Graphed
 
 
+@variant("segfault", kind="graph", help="breaks", graphs=1)
 class Segfault(Graphed):
     def run(self, index):
         if self.is_late:
@@ -17,6 +19,7 @@ class Segfault(Graphed):
         super().run(index)
 
 
+@variant("exits", kind="graph", help="breaks", graphs=1)
 class Exits(Graphed):
     def run(self, index):
         if self.is_late:
@@ -24,6 +27,7 @@ class Exits(Graphed):
         super().run(index)
 
 
+@variant("hangs", kind="graph", help="breaks", graphs=1)
 class Hangs(Graphed):
     def run(self, index):
         if self.is_late:
@@ -31,11 +35,13 @@ class Hangs(Graphed):
         super().run(index)
 
 
+@variant("raises", kind="graph", help="breaks", graphs=1)
 class Raises(Graphed):
-    def __init__(self, state):
+    def __init__(self, state, capture):
         raise RuntimeError("the variant breaks")
 
 
+@variant("not_finite", kind="graph", help="breaks", graphs=1)
 class NotFinite(Graphed):
     def run(self, index):
         super().run(index)
@@ -44,28 +50,32 @@ class NotFinite(Graphed):
                 self.state.weights[0].fill_(float("nan"))
 
 
+@variant("out_of_memory", kind="graph", help="breaks", graphs=1)
 class OutOfMemory(Graphed):
-    def __init__(self, state):
+    def __init__(self, state, capture):
         raise torch.OutOfMemoryError("out of memory: made up")
 
 
+@variant("keeps_flags", kind="graph", help="breaks", graphs=1)
 class KeepsFlags(Graphed):
-    def __init__(self, state):
-        super().__init__(state)
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
         torch.set_float32_matmul_precision("medium")
 
 
+@variant("moves_state", kind="graph", help="breaks", graphs=1)
 class MovesState(Graphed):
     def close(self):
-        super().close()
         self.state.weights[0].data = self.state.weights[0].data.clone()
 
 
+@variant("unsupported", kind="graph", help="breaks", graphs=1)
 class UnsupportedHere(Graphed):
-    def __init__(self, state):
+    def __init__(self, state, capture):
         raise Unsupported("needs hardware that nobody has")
 
 
+@variant("breaks_in_block", kind="graph", help="breaks", graphs=1)
 class BreaksInBlock(Graphed):
     def run(self, index):
         if self.is_late:
@@ -73,6 +83,7 @@ class BreaksInBlock(Graphed):
         super().run(index)
 
 
+@variant("breaks_in_profile", kind="graph", help="breaks", graphs=1)
 class BreaksInProfile(Graphed):
     def run(self, index):
         from torch.utils._python_dispatch import _get_current_dispatch_mode

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from common.config import Timing, needs, option
 from common.training.parallel.groups import Parallel
-from common.variant_table import about
-from tests.lying_model.variants import BUILDS, VARIANTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +17,9 @@ class Config(Parallel, Timing):
 
 
 PRESETS = {"tiny": Config(), "bench": Config()}
-ABOUT = {
-    **about(VARIANTS, BUILDS),
+FACTS = {
+    "files": ["state", "sound", "liars", "breaks"],
+    "builds": {"too_large": {"too_large": True}},
     "sweeps": {"batch": ["batch"], "size": ["width", "batch"]},
     "presets_need": lambda preset, config: needs(preset == "bench"),
 }

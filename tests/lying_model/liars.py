@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from common.capture.pool import Pool
-from common.variant import Capture, warm_up
+from common.contract import variant
 from tests.lying_model.sound import Graphed, Halves
 from tests.lying_model.state import eager_step
 
 
+@variant("drops", kind="graph", help="liars", graphs=1)
 class Drops(Graphed):
     def run(self, index):
         if not self.is_late or index < 4:
@@ -20,9 +20,10 @@ class Drops(Graphed):
             self.graph.num_replays += 1
 
 
+@variant("half_precision", kind="graph", help="liars", graphs=1)
 class HalfPrecision(Graphed):
-    def __init__(self, state):
-        super().__init__(state)
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
         state.precision = torch.bfloat16
         self.other, _ = self.pool.capture(state.train, (state.inputs,))
         state.precision = torch.float32
@@ -36,6 +37,7 @@ class HalfPrecision(Graphed):
             super().run(index)
 
 
+@variant("frozen_rate", kind="graph", help="liars", graphs=1)
 class FrozenRate(Graphed):
     def run(self, index):
         with torch.no_grad():
@@ -49,6 +51,7 @@ class FrozenRate(Graphed):
         pass
 
 
+@variant("scaled_update", kind="graph", help="liars", graphs=1)
 class ScaledUpdate(FrozenRate):
     def run(self, index):
         with torch.no_grad():
@@ -56,6 +59,7 @@ class ScaledUpdate(FrozenRate):
         self.graph.replay()
 
 
+@variant("half_batch", kind="graph", help="liars", graphs=1)
 class HalfBatch(Graphed):
     def run(self, index):
         if self.is_late:
@@ -64,6 +68,7 @@ class HalfBatch(Graphed):
         super().run(index)
 
 
+@variant("stale_input", kind="graph", help="liars", graphs=1)
 class StaleInput(Graphed):
     def step(self, index):
         if index == 0:
@@ -72,11 +77,11 @@ class StaleInput(Graphed):
         self.state.end(index)
 
 
+@variant("one_operator", kind="graph", help="liars", graphs=1)
 class OneOperator(Graphed):
-    def __init__(self, state):
-        self.state, self.pool, self.steps = state, Pool(state.device), 0
-        self.capture = Capture(strategy="next to nothing", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
+    def __init__(self, state, capture):
+        self.state, self.pool, self.steps = state, capture.pool(), 0
+        capture.warm_up(eager_step)
         self.spare = torch.zeros(4, device=state.device)
         self.graph, _ = self.pool.capture(lambda: self.spare.add_(1.0))
 
@@ -87,10 +92,12 @@ class OneOperator(Graphed):
         self.state.train()
 
 
+@variant("eager_graphed", kind="eager", help="liars", graphs=1)
 class EagerGraphed(Graphed):
     pass
 
 
+@variant("leak", kind="graph", help="liars", graphs=1)
 class Leak(Graphed):
     kept: list = []  # noqa: RUF012
 
@@ -100,6 +107,7 @@ class Leak(Graphed):
             self.kept.append(torch.ones(95 * 2**18 // 40))
 
 
+@variant("clock", kind="graph", help="liars", graphs=1)
 class Clock(Graphed):
     """Slows the clock that it is measured with, so that its pauses do not show."""
 
@@ -117,6 +125,7 @@ class Clock(Graphed):
         time.perf_counter = Clock.real
 
 
+@variant("clock_sometimes", kind="graph", help="liars", graphs=1)
 class ClockSometimes(Clock):
     """Does so in every second block."""
 
@@ -128,6 +137,7 @@ class ClockSometimes(Clock):
             super().enter()
 
 
+@variant("grows_in_enter", kind="graph", help="liars", graphs=1)
 class GrowsInEnter(Graphed):
     """Keeps memory that it takes before a block, where no step is looked at."""
 
@@ -140,6 +150,7 @@ class GrowsInEnter(Graphed):
         pass
 
 
+@variant("threads", kind="graph", help="liars", graphs=1)
 class Threads(Graphed):
     def enter(self):
         self.stop = threading.Event()
@@ -152,11 +163,12 @@ class Threads(Graphed):
             self.thread.join()
 
 
+@variant("late_work", kind="graph", help="liars", graphs=1)
 class LateWork(Graphed):
     """Hands its work to a thread that lags behind."""
 
-    def __init__(self, state):
-        super().__init__(state)
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
         self.jobs, self.matrix = queue.SimpleQueue(), torch.ones(256, 256)
         threading.Thread(target=self.work, daemon=True).start()
 
@@ -173,6 +185,7 @@ class LateWork(Graphed):
                 torch.mm(self.matrix, self.matrix)
 
 
+@variant("late_update", kind="graph", help="liars", graphs=1)
 class LateUpdate(Graphed):
     def step(self, index):
         super().step(index)
@@ -185,6 +198,7 @@ class LateUpdate(Graphed):
             self.state.weights[1].add_(1e-3)
 
 
+@variant("fewer_replays", kind="graph", help="liars", graphs=1)
 class FewerReplays(Graphed):
     def run(self, index):
         if index % 7 == 6:
@@ -193,11 +207,12 @@ class FewerReplays(Graphed):
             super().run(index)
 
 
+@variant("more_graphs", kind="graph", help="liars", graphs=1)
 class MoreGraphs(Halves):
-    def replays_of(self, index):
-        return 2
+    pass
 
 
+@variant("no_graph", kind="graph", help="liars", graphs=1)
 class NoGraph(Graphed):
     def run(self, index):
         self.state.train()

@@ -2,26 +2,21 @@
 
 import torch
 
-from common.capture.pool import Pool
-from common.variant import Capture, Eager, warm_up
+from common.contract import variant
 from tests.lying_model.state import eager_step
 
 # Parity has 20 steps, and the blocks many more.
 LATE = 55
 
 
-def eager(state):
-    return Eager(state, eager_step)
-
-
+@variant("graph_step", kind="graph", graphs=1, parity="bitwise", headline=True, formerly="graph")
 class Graphed:
     """The whole step in one graph."""
 
-    def __init__(self, state):
-        self.state, self.pool, self.steps = state, Pool(state.device), 0
-        self.capture = Capture(strategy="whole step", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
-        with self.capture.timed("capture_s"):
+    def __init__(self, state, capture):
+        self.state, self.pool, self.steps = state, capture.pool(), 0
+        capture.warm_up(eager_step)
+        with capture.capturing():
             self.graph, _ = self.pool.capture(state.train, (state.inputs,))
 
     def step(self, index):
@@ -37,21 +32,15 @@ class Graphed:
     def is_late(self):
         return self.steps > LATE
 
-    def replays_of(self, index):
-        return 1
 
-    def close(self):
-        self.pool.release()
-
-
+@variant("graph_fwd_bwd", kind="graph", help="forward and backward", graphs=1, parity="bitwise")
 class ForwardBackward(Graphed):
     """The update stays eager."""
 
-    def __init__(self, state):
-        self.state, self.pool, self.steps = state, Pool(state.device), 0
-        self.capture = Capture(strategy="forward and backward", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
-        with self.capture.timed("capture_s"):
+    def __init__(self, state, capture):
+        self.state, self.pool, self.steps = state, capture.pool(), 0
+        capture.warm_up(eager_step)
+        with capture.capturing():
             self.graph, (self.loss, self.gradients) = self.pool.capture(self.recorded, (state.inputs,))
 
     def recorded(self):
@@ -63,13 +52,13 @@ class ForwardBackward(Graphed):
         self.state.update(self.loss, self.gradients)
 
 
+@variant("graph_halves", kind="graph", graphs=2, parity="bitwise")
 class Halves(Graphed):
     """Forward and backward in one graph, the update in another."""
 
-    def __init__(self, state):
-        self.state, self.pool, self.steps = state, Pool(state.device), 0
-        self.capture = Capture(strategy="halves", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
+    def __init__(self, state, capture):
+        self.state, self.pool, self.steps = state, capture.pool(), 0
+        capture.warm_up(eager_step)
 
         def recorded():
             loss = state.forward_loss()
@@ -91,11 +80,12 @@ class Halves(Graphed):
         return {"steps": steps, "reruns": steps, "rerun_ms": 2.0 if steps else None}
 
 
+@variant("graph_entered", kind="graph", graphs=1, parity="bitwise")
 class Entered(Graphed):
     """Its capture needs a flag of the state, which eager must not see."""
 
-    def __init__(self, state):
-        super().__init__(state)
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
         state.precision = torch.float32
 
     def enter(self):
@@ -105,15 +95,23 @@ class Entered(Graphed):
         self.state.precision = torch.float32
 
 
+@variant("graph_room_too", kind="graph", graphs=1, parity="bitwise")
+@variant("graph_room", kind="graph", graphs=1, parity="bitwise")
 class NeedsRoom(Graphed):
     """Fits by itself, and not beside another one of its kind."""
 
-    def __init__(self, state):
+    def __init__(self, state, capture):
         if getattr(state, "rooms", 0):
             raise torch.OutOfMemoryError("out of memory: there is another one")
-        super().__init__(state)
+        super().__init__(state, capture)
         state.rooms = 1
 
     def close(self):
-        super().close()
         self.state.rooms = 0
+
+
+@variant(
+    "graph_too_large", kind="graph", graphs=1, parity="bitwise", reference="eager_too_large", builds=("too_large",)
+)
+class TooLarge(Graphed):
+    """The whole step of the large one."""

@@ -6,6 +6,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+from common.contract import variant
 from common.training.parallel import collectives
 
 NUM_BATCHES, NUM_LOSSES = 8, 4096
@@ -79,7 +80,20 @@ class State:
         self.losses[index % NUM_LOSSES].copy_(self.loss)
 
 
+@variant("eager", kind="eager", help="the reference", parity="bitwise", headline=True)
 def eager_step(state, index):
     state.begin(index)
     state.train()
     state.end(index)
+
+
+@variant("eager_twin", kind="eager", help="eager by another object", parity="bitwise")
+def twin_step(state, index):
+    eager_step(state, index)
+
+
+# In a build that cannot be built, and that has no variant named eager.
+@variant("eager_too_large", kind="eager", parity="bitwise", reference="eager_too_large", builds=("too_large",))
+def large_step(state, index):
+    """Eager of the large one."""
+    eager_step(state, index)

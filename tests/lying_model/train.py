@@ -3,33 +3,34 @@
 python -m benchmarks.run --model tests.lying_model --variants eager,graph_step,drops
 """
 
-from common.config import parse
-from tests.lying_model.config import ABOUT, PRESETS, VARIANTS, Config
+from common.contract import Training, parse
+from tests.lying_model.config import FACTS, PRESETS, Config
 
 if __name__ == "__main__":
-    args = parse("tests.lying_model", Config, PRESETS, VARIANTS, about=ABOUT)
+    args = parse("tests.lying_model", Config, PRESETS, **FACTS)
 
-from common.script.main import main
-from common.variant import Workload
-from tests.lying_model.state import State, eager_step
+from common.session import session
+from tests.lying_model.state import State
 
 
-def workload(args, device, rank, world_size):
-    return args, Workload(
-        model="tests.lying_model",
-        build=lambda config, device: State(config, device, rank, world_size),
-        variants=VARIANTS,
-        reference=eager_step,
+def build(config, device, ranks):
+    state = State(config, device, ranks.rank, ranks.world_size)
+    return Training(
+        state=state,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        batch_class=state.batch_class,
         card=["two linear layers"],
-        notes=[],
-        flops_per_step=1.0,
+        flops=1.0,
         flops_convention="none",
-        items_per_step=args.config.batch,
+        items=config.batch,
         unit="rows",
-        kinds=ABOUT["kinds"],
-        promises=ABOUT["promises"],
     )
 
 
 if __name__ == "__main__":
-    main("tests.lying_model", args, workload)
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

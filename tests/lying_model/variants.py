@@ -1,29 +1,14 @@
-"""Variants of the lying model: sound ones, ones that lie about their time, and ones that break."""
+"""Names of the lying model's variants: sound ones, ones that lie about their time or work, and ones that break."""
 
-from common.variant_table import Declared, table
-
-HERE = "tests.lying_model"
-
-
-BUILDS = {"too_large": {"too_large": True}}
-TOO_LARGE = {"reference": "eager_too_large", "builds": ("too_large",)}
-
-
-def _graph(name, help, make, graphs=1, replays=1, **more):
-    return Declared(
-        name, help, "graph", f"{HERE}.sound:{make}", graphs=graphs, replays=replays, parity="bitwise", **more
-    )
-
-
-SOUND = {
-    "eager_twin": Declared("eager_twin", "eager by another object", "eager", f"{HERE}.sound:eager", parity="bitwise"),
-    "graph_step": _graph("graph_step", "the whole step", "Graphed", headline=True, formerly="graph"),
-    "graph_fwd_bwd": _graph("graph_fwd_bwd", "forward and backward", "ForwardBackward"),
-    "graph_halves": _graph("graph_halves", "two graphs", "Halves", graphs=2, replays=2),
-    "graph_room": _graph("graph_room", "needs the memory that graph_room_too needs", "NeedsRoom"),
-    "graph_room_too": _graph("graph_room_too", "needs the memory that graph_room needs", "NeedsRoom"),
-    "graph_entered": _graph("graph_entered", "changes the state in enter, and back in leave", "Entered"),
-}
+SOUND = (
+    "eager_twin",
+    "graph_step",
+    "graph_fwd_bwd",
+    "graph_halves",
+    "graph_room",
+    "graph_room_too",
+    "graph_entered",
+)
 # Name -> what the check says of it.
 LIARS = {
     "drops": "losses",
@@ -58,25 +43,3 @@ BREAKS = {
     "breaks_in_block": "RuntimeError: the variant breaks in a block",
     "breaks_in_profile": "RuntimeError: no profile",
 }
-_KIND = {"eager_graphed": "eager"}
-_MAKE = {"unsupported": "UnsupportedHere"}
-
-VARIANTS = table(
-    Declared("eager", "the reference", "eager", f"{HERE}.sound:eager", parity="bitwise", headline=True),
-    *SOUND.values(),
-    # In a build that cannot be built, and that has no variant named eager.
-    Declared("eager_too_large", "eager of the large one", "eager", f"{HERE}.sound:eager", **TOO_LARGE),
-    _graph("graph_too_large", "the whole step of the large one", "Graphed", **TOO_LARGE),
-    *(
-        Declared(
-            name,
-            f"lies: {said}",
-            _KIND.get(name, "graph"),
-            f"{HERE}.{file}:{_MAKE.get(name) or ''.join(word.capitalize() for word in name.split('_'))}",
-            graphs=1,
-            replays=1,
-        )
-        for file, kind in (("liars", LIARS), ("breaks", BREAKS))
-        for name, said in kind.items()
-    ),
-)

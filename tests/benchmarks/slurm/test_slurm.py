@@ -54,7 +54,9 @@ def copy_of_repository(folder):
     for name in ("benchmarks", "common", "gpt3", "tests/lying_model"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests" / "__init__.py").touch()
-    shutil.copytree(folder / "tests" / "lying_model", folder / "tests" / "other_model")
+    other = shutil.copytree(folder / "tests" / "lying_model", folder / "tests" / "other_model")
+    for path in other.glob("*.py"):
+        path.write_text(path.read_text().replace("tests.lying_model", "tests.other_model"))
     return folder
 
 
