@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training.parallel.groups import Ranks
-from common.variant_table import about
-from llama2_lora.variants import BUILDS, VARIANTS
 
 LAYERS = ("handwritten", "te", "torch")
 PRECISIONS = ("fp8", "bf16")
@@ -201,8 +199,12 @@ KEEP = {
     },
 }
 
-ABOUT = {
-    **about(VARIANTS, BUILDS),
+# torch.compile needs plain layers in bf16: it cannot see into our kernels or Transformer Engine's.
+TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
+
+FACTS = {
+    "files": ["other_variants"],
+    "builds": {"te": {"layer": "te"}, "torch_bf16": TORCH_BF16, "parameterized": TORCH_BF16},
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"]},

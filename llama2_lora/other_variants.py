@@ -1,16 +1,30 @@
 """The variants beside train.py's: Transformer Engine's make_graphed_callables, torch.compile, parameterized launches.
 
-Each is made from a state and train.py's eager step, which calls the layers that `state.stack.calls` lists.
+They run train.py's eager step, which calls the layers that `state.stack.calls` lists.
 """
 
 import torch
 
-from common.capture.pool import Pool
+from common.contract import variant
 from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Capture, Compiled, Unsupported, require_compiler, warm_up
+from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
+from llama2_lora.state import State
+from llama2_lora.train import eager_step
 
 
+@variant(
+    "graph_layer_te",
+    kind="graph",
+    help="Transformer Engine's make_graphed_callables over its modules: two graphs per layer, one slot",
+    graphs=lambda c: 2 * c.layers,
+    parity="bitwise",
+    reference="eager_te",
+    headline=True,
+    builds=("te",),
+    traits={"layer": "te"},
+    formerly="graph_te",
+)
 class GraphedByTransformerEngine:
     """NVIDIA's mechanism: make_graphed_callables over Transformer Engine's layers, one slot of two graphs for each.
 
@@ -22,19 +36,18 @@ class GraphedByTransformerEngine:
     nothing to enter or leave.
     """
 
-    def __init__(self, state, step):
+    def __init__(self, state: State, capture):
         if state.kind != "te":
             raise Unsupported("graph_layer_te needs Transformer Engine's layers")
         from transformer_engine.pytorch import make_graphed_callables
 
-        self.state, self._step, stack = state, step, state.stack
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy="te.make_graphed_callables, order [1, -1]", pools=[self.pool])
-        warm_up(state, self.capture, step)
+        self.state, stack = state, state.stack
+        pool, capture.strategy = capture.pool(), "te.make_graphed_callables, order [1, -1]"
+        capture.warm_up(eager_step)
         fp8 = state.config.precision == "fp8"
         # Below the first layer nothing needs a gradient.
         samples = tuple((torch.randn_like(stack.x).requires_grad_(index > 0),) for index in range(len(stack.layers)))
-        with self.capture.timed("capture_s"), self.pool.adopt(), undone_where_it_fails(stack.layers):
+        with capture.capturing(), pool.adopt(), undone_where_it_fails(stack.layers):
             self.calls = make_graphed_callables(
                 tuple(stack.layers),
                 samples,
@@ -52,30 +65,51 @@ class GraphedByTransformerEngine:
         stack = self.state.stack
         stack.calls = self.calls
         try:
-            self._step(self.state, index)
+            eager_step(self.state, index)
         finally:
             stack.calls = list(stack.layers)
-
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers
 
     def close(self):
         for call in self.calls:
             call.reset()
-        self.pool.release()
 
 
-def compiled(state, step, mode: str) -> Compiled:
-    """torch.compile of every layer; plain bf16 layers only."""
+@variant(
+    "compile",
+    kind="compile",
+    help="torch.compile of plain PyTorch layers (default mode, no graphs)",
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+)
+def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
     # Dropout draws as it does in eager layers.
     with torch._inductor.config.patch(fallback_random=True):
-        return Compiled(state, step, _layers(state), "each layer", mode)
+        return Compiled(state, eager_step, _layers(state), "each layer", mode, capture=capture)
 
 
-def parameterized(state, step) -> Parameterized:
-    """Every layer's forward and backward as parameterized launches; plain bf16 layers only."""
-    return Parameterized(state, step, _layers(state), "each layer")
+@variant(
+    "reduce_overhead",
+    kind="compile",
+    help="torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+    graphs=None,
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+)
+def reduce_overhead(state: State, capture):
+    return compiled(state, capture, "reduce-overhead")
+
+
+@variant(
+    "graph_parameterized",
+    kind="graph",
+    help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
+    graphs=None,
+    parity="bitwise",
+    builds=("parameterized",),
+)
+def parameterized(state: State, capture):
+    return Parameterized(state, eager_step, _layers(state), "each layer", capture=capture)
 
 
 def _layers(state):

@@ -1,4 +1,4 @@
-"""The tensors that handwritten layers keep for their backward, and predicted bytes, from sizes (no torch here).
+"""The tensors that handwritten layers keep for their backward, predicted bytes, and a run's card (no torch here).
 
 `workspace` lists what llama2_lora/layers/handwritten.py allocates, so the prediction and the program cannot differ.
 """
@@ -125,6 +125,24 @@ def choose(config: Config, preset: str, total_bytes: int, budget_bytes: int) -> 
     """What layers keep on a GPU, as `common.training.memory_plan.choose` says."""
     cards = KEEP.get(preset, {})
     return memory_plan.choose(config.keep, cards, total_bytes, budget_bytes, lambda keep: make_plan(config, keep).bytes)
+
+
+def card(config: Config, kind: str, on_gpu: bool) -> list[str]:
+    """Lines that say what runs; on a GPU with what handwritten layers keep. kind: of the layers."""
+    model = f"{config.layers} of 80 layers of Llama 2 70B" if config.hidden == 8192 else "toy widths"
+    of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
+    lines = [
+        f"{config.layers} layers, hidden {config.hidden}, heads {config.heads} ({config.kv_heads} groups), "
+        f"ffn {config.ffn}: {model}",
+        f"{lora_config.num_parameters(config) / 1e6:,.1f} M frozen parameters, "
+        f"{'of ' + config.checkpoint if config.checkpoint else 'random'}; "
+        f"{num_trainable(config) / 1e6:,.2f} M trainable ones, learning rate {config.learning_rate:g}",
+        f"{config.tokens} tokens{of_window} | {kind} layers, {config.precision} | "
+        f"{lora_config.flops_per_step(config) / 1e12:.4g} TFLOP/step",
+    ]
+    if on_gpu and kind == "handwritten":
+        lines += ["", *make_plan(config).text().splitlines()]
+    return lines
 
 
 def fit(config: Config, budget_bytes: int) -> Config:

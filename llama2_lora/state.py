@@ -1,19 +1,26 @@
 """Everything that a step of Llama 2 LoRA reads and writes: built once, reset in place, the same for every variant."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from common.capture.pool import StaticInputs
+from common.machine import host_state
 from common.measuring.marks import section
 from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.memory_fit import fewer_layers
+from common.training.memory_plan import GIB
 from common.training.optimizers.adam import MasterAdam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
+from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
+from llama2_lora import plan
 from llama2_lora.config import Config
+from llama2_lora.data import rows
 from llama2_lora.data.windows import open_windows
 from llama2_lora.kernels.attention import attention_for
 from llama2_lora.kernels.operators import Operators, TorchOperators
@@ -22,7 +29,6 @@ from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.layers.module_stack import ModuleStack
 from llama2_lora.layers.transformer_engine import require_kind
-from llama2_lora.plan import make_plan
 from llama2_lora.weights import adapters
 from llama2_lora.weights.frozen import FrozenWeights
 from llama2_lora.weights.trainable import Adapters
@@ -39,7 +45,7 @@ RANK_STEPS = 1_000_003
 class State:
     """The stack of layers, adapters, optimizer, rotating windows, and the losses so far.
 
-    config must come from llama2_lora/workload.py's `resolve`. kind: "handwritten", "te" or "torch", of the layers.
+    config must come from `resolve`. kind: "handwritten", "te" or "torch", of the layers.
     """
 
     num_losses = 4096
@@ -50,7 +56,7 @@ class State:
         self.place = self.ranks.place(rank)
         # Everything that can be refused comes before weights are read or made.
         require_kind(kind, config, device)
-        self.plan = make_plan(config) if kind == "handwritten" else None
+        self.plan = plan.make_plan(config) if kind == "handwritten" else None
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
         # Names of the groups of ranks that share a window, and of those that each have their own.
         self.context, self.data = collectives.ALONE, ""
@@ -171,9 +177,43 @@ class State:
     def read_grad_norms(self, count: int) -> list[float]:
         return self.grad_norms[: min(count, self.num_losses)].tolist()
 
-    def batch_class(self, index: int) -> int:
-        """All windows have one shape."""
-        return 0
+
+def resolve(config: Config, preset: str, kind: str, device: torch.device):
+    """(config with precision, memory and number of layers as they can run on `device`, notes on what changed).
+
+    ValueError if it cannot run, or checkpoint or data do not fit. Nothing has been built then.
+    """
+    config, notes = _fit(config, preset, kind, device)
+    config = replace(config, lr=config.learning_rate)  # a run file says at which rate it trained
+    if config.checkpoint:
+        open_checkpoint(config.checkpoint, config)
+    if config.save_adapter:
+        adapters.require_place(config.save_adapter)
+    rows.require(config.data)
+    return config, notes
+
+
+def _fit(config, preset, kind, device):
+    notes = []
+    if device.type == "cpu":
+        if config.layer == "te":
+            raise ValueError("--layer te needs a GPU; take --layer handwritten or torch")
+        plan.require(config, host_state.available_host_bytes())
+        if config.precision == "fp8":
+            notes.append("FP8 emulated: operands rounded to FP8, GEMMs in FP32")
+        return config, notes
+    if config.precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+        config = replace(config, precision="bf16", fc1_store="auto")
+        notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
+    # The least of all ranks, so that all have as many layers, which keep the same.
+    free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
+    budget = plan.budget_bytes(free)
+    fitted = plan.fit(config, budget)
+    if kind == "handwritten":
+        fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget))
+    if fitted.layers < config.layers:
+        notes.append(fewer_layers(fitted, config, budget / GIB))
+    return fitted, notes
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:

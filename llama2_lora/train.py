@@ -1,7 +1,7 @@
 """Llama 2 70B LoRA: a CUDA graph for the forward and one for the backward of every layer, or one for the whole step.
 
-The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
-`step` of a variant below:
+The training loop without graphs. It stands at the end of this file, and its body is `eager_step`, or the `step` of a
+variant below:
 
     for step in range(num_steps):
         tokens, targets, weights = window(step)                     # one packed sequence, from host memory
@@ -32,7 +32,7 @@ Not captured, and why:
     storing the loss           each step stores loss and gradient norm at another address; a graph always writes to the
                                same ones
 
-In plain torch, `Pool` does this:
+In plain torch, `pool.capture` does this:
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may call CUDA
@@ -46,8 +46,12 @@ Copied in      the window: `load_window` copies it from host memory into the sta
 Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. In graph_layer `update`
                reads the adapters' gradients before the next replays overwrite them. Everything runs on one stream, so
                the GPU keeps the order of the code.
-Freed          `close`, which a run calls at its end, releases all graphs and their pool, which holds attention's
-               outputs and temporary tensors.
+Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of that count, so a replay draws new masks.
+               Modules (--layer te, torch) draw from torch's generator, whose offset each replay moves on.
+Freed          at the end of a run `session` releases all graphs and their pool, which holds attention's outputs and
+               temporary tensors.
+
+Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool are in other_variants.py.
 
     python -m llama2_lora.train --preset tiny --variant graph_layer
     python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
@@ -58,41 +62,91 @@ On several GPUs each trains on windows of its own (data parallel), or with --cp 
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --cp 2
 """
 
-from common.config import parse
-from llama2_lora.config import ABOUT, PRESETS, Config
-from llama2_lora.variants import VARIANTS
+from common.contract import Training, parse, variant
+from llama2_lora.config import FACTS, PRESETS, Config, flops_per_step
 
 if __name__ == "__main__":
-    # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("llama2_lora", Config, PRESETS, VARIANTS, about=ABOUT)
+    args = parse("llama2_lora", Config, PRESETS, **FACTS)  # before torch is imported: --help and mistakes at once
 
 from functools import partial
 
-# CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-from common.capture.pool import Pool
+import torch
 
-# The harness. section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where
-# the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
-# Capture: what a run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
+# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
+# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
 from common.measuring.marks import mark, section
-from common.script.main import main
-from common.variant import Capture, Unsupported, warm_up
-from llama2_lora.state import State
-from llama2_lora.workload import workload
+from common.session import session
+from common.training.flops import CAUSAL_HALF, peak_flops
+from common.variant import Unsupported
+from llama2_lora.plan import card
+from llama2_lora.state import State, hyperparameters, resolve
 
 # Layers between two marks: some 400 launches.
 MARK_EVERY = 16
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. The baseline `eager` runs it as it is: common.variant.Eager warms up and calls it.
+# 1. The training that all variants share
 
 
+def build(config: Config, device: torch.device, ranks) -> Training:
+    data_ranks = config.ranks(ranks.world_size).dp
+    kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
+    config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
+    state = State(config, device, kind, ranks.rank, ranks.world_size)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        evaluate=state.evaluate,
+        finish=state.finish,
+        items=config.tokens,
+        unit="tokens",
+        flops=flops_per_step(config),
+        flops_convention=CAUSAL_HALF,
+        peak_flops=peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
+        card=card(config, kind, on_gpu=device.type == "cuda"),
+        notes=notes,
+        hyperparameters=hyperparameters(config, data_ranks),
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
+
+
+@variant(
+    "eager_te",
+    kind="eager",
+    help="eager, with Transformer Engine's modules",
+    parity="bitwise",
+    reference="eager_te",
+    headline=True,
+    builds=("te",),
+    traits={"layer": "te"},
+)
+@variant(
+    "eager",
+    kind="eager",
+    help="kernels launched one by one",
+    parity="bitwise",
+    headline=True,
+    builds=("", "torch_bf16", "parameterized"),
+)
 def eager_step(state: State, index: int):
     """Train on window `index`. Nothing in it waits for the GPU."""
     state.load_window(index)  # copies tokens, targets, mask, positions and bounds of documents into the static inputs
+    training_step(state)
+    state.keep_loss(index)  # copies loss and gradient norm to their history on the GPU
+
+
+def training_step(state: State):
+    """From the loaded window to new adapters: on one rank `graph_step` captures it."""
     forward_and_backward(state)
     update(state)
-    state.keep_loss(index)  # copies loss and gradient norm to their history on the GPU
 
 
 def forward_and_backward(state: State):
@@ -130,9 +184,18 @@ def update(state: State):
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. graph_layer: a forward and a backward graph for each layer
+# 3. graph_layer: a forward and a backward graph for each layer
 
 
+@variant(
+    "graph_layer",
+    kind="graph",
+    help="a forward and a backward graph per layer, one pool, buffers chained",
+    graphs=lambda c: 2 * c.layers,
+    parity="bitwise",
+    headline=True,
+    formerly="graph",
+)
 class GraphedLayers:
     """The eager step with replays in the place of the layers.
 
@@ -141,23 +204,21 @@ class GraphedLayers:
     So the graphs must be replayed in the order of their capture, which is that of a step.
     """
 
-    def __init__(self, state: State):
+    def __init__(self, state: State, capture):
         if state.kind != "handwritten":
             raise Unsupported("graph_layer captures handwritten layers: take --layer handwritten, or graph_step")
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="layer, forward and backward", pools=[self.pool])
+        # Graphs of a pool share memory. Without a GPU it makes host graphs, which record operators and run them again.
+        self.state, pool = state, capture.pool()
         # Libraries allocate and choose kernels at first use, which must not happen in a capture. Warm-up steps train;
         # `state.reset`, which a run calls before its first step, undoes that.
-        warm_up(state, self.capture, eager_step)
+        capture.warm_up(eager_step)
         stack, layers = state.stack, range(state.config.layers)
         # pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of
         # `static`, here filled by load_window, have kept address and shape. Layer 0's forward checks for all graphs.
         window = tuple(stack.inputs.values())
-        with self.capture.timed("capture_s"):  # in the order of a step, in which they will be replayed
-            self.forward = [
-                self.pool.capture(partial(stack.forward, layer), () if layer else window)[0] for layer in layers
-            ]
-            self.backward = [self.pool.capture(partial(stack.backward, layer))[0] for layer in reversed(layers)]
+        with capture.capturing():  # in the order of a step, in which they will be replayed
+            self.forward = [pool.capture(partial(stack.forward, layer), () if layer else window)[0] for layer in layers]
+            self.backward = [pool.capture(partial(stack.backward, layer))[0] for layer in reversed(layers)]
 
     def step(self, index: int):
         state, stack = self.state, self.state.stack
@@ -177,52 +238,43 @@ class GraphedLayers:
         update(state)
         state.keep_loss(index)
 
-    def replays_of(self, index: int) -> int:
-        return 2 * self.state.config.layers
-
-    def close(self):
-        self.pool.release()  # frees all graphs and the pool's memory
-
 
 # ------------------------------------------------------------------------------------------------
-# 3. graph_step: one graph
+# 4. graph_step: one graph
 
 
+@variant(
+    "graph_step",
+    kind="graph",
+    help="the whole step in one graph: all layers, loss, clipping and AdamW",
+    graphs=1,
+    parity="bitwise",
+    headline=True,
+    formerly="one_graph",
+)
 class GraphedStep:
     """Everything after the window's copy in one graph; with several ranks, everything up to the adapters' gradients."""
 
-    def __init__(self, state: State):
-        self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="the whole step", pools=[self.pool])
-        warm_up(state, self.capture, eager_step)
-        self.captures_update = state.world_size == 1
-        with self.capture.timed("capture_s"):
-            self.graph, _ = self.pool.capture(self._captured, tuple(state.stack.inputs.values()))
-
-    def _captured(self):
-        forward_and_backward(self.state)
-        if self.captures_update:
-            update(self.state)
+    def __init__(self, state: State, capture):
+        self.state, pool = state, capture.pool()
+        capture.warm_up(eager_step)
+        captured = training_step if state.world_size == 1 else forward_and_backward
+        with capture.capturing():
+            self.graph, _ = pool.capture(partial(captured, state), tuple(state.stack.inputs.values()))
 
     def step(self, index: int):
         self.state.load_window(index)
         with section("replay"):
             self.graph.replay()
-        if not self.captures_update:
+        if self.state.world_size > 1:
             update(self.state)
         self.state.keep_loss(index)
 
-    def replays_of(self, index: int) -> int:
-        return 1
-
-    def close(self):
-        self.pool.release()
-
 
 # ------------------------------------------------------------------------------------------------
-# 4. The other variants, declared in variants.py: eager_te and graph_layer_te run Transformer Engine's layers, the
-# second by its make_graphed_callables; compile and reduce_overhead are torch.compile's, and graph_parameterized
-# launches graphs without a pool on the eager step's memory (other_variants.py).
+# 5. The loop. A variant's `step` is all that it runs.
 
 if __name__ == "__main__":
-    main("llama2_lora", args, partial(workload, variants=VARIANTS, eager_step=eager_step))
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

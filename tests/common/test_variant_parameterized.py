@@ -9,10 +9,8 @@ from common.capture.checks import CaptureError
 from common.capture.parameterized import backend
 from common.variant import Unsupported, leave
 from common.variant_parameterized import Parameterized
-from common.variant_table import resolved
 from tests.helpers import contracts, gpt3_case, llama2_lora_case, llama31_case
 from tests.helpers.followed import difference, follow
-from tests.helpers.made import made
 
 CPU = torch.device("cpu")
 NUM_STEPS = 3
@@ -54,9 +52,7 @@ MODELS = {
 
 
 def parameterized(model, state):
-    if model == "gpt3":
-        return contracts.made(model, "graph_parameterized", state)
-    return made(resolved(f"{model}.variants:VARIANTS"), "graph_parameterized", state)
+    return contracts.made(model, "graph_parameterized", state)
 
 
 @pytest.mark.parametrize("model", MODELS)

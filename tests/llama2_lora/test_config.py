@@ -6,7 +6,6 @@ import pytest
 
 from common.training import flops
 from llama2_lora.config import (
-    ABOUT,
     PRESETS,
     Config,
     flops_per_step,
@@ -14,7 +13,7 @@ from llama2_lora.config import (
     num_parameters,
     num_trainable,
 )
-from llama2_lora.variants import VARIANTS
+from tests.helpers import contracts
 
 TINY, BENCH, FULL = (PRESETS[name] for name in ("tiny", "bench", "full"))
 
@@ -85,12 +84,8 @@ def test_mistakes_are_one_line_that_names_the_flag(fields, words):
 
 
 def test_promises():
-    assert VARIANTS["graph_layer"].promised(FULL) == VARIANTS["graph_layer_te"].promised(FULL) == (160, 160)
-    assert VARIANTS["graph_step"].promised(FULL) == (1, 1)
-    assert (
-        VARIANTS["eager"].promised(FULL)
-        == VARIANTS["eager_te"].promised(FULL)
-        == VARIANTS["compile"].promised(FULL)
-        == (0, 0)
-    )
-    assert set(ABOUT["kinds"]) == set(VARIANTS)
+    full = contracts.model("llama2_lora", "--preset", "full")
+    assert full.promises("graph_layer") == full.promises("graph_layer_te") == (160, 160)
+    assert full.promises("graph_step") == (1, 1)
+    assert full.promises("eager") == full.promises("eager_te") == full.promises("compile") == (0, 0)
+    assert full.promises("reduce_overhead") == full.promises("graph_parameterized") == (None, None)

@@ -17,8 +17,8 @@ from llama2_lora.layers.context import own_part
 from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.plan import fixed_bytes
 from llama2_lora.state import State, hyperparameters
-from llama2_lora.variants import VARIANTS
 from tests.helpers import gloo_ranks
+from tests.helpers.contracts import made
 from tests.helpers.llama2_lora_case import (
     CPU,
     GRAPHED,
@@ -29,7 +29,6 @@ from tests.helpers.llama2_lora_case import (
     inputs_of,
     shorten_corpus,
 )
-from tests.helpers.made import made
 
 # FP32 and no dropout, whose masks are each rank's own: what is left is the order of sums.
 EXACT = replace(TINY, precision="bf16", dropout=0.0)
@@ -102,7 +101,7 @@ def graphs_of(state, names):
     """Losses of eager, which those of the graphed variants are."""
     eager = follow_eager(state, STEPS)
     for name in names:
-        variant = made(VARIANTS, name, state)
+        variant = made("llama2_lora", name, state)
         before = variant.capture.num_replays
         assert_equal(follow(state, variant.step, STEPS), eager, state)
         assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))

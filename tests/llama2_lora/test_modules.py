@@ -9,7 +9,7 @@ from common.variant import Unsupported
 from llama2_lora import train
 from llama2_lora.config import PRESETS
 from llama2_lora.state import State
-from llama2_lora.variants import VARIANTS
+from tests.helpers.contracts import made
 from tests.helpers.llama2_lora_case import (
     CPU,
     GRAPHED,
@@ -18,7 +18,6 @@ from tests.helpers.llama2_lora_case import (
     follow,
     follow_eager,
 )
-from tests.helpers.made import made
 
 PLAIN = replace(TINY, layer="torch", precision="bf16")
 
@@ -37,7 +36,7 @@ def test_plain_layers_train_as_handwritten_ones_do():
 def test_a_graph_of_modules_equals_eager_bit_for_bit():
     state = State(replace(PLAIN, documents="separate", layers=2), CPU, "torch")
     eager = follow_eager(state, 3)
-    variant = made(VARIANTS, "graph_step", state)
+    variant = made("llama2_lora", "graph_step", state)
     for _ in range(2):
         assert_equal(follow(state, variant.step, 3), eager, state)
         before = [tensor.clone() for _, tensor in state.named_state()]
@@ -45,7 +44,7 @@ def test_a_graph_of_modules_equals_eager_bit_for_bit():
         assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
     variant.close()
     with pytest.raises(Unsupported, match="^graph_layer captures handwritten layers"):
-        made(VARIANTS, "graph_layer", state)
+        made("llama2_lora", "graph_layer", state)
 
 
 def test_no_gradient_is_kept_from_the_step_before():
@@ -67,7 +66,7 @@ def test_what_cannot_run_here_says_so_in_one_line(name):
         State(TINY, CPU, "te")
     state = State(TINY, CPU, "handwritten")
     with pytest.raises(Unsupported, match="GPU|Transformer Engine's layers") as error:
-        made(VARIANTS, name, state)
+        made("llama2_lora", name, state)
     assert "\n" not in str(error.value)
 
 
@@ -90,7 +89,7 @@ def test_gpu_graphs_equal_eager_bit_for_bit(gpu, kind, names):
         eager = follow_eager(state, 6)
         assert_equal(follow_eager(state, 6), eager, state)
         for name in names:
-            variant = made(VARIANTS, name, state)
+            variant = made("llama2_lora", name, state)
             assert_equal(follow(state, variant.step, 6), eager, state)
             variant.close()
     finally:

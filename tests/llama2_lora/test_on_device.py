@@ -20,10 +20,9 @@ from llama2_lora import train  # noqa: E402
 from llama2_lora.config import PRESETS  # noqa: E402
 from llama2_lora.kernels import triton_operators  # noqa: E402
 from llama2_lora.kernels.triton_operators import TritonOperators  # noqa: E402
-from llama2_lora.variants import VARIANTS  # noqa: E402
 from tests.helpers import triton_driver  # noqa: E402
+from tests.helpers.contracts import made  # noqa: E402
 from tests.helpers.llama2_lora_case import all_ways  # noqa: E402
-from tests.helpers.made import made  # noqa: E402
 from tests.helpers.triton_interpreter import INTERPRETED  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -130,8 +129,8 @@ def test_steps_call_torch_and_triton_as_they_want_it(gpu, monkeypatch, changes):
         assert gpu.through_triton == 0 and first > 25 and len(gpu.launches) > 1.5 * first
         assert (gpu.gemms.num_calls > 40) == (config.precision != "bf16")
         for name in ("graph_layer", "graph_step"):
-            variant = made(VARIANTS, name, state)
-            assert len(variant.pool.graphs) == variant.replays_of(0)
+            variant = made("llama2_lora", name, state)
+            assert len(variant.capture.pools[0].graphs) == variant.replays_of(0)
             variant.step(0)
             # As the canary does beside a graph.
             train.eager_step(state, 0)

@@ -8,17 +8,17 @@ import numpy
 import pytest
 import torch
 
-from common.config import Arguments, Run
 from common.training.data.llama_checkpoint import open_checkpoint
 from common.training.data.safetensors_file import open_file
 from common.training.memory_plan import GIB
-from llama2_lora import train, workload
+from common.variant import Unsupported
+from llama2_lora import plan, train
+from llama2_lora import state as states
 from llama2_lora.config import KEEP, PRESETS
 from llama2_lora.state import ADAM, State
-from llama2_lora.variants import VARIANTS
 from tests.helpers import forked, gloo_ranks
+from tests.helpers.contracts import made, model
 from tests.helpers.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager, write_checkpoint
-from tests.helpers.made import made
 
 # What three layers keep: nothing, and each of four tensors in one.
 MIXED = "1 qkv residual, 1 attention fc1"
@@ -26,9 +26,10 @@ B_OF_Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
 def assert_replays_as_promised(variant, name, config, num_replays, num_steps):
-    num_graphs, promised = VARIANTS[name].promised(config)
+    own = model("llama2_lora", "--layers", str(config.layers))
+    num_graphs, promised = own.promises(name)
     assert num_replays == sum(map(variant.replays_of, range(num_steps))) == num_steps * promised
-    assert len(variant.pool.graphs) == num_graphs
+    assert len(variant.capture.pools[0].graphs) == num_graphs
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     eager = follow_eager(state, num_steps)
     assert_equal(follow_eager(state, num_steps), eager, state)
     for name in GRAPHED:
-        variant = made(VARIANTS, name, state)
+        variant = made("llama2_lora", name, state)
         before = variant.capture.num_replays
         assert_equal(follow(state, variant.step, num_steps), eager, state)
         assert_replays_as_promised(variant, name, config, variant.capture.num_replays - before, num_steps)
@@ -68,7 +69,7 @@ def test_variants_take_turns_on_one_state():
         state.stack.attended = [None] * TINY.layers
         return held
 
-    variants = [made(VARIANTS, name, state) for name in ("eager", *GRAPHED)]
+    variants = [made("llama2_lora", name, state) for name in ("eager", *GRAPHED)]
     for variant in variants * 2:
         assert_equal(follow(state, variant.step, 2), expected, state)
     # A capture leaves eager steps the attention outputs that they keep.
@@ -80,7 +81,7 @@ def test_variants_take_turns_on_one_state():
 
 def test_evaluation_leaves_training_as_it_was():
     state = State(replace(TINY, keep=MIXED), CPU, "handwritten")
-    variant = made(VARIANTS, "graph_layer", state)
+    variant = made("llama2_lora", "graph_layer", state)
     expected = follow(state, variant.step, 3)
     losses = []
 
@@ -139,7 +140,7 @@ def data_rank():
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     state, facts = State(TINY, CPU, "handwritten", rank, size), {}
     for name in ("eager", "graph_step"):
-        variant = made(VARIANTS, name, state)
+        variant = made("llama2_lora", name, state)
         follow(state, variant.step, 2)
         sums = {"own": state.adapters.grads, "mean": state.adapters.main_grad, "master": state.adam.masters[0]}
         facts[name] = {each: tensor.double().sum().item() for each, tensor in sums.items()}
@@ -157,14 +158,13 @@ def test_ranks_average_the_gradients():
     assert first["master"] == second["master"] and first["mean"] == second["mean"]
 
 
-def resolve(device, preset="tiny", variant="eager", **fields):
-    run = Run(preset=preset, variant=variant)
-    return workload.resolve(Arguments(config=replace(PRESETS[preset], **fields), run=run), device)
+def resolve(device, preset="tiny", kind="handwritten", **fields):
+    return states.resolve(replace(PRESETS[preset], **fields), preset, kind, device)
 
 
-def test_arguments_on_the_host():
-    args, notes = resolve(CPU)
-    assert args.config == TINY and "emulated" in notes[0]
+def test_configs_on_the_host():
+    config, notes = resolve(CPU)
+    assert config == TINY and "emulated" in notes[0]
     assert resolve(CPU, precision="bf16")[1] == []
     with pytest.raises(ValueError, match="--layer te needs a GPU"):
         resolve(CPU, layer="te")
@@ -184,40 +184,46 @@ def fake_gpu(monkeypatch):
     return make
 
 
-def test_arguments_on_a_gpu(fake_gpu, monkeypatch):
+def test_configs_on_a_gpu(fake_gpu, monkeypatch):
     h200 = fake_gpu(139.2)
     for name, predicted in (("bench", 136.50), ("full", 137.00)):
-        args, notes = resolve(h200, name)
-        assert (args.config.layers, args.config.keep, args.run.preset) == (80, KEEP[name][141], name) and notes == []
-        card = workload.card(args.config, "handwritten", h200)
+        config, notes = resolve(h200, name)
+        assert (config.layers, config.keep) == (80, KEEP[name][141]) and notes == []
+        card = plan.card(config, "handwritten", on_gpu=True)
         assert "Llama 2 70B" in card[0] and card[-1].split() == ["predicted", f"{predicted:.2f}"]
     with pytest.raises(ValueError, match=r"--keep all: \d+\.\d GiB are predicted, 137.0 GiB are free: keep less"):
         resolve(h200, "full", keep="all")
-    assert resolve(h200, "full", keep="80 attention")[0].config.keep == "80 attention"
+    assert resolve(h200, "full", keep="80 attention")[0].keep == "80 attention"
     # Transformer Engine's layers keep what autograd keeps.
-    assert resolve(h200, "bench", layer="te")[0].config.keep == "auto"
+    assert resolve(h200, "bench", kind="te")[0].keep == "auto"
     # All ranks keep what fits into the least memory that one has.
-    monkeypatch.setattr(workload, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
-    assert resolve(h200, "full")[0].config.keep == KEEP["full"][80]
+    monkeypatch.setattr(states, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
+    assert resolve(h200, "full")[0].keep == KEEP["full"][80]
 
 
-def test_arguments_on_smaller_gpus(fake_gpu):
+def test_configs_on_smaller_gpus(fake_gpu):
     h100 = fake_gpu(78.6)
-    config = resolve(h100, "bench")[0].config
+    config = resolve(h100, "bench")[0]
     assert (config.layers, config.keep) == (80, KEEP["bench"][80])
-    args, notes = resolve(h100, "full")
-    layers = args.config.layers
-    assert args.config.keep == KEEP["full"][80]
-    assert 60 < layers < 80 and args.run.preset == f"full-l{layers}" and f"{layers} of 80" in notes[0]
+    config, notes = resolve(h100, "full")
+    assert config.keep == KEEP["full"][80]
+    assert 60 < config.layers < 80 and f"{config.layers} of 80" in notes[0]
     old, notes = resolve(fake_gpu(23.0, (8, 6)), "slice")
-    assert (old.config.precision, old.config.layers, old.config.keep) == ("bf16", 8, "all") and "no FP8" in notes[0]
+    assert (old.precision, old.layers, old.keep) == ("bf16", 8, "all") and "no FP8" in notes[0]
 
 
-def test_layers_are_those_that_a_variant_is_declared_to_have():
-    for variant, kind in (("graph_layer_te", "te"), ("eager_te", "te"), ("graph_layer", "torch"), ("compile", "torch")):
-        config = replace(TINY, layer="torch", precision="bf16")
-        args = Arguments(config=config, run=Run(preset="tiny", variant=variant))
-        assert workload.kind_of_layers(args) == kind
+def test_layers_are_those_that_a_variant_is_declared_to_have(monkeypatch):
+    built = []
+
+    def stop(config, device, kind, rank, world_size):
+        built.append(kind)
+        raise Unsupported
+
+    monkeypatch.setattr(train, "State", stop)
+    for variant in ("graph_layer_te", "eager_te", "graph_layer", "compile"):
+        with pytest.raises(Unsupported):
+            model("llama2_lora", "--variant", variant, "--layer", "torch", "--precision", "bf16").build()
+    assert built == ["te", "te", "torch", "torch"]
 
 
 def test_a_user_trains_on_packed_rows_and_a_checkpoint_and_saves_the_adapter(tmp_path):
