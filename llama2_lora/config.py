@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from common.variant_table import about
+
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training.parallel.groups import Ranks
-from common.variant_table import about
 from llama2_lora.variants import BUILDS, VARIANTS
 
 LAYERS = ("handwritten", "te", "torch")

@@ -68,6 +68,8 @@ if __name__ == "__main__":
 
 from functools import partial
 
+from common.script.main import main
+
 # CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
 from common.capture.pool import Pool
 
@@ -75,7 +77,6 @@ from common.capture.pool import Pool
 # the host's launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
 # Capture: what a run reports of a capture. warm_up: three eager steps. main: the loop, timing, checks.
 from common.measuring.marks import mark, section
-from common.script.main import main
 from common.variant import Capture, Unsupported, warm_up
 from llama2_lora.state import State
 from llama2_lora.workload import workload

@@ -4,13 +4,14 @@ import math
 import os
 from dataclasses import dataclass
 
+from common.variant_table import about
+
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training import schedule
 from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
 from common.training.scope_rules import Setting, refuse
-from common.variant_table import about
 from llama31.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")

@@ -57,6 +57,7 @@ if __name__ == "__main__":
 from functools import partial
 
 import torch
+from common.script.main import main
 
 # Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
 # Capture: what a run reports of a capture. warm_up_all: three eager steps and a validation. section: names a part of
@@ -64,7 +65,6 @@ import torch
 # the host waits for the GPU at each mark, for its queue holds some 1,000 launches. main: the loop, timing, checks.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
-from common.script.main import main
 from common.training.parallel import collectives
 from common.variant import Capture
 from llama31.pipeline import stage as pipeline

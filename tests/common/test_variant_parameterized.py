@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from common.variant_table import resolved
 
 from common.capture.checks import CaptureError
 from common.capture.parameterized import backend
 from common.variant import Unsupported, leave
 from common.variant_parameterized import Parameterized
-from common.variant_table import resolved
 from tests.helpers import contracts, gpt3_case, llama2_lora_case, llama31_case
 from tests.helpers.followed import difference, follow
 from tests.helpers.made import made
