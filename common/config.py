@@ -103,7 +103,7 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     """Parse `argv` (default: the process's own).
 
     model: the package's name, as in `python -m gpt3.train`. presets: name -> config_class instance.
-    variants: of `common.variant_table.table`, or name -> one line of help. about: what else `--describe` tells the
+    variants: of `common.contract.scan`. about: what else `--describe` tells the
     harness, see `describe`. On `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr
     that names what is allowed, and exit status 2.
     """
@@ -188,12 +188,11 @@ def mistakes_in_one_line(model, command="train"):
 def describe(model, config_class, presets, variants, about=None, asked=None) -> dict:
     """Describe a script for the harness, as plain data: presets, variants, flags, and the entries of `about`.
 
-    variants: as in `parse`. asked: preset -> the config that flags made of it, for its needs and promises.
-    about, all optional: what `common.variant_table.about` gives, and "parity_steps" (steps of parity), "sweeps"
+    variants: as in `parse`. asked: preset -> the config that flags made of it, for its needs.
+    about, all optional: what `common.contract.about` gives, and "parity_steps" (steps of parity), "sweeps"
     (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
-    field that is text takes the value as it is), "presets_need", a function of a preset's name and its config that
-    gives `needs`, and "promises", a function of a config and a variant's name: (graphs, replays a step), which becomes
-    "promised": preset -> variant -> {"graphs", "replays_per_step"}; None: from 1 up, known only later.
+    field that is text takes the value as it is), and "presets_need", a function of a preset's name and its config
+    that gives `needs`.
     """
     types = typing.get_type_hints(config_class)
     about = dict(about or {})
@@ -201,15 +200,6 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
     if "presets_need" in about:
         of_preset = about["presets_need"]
         about["presets_need"] = {name: of_preset(name, config) for name, config in configs.items()}
-    promises = about.pop("promises", None)
-    if promises:
-        about["promised"] = {
-            name: {
-                variant: dict(zip(("graphs", "replays_per_step"), promises(config, variant), strict=True))
-                for variant in variants
-            }
-            for name, config in configs.items()
-        }
     return {
         "model": model,
         "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},

@@ -1,7 +1,6 @@
-"""The interface of a training script to a run, to its state and variants; and the variants of every model.
+"""Variants: what a script makes them with, what they may do, and the compiled one that models share.
 
-from common.measuring.marks import mark, section
-from common.variant import Capture, Compiled, Eager, Unsupported, warm_up
+from common.variant import Compiled, Unsupported
 """
 
 import contextlib
@@ -15,11 +14,6 @@ import torch
 
 from common.capture.pool import CaptureError, Pool
 from common.machine import memory
-from common.variant_table import Declared, about
-
-__all__ = ["Capture", "CaptureError", "Compiled", "Eager", "State", "Unsupported", "Variant", "Workload"]
-__all__ += ["Closes", "Enters", "Evaluates", "Finishes", "Reruns"]
-__all__ += ["enter", "leave", "require_compiler", "status_of", "synchronize", "warm_up"]
 
 # The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (common/measuring/worker.py).
 eager_memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -113,101 +107,6 @@ class Capture:
         return sum(pool.num_replays for pool in self.pools)
 
 
-@dataclass(kw_only=True)
-class Workload:
-    """A training script's model, for `common.script.main`. flops_per_step and items_per_step are per GPU.
-
-    variants: the model's table, name -> `common.variant_table.Declared`, or name -> constructor, called with the state.
-    card: lines that say what runs. notes: what differs from what was asked for. flops_notes: work that is not counted.
-    hyperparameters: what --mllog says of the training, MLPerf's key -> value; it needs global_batch_size.
-    kinds, promises: what the model's ABOUT says of its variants, see `common.config.describe`; of a table of
-    Declared they follow from it.
-    """
-
-    model: str
-    build: object
-    variants: dict
-    reference: object
-    items_per_step: float
-    unit: str
-    card: list = field(default_factory=list)
-    notes: list = field(default_factory=list)
-    flops_per_step: float = 0.0
-    flops_convention: str = ""
-    flops_notes: list = field(default_factory=list)
-    peak_flops: float | None = None
-    hyperparameters: dict = field(default_factory=dict)
-    kinds: dict = field(default_factory=dict)
-    promises: object = None
-
-    def __post_init__(self):
-        declared = all(isinstance(variant, Declared) for variant in self.variants.values())
-        if declared and not self.kinds:
-            own = about(self.variants)
-            self.kinds, self.promises = own["kinds"], own["promises"]
-
-
-@runtime_checkable
-class State(Protocol):
-    """The tensors that a step reads and writes.
-
-    A run resets them before its steps, may hash them, and reads them afterwards. A state that does more is also one of
-    `Evaluates`, `Finishes`, `Closes`; its `hyperparameters`, a dict, are what only the data tell to --mllog. Subclasses
-    inherit the methods that have a default here.
-    """
-
-    def reset(self) -> None:
-        """Everything that a step reads or writes, back to the seeded start, in place."""
-
-    def named_state(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, tensor) of all that training carries from step to step."""
-
-    def read_losses(self, count: int) -> list[float]:
-        """Losses of steps 0 to count - 1. May wait for the device."""
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        """Gradient norms of steps 0 to count - 1; none by default."""
-        return []
-
-    def batch_class(self, index: int) -> int:
-        """Return the class of batch that step `index` has: batches of one shape are one class, 0 by default.
-
-        Where no class comes again, the first min_steps steps are a class each, and all later ones one.
-        """
-        return 0
-
-
-@runtime_checkable
-class Evaluates(Protocol):
-    """A state or variant that can compute the loss of held-out batches."""
-
-    def evaluate(self) -> float:
-        """Mean loss over held-out batches, on every rank, with the training state left as it is; only for --mllog.
-
-        Of a state it is eager; a variant's own stands for it. Raises Unsupported where nothing is held out.
-        """
-
-
-@runtime_checkable
-class Finishes(Protocol):
-    """A state that has work left after training by hand, such as writing a file."""
-
-    def finish(self) -> list[str]:
-        """Do what comes after training by hand, as saving what was trained; every rank calls it.
-
-        Returns:
-            Lines for a person to read below the table.
-        """
-
-
-@runtime_checkable
-class Closes(Protocol):
-    """A state or variant that holds resources until it is closed."""
-
-    def close(self) -> dict | None:
-        """Let go of data workers, files or graphs. What it returns goes into the file of --record."""
-
-
 @runtime_checkable
 class Enters(Protocol):
     """A variant that changes the state or torch for its steps, as torch.compile replaces functions of the model.
@@ -238,9 +137,9 @@ def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> An
         made.capture = capture
     if not hasattr(made, "replays_of"):
         made.replays_of = lambda index: replays or 0
-    own = getattr(type(made), "close", None)
+    own: Any = getattr(type(made), "close", None)
     # Without a cycle of references, so that a variant's tensors are freed with it.
-    this = weakref.ref(made) if own else None
+    this: Any = weakref.ref(made) if own else None
 
     def close():
         told = own(this()) if own else None
@@ -279,7 +178,7 @@ class Reruns(Protocol):
 class Variant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 
-    One that changes state or model is one of `Enters` as well; one that captured the evaluation `Evaluates`.
+    One that changes state or model is one of `Enters` as well; one that captured the evaluation has `evaluate`.
     """
 
     capture: Capture
@@ -299,7 +198,7 @@ def warm_up(state, capture: Capture, step, num_steps: int = 3) -> None:
     """Make eager steps on the capture stream, on the first batches.
 
     Libraries initialise and choose their kernels in them, caches and optimizer state come to exist. Nothing of that may
-    happen for the first time in a capture. step: step(state, index), as in Eager.
+    happen for the first time in a capture. step: step(state, index).
     """
     inputs = getattr(state, "inputs", None)
     if inputs is not None and hasattr(inputs, "reset"):
@@ -309,34 +208,13 @@ def warm_up(state, capture: Capture, step, num_steps: int = 3) -> None:
             step(state, index)
 
 
-class Eager:
-    """The baseline: step(state, index) as it is, kernels launched one by one. No graph, no compiler."""
-
-    def __init__(self, state, step, warm_up_step=None):
-        """warm_up_step: what warms up, where that is not `step`."""
-        self.state, self._step = state, step
-        self.capture = Capture(strategy="none")
-        warm_up(state, self.capture, warm_up_step or step)
-
-    def step(self, index: int):
-        """Train on batch `index`."""
-        self._step(self.state, index)
-
-    def replays_of(self, index: int) -> int:
-        """Return 0: eager steps replay no graph."""
-        return 0
-
-    def close(self):
-        """Nothing to release."""
-
-
 class Compiled:
     """torch.compile of some functions of the model, called by the eager step.
 
     With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
     """
 
-    def __init__(self, state, step, functions, what: str, mode="default", capture=None, **options):
+    def __init__(self, state, step, functions, what: str, capture: Capture, mode="default", **options):
         """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
 
         capture: the variant's. options: of torch.compile; its own `options` add to those of the mode.
@@ -345,7 +223,7 @@ class Compiled:
         if mode == "reduce-overhead" and eager_memory is not contextlib.nullcontext:
             raise Unsupported("torch's own graphs restore all of their pool, so eager steps cannot share it with them")
         self.state, self._step = state, step
-        self.capture = capture or Capture(strategy="", device=state.device)
+        self.capture = capture
         self.capture.strategy = f"torch.compile of {what}, mode {mode}"
         self.pool = self.capture.pool()
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
@@ -390,9 +268,6 @@ class Compiled:
     def leave(self):
         """Put the model's own functions back."""
         _put(self._originals)
-
-    def close(self):
-        """Nothing to release: torch keeps what it compiled."""
 
 
 def require_compiler(device: torch.device) -> None:

@@ -25,7 +25,7 @@ class Parameterized:
         CaptureError: every region was refused; the message has the reasons.
     """
 
-    def __init__(self, state, step, functions, what: str, summed=(), capture=None):
+    def __init__(self, state, step, functions, what: str, capture: Capture, summed=()):
         # Imports the compiler, which takes seconds.
         from common.capture.parameterized import backend
         from common.capture.parameterized.sums import Sums
@@ -36,7 +36,7 @@ class Parameterized:
             (owner, name, torch.compile(fn, backend="parameterized", dynamic=False, fullgraph=True))
             for owner, name, fn in self._originals
         ]
-        self.capture = capture or Capture(strategy="")
+        self.capture = capture
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.regions = backend.Regions()
         self._sums = Sums(list(summed), self.regions.all.append)
@@ -87,7 +87,3 @@ class Parameterized:
         self._sums.leave()
         for owner, name, function in self._originals:
             setattr(owner, name, function)
-
-    def close(self):
-        """Free the graphs."""
-        self.regions.release()

@@ -348,19 +348,3 @@ def _stamp(device):
 
 def _ms(a, b):
     return (b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b)
-
-
-def trained(model) -> dict:
-    """Train a model without a script around it, and return the result."""
-    running = run(model)
-    try:
-        variant, loop = next(running)
-        try:
-            for index in loop.steps():
-                variant.step(index)
-        except Exception as error:
-            running.throw(error)
-        next(running)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("a run has one loop")

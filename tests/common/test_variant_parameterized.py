@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from common.variant_table import resolved
 
 from common.capture.checks import CaptureError
 from common.capture.parameterized import backend

@@ -160,6 +160,22 @@ class Model:
         return lambda index: self._reference(self.training.state, index)
 
 
+def trained(model) -> dict:
+    """Train a model without a script around it, and return the result."""
+    running = by_hand.run(model)
+    try:
+        variant, loop = next(running)
+        try:
+            for index in loop.steps():
+                variant.step(index)
+        except Exception as error:
+            running.throw(error)
+        next(running)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a run has one loop")
+
+
 class ByHand:
     """One run: its result, what it printed, the variant and the state it made.
 
@@ -185,7 +201,7 @@ class ByHand:
         run = {"record": str(self.path), **run}
         model = Model(make_variant, run, config, state or State, reference, promise, rank, **about)
         read_output()
-        self.result = by_hand.trained(model)
+        self.result = trained(model)
         self.lines = read_output().splitlines()
         self.variant = self.made[0] if self.made else None
 

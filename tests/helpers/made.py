@@ -1,7 +1,8 @@
 """Variants as a run has them: made from a model's table and entered."""
 
-from common.variant import enter
 from common.variant_table import construct
+
+from common.variant import enter
 
 
 def made(variants, name, state):

@@ -24,9 +24,9 @@ from torch import distributed as dist
 from common.capture.pool import Pool
 from common.config import Run, Timing
 from common.contract import Training
-from common.script import by_hand
 from common.training.parallel import collectives
 from common.variant import Capture, Unsupported, warm_up
+from tests.helpers.by_hand import trained
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
 PHASES = ("build", "capture", "steps", "profile")
@@ -149,7 +149,7 @@ def run_rank(job, folder):
     collectives.init("cpu")
     options = Run(preset="tiny", variant="graph", record=str(folder / "graph.json"), **run)
     try:
-        result = by_hand.trained(Model(options, fails, rank, int(world_size)))
+        result = trained(Model(options, fails, rank, int(world_size)))
     finally:
         collectives.shutdown()
     return 0 if result["status"] in ("pass", "oom", "unsupported") else 1

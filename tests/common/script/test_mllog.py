@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.script import by_hand, mllog
+from common.script import mllog
 from common.variant import Unsupported
 from tests.helpers import by_hand as by_hand_helpers
 from tests.helpers import forked
@@ -197,7 +197,7 @@ class State(by_hand_helpers.State):
 
 def run(make=Variant, path="", rank=0, state=State, **options):
     options["mllog"] = str(path)
-    return by_hand.trained(
+    return by_hand_helpers.trained(
         by_hand_helpers.Model(make, options, state=state, rank=rank, hyperparameters=HYPERPARAMETERS)
     )
 
