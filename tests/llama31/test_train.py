@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common.variant_table import construct, resolved
 
 from common.capture.pool import Pool
 from common.variant import CaptureError, Unsupported, enter, leave
+from common.variant_table import construct, resolved
 from llama31 import train
 from llama31.config import PRESETS
 from llama31.variants import VARIANTS
