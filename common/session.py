@@ -35,7 +35,8 @@ class Model:
 
     Args:
         args: of `common.contract.parse`.
-        build: build(config, device, ranks) returns a `common.contract.Training`.
+        build: build(config, device, ranks) returns a `common.contract.Training`. ranks has rank, world_size and preset,
+            the preset's name.
         device: of this rank.
         rank: of this process in the process group.
         world_size: ranks of the process group.
@@ -63,7 +64,8 @@ class Model:
         """
         torch.manual_seed(0)
         try:
-            made = self._build(self.config, self.device, SimpleNamespace(rank=self.rank, world_size=self.world_size))
+            ranks = SimpleNamespace(rank=self.rank, world_size=self.world_size, preset=self.options.preset)
+            made = self._build(self.config, self.device, ranks)
             if not isinstance(made, Training):
                 raise ValueError(f"build returned a {type(made).__name__}, not a common.contract.Training")
             self.config = made.config or self.config
