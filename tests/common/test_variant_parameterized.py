@@ -10,7 +10,7 @@ from common.capture.parameterized import backend
 from common.variant import Unsupported, leave
 from common.variant_parameterized import Parameterized
 from common.variant_table import resolved
-from tests.helpers import gpt3_case, llama2_lora_case, llama31_case
+from tests.helpers import contracts, gpt3_case, llama2_lora_case, llama31_case
 from tests.helpers.followed import difference, follow
 from tests.helpers.made import made
 
@@ -53,8 +53,10 @@ MODELS = {
 }
 
 
-def variants_of(model):
-    return resolved(f"{model}.variants:VARIANTS")
+def parameterized(model, state):
+    if model == "llama31":
+        return contracts.made(model, "graph_parameterized", state)
+    return made(resolved(f"{model}.variants:VARIANTS"), "graph_parameterized", state)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -62,7 +64,7 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
     make, directions, launches = MODELS[model]
     state, eager_step = make(), resolved(f"{model}.train:eager_step")
     eager = follow(state, lambda index: eager_step(state, index), NUM_STEPS)
-    variant = made(variants_of(model), "graph_parameterized", state)
+    variant = parameterized(model, state)
     try:
         before = variant.capture.num_replays
         assert difference(follow(state, variant.step, NUM_STEPS), eager, state) == ""
@@ -84,7 +86,7 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
 def test_a_variant_that_is_made_again_captures_again():
     state = gpt3_state()
     for _ in range(2):
-        variant = made(variants_of("gpt3"), "graph_parameterized", state)
+        variant = parameterized("gpt3", state)
         before = variant.capture.num_replays
         variant.step(0)
         assert variant.capture.num_replays - before == 12
@@ -96,7 +98,7 @@ def test_a_variant_that_is_made_again_captures_again():
 @pytest.mark.parametrize("model", MODELS)
 def test_layers_that_leave_the_compiler_are_unsupported(model):
     with pytest.raises(Unsupported, match="--layer torch --precision bf16"):
-        made(variants_of(model), "graph_parameterized", MODELS[model][0](precision="fp8"))
+        parameterized(model, MODELS[model][0](precision="fp8"))
 
 
 class Reads:
