@@ -10,8 +10,6 @@ from common.training import schedule
 from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
 from common.training.scope_rules import Setting, refuse
-from common.variant_table import about
-from llama31.variants import BUILDS, VARIANTS
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
 # Llama 3.1's scaling of the rotary embedding (config.json, rope_scaling of type llama3).
@@ -145,6 +143,17 @@ class Config(Parallel, Timing):
         return [sum(map(len, chunks)) for chunks in layers_of_stages(self.layers, self.pp, self.chunks)]
 
     @property
+    def layer_passes(self) -> int | None:
+        """Forward and backward passes of a stage's layers in a step. None: stages have different numbers of layers."""
+        first, *others = self.stage_sizes
+        return 2 * first * self.microbatches if set(others) <= {first} else None
+
+    def replays(self, count: int | None) -> int | None:
+        """`count` replays a step. None: steps differ in their number of microbatches, or some of them validate."""
+        differ = set(self.counts) != {self.microbatches} or self.validate_every
+        return None if differ else count
+
+    @property
     def local_heads(self) -> int:
         return self.heads // (self.share_tp * self.tp)
 
@@ -251,8 +260,15 @@ KEEP = {
 }
 
 
-ABOUT = {
-    **about(VARIANTS, BUILDS),
+# te, FP8 and FP4 modules leave the compiler.
+TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
+FACTS = {
+    "files": ["pipeline.stage_graphs", "other_variants"],
+    "builds": {
+        "validate": {"validate_every": 4},  # training and validation, a graph each, as in NVIDIA's submission
+        "torch_bf16": TORCH_BF16,
+        "parameterized": TORCH_BF16,
+    },
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": {"batch": ["microbatches"], "sequence": ["sequence"], "layers": ["layers"]},
@@ -310,6 +326,12 @@ def num_parameters(config: Config) -> int:
     layers = max(config.stage_sizes)
     ends = (2 if config.pp == 1 else 1) * config.local_vocab * config.hidden + config.hidden
     return layers * layer_parameters(config) + ends
+
+
+def tokens_per_step(config: Config) -> float:
+    """Tokens of a step on one GPU, the mean over a ramp: its share of a pipeline's and a tensor group's."""
+    tokens = config.microbatch * config.local_sequence * sum(config.counts) / len(config.counts)
+    return tokens / (config.tp * config.pp)
 
 
 def flops_per_step(config: Config, causal_half: bool = True) -> float:

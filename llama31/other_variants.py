@@ -1,43 +1,47 @@
-"""The variants beside train.py's: torch.compile, with parameterized launches too, and eager with checks on the host.
+"""The variants beside train.py's: torch.compile, with parameterized launches too, and eager with checks on the host."""
 
-Each is made of a state and of train.py's eager step.
-"""
-
-from common.variant import Compiled, Eager, Unsupported, require_compiler
+from common.contract import variant
+from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
 from llama31.state import State
+from llama31.train import eager_step
 
 
-class CheckedEager(Eager):
-    """Eager with Megatron's NaN checks: each microbatch's loss and the gradient norm are read on the host."""
-
-    def __init__(self, state: State, step):
-        self.state = state
-        self.enter()
-        try:
-            super().__init__(state, step)
-        finally:
-            self.leave()
-
-    def enter(self):
-        """Check."""
-        self.state.nan_checks = True
-
-    def leave(self):
-        """Check as the config says, as all other variants do."""
-        self.state.nan_checks = self.state.config.nan_checks
-
-
-def compiled(state: State, step, mode: str) -> Compiled:
-    """torch.compile of each layer, called by the eager step."""
+@variant(
+    "compile",
+    kind="compile",
+    help="torch.compile of the layers (default mode, no graphs)",
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+)
+def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
-    return Compiled(state, step, _layers(state), "each layer", mode)
+    return Compiled(state, eager_step, _layers(state), "each layer", mode, capture=capture)
 
 
-def parameterized(state: State, step) -> Parameterized:
-    """Each layer's forward and backward as parameterized launches, called by the eager step."""
-    functions = _layers(state)
-    return Parameterized(state, step, functions, "each layer", [list(layer.parameters()) for layer in state.layers])
+@variant(
+    "reduce_overhead",
+    kind="compile",
+    help="torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+    graphs=None,
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+)
+def reduce_overhead(state: State, capture):
+    return compiled(state, capture, "reduce-overhead")
+
+
+@variant(
+    "graph_parameterized",
+    kind="graph",
+    help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
+    graphs=None,
+    parity="bitwise",
+    builds=("parameterized",),
+)
+def parameterized(state: State, capture):
+    functions, summed = _layers(state), [list(layer.parameters()) for layer in state.layers]
+    return Parameterized(state, eager_step, functions, "each layer", summed, capture)
 
 
 def _layers(state):
@@ -49,3 +53,19 @@ def _layers(state):
     if any({"x"} < kept < state.plan.items.keys() for kept in state.plan.layers):
         raise Unsupported("the compiler takes layers that keep everything or nothing: give --keep all or least")
     return [(layer, "forward") for layer in state.layers]
+
+
+@variant(
+    "eager_nan_checks",
+    kind="eager",
+    help="eager, with the NaN checks that a graph over all microbatches forbids",
+    parity="bitwise",
+    traits={"extra_work": "reads each microbatch's loss and the gradient norm on the host"},
+)
+def checked_step(state: State, index: int):
+    """`eager_step` with Megatron's NaN checks."""
+    state.nan_checks = True
+    try:
+        eager_step(state, index)
+    finally:
+        state.nan_checks = state.config.nan_checks

@@ -18,6 +18,7 @@ from common.training.precision.fp8 import transformer_engine
 from common.variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
+from llama31.device import open_checkpoint, recipe_of, require_precision
 from llama31.memory.plan import make_plan
 from llama31.model import (
     Embedding,
@@ -31,8 +32,6 @@ from llama31.model import (
     positions_of,
     rope_angles,
 )
-from llama31.precision import recipe_of, require_precision
-from llama31.weights import open_checkpoint
 
 SEED = 1234
 # MLPerf Training v5.1, llama31_405b.
@@ -46,8 +45,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class State:
     """This rank's layers, ends, optimizer, rotating batches and the losses seen.
 
-    config must be resolved (llama31/workload.py): layer is "te" or "torch". dtype: of activations
-    and of weights that are not FP8.
+    config must be resolved (llama31/device.py): layer is "te" or "torch". dtype: of activations and of weights that
+    are not FP8.
     """
 
     num_losses = 4096

@@ -1,7 +1,7 @@
 """Llama 3.1: forward and backward of all microbatches of a step in one CUDA graph, a second graph for validation.
 
-The training loop without graphs. `main`, called at the end of this file, runs it. Its body is `eager_step`, or the
-`step` of a variant below:
+The training loop without graphs. The loop is at the end of this file, its body is `eager_step`, or the `step` of a
+variant below:
 
     for step in range(num_steps):
         zero(main_grad)                                       # the gradient of each parameter
@@ -36,9 +36,12 @@ Copied in      tokens and targets of all microbatches, to state.inputs, by begin
                Before a replay of the validation, its batch is copied to state.inputs.
 Read in time   end_step reads state.microbatch_losses before the next replay overwrites them. Clip and Adam read
                main_grad before the next step zeroes it.
-Freed          once a microbatch's backward is recorded, later captures may use the memory of its activations. `close`,
-               which a run calls at its end, releases all graphs and their pool.
+Freed          once a microbatch's backward is recorded, later captures may use the memory of its activations. A run
+               ends by releasing all graphs and their pool, and then the communicators that the graphs hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
+
+Graphs of layers, and those of a pipeline's microbatches, are in pipeline/stage_graphs.py. other_variants.py has
+torch.compile, and eager steps with NaN checks.
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
     python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B
@@ -46,36 +49,70 @@ All variants keep the same activations for the backward, and compute the others 
     torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph_fwd_bwd --tp 2
 """
 
-from common.config import parse
-from llama31.config import ABOUT, PRESETS, Config, require_runnable
-from llama31.variants import VARIANTS
+from common.config import mistakes_in_one_line
+from common.contract import Training, parse, variant
+from llama31.config import FACTS, PRESETS, Config, flops_per_step, require_runnable, tokens_per_step
 
 if __name__ == "__main__":
-    # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("llama31", Config, PRESETS, VARIANTS, about=ABOUT)
-
-from functools import partial
+    # Before torch is imported and before ranks meet: --help and mistakes are answered at once.
+    args = parse("llama31", Config, PRESETS, **FACTS)
+    with mistakes_in_one_line("llama31"):
+        require_runnable(args)
 
 import torch
 
-# Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-# Capture: what a run reports of a capture. warm_up_all: three eager steps and a validation. section: names a part of
-# the step in a profile. mark: does nothing in timed steps and in captures. Where the host's launch time is measured,
-# the host waits for the GPU at each mark, for its queue holds some 1,000 launches. main: the loop, timing, checks.
-from common.capture.pool import Pool
+# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
+# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
 from common.measuring.marks import mark, section
-from common.script.main import main
+from common.session import session
+from common.training.flops import CAUSAL_HALF, peak_flops
 from common.training.parallel import collectives
-from common.variant import Capture
+from llama31.device import card, resolve
 from llama31.pipeline import stage as pipeline
-from llama31.state import State
-from llama31.validation import GraphedValidation, validate, warm_up_all
-from llama31.workload import workload
+from llama31.state import State, hyperparameters
+from llama31.validation import GraphedValidation, validate
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. The baseline `eager` runs it as it is.
+# 1. The training that all variants share
 
 
+def build(config: Config, device: torch.device, ranks) -> Training:
+    # The kind of layer and the precision that run here, as many layers as fit, and what they keep for their backward.
+    config, notes = resolve(config, ranks.preset, device, ranks.world_size)
+    state, data_ranks = State(config, device, ranks.rank, ranks.world_size), config.ranks(ranks.world_size).dp
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        batch_class=state.batch_class,
+        evaluate=state.evaluate,
+        items=tokens_per_step(config),
+        unit="tokens",
+        flops=flops_per_step(config),
+        flops_convention=CAUSAL_HALF,
+        peak_flops=peak_flops(gpu, config.precision),
+        card=card(config, device, data_ranks),
+        notes=notes,
+        hyperparameters=hyperparameters(config, data_ranks),
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step. The baseline `eager` runs it as it is.
+
+
+@variant(
+    "eager",
+    kind="eager",
+    help="kernels launched one by one",
+    parity="bitwise",
+    headline=True,
+    builds=("", "validate", "torch_bf16", "parameterized"),
+)
 def eager_step(state: State, index: int):
     """One training step. Nothing in it waits for the device."""
     count = state.begin_step(index)  # copies all microbatches to state.inputs, zeroes main_grad
@@ -110,28 +147,41 @@ def train_microbatch(state: State, microbatch: int):
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. One graph over all microbatches
+# 3. One graph over all microbatches
 
 
-class Graphed:
+@variant(
+    "graph_fwd_bwd",
+    kind="graph",
+    help="NVIDIA's submission: forward and backward of all microbatches, with their communication, in one graph",
+    graphs=2,  # and the validation's
+    replays=lambda c: c.replays(1),
+    parity="bitwise",
+    headline=True,
+    builds=("", "validate"),
+    formerly="graph",
+)
+class GraphedPass:
     """One graph for forward and backward of all microbatches, and one for the validation.
 
     They share a pool to save memory. They may, for they never run at the same time, and losses and main_grad, which are
     read after a replay, lie outside the pool.
     """
 
-    strategy = "forward and backward of all microbatches; validation"
-
-    def __init__(self, state: State):
-        self.state, self.count = state, state.num_microbatches(0)
-        self.pool = Pool(state.device)
-        self.capture = Capture(strategy=self.strategy, pools=[self.pool])
+    def __init__(self, state: State, capture):
+        self.state, self.count, self.capture = state, state.num_microbatches(0), capture
+        # A pool makes graphs that share memory. Without a GPU they record operators and run them again.
+        self.pool = capture.pool()
         # Libraries allocate and communicators connect at first use, which must not happen in a capture. Warm-up steps
         # train; `state.reset`, which a run calls before its first step, undoes that. Nothing can be captured on the
         # default stream, so the harness runs everything on another one.
-        warm_up_all(state, self.capture, eager_step)
+        capture.warm_up(eager_step)
+        with capture.timed("warmup_s"):
+            # Before the first capture, which empties the allocator's cache: no memory of an eager pass lies beside the
+            # graphs'.
+            pipeline.forward_only(state)
         barrier()  # a rank that captures sends nothing, so no other may still wait for it
-        with self.capture.timed("capture_s"):
+        with capture.capturing():
             self.graphs = self.capture_training()
             self.validation = GraphedValidation(state, self.pool)
         barrier()
@@ -171,10 +221,6 @@ class Graphed:
     def replays_of(self, index: int) -> int:
         return 1 + self.state.validates(index)
 
-    def close(self):
-        """Before the process group ends: the graphs hold its communicators."""
-        self.pool.release()
-
 
 def barrier():
     if collectives.group_size() > 1:
@@ -182,27 +228,35 @@ def barrier():
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. More in the graph, and less
+# 4. More in the graph, and less
 
 
-class GraphedStep(Graphed):
+@variant(
+    "graph_step",
+    kind="graph",
+    help="graph_fwd_bwd, with clipping and Adam in it",
+    graphs=2,
+    replays=lambda c: c.replays(1),
+    parity="bitwise",
+    headline=True,
+    formerly="full_step",
+)
+class GraphedStep(GraphedPass):
     """Clipping and Adam in the graph as well: the host copies the batch, zeroes main_grad, replays and keeps the loss.
 
     Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. With
     several ranks the graph holds the norm's reduction too, and with ZeRO the gathering of the parameters.
     """
 
-    strategy = "forward and backward of all microbatches, clipping and Adam; validation"
-
     def capture_training(self) -> list:
-        graph, _ = self.pool.capture(lambda: forward_backward_update(self.state, self.count), self.state.static)
+        graph, _ = self.pool.capture(lambda: training_step(self.state, self.count), self.state.static)
         return [graph]
 
     def update(self, index: int):
         self.state.end_step(index, update=nothing)
 
 
-def forward_backward_update(state: State, count: int):
+def training_step(state: State, count: int):
     forward_and_backward(state, count)
     state.update()
 
@@ -211,13 +265,21 @@ def nothing():
     """The graph has clipped and applied the gradients."""
 
 
-class GraphedMicrobatches(Graphed):
+@variant(
+    "graph_microbatch",
+    kind="graph",
+    help="a graph per microbatch, forward and backward",
+    graphs=lambda c: c.microbatches + 1,
+    replays=lambda c: c.replays(c.microbatches),
+    parity="bitwise",
+    formerly="chunk",
+    when=lambda c: c.pp == 1,
+)
+class GraphedMicrobatches(GraphedPass):
     """A graph per microbatch: a step of fewer microbatches (--ramp) replays fewer of them, none is captured again.
 
     Each replay reads its share of the loss, 1 / the number of microbatches in this step, from the GPU (state.share).
     """
-
-    strategy = "a microbatch, forward and backward; validation"
 
     def capture_training(self) -> list:
         state, graphs = self.state, []
@@ -239,13 +301,10 @@ class GraphedMicrobatches(Graphed):
         return self.state.num_microbatches(index) + self.state.validates(index)
 
 
-# 4. All variants, declared in variants.py
-#
-#     eager                           eager_step above, run by common.variant.Eager
-#     graph_fwd_bwd, graph_step       Graphed, GraphedStep
-#     graph_microbatch                GraphedMicrobatches; in a pipeline pipeline/stage_graphs.py
-#     graph_layer                     pipeline/stage_graphs.py: each layer in each microbatch
-#     compile, reduce_overhead        other_variants.py: torch.compile; eager_nan_checks as well
+# ------------------------------------------------------------------------------------------------
+# 5. The loop. A variant's `step` is all that it runs.
 
 if __name__ == "__main__":
-    main("llama31", args, partial(workload, variants=VARIANTS, eager_step=eager_step), require_runnable)
+    with session(args, build) as (run, log):
+        for index in log.steps():
+            run.step(index)

@@ -5,7 +5,6 @@ state: a llama31.state.State.
 
 from common.capture.pool import Pool
 from common.measuring.marks import section
-from common.variant import warm_up
 from llama31.pipeline.stage import forward_only
 
 
@@ -16,23 +15,11 @@ def validate(state) -> None:
     state.mean_loss(state.validation_losses, state.validation_loss)
 
 
-def warm_up_all(state, capture, step) -> None:
-    """`common.variant.warm_up`, and a validation's forward pass.
-
-    Both before the first capture: it empties the allocator's cache, so that no memory of an eager pass lies beside the
-    graphs'.
-    """
-    warm_up(state, capture, step)
-    with capture.timed("warmup_s"):
-        forward_only(state)
-
-
 class GraphedValidation:
     """`validate` with `forward_only` in one graph, captured behind the graphs of the training in their pool.
 
     They share memory because they never run at the same time, and nothing that one leaves in the pool is read after a
-    replay of the other: losses, gradients and weights lie in tensors that were there before the captures. It is made
-    after `warm_up_all`.
+    replay of the other: losses, gradients and weights lie in tensors that were there before the captures.
     """
 
     def __init__(self, state, pool: Pool):

@@ -8,14 +8,15 @@ chained: what a layer writes is the static input of the next one, and what is re
 from functools import partial
 
 from common.capture.pool import Pool
+from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.schedule import buffer_slots
 from llama31.pipeline import stage as pipeline
 from llama31.state import State
-from llama31.train import Graphed, GraphedMicrobatches
+from llama31.train import GraphedPass
 
 
-class GraphedPasses:
+class Replayed:
     """The methods of llama31/pipeline/stage.py's Called by replays.
 
     whole: a graph has all of a chunk's pass, embedding or loss too; else there is one for each layer, and embedding and
@@ -113,14 +114,22 @@ class GraphedPasses:
         return sum(len(found) for (_, microbatch), found in graphs if microbatch < count)
 
 
-class StageGraphs(Graphed):
-    """The variant of these graphs. The average over ranks stays eager, and so does what stages exchange."""
+@variant(
+    "graph_layer",
+    kind="graph",
+    help="a forward and a backward graph per layer and microbatch, one pool, buffers chained",
+    graphs=lambda c: c.layer_passes and c.layer_passes + 1,  # and the validation's
+    replays=lambda c: c.replays(c.layer_passes),
+    parity="bitwise",
+    formerly="layer",
+)
+class GraphedLayers(GraphedPass):
+    """The average over ranks stays eager, and so does what stages exchange."""
 
     whole = False
-    strategy = "layer x microbatch, forward and backward; validation"
 
     def capture_training(self) -> list:
-        self.passes = GraphedPasses(self.state, self.pool, self.whole)
+        self.passes = Replayed(self.state, self.pool, self.whole)
         return []
 
     def replay(self, count: int):
@@ -132,16 +141,16 @@ class StageGraphs(Graphed):
         return self.passes.replays(self.state.num_microbatches(index)) + self.state.validates(index)
 
 
-class WholePasses(StageGraphs):
-    """A graph for each pass of a chunk."""
+@variant(
+    "graph_microbatch",
+    graphs=lambda c: 2 * c.chunks * c.microbatches + 1,
+    replays=lambda c: c.replays(2 * c.chunks * c.microbatches),
+    when=lambda c: c.pp > 1,
+)
+class GraphedChunks(GraphedLayers):
+    """In a pipeline a microbatch goes forward and backward at different times, so each pass of a chunk has a graph."""
 
     whole = True
-    strategy = "a microbatch, forward and backward; validation"
-
-
-def graphed_microbatches(state: State):
-    """In a pipeline a microbatch goes forward and backward at different times, so it has a graph for each."""
-    return WholePasses(state) if state.config.pp > 1 else GraphedMicrobatches(state)
 
 
 def _run_layer(state, layer, microbatch, hidden):

@@ -15,7 +15,7 @@ from common.training.precision.fp8 import E4M3_MAX
 from common.variant import Unsupported
 from llama31 import linears, model, train
 from llama31.config import PRESETS, ROPE_SCALING
-from llama31.precision import require_precision
+from llama31.device import require_precision
 from tests.helpers.llama2_lora_case import weights, write_checkpoint
 from tests.helpers.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
 

@@ -11,10 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.training.precision.fp8
-from common.config import Arguments, Run
 from common.training.memory_plan import GIB
 from common.variant import Unsupported
-from llama31 import workload
+from llama31 import device, train
 from llama31.config import KEEP, PRESETS, num_parameters
 from llama31.memory.plan import (
     CONTEXT_BYTES,
@@ -30,10 +29,9 @@ from llama31.memory.plan import (
     require,
     state_bytes,
 )
-from llama31.variants import VARIANTS
+from tests.helpers import contracts
 from tests.helpers.followed import difference, follow
 from tests.helpers.llama31_case import TINY, follow_eager, make
-from tests.helpers.made import made
 
 FULL, BENCH = (replace(PRESETS[name], layer="te") for name in ("full", "bench"))
 
@@ -144,11 +142,19 @@ def test_data_ranks_share_masters_and_moments_with_zero():
         choose(replace(split, keep="least"), "full", 150 * 10**9, 137 * GIB)
 
 
+def test_a_build_chooses_by_the_presets_name(monkeypatch):
+    def resolve(config, preset, *where):
+        raise ValueError(f"{preset} with {config.microbatches}")
+
+    monkeypatch.setattr(train, "resolve", resolve)
+    with pytest.raises(ValueError, match="^full with 3$"):
+        contracts.model("llama31", "--preset", "full", "--microbatches", "3").build()
+
+
 def test_all_ranks_keep_what_fits_into_the_least_memory_that_one_has(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
-    monkeypatch.setattr(workload, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
-    args = Arguments(config=replace(FULL, **TORCH_BF16), run=Run(preset="full", variant="eager"))
-    config = workload.resolve(args, torch.device("cuda"))[0].config
+    monkeypatch.setattr(device, "of_all_ranks", lambda value: [value, int(120.9 * GIB)])
+    config, _ = device.resolve(replace(FULL, **TORCH_BF16), "full", torch.device("cuda"))
     assert config.keep == KEEP["full", "torch"][80] and make_plan(config).bytes <= 118 * GIB
 
 
@@ -190,7 +196,7 @@ def test_graphs_of_layers_that_keep_different_items_equal_eager():
     everything = follow_eager(make(), 2)
     assert difference(follow_eager(state, 2), everything, state) == ""
     for name in ("graph_layer", "graph_fwd_bwd"):
-        variant = made(VARIANTS, name, state)
+        variant = contracts.made("llama31", name, state)
         assert difference(follow(state, variant.step, 2), everything, state) == "", name
         variant.close()
 
@@ -255,9 +261,8 @@ def test_a_layer_of_the_gpus_own_choice_is_noted(monkeypatch, config, usable, fp
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
     monkeypatch.setattr(common.training.precision.fp8, "usable_transformer_engine", engine)
-    args = Arguments(config=replace(PRESETS["bench"], **config), run=Run(preset="bench", variant="eager"))
-    resolved, notes = workload.resolve(args, torch.device("cuda"))
-    assert (resolved.config.layer, resolved.config.precision) == (layer, precision)
+    resolved, notes = device.resolve(replace(PRESETS["bench"], **config), "bench", torch.device("cuda"))
+    assert (resolved.layer, resolved.precision) == (layer, precision)
     reason = "no FP8 on this GPU (needs 8.9)" if usable else "Transformer Engine is not usable"
     said = [] if layer == "te" else [f"plain-PyTorch layer in {precision}: {reason}"]
     assert [note for note in notes if "layer in" in note] == said

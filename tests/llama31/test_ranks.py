@@ -8,11 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.training.parallel import collectives
 from llama31 import train
-from llama31.variants import VARIANTS
-from tests.helpers import gloo_ranks
+from tests.helpers import contracts, gloo_ranks
 from tests.helpers.followed import difference, follow
 from tests.helpers.llama31_case import TINY, follow_eager, make
-from tests.helpers.made import made
 
 # FP32 throughout: what is left is the order of sums.
 EXACT = {"precision": "bf16", "main_grad": "fp32", "microbatches": 4}
@@ -101,7 +99,7 @@ def differences_from_eager():
         eager = follow_eager(state, STEPS)
         assert len(set(eager[0])) == STEPS and min(eager[0]) > 0
         for name in names:
-            variant = made(VARIANTS, name, state)
+            variant = contracts.made("llama31", name, state)
             before = variant.capture.num_replays
             found[f"{split} {name}"] = difference(follow(state, variant.step, STEPS), eager, state)
             assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
@@ -123,7 +121,7 @@ def pipeline_ramp():
     assert len(set(state.plan.layers)) == 2
     found, eager = {}, follow_eager(state, 8)
     for name in ("graph_layer", "graph_microbatch"):
-        variant = made(VARIANTS, name, state)
+        variant = contracts.made("llama31", name, state)
         found[name] = difference(follow(state, variant.step, 8), eager, state)
         variant.close()
     return found

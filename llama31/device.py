@@ -1,21 +1,19 @@
-"""Llama 3.1 as it can run on this device, and what a run is told of it."""
+"""A config as this device runs it: kind of layer, precision, what layers keep; and the lines that say so."""
 
 from dataclasses import replace
 
 import torch
 
 from common.machine import host_state
-from common.training import flops
+from common.training.data import llama_checkpoint
 from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.parallel.host_messages import of_all_ranks
-from common.training.precision.fp8 import te_fault
-from common.variant import Workload
+from common.training.precision.fp8 import require_fp8, require_nvfp4, te_fault, usable_transformer_engine
+from common.variant import Unsupported
 from llama31 import config as llama_config
-from llama31.config import ABOUT
+from llama31.config import ROPE_SCALING, Config
 from llama31.memory import plan
-from llama31.state import State, hyperparameters
-from llama31.weights import open_checkpoint
 
 KNOWN = {
     (16384, 53248): ("Llama 3.1 405B", 126),
@@ -24,37 +22,12 @@ KNOWN = {
 }
 
 
-def workload(args, device: torch.device, rank: int, world_size: int, variants: dict, eager_step):
-    """(arguments as they can run on `device`, Workload), for `common.script.main`. variants: a table."""
-    args, notes = resolve(args, device, world_size)
-    config, ranks = args.config, args.config.ranks(world_size)
-    return args, Workload(
-        model="llama31",
-        build=lambda config, device: State(config, device, rank, world_size),
-        variants=variants,
-        reference=eager_step,
-        card=card(config, device, ranks.dp),
-        notes=notes,
-        flops_per_step=llama_config.flops_per_step(config),
-        flops_convention=flops.CAUSAL_HALF,
-        items_per_step=_tokens(config),
-        unit="tokens",
-        peak_flops=flops.peak_flops(
-            torch.cuda.get_device_name(device) if device.type == "cuda" else "", config.precision
-        ),
-        hyperparameters=hyperparameters(config, ranks.dp),
-        kinds=ABOUT["kinds"],
-        promises=ABOUT["promises"],
-    )
+def resolve(config: Config, preset: str, device: torch.device, world_size: int = 1) -> tuple[Config, list[str]]:
+    """(The config with layer, precision, memory and number of layers as they can run on `device`, notes.)
 
-
-def resolve(args, device: torch.device, world_size: int = 1):
-    """(Arguments with layer, precision, memory and number of layers as they can run on `device`, notes.)
-
-    ValueError where they cannot: nothing has been done on the GPU then.
+    preset: its name, for what layers keep. ValueError where they cannot: nothing has been done on the GPU then.
     """
-    config, run, notes = args.config, args.run, []
-    dp = config.ranks(world_size).dp
+    notes, dp = [], config.ranks(world_size).dp
     if config.checkpoint:
         open_checkpoint(config)
     if config.layer == "te" and device.type == "cpu":
@@ -76,24 +49,51 @@ def resolve(args, device: torch.device, world_size: int = 1):
         free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
         budget = plan.budget_bytes(free)
         fitted = plan.fit(config, budget, dp)
-        fitted = replace(fitted, keep=plan.choose(fitted, run.preset, total, budget, dp))
+        fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget, dp))
         if fitted.layers < config.layers:
-            run = replace(run, preset=f"{run.preset}-l{fitted.layers}")
             notes.append(fewer_layers(fitted, config, budget / GIB))
         config = fitted
     plan.make_plan(config, dp)
     optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no masters or moments"
     notes.append(f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, {optimizer}")
-    return replace(args, config=config, run=run), notes
+    return config, notes
 
 
-def _tokens(config):
-    """Tokens of a step on one GPU: its share of a pipeline's and a tensor group's."""
-    tokens = config.microbatch * config.local_sequence * sum(config.counts) / len(config.counts)
-    return tokens / (config.tp * config.pp)
+def open_checkpoint(config: Config) -> llama_checkpoint.Checkpoint:
+    """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
+    if config.share_tp > 1 or config.share_cp > 1:
+        raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
+    return llama_checkpoint.open_checkpoint(config.checkpoint, config, rope_scaling=ROPE_SCALING)
 
 
-def card(config, device: torch.device, dp: int = 1) -> list[str]:
+def require_precision(config: Config, device: torch.device) -> None:
+    """Unsupported, in Transformer Engine's words where it has some, where this device does not compute the config."""
+    if config.layer == "te":
+        usable_transformer_engine()
+        if config.precision == "nvfp4_emulated":
+            raise Unsupported("--precision nvfp4_emulated needs --layer torch")
+        if config.precision == "fp8":
+            require_fp8()
+    if config.precision == "nvfp4":
+        require_nvfp4(device, "" if config.layer == "te" else "plain layers have no NVFP4 GEMM, take --layer te")
+
+
+def recipe_of(config: Config):
+    """Transformer Engine's recipe of a config with its layers; None for bf16 and for plain layers.
+
+    fp8: current scaling by tensor, E4M3 forward and E5M2 backward. nvfp4: without Hadamard transform, stochastic
+    rounding and two-dimensional blocks, as in MLPerf v5.1.
+    """
+    if config.layer != "te" or config.precision == "bf16":
+        return None
+    from transformer_engine.common import recipe
+
+    if config.precision == "fp8":
+        return recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)
+    return recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
+
+
+def card(config: Config, device: torch.device, dp: int = 1) -> list[str]:
     """Lines that say what runs. dp: data ranks."""
     c = config
     name, layers = KNOWN.get((c.hidden, c.ffn), ("toy widths", c.layers))
