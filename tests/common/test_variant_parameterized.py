@@ -1,10 +1,10 @@
 """common/variant_parameterized over the models' own layers, on the host graph: eager's bits, and what is refused."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
 import torch
-from common.variant_table import resolved
 
 from common.capture.checks import CaptureError
 from common.capture.parameterized import backend
@@ -59,7 +59,7 @@ def parameterized(model, state):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
     make, directions, launches = MODELS[model]
-    state, eager_step = make(), resolved(f"{model}.train:eager_step")
+    state, eager_step = make(), importlib.import_module(f"{model}.train").eager_step
     eager = follow(state, lambda index: eager_step(state, index), NUM_STEPS)
     variant = parameterized(model, state)
     try:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from common.machine import memory
-from common.script import by_hand
 from common.variant import Unsupported
 from rnnt.config import PRESETS, learning_rate, notes, training_flops
 from rnnt.data import buckets
 from rnnt.state import State, nominal_flops
 from rnnt.train import load_batch, padded_step
 from tests.helpers import contracts, forked, gloo_ranks
+from tests.helpers.by_hand import trained
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], frames=20, tokens=6, max_frames=24, max_tokens=8)
@@ -227,7 +227,7 @@ def run_by_hand(config):
     """Return the result of a run of graph_networks by hand."""
     model = contracts.model("rnnt", "--preset", "tiny", "--variant", "graph_networks")
     model.config = config
-    result = by_hand.trained(model)
+    result = trained(model)
     assert result["status"] == "pass", result["message"]
     return result
 
