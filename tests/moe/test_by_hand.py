@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers import contracts
-from tests.helpers.by_hand import trained
+from tests.helpers.by_hand import trained as trained_by_hand
 
 STEPS = 3
 
@@ -11,7 +11,7 @@ STEPS = 3
 def trained(name, *flags):
     """The result of a variant's run."""
     fixed = ("--steps", str(STEPS), "--layers", "1", "--microbatches", "1")
-    return trained(contracts.model("moe", "--variant", name, *fixed, *flags))
+    return trained_by_hand(contracts.model("moe", "--variant", name, *fixed, *flags))
 
 
 def test_scores_that_a_host_cannot_hold_are_refused_before_the_build(monkeypatch):
