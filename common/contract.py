@@ -289,13 +289,18 @@ def parse(
         files: modules of the package besides train.py that declare variants, without the package's name.
         builds: name -> fields of the config, of builds beside the preset.
         argv: command line; the process's unless given.
-        facts: parity_steps, sweeps, presets_need: see `common.config.describe`.
+        facts: parity_steps, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
+            ValueError where they cannot run on any device; `build` comes later, when the ranks have met.
     """
     with command_line.mistakes_in_one_line(model):
         found = scan([f"{model}.train", *(f"{model}.{each}" for each in files)])
         if argv is None:
             _alias_main(model)
+    require = facts.pop("require", None)
     args = command_line.parse(model, config_class, presets, found, argv, about(found, builds) | facts)
+    if require is not None:
+        with command_line.mistakes_in_one_line(model):
+            require(args)
     return Request(config=args.config, run=args.run, model=model, variants=found)
 
 

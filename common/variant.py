@@ -214,7 +214,7 @@ class Compiled:
     With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
     """
 
-    def __init__(self, state, step, functions, what: str, capture: Capture, mode="default", **options):
+    def __init__(self, state, step, functions, what: str, mode="default", *, capture: Capture, **options):
         """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
 
         capture: the variant's. options: of torch.compile; its own `options` add to those of the mode.

@@ -25,7 +25,7 @@ class Parameterized:
         CaptureError: every region was refused; the message has the reasons.
     """
 
-    def __init__(self, state, step, functions, what: str, capture: Capture, summed=()):
+    def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture):
         # Imports the compiler, which takes seconds.
         from common.capture.parameterized import backend
         from common.capture.parameterized.sums import Sums

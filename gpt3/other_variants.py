@@ -316,7 +316,7 @@ def reduce_overhead(state: State, capture):
 )
 def parameterized(state: State, capture):
     parameters = [list(layer.parameters()) for layer in state.layers]
-    return Parameterized(state, eager_step, _layers(state), "each layer", parameters, capture)
+    return Parameterized(state, eager_step, _layers(state), "each layer", parameters, capture=capture)
 
 
 def _layers(state):

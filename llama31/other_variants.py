@@ -41,7 +41,7 @@ def reduce_overhead(state: State, capture):
 )
 def parameterized(state: State, capture):
     functions, summed = _layers(state), [list(layer.parameters()) for layer in state.layers]
-    return Parameterized(state, eager_step, functions, "each layer", summed, capture)
+    return Parameterized(state, eager_step, functions, "each layer", summed, capture=capture)
 
 
 def _layers(state):

@@ -49,15 +49,12 @@ torch.compile, and eager steps with NaN checks.
     torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph_fwd_bwd --tp 2
 """
 
-from common.config import mistakes_in_one_line
 from common.contract import Training, parse, variant
 from llama31.config import FACTS, PRESETS, Config, flops_per_step, require_runnable, tokens_per_step
 
 if __name__ == "__main__":
     # Before torch is imported and before ranks meet: --help and mistakes are answered at once.
-    args = parse("llama31", Config, PRESETS, **FACTS)
-    with mistakes_in_one_line("llama31"):
-        require_runnable(args)
+    args = parse("llama31", Config, PRESETS, require=require_runnable, **FACTS)
 
 import torch
 

@@ -90,7 +90,7 @@ def graph_step_lightning(state: State, capture):
 @variant("compile", kind="compile", parity=1e-3)
 def compiled(state: State, capture, mode="default"):
     """torch.compile of the UNet, no graphs."""
-    return Compiled(state, eager_step, [(state, "model")], "the UNet", mode, capture)
+    return Compiled(state, eager_step, [(state, "model")], "the UNet", mode, capture=capture)
 
 
 @variant("graph_step_compile", kind="compile", graphs=1, parity=1e-3, formerly="compile_graph")

@@ -22,8 +22,8 @@ import pytest
 from benchmarks import ROOT, ask, command, compare, gate, measure, publish, report, run, submit, sweep
 from benchmarks.processes import launch
 from benchmarks.script import models
-from common import config
 from common.your_step import doctor, step_file
+from tests.helpers import contracts
 from tests.helpers.made_run import put
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -131,8 +131,7 @@ def checked_script(model):
     """A training script until it would build something."""
 
     def check(argv):
-        parts = [importlib.import_module(f"{model}.{name}") for name in ("config", "variants")]
-        config.parse(model, parts[0].Config, parts[0].PRESETS, parts[1].VARIANTS, argv)
+        contracts.request(model, *argv)
         return 0
 
     return check

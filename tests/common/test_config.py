@@ -149,26 +149,6 @@ def test_describe_is_one_line_of_json(capsys):
     assert description["flags"][5] == {"flag": "--bias", "type": "bool", "default": True, "help": "add a bias"}
 
 
-def promises(settings, variant):
-    return (None, None) if settings.precision == "fp8" else (0, 0) if variant == "eager" else (settings.layers, 2)
-
-
-def test_describe_answers_promises_of_each_preset_and_of_the_flags(capsys):
-    about = {"promises": promises, "kinds": {"eager": "eager", "graph": "graph"}, "parity_steps": 5}
-    with pytest.raises(SystemExit):
-        config.parse("toy", Config, PRESETS, VARIANTS, ["--describe", "--layers", "7"], about)
-    described = json.loads(capsys.readouterr().out)
-    assert described["promised"]["tiny"] == {
-        "eager": {"graphs": 0, "replays_per_step": 0},
-        "graph": {"graphs": 7, "replays_per_step": 2},
-    }
-    assert described["promised"]["bench"]["graph"] == {"graphs": None, "replays_per_step": None}
-    assert "promises" not in described and described["parity_steps"] == 5 and described["kinds"]["graph"] == "graph"
-    # The presets themselves are told as they are.
-    assert described["presets"]["tiny"]["layers"] == 2 and "promises" in about
-    assert "promised" not in config.describe("toy", Config, PRESETS, VARIANTS)
-
-
 def test_describe_checks_the_flags_beside_it(capsys):
     """The harness describes with the flags of a session, so that a mistake costs no record."""
     assert "--layers must be even" in mistake(capsys, "--describe", "--precision", "fp8", "--layers", "3")

@@ -8,7 +8,7 @@ import torch
 
 from common.capture.checks import CaptureError
 from common.capture.parameterized import backend
-from common.variant import Unsupported, leave
+from common.variant import Capture, Unsupported, leave
 from common.variant_parameterized import Parameterized
 from tests.helpers import contracts, gpt3_case, llama2_lora_case, llama31_case
 from tests.helpers.followed import difference, follow
@@ -110,5 +110,11 @@ class Reads:
 def test_a_model_without_any_region_is_a_failed_capture_with_the_reasons():
     model = Reads()
     with pytest.raises(CaptureError, match="no region of the model can be launched on other memory: .*shape"):
-        Parameterized(model, lambda model, index: model.forward(torch.ones(4)), [(model, "forward")], "the model")
+        Parameterized(
+            model,
+            lambda model, index: model.forward(torch.ones(4)),
+            [(model, "forward")],
+            "the model",
+            capture=Capture(strategy=""),
+        )
     assert model.forward.__func__ is Reads.forward

@@ -30,7 +30,7 @@ def test_the_compiled_networks_leave_everything_as_eager_needs_it(monkeypatch):
     # Compiled variants on a CPU. The host graph has no foreign makers.
     monkeypatch.setattr("rnnt.other_variants.require_compiler", lambda device: None)
     monkeypatch.setattr("common.variant.require_compiler", lambda device: None)
-    monkeypatch.setattr("common.variant.Pool.adopt", contextlib.nullcontext)
+    monkeypatch.setattr("common.variant.Pool.adopt", lambda pool, is_borrowed: contextlib.nullcontext())
     monkeypatch.setattr(torch, "compile", lambda function, **options: lambda *a: function(*a))
     state, during = toy_state(), []
 

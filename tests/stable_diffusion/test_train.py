@@ -10,13 +10,13 @@ import torch
 
 from common.capture.pool import Pool
 from common.machine import host_state, memory
-from common.script import by_hand
 from common.variant import Compiled, Unsupported, leave
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import State, schedule
 from stable_diffusion.train import GraphedStep, eager_step, training_step
 from tests.helpers import contracts, gloo_ranks
+from tests.helpers.by_hand import trained
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
@@ -320,7 +320,7 @@ def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 10**6)
     monkeypatch.setattr(host_state, "available_host_bytes", lambda: None)
     flags = ("--preset", "tiny", "--variant", "graph_step", "--record", str(tmp_path / "r.json"))
-    result = by_hand.trained(contracts.model("stable_diffusion", *flags))
+    result = trained(contracts.model("stable_diffusion", *flags))
     assert result["status"] == "oom"
     assert "--batch 2 needs" in result["message"] and "1,000,000 are free" in result["message"]
 
