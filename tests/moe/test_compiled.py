@@ -29,7 +29,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch, "compile", compiled)
     for module in ("common.variant", "moe.other_variants"):
         monkeypatch.setattr(f"{module}.require_compiler", lambda device: None)
-    monkeypatch.setattr("common.variant.Pool.adopt", lambda pool: contextlib.nullcontext())
+    monkeypatch.setattr("common.variant.Pool.adopt", lambda pool, is_borrowed: contextlib.nullcontext())
     yield sizes
     torch._dynamo.reset()
 

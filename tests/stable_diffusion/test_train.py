@@ -306,7 +306,7 @@ def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(graphe
     """With a compiler that marks what it is given."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: ("compiled", function))
     monkeypatch.setattr("common.variant.require_compiler", lambda device: None)
-    monkeypatch.setattr(Pool, "adopt", lambda pool: contextlib.nullcontext())
+    monkeypatch.setattr(Pool, "adopt", lambda pool, is_borrowed: contextlib.nullcontext())
     for name in ("compile_steps", "step"):
         monkeypatch.setattr(Compiled, name, lambda *arguments: None)
     state, captured = graphed[0], []
