@@ -99,7 +99,7 @@ def kind_of(description: dict, variant: str) -> str:
     """
     kinds = description.get("kinds", {}) | {CONTROL: CONTROL}
     if variant not in kinds:
-        raise Mistake(f"{description.get('model')} does not declare what kind variant {variant!r} is: ABOUT's kinds")
+        raise Mistake(f"{description.get('model')} declares no variant {variant!r}")
     return kinds[variant]
 
 
