@@ -1,47 +1,52 @@
 """GPT-3 175B, one GPU's share: a CUDA graph for each layer's forward and backward in each microbatch.
 
-The training loop without graphs. The loop is at the end of this file, its body is `eager_step`, or the `step` of a
-variant below:
+The training loop without graphs. The loop is at the end of this file, its body is `eager_step`:
 
     for step in range(num_steps):
-        zero(main_grads)                                      # the FP32 gradient of each parameter
+        zero(main_grads)                                      # FP32 gradients, less those that microbatch 0 overwrites
         for microbatch in range(num_microbatches):
             hidden = embedding(tokens[microbatch])
             for layer in layers:
                 hidden = layer(hidden)
-            loss(hidden, targets[microbatch]).backward()      # adds the gradients to main_grads
+            loss(hidden, targets[microbatch]).backward()      # adds to main_grads, or overwrites them
         all_reduce(main_grads), clip(main_grads), adam(parameters, main_grads)
 
 Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory, a pool, and are
 replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same (MLPerf v4.1, 11,616
 GPUs). In plain torch, one layer's capture and replays in one microbatch are:
 
+    x, grad_y = torch.zeros_like(hidden).requires_grad_(), torch.zeros_like(hidden)
+    pool, forward, backward = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):              # warm-up: libraries allocate and choose kernels
+        torch.cuda.synchronize(), layer(x).backward(grad_y)
+    x.grad = None                                             # so the capture makes x.grad in the pool
     with torch.cuda.graph(forward, pool=pool):
         y = layer(x)                                          # recorded, not run
     with torch.cuda.graph(backward, pool=pool):
-        y.backward(grad_y)                                    # recorded, too: fills x.grad, adds to main_grads
-    x.copy_(hidden), forward.replay()                         # in a step: y then holds layer(hidden)
+        y.backward(grad_y)                                    # recorded, too: fills x.grad and main_grads
+    x.detach().copy_(hidden.detach()), forward.replay()       # in a step: y then holds layer(hidden)
     grad_y.copy_(gradient), backward.replay()                 # x.grad then holds the gradient of hidden
+    del forward, backward                                     # frees the pool for torch once no tensor of it is alive
 
 Not captured, and why:
     the batch's copy              each batch lies at another host address; a graph always reads the same addresses
     embedding, final norm, loss   a few kernels a microbatch, so there is little to gain; autograd runs them
-    FP8 scale updates             one update follows all layers of a pass, so no layer's graph can hold it
+    FP8 scale updates             one update for all layers at the end of a pass, not one a layer; see `eager_step`
     zero(main_grads)              a few kernels a step, so there is little to gain
-    all-reduce over data ranks    one launch for each bucket of gradients, so there is little to gain
-    clipping, Adam                a few kernels over flat buffers; `graph_layer_optimizer` captures them, too
+    all-reduce over data ranks    one launch for each bucket, a flat buffer of many gradients: little to gain
+    clipping, Adam                a few kernels for all parameters; `graph_layer_optimizer` captures them, too
     storing the loss              each step stores it at another address; a graph always writes to the same ones
 There is no dropout, so no graph draws random numbers.
 
 Copied in      the embedding's output to x, and the gradient of the loss to grad_y. All else is read where it lies.
-Read in time   the loss reads y, and the embedding's backward reads grad_x, both in the microbatch that wrote them. A
-               replay in the next step may overwrite them.
-Freed          once a layer's backward is captured, later captures may use the memory of its activations. At the end of
-               a run `session` releases all graphs and their pool.
+Read in time   the loss reads y, and the embedding's backward reads grad_x, in the microbatch that wrote them. Adam
+               reads main_grads and `keep_results` the gradient norm in the same step. The next step overwrites all.
+Freed          once a layer's backward is captured, later captures may use the memory of its activations, but not that
+               of y and grad_x: `Microbatch` refers to them. At the end of a run `session` releases graphs and pool.
 
 The step is the same on several data and tensor ranks: the collectives of --tp are in the layers, and so in the graphs.
-A pipeline has another step and other graphs: gpt3/pipeline/stage.py and gpt3/pipeline/stage_graphs.py. Graphs made by
-Transformer Engine and by torch.compile are in gpt3/other_variants.py.
+For a pipeline, stage.py and stage_graphs.py in gpt3/pipeline declare another `eager` and `graph_layer`; `when` selects
+by the config. Graphs made by Transformer Engine and by torch.compile are in gpt3/other_variants.py.
 
     python -m gpt3.train --preset tiny --variant graph_layer
     python -m gpt3.train --preset bench --variant graph_layer --steps 20
@@ -62,8 +67,8 @@ from typing import NamedTuple
 import torch
 
 # Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
-# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+# section: names a part of the step for --profile. mark: the host may wait here for the GPU while its launch time is
+# measured; else a full launch queue (about 1,000 launches) makes it wait elsewhere. Otherwise both do nothing.
 from common.capture.pool import Pool
 from common.measuring.marks import mark, section
 from common.session import session
@@ -102,6 +107,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 # 2. The eager step. The baseline `eager` runs it as it is.
 
 
+# Registers the step for command line and harness (common/contract.py, docs/reading_a_script.md). Skip at first reading.
 @variant(
     "eager",
     kind="eager",
@@ -112,15 +118,21 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     when=lambda c: not c.staged,
 )
 def eager_step(state: State, index: int):
-    """Train on batch `index`. Nothing in it waits for the GPU."""
+    """Train on batch `index`. Nothing in it waits for the GPU.
+
+    Delayed FP8 scaling updates the scales of all layers once a pass: fp8.forward() at the end of its block. In the
+    backward pass Transformer Engine updates by Python code in the first module's backward, emulated FP8 at the end of
+    fp8.backward()'s block. A replay runs no Python, so with backward(replayed=True) both update at the end of the
+    block. Inside fp8.capturing() no update is recorded. Without delayed scaling there are no updates.
+    """
     state.begin_step(index)  # copies the batch to state.inputs; zeroes main_grads that microbatch 0 does not overwrite
     for microbatch in range(state.config.microbatches):
         with section("embedding"):
             hidden = state.embedding(state.inputs["tokens"][microbatch])
-        with section("forward"), state.fp8.forward():  # new FP8 scales at the end of the block
+        with section("forward"), state.fp8.forward():
             for layer in state.layers:
                 # Microbatch 0 casts the weights to FP8, since they change once a step. It overwrites the main_grads
-                # of the layers' weights, and later microbatches add to them.
+                # of the weight matrices of FP8 and Transformer Engine layers; all other gradients are added.
                 hidden = layer(hidden, is_first_microbatch=microbatch == 0)
         loss = state.microbatch_loss(hidden, microbatch)  # cross-entropy / microbatches; also added to state.loss
         mark()
@@ -129,7 +141,7 @@ def eager_step(state: State, index: int):
         mark()
     with section("optimizer"):
         state.reduce_gradients()  # all-reduces main_grads
-        state.adam.step()  # clips main_grads, too
+        state.adam.step()  # clips the gradients, too
     state.keep_results(index)  # loss and gradient norm
 
 
@@ -150,7 +162,7 @@ class Microbatch(NamedTuple):
     "graph_layer",
     kind="graph",
     help="our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
-    graphs=lambda c: c.layer_passes,
+    graphs=lambda c: c.layer_passes,  # 2 x layers x microbatches
     parity="bitwise",
     headline=True,
     formerly="graph",
@@ -160,20 +172,21 @@ class GraphedLayers:
     """A forward and a backward graph for each layer in each microbatch, all in one pool.
 
     The order of capture is the order of replay. So a microbatch takes the memory of the activations before it.
-    The first microbatch's graphs also cast the weights to FP8. Nothing can be captured on the default stream, so the
-    harness runs everything on another one. Weights, main_grads and FP8 scales lie outside the pool and never move.
+    Weights, main_grads and FP8 scales lie outside the pool and never move. A capture needs a side stream. pool.capture
+    uses the current stream; torch.cuda.graph would switch. So the whole process runs on a side stream, eager steps too,
+    which must not differ (common/measuring/torch_settings.py).
     """
 
     def __init__(self, state: State, capture):
-        self.state, self.pool = state, capture.pool()
-        # Libraries allocate at first use, which must not happen in a capture. Warm-up steps train; `state.reset`, which
-        # a run calls before its first step, undoes that.
+        self.state, self.pool = state, capture.pool()  # the pool: memory that the graphs share
+        # warm_up makes three eager steps on the state: libraries allocate at first use, which must not happen in a
+        # capture. `state.reset`, which a run calls before its first step, undoes them in place: graphs hold addresses.
         capture.warm_up(eager_step)
         # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
         self.grad_y = torch.zeros_like(self.x)
         self.microbatches = []
-        with capture.capturing(), state.fp8.capturing():  # no scale update is captured
+        with capture.capturing(), state.fp8.capturing():  # the first only counts seconds and memory of the block
             for microbatch in range(state.config.microbatches):
                 forward, saved, y = capture_forward(state.layers, self.pool, self.x, microbatch)
                 backward, grad_x = capture_backward(self.pool, saved, self.grad_y)
@@ -195,10 +208,8 @@ class GraphedLayers:
             with section("backward"):
                 loss.backward()  # fills hidden.grad and ends there: y was detached
                 self.grad_y.copy_(hidden.grad)
-                # In an eager step, Python code in a layer's backward updates the FP8 scales. A replay runs no Python.
-                # So with `replayed` the end of the block updates them.
-                with state.fp8.backward(replayed=True):
-                    replay(graphs.backward)  # the graphs add the weights' gradients to main_grads
+                with state.fp8.backward(replayed=True):  # new FP8 scales at the end of the block
+                    replay(graphs.backward)  # the graphs also fill main_grads
                 embedded.backward(graphs.grad_x)
             mark()
         with section("optimizer"):
@@ -218,10 +229,11 @@ def replay(graphs):
 def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = False):
     """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
 
-    x: [s, b, hidden], the first layer's input, which the step fills. pool.capture(fn, static) returns (graph, result of
-    fn). Each replay of the graph checks that the tensors of `static`, here x, have kept address and shape. is_chained:
-    an earlier graph fills x (a pipeline's chunks), so there is nothing to check. Returns the graphs in order, (input,
-    output) of each layer for `capture_backward`, and the last layer's output.
+    pool.capture(fn, static) is the `with torch.cuda.graph(...)` block at the top of this file: it records fn's launches
+    and returns (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape and strides.
+    x: [s / tp, b, hidden], the first layer's input, which the step fills. is_chained: an earlier graph fills x (a
+    pipeline's chunks), so there is nothing to check. Returns the graphs in order, (input, output) of each layer for
+    `capture_backward`, and the last layer's output.
     """
     graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
     for layer in layers:
@@ -236,9 +248,9 @@ def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = F
 def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
     """Capture the backward of each layer, the last layer first. Buffers are chained as in `capture_forward`.
 
-    saved: from `capture_forward`. Each pop drops the last reference to a layer's activations, so later captures may use
-    their memory. grad_y: gradient of the last layer's output. Returns the graphs in order of replay, and the gradient
-    of the first layer's input.
+    saved: from `capture_forward`. A layer's activations are free when its pool.capture has returned: backward frees
+    what autograd saved, and at most y still refers to the popped output. grad_y: gradient of the last layer's
+    output. Returns the graphs in order of replay, and the gradient of the first layer's input.
     """
     graphs, grad, static = [], grad_y, () if is_chained else (grad_y,)
     while saved:
@@ -249,7 +261,7 @@ def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
 
 
 def input_gradient(x, output, grad):
-    """Return x's gradient, and fill main_grads: by hooks, which run in backward() and not in autograd.grad."""
+    """Return x's gradient, and fill main_grads, in part by hooks, which run in backward() but not in autograd.grad."""
     x.grad = None
     output.backward(grad)
     grad, x.grad = x.grad, None
@@ -270,9 +282,9 @@ def input_gradient(x, output, grad):
     when=lambda c: not c.staged,
 )
 class GraphedLayersOptimizer(GraphedLayers):
-    """Numbers that change from step to step are on the GPU, where a replay reads them: the learning rate, Adam's count
-    of steps, the gradient norm. A schedule would fill `state.adam.lr` before the step. The all-reduce of the gradients
-    and storing the loss stay eager.
+    """Adam's count of steps, the gradient norm and the learning rate are on the GPU, where a replay reads them. The
+    learning rate is constant here; a schedule would fill `state.adam.lr` before the step. The all-reduce of the
+    gradients (with --zero1 a part of adam.step, so captured) and storing the loss stay eager.
     """
 
     def __init__(self, state: State, capture):
@@ -286,7 +298,7 @@ class GraphedLayersOptimizer(GraphedLayers):
 
 
 # ------------------------------------------------------------------------------------------------
-# 5. The loop. A variant's `step` is all that it runs.
+# 5. The loop. run.step is the step of the variant that --variant names.
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):

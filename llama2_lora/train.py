@@ -21,31 +21,37 @@ backward by hand, two functions that call kernels on buffers allocated once: the
 (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
 
 Captured:
-    graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, which share memory, a pool
+    graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, which share a memory pool
     graph_step    the loop body after the window's copy: one graph. On several ranks it ends with the backward
+    With --cp ranks communicate inside attention. The graphs of both variants include this communication.
 
 Not captured, and why:
     the window's copy          each window lies at another host address; a graph always reads the same addresses
     embedding, head and loss   in graph_layer: a few kernels, so a graph would save next to nothing
-    all_reduce to update       in graph_layer: a few kernels over flat buffers, so as little to save. In graph_step only
-                               on several ranks: an all-reduce is one launch, and the rest needs its result
-    storing the loss           each step stores loss and gradient norm at another address; a graph always writes to the
-                               same ones
+    all_reduce to update       in graph_layer, and on several ranks in graph_step: a few kernels over flat buffers, so
+                               as little to save. An all-reduce can be captured: stable_diffusion/train.py does it
+    storing the loss           each step stores it at another address; a graph always writes to the same addresses
 
-In plain torch, `pool.capture` does this:
+Plain torch captures the forward of one layer like this. `capture.pool()` below returns an object with such a handle:
 
+    handle = torch.cuda.graph_pool_handle()  # names a pool; graphs that get the same handle share its memory
+    stack.forward(layer)                     # warm-up: libraries allocate and choose kernels
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may call CUDA
-        stack.forward(layer)                # kernels are recorded, none runs
-    graph.replay()                          # in each step: the same kernels on the same memory
-    del graph                               # the pool's memory is freed with its last graph
+    with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):  # other threads may call CUDA
+        stack.forward(layer)                 # kernels are recorded, none runs
+    graph.replay()                           # in each step: the same kernels on the same memory
+    del graph                                # torch's allocator gets the pool's memory back once all graphs of the pool
+                                             # are deleted and no tensor in it is alive
 
 Copied in      the window: `load_window` copies it from host memory into the static inputs, buffers that never move, and
-               computes the tokens' weights there. Nothing else is copied: a graph reads base weights, adapters, FP8
-               scales, optimizer state and the buffers between layers where they lie.
+               computes the tokens' weights there. With --cp it counts the unmasked tokens of all ranks of the window.
+               A graph reads base weights, adapters, FP8 scales, optimizer state and layers' buffers where they lie.
 Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. In graph_layer `update`
-               reads the adapters' gradients before the next replays overwrite them. Everything runs on one stream, so
-               the GPU keeps the order of the code.
+               reads the adapters' gradients before the next replays overwrite them. Copies, replays and `update` use
+               one stream, so the GPU keeps their order. common/measuring/torch_settings.py sets a side stream for
+               the whole process: pool.capture records the current stream, which must not be the default stream.
+Counted        AdamW's count and learning rate lie on the GPU. A kernel of `adam.step` adds 1 to the count, in replays
+               too. `state.reset` writes the rate, which is constant.
 Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of that count, so a replay draws new masks.
                Modules (--layer te, torch) draw from torch's generator, whose offset each replay moves on.
 Freed          at the end of a run `session` releases all graphs and their pool, which holds attention's outputs and
@@ -72,8 +78,8 @@ from functools import partial
 
 import torch
 
-# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
-# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+# section names a part of the step for --profile. mark is a point where the host may wait for the GPU while its launch
+# time is measured: a full launch queue (about 1,000) would make it wait elsewhere. Otherwise both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import CAUSAL_HALF, peak_flops
@@ -116,6 +122,8 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 
 # ------------------------------------------------------------------------------------------------
 # 2. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
+# @variant registers code for the command line and the harness (common/contract.py, docs/reading_a_script.md): skip it
+# at first reading.
 
 
 @variant(
@@ -138,7 +146,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 )
 def eager_step(state: State, index: int):
     """Train on window `index`. Nothing in it waits for the GPU."""
-    state.load_window(index)  # copies tokens, targets, mask, positions and bounds of documents into the static inputs
+    state.load_window(index)  # copies tokens, targets, mask, positions and documents' bounds, computes weights
     training_step(state)
     state.keep_loss(index)  # copies loss and gradient norm to their history on the GPU
 
@@ -150,10 +158,10 @@ def training_step(state: State):
 
 
 def forward_and_backward(state: State):
-    """Compute the loss of the loaded window, stack.loss, and the adapters' gradients, adapters.grads."""
+    """Overwrite stack.loss and adapters.grads with the loss and the gradients of the loaded window."""
     stack, layers = state.stack, range(state.config.layers)
-    if state.kind != "handwritten":  # --layer te or torch
-        stack.forward_and_backward()  # modules under autograd, loss.backward(): layers/module_stack.py
+    if state.kind != "handwritten":  # --layer te or torch: modules under autograd (layers/module_stack.py)
+        stack.forward_and_backward()  # zeroes adapters.grads; loss.backward() adds to its views, the .grad tensors
         return
     with section("embedding"):
         stack.embed()
@@ -167,7 +175,7 @@ def forward_and_backward(state: State):
         stack.compute_loss()  # final norm, logits, cross-entropy, and the gradient of the last layer's output
     with section("backward"):
         for layer in reversed(layers):
-            stack.backward(layer)  # from its output's gradient to its input's and its adapters'
+            stack.backward(layer)  # reads its output's gradient, overwrites its input's and its adapters'
             if layer % MARK_EVERY == 0:
                 mark()
     mark()
@@ -177,9 +185,9 @@ def update(state: State):
     """Reduce, clip and apply the adapters' gradients, update FP8 scales: the loop's last line."""
     with section("reduction"):
         state.adapters.collect()  # from bf16 grads to FP32 main_grad
-        state.reduce_gradients()  # over the ranks
+        state.reduce_gradients()  # sum over the ranks of a window, mean over windows
     with section("optimizer"):
-        state.adam.step()  # AdamW: clips, updates FP32 masters, copies them to the adapters. Its rate is on the GPU
+        state.adam.step()  # AdamW: clips, counts the step, updates FP32 masters, copies them to the adapters
         state.stack.update_scales()  # FP8 scales, from the largest magnitudes of this step
 
 
@@ -199,24 +207,28 @@ def update(state: State):
 class GraphedLayers:
     """The eager step with replays in the place of the layers.
 
-    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. A
-    forward leaves attention's output there. Once the layer's backward is captured, later captures may use its memory.
-    So the graphs must be replayed in the order of their capture, which is that of a step.
+    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. In
+    a capture attention allocates its output there, and stack.attended[l] holds the output, if layer l keeps it, until
+    stack.backward(l) drops it. That is Python code: it runs in captures, not in replays. The pool then counts it as
+    free memory, and the capture of backward(l - 1) may take it. If backward(l - 1) were replayed before backward(l), it
+    could overwrite the output that backward(l) reads. So graphs are replayed in the order of capture, that of a step.
     """
 
     def __init__(self, state: State, capture):
         if state.kind != "handwritten":
             raise Unsupported("graph_layer captures handwritten layers: take --layer handwritten, or graph_step")
-        # Graphs of a pool share memory. Without a GPU it makes host graphs, which record operators and run them again.
+        # Graphs of a pool share memory. Without a GPU the pool makes host graphs: they record operators and rerun them.
         self.state, pool = state, capture.pool()
-        # Libraries allocate and choose kernels at first use, which must not happen in a capture. Warm-up steps train;
-        # `state.reset`, which a run calls before its first step, undoes that.
+        # Three eager steps: libraries allocate and choose kernels at first use, which must not happen in a capture.
+        # `state.reset`, called before a run's first step, undoes their training in place, since graphs hold addresses.
         capture.warm_up(eager_step)
         stack, layers = state.stack, range(state.config.layers)
-        # pool.capture(fn, static) returns (graph, result of fn). Each replay of the graph checks that the tensors of
-        # `static`, here filled by load_window, have kept address and shape. Layer 0's forward checks for all graphs.
+        # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block of the docstring: it records fn's launches
+        # and returns (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape and
+        # strides. load_window fills them; layer 0's forward, which is replayed first, checks them for all graphs.
         window = tuple(stack.inputs.values())
-        with capture.capturing():  # in the order of a step, in which they will be replayed
+        with capture.capturing():  # counts the seconds and the memory of the block
+            # For each layer fn is partial(stack.forward, layer), a call of stack.forward(layer). [0] is the graph.
             self.forward = [pool.capture(partial(stack.forward, layer), () if layer else window)[0] for layer in layers]
             self.backward = [pool.capture(partial(stack.backward, layer))[0] for layer in reversed(layers)]
 
@@ -232,7 +244,7 @@ class GraphedLayers:
         with section("loss"):
             stack.compute_loss()
         with section("backward"):
-            for graph in self.backward:
+            for graph in self.backward:  # captured from the last layer to the first
                 graph.replay()
         mark()
         update(state)
@@ -253,7 +265,7 @@ class GraphedLayers:
     formerly="one_graph",
 )
 class GraphedStep:
-    """Everything after the window's copy in one graph; with several ranks, everything up to the adapters' gradients."""
+    """All from the embedding to the update in one graph; on several ranks the update is eager, after the replay."""
 
     def __init__(self, state: State, capture):
         self.state, pool = state, capture.pool()

@@ -13,11 +13,17 @@ variant below:
         average(main_grad)                                    # over the ranks that hold equal parameters
         clip(main_grad), adam(main_grad)
 
+main_grad is a buffer that every parameter has in the place of .grad. Its dtype is --main-grad, the backward adds to it
+in place, and it lies in a bucket: a flat buffer that holds many main_grads, so few collectives average them all.
+
 Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average after it,
 with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. In plain
 torch, the capture and a step are:
 
-    with torch.cuda.graph(graph, pool=pool):
+    torch.cuda.set_stream(torch.cuda.Stream())                # warm-up, capture and steps on one side stream
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    forward_and_backward(state, num_microbatches)             # warm-up: libraries allocate and choose kernels
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
         forward_and_backward(state, num_microbatches)         # recorded, not run
     inputs.copy_(batch), zero(main_grad)                      # in a step: eager
     graph.replay()                                            # all microbatches: fills main_grad and the losses
@@ -25,23 +31,25 @@ torch, the capture and a step are:
 
 Not captured, and why:
     the batch's copy    each batch lies at another host address; a graph always reads the same addresses
-    zero(main_grad)     one kernel for each bucket of gradients, so there is little to gain
-    clip, Adam          by choice: the learning rate may then be a Python number; a graph would repeat its first value.
-                        `graph_step` captures them, with the learning rate on the GPU
+    zero(main_grad)     one call over all buckets, so there is little to gain
+    clip, Adam          by choice: eager code may read the gradient norm on the host (--clip host). `graph_step`
+                        captures both, with the learning rate on the GPU: a graph would repeat a Python number
     storing the loss    each step stores it at another address; a graph always writes to the same ones
 The validation does not run in each step, so it is not in this graph. It has a graph of its own (validation.py).
 
-Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step. A side stream copies, and the
-               step's stream waits for it. begin_step also writes each microbatch's share of the loss, 1 / their number.
-               Before a replay of the validation, its batch is copied to state.inputs.
+Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step. A second stream copies. It first
+               waits for the step's stream, so it overwrites nothing that an earlier replay or validation still reads.
+               Then the step's stream waits for the copy. begin_step also fills state.share, a microbatch's share of
+               the loss: 1 / number of microbatches. The validation's batch is copied to state.inputs in the same way.
 Read in time   end_step reads state.microbatch_losses before the next replay overwrites them. Clip and Adam read
                main_grad before the next step zeroes it.
-Freed          once a microbatch's backward is recorded, later captures may use the memory of its activations. A run
-               ends by releasing all graphs and their pool, and then the communicators that the graphs hold.
+Freed          once a microbatch's backward is recorded, later microbatches of the same capture and the validation's
+               graph reuse the memory of its activations. `del graph` frees the pool for torch's allocator once no graph
+               and no tensor of it is alive. A run ends by releasing all graphs, then the communicators that they hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
 
-Graphs of layers, and those of a pipeline's microbatches, are in pipeline/stage_graphs.py. other_variants.py has
-torch.compile, and eager steps with NaN checks.
+In a pipeline (--pp), `graph_fwd_bwd` captures the whole schedule of a stage, sends and receives too. `graph_layer`, and
+a pipeline's `graph_microbatch`, are in pipeline/stage_graphs.py; torch.compile and NaN checks in other_variants.py.
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
     python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B
@@ -53,13 +61,13 @@ from common.contract import Training, parse, variant
 from llama31.config import FACTS, PRESETS, Config, flops_per_step, require_runnable, tokens_per_step
 
 if __name__ == "__main__":
-    # Before torch is imported and before ranks meet: --help and mistakes are answered at once.
+    # Before torch is imported: --help and mistakes are answered at once.
     args = parse("llama31", Config, PRESETS, require=require_runnable, **FACTS)
 
 import torch
 
-# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
-# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+# section names a part of the step for --profile. At a mark the host may wait for the GPU while its launch time is
+# measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Otherwise both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import CAUSAL_HALF, peak_flops
@@ -99,7 +107,8 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. The eager step. The baseline `eager` runs it as it is.
+# 2. The eager step. The baseline `eager` runs it as it is. @variant registers it for the command line and the harness
+# (common/contract.py, docs/reading_a_script.md): skip @variant at first reading.
 
 
 @variant(
@@ -114,7 +123,7 @@ def eager_step(state: State, index: int):
     """One training step. Nothing in it waits for the device."""
     count = state.begin_step(index)  # copies all microbatches to state.inputs, zeroes main_grad
     forward_and_backward(state, count)
-    state.end_step(index)  # clips, Adam, keeps loss and gradient norm
+    state.end_step(index)  # calls state.update (clips, Adam, writes the weights); stores loss and gradient norm
     if state.validates(index):  # --validate-every
         validate(state)  # the mean loss of a held-out batch
 
@@ -122,7 +131,7 @@ def eager_step(state: State, index: int):
 def forward_and_backward(state: State, count: int):
     """All microbatches of a step, and the gradients' average over ranks: `graph_fwd_bwd` captures this function."""
     if state.config.pp > 1:
-        pipeline.forward_and_backward(state, count)  # the same, in the order of a pipeline's schedule
+        pipeline.forward_and_backward(state, count)  # this stage's part, in the order of the schedule
     else:
         for microbatch in range(count):
             train_microbatch(state, microbatch)
@@ -133,7 +142,8 @@ def forward_and_backward(state: State, count: int):
 def train_microbatch(state: State, microbatch: int):
     with section("forward"):
         hidden = state.embedding(state.inputs["tokens"][microbatch])
-        # Weights change once a step, so only the first microbatch casts them to FP8.
+        # Weights change once a step, so only the first microbatch casts them to FP8. Forward and backward of all
+        # microbatches read the FP8 copies, which are allocated before the captures. --weights fp8 needs no casts.
         hidden = state.run_layers(hidden, first=microbatch == 0)
     with section("loss"):
         loss = state.microbatch_loss(hidden, microbatch)  # kept in state.microbatch_losses
@@ -161,31 +171,32 @@ def train_microbatch(state: State, microbatch: int):
 class GraphedPass:
     """One graph for forward and backward of all microbatches, and one for the validation.
 
-    They share a pool to save memory. They may, for they never run at the same time, and losses and main_grad, which are
-    read after a replay, lie outside the pool.
+    They share a pool to save memory. They may, because they never run at the same time, and all that is read after a
+    replay was allocated before the captures: losses, also the validation's, main_grad, gradient norm, FP8 weights.
     """
 
     def __init__(self, state: State, capture):
+        # One graph of all microbatches needs a constant number, that of step 0: config.py refuses a changing --ramp.
         self.state, self.count, self.capture = state, state.num_microbatches(0), capture
-        # A pool makes graphs that share memory. Without a GPU they record operators and run them again.
-        self.pool = capture.pool()
-        # Libraries allocate and communicators connect at first use, which must not happen in a capture. Warm-up steps
-        # train; `state.reset`, which a run calls before its first step, undoes that. Nothing can be captured on the
-        # default stream, so the harness runs everything on another one.
+        self.pool = capture.pool()  # its graphs share memory. Without a GPU they record operators and run them again
+        # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
+        # A run later calls state.reset, which restores in place, since graphs hold addresses. pool.capture records on
+        # the current stream; common/measuring/torch_settings.py sets a side stream for it, and for eager alike.
         capture.warm_up(eager_step)
         with capture.timed("warmup_s"):
-            # Before the first capture, which empties the allocator's cache: no memory of an eager pass lies beside the
-            # graphs'.
+            # Warm-up for the validation's pass without gradients. The first capture empties the allocator's cache,
+            # since graphs cannot use that memory. An eager pass after the first capture would fill the cache again.
             pipeline.forward_only(state)
         barrier()  # a rank that captures sends nothing, so no other may still wait for it
-        with capture.capturing():
+        with capture.capturing():  # counts the seconds and the memory of this block, no more
             self.graphs = self.capture_training()
             self.validation = GraphedValidation(state, self.pool)
-        barrier()
+        barrier()  # no rank starts a step, with its communication, while another still captures
 
     def capture_training(self) -> list:
-        # Weights, main_grad, losses and state.inputs lie outside the pool and never move. pool.capture(fn, static)
-        # returns (graph, result of fn). Each replay checks that `static`, here state.inputs, kept address and shape.
+        # pool.capture(fn, static) is the docstring's `with torch.cuda.graph(...)`: it records fn's launches and returns
+        # (graph, fn's result). Each replay checks that the tensors of static (here state.inputs) kept address, shape
+        # and strides. A replay also reads state.share, unchecked: begin_step fills it in place.
         graph, _ = self.pool.capture(lambda: forward_and_backward(self.state, self.count), self.state.static)
         return [graph]
 
@@ -193,7 +204,7 @@ class GraphedPass:
         """`eager_step` with one replay in the place of all microbatches."""
         count = self.state.begin_step(index)
         self.replay(count)
-        self.update(index)  # also copies the losses, before the next replay overwrites them
+        self.update(index)  # the eager rest of the step; it reads the losses before the next replay overwrites them
         if self.state.validates(index):
             self.validation.run()
 
@@ -241,8 +252,9 @@ def barrier():
 class GraphedStep(GraphedPass):
     """Clipping and Adam in the graph as well: the host copies the batch, zeroes main_grad, replays and keeps the loss.
 
-    Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. With
-    several ranks the graph holds the norm's reduction too, and with ZeRO the gathering of the parameters.
+    Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. The rate is
+    constant: state.reset writes it, in place. A schedule would write it before each replay. With several ranks the
+    graph holds the norm's reduction too, and with ZeRO the gathering of the parameters.
     """
 
     def capture_training(self) -> list:
@@ -250,16 +262,16 @@ class GraphedStep(GraphedPass):
         return [graph]
 
     def update(self, index: int):
-        self.state.end_step(index, update=nothing)
+        self.state.end_step(index, update=nothing)  # only stores loss and gradient norm
 
 
 def training_step(state: State, count: int):
     forward_and_backward(state, count)
-    state.update()
+    state.update()  # clips, Adam, writes the weights
 
 
 def nothing():
-    """The graph has clipped and applied the gradients."""
+    """Takes the place of state.update in end_step: the replay has made the update."""
 
 
 @variant(
@@ -273,9 +285,9 @@ def nothing():
     when=lambda c: c.pp == 1,
 )
 class GraphedMicrobatches(GraphedPass):
-    """A graph per microbatch: a step of fewer microbatches (--ramp) replays fewer of them, none is captured again.
+    """A graph per microbatch, up to --microbatches. A step of fewer (--ramp) replays only the first graphs.
 
-    Each replay reads its share of the loss, 1 / the number of microbatches in this step, from the GPU (state.share).
+    The last graph of a step may change, so the average after it stays eager. Replays read state.share on the GPU.
     """
 
     def capture_training(self) -> list:

@@ -1,52 +1,59 @@
 """Mixture of experts: Qwen3-30B-A3B and GPT-OSS, with graphs over growing parts of each layer up to the whole step.
 
-What is trained, without graphs. The loop at the end of this file runs it, and its body is `eager_step`:
+The training loop without graphs. The loop is at the end of this file, its body is `eager_step`:
 
     for step in range(num_steps):
         for microbatch in range(num_microbatches):
             hidden = embedding(tokens[microbatch])
             for layer in layers:
                 hidden = layer.attention(hidden)
-                y, routed = layer.route(hidden)               # norm, router: experts and weights of each token
+                y, routed = layer.route(hidden)               # y: normalised hidden; routed: each token's experts
                 plan = layer.preprocess(routed)               # the order of the experts' rows
                 hidden = layer.mix(hidden, y, routed, plan)   # rows to experts, two grouped GEMMs, rows back
             loss(hidden, targets[microbatch]).backward()      # gradients go to main_grad
         sum over ranks(main_grad of all but the experts)      # with --ep
         clip(main_grad), adam(main_grad)
 
-No token is dropped, and how many each expert gets is known on the device alone. Shapes are fixed all the same: each
-token makes top_k rows, rows are sorted by expert, and torch._grouped_mm reads from a tensor on the device where each
-expert's rows end. So the layer can be captured whole. Where counts are read on the host, as Megatron does for its
-exchange, a graph must stop before the experts, as graph_attn, graph_attn_router and graph_attn_router_preprocess do.
+No token is dropped, and only the device knows how many tokens an expert gets. Shapes are fixed all the same: a token
+makes top_k rows, rows are sorted by expert, and torch._grouped_mm reads on the device where each expert's rows end. So
+a graph can hold the layer. With --ep `mix` reads row counts on the host, as Megatron does for its exchange. No graph
+can hold that: graph_layer, graph_fwd_bwd and graph_step refuse --ep above 1. Graphs that stop before `mix` allow it.
 
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
     graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
     graph_step                       the same with clipping and Adam
     graph_static                     graph_fwd_bwd with the ranks' exchange in buffers of fixed size (static_buffers.py)
-    graph_moe_padded                 graph_layer with a fixed number of rows an expert (other_variants.py)
+    graph_moe_padded                 graph_layer with a fixed number of rows for each expert (other_variants.py)
 
-In plain PyTorch the captures come to:
+In plain PyTorch, attention's capture and replays in one layer, then graph_step:
 
+    torch.cuda.set_stream(torch.cuda.Stream())                # at the start: warm-up must not use the default stream
+    for index in range(3): eager_step(state, index)           # warm-up
+    forward, backward, step = (torch.cuda.CUDAGraph() for _ in range(3))
+    pool = torch.cuda.graph_pool_handle()                     # forward and backward share memory
+    x, grad = torch.zeros_like(hidden, requires_grad=True), torch.zeros_like(hidden)
     with torch.cuda.graph(forward, pool=pool):
-        outputs = layer.attention(x)                          # recorded, not run; or more parts of the layer
+        output = layer.attention(x)                           # recorded, not run
     with torch.cuda.graph(backward, pool=pool):
-        torch.autograd.backward(outputs, gradients)           # fills x.grad and main_grad
-    x.copy_(hidden), forward.replay()                         # in a step: outputs are then new
-
-    with torch.cuda.graph(step, pool=pool):
+        output.backward(grad)                                 # recorded, too: fills x.grad and main_grad
+    x.detach().copy_(hidden), forward.replay()                # in a step: output then holds layer.attention(hidden)
+    grad.copy_(gradient_of_output), backward.replay()         # x.grad then holds the gradient of hidden
+    with torch.cuda.graph(step):                              # graph_step
         forward_and_backward(state), state.update()
     inputs.copy_(batch), step.replay()
+    del forward, backward, step                               # torch may use their memory once no tensor in it lives
 
 Not captured, and why:
     the batch           it comes from the host, each time from another address
-    the kept loss       each step stores it at its own place, and a graph writes to fixed ones
-    clip, Adam          only graph_step holds them: else a learning rate may be a Python number, which a graph freezes
-    embedding, loss     by the graphs of layers: a few large kernels a microbatch
+    the kept loss       each step stores it at another address; a graph always writes to the same ones
+    clip, Adam          only graph_step captures them: it needs learning rate and step count in tensors, as here
+    embedding, loss     eager beside graphs of layers: a few large kernels a microbatch
 
-Copied in before a replay: the batch to state.inputs; by graphs of parts, x and the gradients of the outputs.
+Copied in: the batch to state.inputs; for graphs of layers also hidden to x and the gradients of the outputs to grad. In
+graph_layer x is the output of the layer before (chained), so a step copies hidden for the first layer only.
 Read in time: a part's outputs by the rest of its layer, in the same microbatch; main_grad by Adam, and the losses by
 end_step, before the next step overwrites them.
-Freed: a microbatch's activations once its backward is captured, for later captures; graphs and pool after the loop.
+Freed: a layer's activations, but not x, once its backward is captured, for later captures; graphs and pool at the end.
 
     python -m moe.train --preset tiny --variant graph_step
     python -m moe.train --preset bench --variant graph_step       # 8 layers of Qwen3-30B-A3B
@@ -58,13 +65,12 @@ from moe import config as moe_config
 from moe.config import FACTS, PRESETS, Config
 
 if __name__ == "__main__":
-    # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("moe", Config, PRESETS, **FACTS)
+    args = parse("moe", Config, PRESETS, **FACTS)  # before torch is imported: --help and mistakes are answered at once
 
 import torch
 
-# section names a part of the step in a profile. mark does nothing in timed steps and captures; where the host's time is
-# measured, the launch queue, which holds some 1,000 launches, is drained there.
+# section names a part of the step for --profile. At a mark the host may wait for the GPU while its launch time is
+# measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Otherwise both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training import flops
@@ -77,9 +83,10 @@ from moe.state import State, hyperparameters, resolve
 # 1. The eager step
 
 
+# For the command line and the harness (common/contract.py, docs/reading_a_script.md): skip it at first reading.
 @variant("eager", kind="eager", help="kernels launched one by one", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
-    """Train on batch `index`. Nothing in it waits for the GPU."""
+    """Train on batch `index`. On one rank nothing in it waits for the GPU."""
     state.begin_step(index)  # copies the batch to state.inputs
     training_step(state)
     state.end_step(index)  # keeps loss and gradient norm
@@ -93,7 +100,7 @@ def training_step(state: State):
 
 
 def forward_and_backward(state: State, run_layer=None):
-    """All microbatches of a step. run_layer: stands for `State.run_layer`, which has the layers of the lesson above."""
+    """Run all microbatches. run_layer: called instead of `State.run_layer`, which calls the four parts of a layer."""
     for microbatch in range(state.config.microbatches):
         state.accumulation.adds = microbatch > 0  # the first backward of a step overwrites main_grad
         inputs = state.inputs_of(microbatch)
@@ -107,36 +114,36 @@ def forward_and_backward(state: State, run_layer=None):
         with section("backward"):
             loss.backward()
         mark()
-    state.reduce_gradients()
+    state.reduce_gradients()  # the sum over ranks with --ep; graph_static alone captures it
 
 
 # ------------------------------------------------------------------------------------------------
 # 2. The first parts of each layer, or all of them
 #
-# A graph has fixed outputs, so `first_parts` returns a flat tuple of tensors. `rest_of_layer` gets the same tuple and
-# makes Routed and Plan of it again.
+# A graph's outputs are fixed tensors. `first_parts` returns them as a flat tuple: x, y, the fields of Routed, those of
+# Plan, as far as the graph computes them. Plan.offsets is None if experts are padded. `rest_of_layer` gets this tuple.
 
 
 class GraphedParts:
     """Two graphs for each layer in each microbatch, all in one pool.
 
-    They are captured in the order in which a step replays them, so that each microbatch uses the memory of the one
-    before again. Autograd runs a step as if it were eager: `Replayed` replays the forward graph of a layer's parts and,
-    when the gradients of its outputs are there, its backward graph.
+    A capture freezes `accumulation.adds`, which is false in microbatch 0 alone, and addresses: packed positions and
+    bounds of microbatches lie at different ones. So microbatches share no graphs. Captures have the order of replays,
+    so microbatches use the same memory in turn. Autograd runs a step as in eager and calls `Replayed` for the graphs.
     """
 
-    is_chained = False  # whether the output of a layer's graph is the static input of the next one
+    is_chained = False  # whether a layer's graph reads the output of the layer before where it lies, without a copy
 
     def __init__(self, state: State, capture):
-        # Pool makes graphs that share memory; without a GPU it records operators.
-        self.state, self.pool = state, capture.pool()
-        # Libraries allocate and choose their kernels at first use, which must not be in a graph. Warm-up trains;
-        # `state.reset` undoes that. The harness runs everything on one stream that is not the default one.
+        self.state, self.pool = state, capture.pool()  # graphs that share memory; without a GPU it records operators
+        # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture. The
+        # harness then calls `state.reset`, which restores the start in place, since graphs hold addresses. Eager steps
+        # and captures run on one side stream (common/measuring/torch_settings.py): Pool captures on the current stream.
         capture.warm_up(eager_step)
         self.parts: dict[tuple[int, int], Part] = {}
-        # Gradients of a part's outputs, which a backward graph reads: one set for all, each is read at once.
+        # Gradients of a part's outputs. One set serves all parts: a backward graph reads it right after it is filled.
         self.grads: list[torch.Tensor] = []
-        with capture.capturing():
+        with capture.capturing():  # only counts the seconds and the memory of this block
             for microbatch in range(state.config.microbatches):
                 state.accumulation.adds = microbatch > 0
                 for number in range(state.config.layers):
@@ -145,27 +152,28 @@ class GraphedParts:
                     self.capture_backward(self.parts[microbatch, number])
 
     def first_parts(self, number: int, inputs, x) -> tuple:
-        """What the graphs of layer `number` hold."""
+        """Run the parts of layer `number` that its graphs hold."""
         raise NotImplementedError
 
     def rest_of_layer(self, number: int, x, y=None, *outputs):
-        """The parts that follow, eager: what the graph has returned is not computed again."""
+        """Run the other parts, eager. y: None if the graph holds attention alone."""
         layer, num_routed = self.state.layers[number], len(Routed._fields)
         if y is None:
             y, routed = layer.route(x)
         else:
             routed = Routed(*outputs[:num_routed])
-        plan = outputs[num_routed:]
+        plan = outputs[num_routed:]  # is_padded: a fixed number of rows for each expert, only in other_variants.py
         return layer.mix(x, y, routed, Plan(*plan) if plan else layer.preprocess(routed, self.state.is_padded))
 
     def capture_forward(self, microbatch: int, number: int):
         state, before = self.state, self.parts.get((microbatch, number - 1))
         is_chained = self.is_chained and before is not None
+        # The embedding gives shape and dtype only. detach ends autograd's graph here; `Replayed` joins parts in a step.
         x = before.outputs[0].detach() if is_chained else torch.zeros_like(state.embed(microbatch))
-        # Below the first layer nothing has a gradient where the embedding is frozen.
+        # With --lora-rank the embedding is frozen, so layer 0's x needs no gradient.
         x = x.detach().requires_grad_(bool(number or not state.config.lora_rank))
-        # state.static are the buffers that the host writes before each replay. Of packed documents the graph reads
-        # positions and bounds there.
+        # The `with torch.cuda.graph(...)` block of the docstring: records the launches, returns (graph, result).
+        # A replay checks that x and state.static (the tensors of state.inputs) kept address, shape and strides.
         graph, outputs = self.pool.capture(
             lambda: self.first_parts(number, state.inputs_of(microbatch), x),
             state.static if is_chained else (*state.static, x),
@@ -179,7 +187,8 @@ class GraphedParts:
         part.backward, grad_x = self.pool.capture(
             lambda: input_gradient(part.x, differentiable, part.grads), tuple(part.grads)
         )
-        # Borrowed: what is captured next may use the memory of the activations and of this gradient.
+        # borrow returns a tensor at the same address that does not keep the memory allocated: later captures may use
+        # it. The tensor is valid until a later graph is replayed over it. In a step all its readers come before that.
         part.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
         part.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in part.outputs]
 
@@ -191,12 +200,12 @@ class GraphedParts:
         self.state.end_step(index)
 
     def run_layer(self, number: int, hidden, inputs):
-        """`State.run_layer` with a replay in the place of the first parts."""
-        # Autograd calls the backward of what an input with a gradient has gone into.
+        """Run a layer as `State.run_layer` does, with a replay of the first parts."""
+        # Autograd calls Replayed.backward only if an input requires a gradient. A frozen embedding's output does not.
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         outputs = Replayed.apply(hidden, self.parts[inputs.microbatch, number])
         hidden = self.rest_of_layer(number, *outputs)
-        self.state.mark(number, hidden)
+        self.state.mark(number, hidden)  # calls mark after every few layers
         return hidden
 
 
@@ -209,7 +218,7 @@ class Part:
 
 
 def input_gradient(x, outputs, grads):
-    """The gradient of x. Not by autograd.grad: the hooks that fill main_grad run in backward()."""
+    """Return the gradient of x, None if x needs none. autograd.grad would not call the hooks that fill main_grad."""
     x.grad = None
     torch.autograd.backward(outputs, grads)
     grad, x.grad = x.grad, None
@@ -217,7 +226,7 @@ def input_gradient(x, outputs, grads):
 
 
 class Replayed(torch.autograd.Function):
-    """A part of a layer by its graphs: what autograd calls in the place of the part."""
+    """A layer's first parts as an operator of autograd: forward and backward replay their graphs."""
 
     @staticmethod
     def forward(ctx, hidden, part):
@@ -225,8 +234,10 @@ class Replayed(torch.autograd.Function):
         if not part.is_chained:
             part.x.copy_(hidden)
         part.forward.replay()
+        # New tensor objects on the same memory, since autograd attaches the step's history to the returned objects.
         outputs = tuple(None if output is None else output.view_as(output) for output in part.outputs)
         flags = zip(outputs, part.differentiable, strict=True)
+        # Outputs without a gradient in the capture have none here: numbers of experts, counts, the Plan.
         ctx.mark_non_differentiable(*(output for output, is_ in flags if output is not None and not is_))
         return outputs
 
@@ -236,14 +247,14 @@ class Replayed(torch.autograd.Function):
         own = [grad for grad, is_ in zip(grads, part.differentiable, strict=True) if is_]
         torch._foreach_copy_(part.grads, own)
         part.backward.replay()
-        return part.grad_x, None
+        return part.grad_x, None  # the gradients of hidden and of part
 
 
 @variant(
     "graph_attn",
     kind="graph",
     help="attention of each layer in graphs; router and experts eager",
-    graphs=lambda config: config.layer_passes,
+    graphs=lambda config: config.layer_passes,  # 2 x layers x microbatches
     parity="bitwise",
 )
 class GraphedAttention(GraphedParts):
@@ -292,7 +303,7 @@ class GraphedLayers(GraphedParts):
     is_chained = True
 
     def __init__(self, state: State, capture):
-        require_capturable(state.exchange.size, "layer")
+        require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
         super().__init__(state, capture)
 
     def first_parts(self, number: int, inputs, x):
@@ -317,11 +328,11 @@ class GraphedPass:
     """A replay reads state.inputs and the weights, writes main_grad and the losses; all lie outside of the pool."""
 
     def __init__(self, state: State, capture, captured=forward_and_backward):
-        require_capturable(state.exchange.size, "layer")  # the graph holds whole layers
+        require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
         with capture.capturing():
-            self.graph, _ = pool.capture(lambda: captured(state), state.static)
+            self.graph, _ = pool.capture(lambda: captured(state), state.static)  # static: the tensors of state.inputs
 
     def step(self, index: int):
         self.replay(index)
@@ -344,7 +355,7 @@ class GraphedPass:
     headline=True,
 )
 class GraphedStep(GraphedPass):
-    """Clipping and Adam are in the graph, too: learning rate and count of steps are on the device."""
+    """Clipping and Adam are in the graph, too: learning rate and count of steps are tensors on the device."""
 
     def __init__(self, state: State, capture):
         super().__init__(state, capture, captured=training_step)
@@ -355,7 +366,7 @@ class GraphedStep(GraphedPass):
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. What a run is told, and the loop. Variants of static_buffers.py and other_variants.py are run by it, too.
+# 4. The Training that all variants share, and the loop, which also runs static_buffers.py and other_variants.py.
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:

@@ -1,36 +1,39 @@
 """RNN-T, MLPerf's speech recogniser: the whole training step in one CUDA graph, or graphs of its two networks.
 
-The training loop without graphs. It stands at the end of this file, and its body is `eager_step`, or the `step` of a
+The training loop without graphs. The loop is at the end of this file; its body is `eager_step`, or the `step` of a
 variant below:
 
     for step in range(num_steps):
-        features, tokens, lengths = next(batches)       # padded to the batch's longest utterance
+        features, lengths, tokens, token_lengths = next(batches)  # padded to the batch's longest utterance
         g = prediction(tokens)                          # LSTMs over the tokens of the transcript
-        f = encoder(features)                           # LSTMs over the audio
-        loss = transducer_loss(joint(f, g), tokens, lengths).mean()
+        f, f_lengths = encoder(features, lengths)       # LSTMs over the audio; f has half as many frames
+        loss = transducer_loss(joint(f, g), tokens, f_lengths, token_lengths, blank).mean()
         gradients = torch.autograd.grad(loss * loss_scale, parameters)
         if all_finite(gradients):                       # decided on the GPU
             lamb(gradients, learning_rate(step))        # with a moving average of the weights
-        loss_scale.update()                             # on the GPU, too
-        print(loss of an earlier step)                  # whose copy has arrived on the host
+        loss_scale.update()                             # on the GPU; from `if` to here: state.lamb.step
+        report(loss)                                    # starts a copy to the host, which reads it in a later step
 
 A graph repeats kernels with the shapes and addresses of its capture, but batches differ in length. So each batch is
 copied into static buffers, which never move, and padded there to buckets: each network has a few lengths to choose from
-(rnnt/data/buckets.py). Padding does not change the loss, since LSTMs run forwards in time and the loss reads the
-utterances' lengths. Exceptions: rounding, and the last frame of an utterance of odd length (rnnt/model.py).
+(rnnt/data/buckets.py). The loss reads no padding, and LSTMs run forwards in time, so padding changes only rounding,
+dropout's draws, and the last frame of an utterance of odd length: the encoder joins frames in pairs (rnnt/model.py).
 
-Captured by `graph_step`: everything from g to loss_scale.update() with LAMB's communication, and the report: loss,
-gradient norm and loss scale, written to one GPU tensor. In plain torch the capture is
+Captured by `graph_step`: `train_on`, which is everything from g to loss_scale.update() with LAMB's communication, and
+the report: loss, gradient norm, loss scale and two counts of overflows in one GPU tensor. In plain torch:
 
-    for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the largest first
+    pool, graphs = torch.cuda.graph_pool_handle(), {}
+    for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the most expensive first
+        train_on(static_buffers[shape])                 # warm-up; all shapes are views of the same memory
         graphs[shape] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[shape], pool=pool):
-            train_on(static_buffers[shape])             # recorded, not run; all shapes are views of the same memory
+            train_on(static_buffers[shape])             # recorded, not run
 
 and the body of the loop is
 
     shape = copy_into_static_buffers(next(batches))     # padded to the smallest buckets that hold it
-    graphs[shape].replay()
+    lr.fill_(learning_rate(step))                       # lr: a number on the GPU, which LAMB reads
+    graphs[shape].replay()                              # overwrites the report, whose copy starts next: report(loss)
 
 Captured by `graph_networks`: encoder and prediction network, each with a forward and a backward graph per bucket, as
 in MLPerf's submission. Joint and loss stay eager there: their shapes depend on both lengths, and 50 buckets a network
@@ -39,15 +42,15 @@ make up to 2,500 pairs. LAMB and loss scale could be captured; the submission le
 Not captured by either, and why:
     the batch's copy and padding    each batch has its own length and its own address in host memory
     the learning rate               a schedule on the host computes it, and a graph would repeat its first value
-    storing the report              each step copies it to another address; a graph always writes to the same ones. The
-                                    host reads its copy some steps later
+    storing the report              each step copies it to another address; a graph always writes to the same ones
 
 Copied in      `load_batch` copies the batch to the static buffers, and the learning rate to a GPU number that LAMB
                reads. In `graph_networks` the gradients of f and g go to buffers that the backward graphs read.
-Read in time   end_step reads the report before the next replay of `graph_step` overwrites it. In `graph_networks` f, g,
-               f's lengths and the parameters' gradients are read in the step that wrote them. Everything runs on one
-               stream, so the GPU keeps the order of the code.
-Freed          at the end the session releases a variant's graphs and pools, the memory they share.
+Read in time   end_step copies the report before the next replay of `graph_step` overwrites it. In `graph_networks` f,
+               g, f's lengths and the parameters' gradients are read in the step that wrote them. All these kernels and
+               copies run on one stream, so the GPU keeps the order of the code.
+Freed          at the end the session releases a variant's graphs and pools, the memory they share. In plain torch,
+               `del graphs` lets torch's allocator free the pool once no tensor in it is alive.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
@@ -64,6 +67,9 @@ if __name__ == "__main__":
 import torch
 
 from common.machine.host_state import available_host_bytes
+
+# section names a part of the step for --profile. mark is a point where the host may wait for the GPU while its launch
+# time is measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Both do nothing otherwise.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import peak_flops
@@ -78,7 +84,7 @@ from rnnt.state import State, nominal_flops
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
-    """A ValueError is a mistake in the flags that only building could show."""
+    """Build the state and its description. A ValueError names flags that cannot run here."""
     if device.type == "cpu":
         require(config, available_host_bytes())
     flops, gpu = nominal_flops(config), torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -88,7 +94,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         results=state.read_losses,
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
-        reset=state.reset,
+        reset=state.reset,  # in place, since graphs hold addresses
         batch_class=state.batch_class,
         evaluate=state.evaluate,
         finish=state.finish,
@@ -107,12 +113,11 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 # ------------------------------------------------------------------------------------------------
 # 2. The eager step
 #
-# No eager variant uses torch's kernels in place of ours, since it could only be slower: torch has no LAMB and no
-# transducer loss, and a loss of torch operators takes hundreds of launches a step (rnnt/loss.py). A joint of torch
-# operators takes more launches, too, and draws another dropout mask.
-#
 # Shapes decide which dropout numbers are drawn and how sums are rounded, so graphs are compared with eager_padded. It
-# trains on the samples of eager, as does eager_sync, which is in rnnt/other_variants.py with torch.compile.
+# trains on the samples of eager. rnnt/other_variants.py has eager_sync and torch.compile.
+#
+# @variant registers the code below it for the command line and the harness (common/contract.py,
+# docs/reading_a_script.md). Skip its arguments at first reading.
 
 
 @variant(
@@ -121,7 +126,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     help="kernels launched one by one, nothing waits for the GPU, batches without padding to buckets",
     parity="bitwise",
     headline=True,
-    warm_up=lambda state, index: padded_step(state, index),  # all variants warm up on the graphs' shapes
+    warm_up=lambda state, index: padded_step(state, index),  # the graphs' shapes; padded_step is defined below
 )
 def eager_step(state: State, index: int, fit=None):
     """Train on batch `index`; fit: see load_batch. Nothing here waits for the GPU."""
@@ -147,7 +152,7 @@ def padded_step(state: State, index: int):
 def load_batch(state: State, index: int, fit=None) -> Batch:
     """Copy the next batch into the static buffers, and this step's learning rate to the GPU. No variant captures this.
 
-    fit: fit(frames, tokens) is the shape of the buckets to pad the batch to, with zeros; None: no padding.
+    fit: fit(frames, tokens) is the shape of the buckets to pad to, with zeros; None: the batch's longest utterance.
     """
     with section("data"):
         batch, original = state.inputs.load(fit)
@@ -176,7 +181,7 @@ def train_on(state: State, batch: Batch):
         # Averages gradients over the ranks, looks for overflows, updates weights by LAMB (rnnt/lamb.py) unless a
         # gradient overflowed, then the loss scale. All of it on the GPU.
         state.lamb.step(gradients)
-        state.report.fill(loss, state.lamb.grad_norm)  # numbers on the GPU, which end_step copies to the host
+        state.report.fill(loss, state.lamb.grad_norm)  # adds the loss scale; end_step copies the report to the host
 
 
 def mean_loss(state: State, f, g, lengths, batch: Batch):
@@ -196,7 +201,7 @@ def mean_loss(state: State, f, g, lengths, batch: Batch):
     graphs=None,  # known once the data has been seen
     replays=1,
     reference="eager_padded",
-    parity=1e-3,
+    parity=1e-3,  # of the losses; the runs in results/ have equal bits, and no reason for 1e-3 is recorded
     headline=True,
     formerly="full",
 )
@@ -205,24 +210,27 @@ class GraphedStep:
 
     A replay reads the static batch, the learning rate, the weights, LAMB's state (FP32 masters, moments, averages and
     count of steps) and the loss scale with its counters. It writes weights, LAMB's state, loss scale and report. All of
-    these lie outside the pool, so the graphs may be replayed in any order. The pool holds activations and gradients.
-    Dropout draws new numbers, since torch gives each replay the generator's next offset. Ranks may replay different
-    buckets, since LAMB's collectives are the same in every graph.
+    these lie outside the pool. The pool holds activations and gradients, which no later replay reads. So the graphs may
+    be replayed in any order, and a later capture may use the memory of an earlier one. Dropout draws new numbers, since
+    torch gives each replay the generator's next offset. Ranks may replay different buckets, since LAMB's collectives
+    are the same in every graph.
     """
 
     def __init__(self, state: State, capture):
-        self.state, pool = state, capture.pool()
+        self.state, pool = state, capture.pool()  # memory that the graphs share
         pairs = state.plan.require_few_pairs("graph_step")
         capture.strategy = f"full iteration, pairs of buckets: {len(pairs)}"
-        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So run a few
-        # padded steps, then each shape once. They train; `state.reset`, which a run calls before its first step, undoes
-        # that.
+        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So warm_up
+        # makes three eager steps on the state, then each shape runs once. state.reset undoes them before step 0.
+        # dummy_batch puts random frames into the static memory that load_batch returns for this shape.
         capture.warm_up(padded_step)
         with capture.timed("warmup_s"):
             for shape in reversed(pairs):
                 train_on(state, state.inputs.dummy_batch(*shape))
         self.graphs = {}
-        # The largest shape first: the smaller ones then fit into the memory that it took.
+        # The most expensive first: the others can use its memory. capturing() counts seconds and memory of the block.
+        # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block of the docstring: it records fn's launches
+        # and returns (graph, fn's result). Each replay checks that static's tensors kept address, shape and strides.
         for shape in reversed(pairs):
             batch = state.inputs.dummy_batch(*shape)
             with capture.capturing():
@@ -231,6 +239,7 @@ class GraphedStep:
     def step(self, index: int):
         """`padded_step` with a replay in the place of `train_on`."""
         batch = load_batch(self.state, index, self.state.plan.fit)
+        # If --buckets N makes more than 16 pairs, the plan has only the pairs of batches looked at when it was made.
         if batch.shape not in self.graphs:
             kind, (frames, tokens) = self.state.plan.kind, batch.shape
             raise ValueError(
@@ -238,7 +247,6 @@ class GraphedStep:
             )
         with section("replay"):
             self.graphs[batch.shape].replay()
-        # Every replay overwrites the report. end_step copies it before the next one.
         self.state.end_step(index)
 
 
@@ -267,6 +275,7 @@ class GraphedNetworks:
 
     def __init__(self, state: State, capture):
         self.state = state
+        # Steps call state.encoder; model.encoder is the module with its parameters; self.encoder holds graphs of it.
         encoder, prediction, self.joint = state.encoder, state.prediction, list(state.model.joint.parameters())
         model, pool = state.model, capture.pool
         self.encoder = NetworkGraphs(pool(), model.encoder, lambda x: encoder(x.features, x.feature_lengths))
@@ -302,6 +311,7 @@ class GraphedNetworks:
             self.encoder.backward(frames, grad_f)
         mark()
         with section("optimizer"):
+            # In the order of state.parameters.
             state.lamb.step([*self.encoder.gradients, *self.prediction.gradients, *grad_joint])
             state.report.fill(loss, state.lamb.grad_norm)
         state.end_step(index)
@@ -317,8 +327,8 @@ class NetworkGraphs:
     def __init__(self, pool, network: torch.nn.Module, run):
         """run(batch): the network's outputs, the first one differentiable."""
         self.run, self.pool, self.parameters = run, pool, list(network.parameters())
-        # Outside the pool, one set for all buckets: fifty sets of 87 MB would be 4 GB. The copy from the pool to here
-        # takes 40 us a step at 4.3 TB/s.
+        # Outside the pool, one set for all buckets: the encoder's is 87 MB in FP16, and fifty would be 4 GB. The copy
+        # from the pool to here takes 40 us a step at 4.3 TB/s.
         self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.graphs = {}
         self.grad_output = None
@@ -328,7 +338,9 @@ class NetworkGraphs:
         torch.autograd.grad(output, self.parameters, torch.zeros_like(output))
 
     def capture(self, length: int, batch: Batch):
-        """length: the bucket, in frames or tokens. The largest bucket comes first, as in GraphedStep."""
+        """length: the bucket, in frames or tokens. The largest comes first, so that others can use its memory."""
+        # The autograd graph of `output` keeps the activations until the backward's capture has read them. Detached
+        # outputs drop that graph, but keep their own memory. Stored: a graph and its outputs, a graph and its input.
         forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
         output = outputs[0]
         if self.grad_output is None:
@@ -338,14 +350,14 @@ class NetworkGraphs:
         backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
         self.graphs[length] = forward, [each.detach() for each in outputs], backward, grad_output
 
-    @torch.no_grad()
+    @torch.no_grad()  # the copies are not for autograd
     def _backward(self, output, grad_output):
         torch._foreach_copy_(self.gradients, torch.autograd.grad(output, self.parameters, grad_output))
 
     def forward(self, length: int):
         graph, outputs, _, _ = self.graphs[length]
         graph.replay()
-        # New views, since the step makes them require gradients. The graph's next replay overwrites their memory.
+        # New views, since the step makes them require gradients. A replay in a later step may overwrite their memory.
         return [output.detach() for output in outputs]
 
     def backward(self, length: int, gradient):

@@ -4,38 +4,48 @@ The training loop without graphs, as `eager_step` and the loop at the end of thi
 
     for step in range(num_steps):
         moments, context = next(batches)                         # VAE moments, text-encoder output, precomputed
-        latents, noise, t = sample(moments), randn(), randint(1000)
+        latents, noise, t = sample(moments), randn(), randint(1000)     # from here to target: noisy_latents
         x = sqrt(a[t]) * latents + sqrt(1 - a[t]) * noise        # a: the noise schedule
         target = sqrt(a[t]) * noise - sqrt(1 - a[t]) * latents
         loss = mse(unet(x, t, context), target)
         grads = all_reduce(grad(loss * loss_scale, parameters))
-        if all_finite(grads):                                    # decided on the GPU
+        if all_finite(grads):                                    # from here to loss_scale: state.update, on the GPU
             adamw(grads / loss_scale, learning_rate(step))
-        loss_scale.update()                                      # on the GPU, too
-        print(loss of an earlier step)                           # whose copy has arrived on the host
+        loss_scale.update()
+        check(report of an earlier step)                         # ends the run if too many steps in a row overflowed
 
-Captured: everything from `sample` to `loss_scale.update()`, the all-reduce too, in one graph, replayed once a step.
-Each replay draws new random numbers, because torch registers its default generator with the graph. `graph_networks`
-captures only the UNet's forward and backward, for comparison. In plain torch the capture of the whole step is
+The `if` is no branch: every step launches the same kernels. If a gradient is not finite, the norm of all gradients is
+not finite either, and found_inf, a GPU number, becomes 1. Then AdamW's kernel stores nothing and the count of steps for
+the bias correction, a GPU number too, does not grow. `loss_scale.update()` chooses by torch.where.
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):    # other threads may call CUDA meanwhile
-        training_step(state)                                            # recorded, not run
-    graph.replay()                                                      # once a step
-    del graph                                                           # frees it and the memory of its pool
+Captured: `training_step`, from `noisy_latents` to `update`, in one graph. The host needs no value from the GPU in it.
+Each replay draws new random numbers, because torch registers its default generator with the graph. The all-reduce is
+captured, too: NCCL connects before (common/training/parallel/collectives.py), its buffers never move, and all ranks
+replay in the same order. `graph_networks` captures only the UNet, for comparison. In plain torch:
+
+    torch.cuda.set_stream(torch.cuda.Stream())   # before `state` is built: torch wants the warm-up on a side stream
+    for index in range(3):
+        eager_step(state, index)                 # warm-up: libraries allocate memory and choose kernels
+    graph = torch.cuda.CUDAGraph()               # thread_local: DataLoader's pinning thread and NCCL's watchdog go on
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        training_step(state)                     # recorded, not run
+    state.reset()                                # undoes the warm-up in place: the graph holds addresses
+    for index in range(num_steps):
+        state.begin_step(index); graph.replay(); state.end_step(index)
+    del graph                                    # frees the graph's memory once no tensor in it is alive
 
 Not captured, and why:
     the batch's copy     each batch lies at another host address; a graph always reads the same addresses
-    the learning rate    a schedule on the host computes it, and a graph would repeat its first value
+    the learning rate    a schedule on the host computes it, and a graph would repeat the value at capture
     storing the report   loss, gradient norm and overflows: each step copies them to another address, and a graph always
-                         writes to the same ones
-
-Between the batch's copy and the report the host needs no value from the GPU, so the whole step fits one graph.
+                         writes to the same addresses
 
 Copied in      `begin_step` copies the batch to the static inputs, buffers that never move, and the learning rate to a
-               GPU number that AdamW reads.
-Read in time   `end_step` copies the report on the same stream, before the next replay overwrites it. A later step reads
-               the copy without waiting.
+               GPU number that AdamW reads. The batch crosses from pinned host memory to a staging buffer during the
+               step before; torch's pinned allocator reuses the host memory only after that copy.
+Read in time   `end_step` copies the report on the replay's stream, so before the next replay overwrites it: to lists on
+               the GPU, and to the next of three pinned host buffers. It checks the newest earlier report that has
+               arrived, if any. The host waits only for a copy that is three steps old (on several ranks, two).
 Freed          The session releases the graph and its pool, the memory that a graph keeps, after the loop.
 
     python -m stable_diffusion.train --preset tiny --variant graph_step
@@ -55,8 +65,8 @@ import torch.nn.functional as F
 
 from common.machine import host_state
 
-# section: names a part of the step in a profile. mark: does nothing in timed steps and in captures. Where the host's
-# launch time is measured, the host waits for the GPU at each mark, for its queue holds some 1,000 launches.
+# section names a part of the step for --profile. mark is a point where the host may wait for the GPU while its launch
+# time is measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Else both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training import flops
@@ -96,12 +106,14 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 # 2. The eager step
 
 
+# @variant registers a way to run the step for the command line and the harness (common/contract.py,
+# docs/reading_a_script.md). Skip it at first reading.
 @variant("eager", kind="eager", parity="bitwise", headline=True, builds=("", "parameterized"))
 def eager_step(state: State, index: int):
     """Kernels launched one by one, nothing waits for the GPU."""
     state.begin_step(index)  # copies the next batch into the static inputs, writes this step's learning rate
     training_step(state)
-    state.end_step(index)  # starts the report's copy to the host; reads an earlier step's report that has arrived
+    state.end_step(index)  # starts the report's copy to the host; checks an earlier report that has arrived
 
 
 def training_step(state: State):
@@ -117,8 +129,7 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # Checks for overflows, updates weights by AdamW (common/training/optimizers/adam.py) unless a gradient
-        # overflowed, then the loss scale; fills the report. All of it on the GPU.
+        # On the GPU: overflow check, AdamW, loss scale (common/training/optimizers/adam.py), report.
         state.update(loss, grads)
 
 
@@ -130,23 +141,21 @@ def training_step(state: State):
 class GraphedStep:
     """The full iteration as one graph: forward, loss, backward, scaling, optimizer.
 
-    It needs no buffers beyond eager's static inputs.
-
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
     and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
     these lie outside the graph's pool, which holds activations and gradients.
 
-    Nothing can be captured on the default stream, so the harness runs the whole process, warm-up and eager steps too,
-    on another one.
+    `pool.capture` records the current stream, which must not be the default stream. So the harness runs the whole
+    process on a side stream (common/measuring/torch_settings.py), and eager steps use the same stream as replays.
     """
 
     def __init__(self, state: State, capture):
         self.state, pool = state, capture.pool()
-        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. Warm-up steps
-        # train; `state.reset`, which a run calls before its first step, undoes that in place.
+        # Three eager steps on the state. `state.reset`, which a run calls before its first step, undoes them in place.
         capture.warm_up(eager_step)
-        # A pool makes CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run
-        # them again. Each replay checks that the static tensors have kept address, shape, strides and dtype.
+        # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block above: it records fn's launches and returns
+        # (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape, strides and dtype.
+        # capturing() only counts the block's seconds and memory. Without a GPU, host graphs record operators.
         static = tuple(state.inputs.buffers.values())  # moments and context
         with capture.capturing():
             self.graph, _ = pool.capture(lambda: training_step(state), static)
@@ -165,17 +174,19 @@ class GraphedStep:
 
 @variant("graph_networks", kind="graph", graphs=2, parity="bitwise", headline=True, formerly="partial")
 class GraphedNetworks:
-    """UNet forward and backward as two graphs; loss, scaling and optimizer eager.
+    """UNet forward and backward as two graphs; noise, loss, all-reduce, scaling and optimizer eager.
 
-    It is here for comparison: `graph_step` shows that the rest could be captured, too. Each step copies into buffers of
-    x, t and grad_v, the gradient of the UNet's output v. The forward leaves activations in the pool, and the backward
-    reads them. The step reads v and the gradients before its end; the next replays overwrite them.
+    It is here for comparison: `graph_step` captures the rest, too. Each step copies into buffers of x, t and grad_v,
+    the gradient of the UNet's output v. Both graphs share one pool: in plain torch, both captures get the same
+    pool=torch.cuda.graph_pool_handle(). v's autograd graph holds the activations until the captured backward has read
+    them, and eager kernels between the replays allocate outside the pool. The step reads v and the gradients before its
+    end; the next replays overwrite them.
     """
 
     def __init__(self, state: State, capture):
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
-        x, t, _ = state.noisy_latents(state.inputs["moments"])
+        x, t, _ = state.noisy_latents(state.inputs["moments"])  # for shapes only; state.reset seeds the draws again
         self.x, self.t = torch.zeros_like(x), torch.zeros_like(t)
         self.grad_v = torch.zeros_like(x)
         with capture.capturing():
@@ -187,7 +198,7 @@ class GraphedNetworks:
         self.v = v.detach()  # the same memory, which each replay writes, without the autograd graph of the capture
 
     def step(self, index: int):
-        """`training_step` with two replays in the place of the UNet."""
+        """`eager_step` with two replays in the place of the UNet's forward and backward."""
         state = self.state
         state.begin_step(index)
         with section("noise"):
@@ -196,7 +207,8 @@ class GraphedNetworks:
             self.t.copy_(t)
         with section("forward"):
             self.forward.replay()
-            v = self.v.requires_grad_()  # a leaf: the loss's autograd graph ends at the UNet's output
+            # A leaf without history: each step's autograd graph ends here, and autograd.grad below stores no v.grad.
+            v = self.v.requires_grad_()
             loss = F.mse_loss(v, target)
         with section("backward"):
             self.grad_v.copy_(torch.autograd.grad(loss * state.scaler.scale, v)[0])
@@ -208,11 +220,11 @@ class GraphedNetworks:
 
 
 # other_variants.py has the rest: eager with torch's kernels, eager with .item() calls, the whole step captured inside
-# Lightning's Trainer, three with torch.compile, and graphs of the UNet without a pool, launched on the eager step's
-# memory (docs/parameterized.md).
+# Lightning's Trainer, three with torch.compile, and graphs of the UNet that keep no pool: each launch is given the
+# addresses of its tensors (docs/parameterized.md).
 
 # ------------------------------------------------------------------------------------------------
-# 5. The loop. Under `make bench` the harness makes the steps, and the loop gets none.
+# 5. The loop. Under `make bench` the harness makes the steps itself, and log.steps() is empty.
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):
