@@ -119,7 +119,7 @@ def difference(before, after):
             step = next(index for index in range(len(old)) if old[index] != new[index])
             return f"{key} differ from step {step} on: {old[step]}, now {new[step]}"
         return f"{key} {str(old)[:100]}, now {str(new)[:100]}"
-    if after["status"] not in ("pass", "unsupported"):
+    if after["status"] not in ("pass", "unsupported") and not after["status"].startswith("exit status 2: "):
         return f"failed with both sources: {after['status']} ({after.get('message', '')[:100]})"
     if not after.get("state_hashes"):
         return f"equal, but did not train: {after['status']} ({after.get('message', '')[:100]})"

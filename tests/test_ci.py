@@ -150,6 +150,8 @@ def test_two_trainings_are_equal_where_losses_and_hashes_are():
     assert difference(passed, {"status": "exit status 1: KeyError"}).startswith("status pass, now exit status 1")
     died = {"status": "exit status 1: KeyError"}
     assert difference(died, died).startswith("failed with both")
+    refused = {"status": "exit status 2: python -m gpt3.train: --layer te needs a GPU"}
+    assert difference(refused, refused).startswith("equal, but did not train")
     unsupported = {"status": "unsupported", "message": "needs a GPU", "state_hashes": []}
     assert difference(unsupported, unsupported).startswith("equal, but did not train")
 
