@@ -115,14 +115,14 @@ def budget_bytes(free_bytes: int) -> int:
 
 
 def make_plan(config: Config, keep: str | None = None) -> Plan:
-    """What layers keep by --keep, or by `keep`, with the predicted bytes."""
+    """Return the plan of --keep, or of `keep`: the items that layers keep, with the predicted bytes."""
     sizes = {name: memory_plan.share_bytes(size) for name, size in items(config).items()}
     layers = memory_plan.kept_by_layers(config.keep if keep is None else keep, list(sizes), config.layers)
     return Plan(sizes, layers, fixed_bytes(config))
 
 
 def choose(config: Config, preset: str, total_bytes: int, budget_bytes: int) -> str:
-    """What layers keep on a GPU, as `common.training.memory_plan.choose` says."""
+    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`."""
     cards = KEEP.get(preset, {})
     return memory_plan.choose(config.keep, cards, total_bytes, budget_bytes, lambda keep: make_plan(config, keep).bytes)
 

@@ -121,7 +121,7 @@ def budget_bytes(free_bytes: int) -> int:
 
 
 def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
-    """What layers of the widest stage keep by --keep, or by `keep`, with the predicted bytes. dp: data ranks.
+    """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes. dp: data ranks.
 
     ValueError where layers cannot run so.
     """
@@ -135,7 +135,7 @@ def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
 
 
 def choose(config: Config, preset: str, total_bytes: int, budget: int, dp: int = 1) -> str:
-    """What layers keep on a GPU, as `common.training.memory_plan.choose` says. dp: data ranks."""
+    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`. dp: data ranks."""
     cards = KEEP.get((preset, config.layer), {})
     return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, dp, keep).bytes)
 
