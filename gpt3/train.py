@@ -13,20 +13,36 @@ The training loop without graphs. The loop is at the end of this file, its body 
 
 Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory, a pool, and are
 replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same (MLPerf v4.1, 11,616
-GPUs). In plain torch, one layer's capture and replays in one microbatch are:
+GPUs).
+Why so many? NVIDIA's mechanism puts a graph in the place of each module that other code calls. Microbatch 0 casts the
+weights to FP8 and overwrites main_grads, so its kernels differ. In a pipeline several microbatches are between their
+forward and their backward at a time, so each needs activations of its own. A model of yours without a pipeline needs
+one pair of graphs over all layers for the first microbatch, and one for the others (gpt3/pipeline has graphs over all
+layers: --graph-unit chunk).
 
+In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
+
+    torch.cuda.set_stream(torch.cuda.Stream())                # one stream for all: no wait is needed between its parts;
+    # not the default one, on which nothing can be captured, and autograd runs a backward on its forward's stream
     x, grad_y = torch.zeros_like(hidden).requires_grad_(), torch.zeros_like(hidden)
-    pool, forward, backward = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):              # warm-up: libraries allocate and choose kernels
-        torch.cuda.synchronize(), layer(x).backward(grad_y)
+    layer(x).backward(grad_y)                                 # warm-up: libraries allocate and choose kernels
     x.grad = None                                             # so the capture makes x.grad in the pool
-    with torch.cuda.graph(forward, pool=pool):
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
+    with torch.cuda.graph(forward, **shared):
         y = layer(x)                                          # recorded, not run
-    with torch.cuda.graph(backward, pool=pool):
-        y.backward(grad_y)                                    # recorded, too: fills x.grad and main_grads
-    x.detach().copy_(hidden.detach()), forward.replay()       # in a step: y then holds layer(hidden)
-    grad_y.copy_(gradient), backward.replay()                 # x.grad then holds the gradient of hidden
-    del forward, backward                                     # frees the pool for torch once no tensor of it is alive
+    with torch.cuda.graph(backward, **shared):
+        y.backward(grad_y)                                    # recorded, too: fills x.grad and adds to main_grads
+    # without main_grads: a p.grad that exists before the capture is added to, so zero it in place, never to None
+
+    embedded = embedding(tokens)                              # in a step
+    x.detach().copy_(embedded.detach())
+    forward.replay()                                          # y now holds layer(embedded)
+    hidden = y.detach().requires_grad_()                      # eager autograd begins here ...
+    loss(hidden, targets).backward()
+    grad_y.copy_(hidden.grad)
+    backward.replay()                                         # x.grad now holds the gradient of embedded
+    embedded.backward(x.grad)                                 # ... and goes on here
 
 Not captured, and why:
     the batch's copy              each batch lies at another host address; a graph always reads the same addresses
@@ -39,10 +55,13 @@ Not captured, and why:
 There is no dropout, so no graph draws random numbers.
 
 Copied in      the embedding's output to x, and the gradient of the loss to grad_y. All else is read where it lies.
-Read in time   the loss reads y, and the embedding's backward reads grad_x, in the microbatch that wrote them. Adam
-               reads main_grads and `keep_results` the gradient norm in the same step. The next step overwrites all.
-Freed          once a layer's backward is captured, later captures may use the memory of its activations, but not that
-               of y and grad_x: `Microbatch` refers to them. At the end of a run `session` releases graphs and pool.
+Read in time   x and grad_y, one for all microbatches: by graphs of this microbatch, before the next is copied in.
+               y and grad_x, one for each microbatch: by the loss and by the embedding's backward, before the next step.
+               main_grads and the gradient norm: by Adam and `keep_results`, before the next step.
+Reused         the memory of a layer's activations, by later captures, once the layer's backward is captured. Not that
+               of y and grad_x: `Microbatch` refers to them.
+Freed          at the end of a run `session` calls reset() of every graph and drops the variant, with y and grad_x. That
+               gives the pool back.
 
 The step is the same on several data and tensor ranks: the collectives of --tp are in the layers, and so in the graphs.
 For a pipeline, stage.py and stage_graphs.py in gpt3/pipeline declare another `eager` and `graph_layer`; `when` selects
@@ -66,17 +85,217 @@ from typing import NamedTuple
 
 import torch
 
-# Pool: CUDA graphs that share memory. Without a GPU it makes host graphs, which record operators and run them again.
-# section: names a part of the step for --profile. mark: the host may wait here for the GPU while its launch time is
-# measured; else a full launch queue (about 1,000 launches) makes it wait elsewhere. Otherwise both do nothing.
-from common.capture.pool import Pool
+from common.capture.pool import Pool  # graphs that share memory; without a GPU host graphs stand in for them
+
+# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import CAUSAL_HALF, peak_flops
+from common.variant import Capture
 from gpt3.state import State, hyperparameters, resolve
 
 # ------------------------------------------------------------------------------------------------
-# 1. The training that all variants share
+# 1. The eager step. The baseline `eager` runs it as it is.
+
+
+# Registers the step for command line and harness (common/contract.py, docs/reading_a_script.md). Skip at first reading.
+@variant(
+    "eager",
+    kind="eager",
+    help="kernels launched one by one",
+    parity="bitwise",
+    headline=True,
+    builds=("", "torch_bf16", "parameterized"),
+    when=lambda c: not c.staged,
+)
+def eager_step(state: State, index: int):
+    """Train on batch `index`. Nothing in it waits for the GPU.
+
+    fp8.forward() and fp8.backward(): layers inside compute in FP8, and the scales of all layers are updated once in
+    each block. Other precisions have no such update.
+    """
+    state.begin_step(index)  # copies the batch to state.inputs; zeroes main_grads that microbatch 0 does not overwrite
+    for microbatch in range(state.config.microbatches):
+        with section("embedding"):
+            hidden = state.embedding(state.inputs["tokens"][microbatch])
+        with section("forward"), state.fp8.forward():
+            for layer in state.layers:
+                # Microbatch 0 casts the weights to FP8, since they change once a step, and overwrites the main_grads
+                # of weight matrices where the layer's own backward writes them.
+                hidden = layer(hidden, is_first_microbatch=microbatch == 0)
+        loss = state.microbatch_loss(hidden, microbatch)  # cross-entropy / microbatches; also added to state.loss
+        mark()
+        with section("backward"), state.fp8.backward():
+            loss.backward()  # each gradient is written or added to its main_grad by kernels (gpt3/model.py)
+        mark()
+    with section("optimizer"):
+        state.reduce_gradients()  # all-reduces main_grads
+        state.adam.step()  # clips the gradients, too
+    state.keep_results(index)  # loss and gradient norm
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. graph_layer: the same step with its layers captured
+
+
+class Microbatch(NamedTuple):
+    """Graphs of one microbatch in order of replay. The forward ones end by writing y, the backward ones grad_x."""
+
+    forward: list
+    y: torch.Tensor
+    backward: list
+    grad_x: torch.Tensor
+
+
+@variant(
+    "graph_layer",
+    kind="graph",
+    help="our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
+    graphs=lambda c: c.layer_passes,  # 2 x layers x microbatches
+    parity="bitwise",
+    headline=True,
+    formerly="graph",
+    when=lambda c: not c.staged,
+)
+class GraphedLayers:
+    """A forward and a backward graph for each layer in each microbatch, all in one pool.
+
+    A capture may use memory that earlier captures have freed: the activations of a microbatch lie where those of the
+    one before lay. That is safe because the order of replays is the order of captures. The forwards of a microbatch
+    are captured before its backwards, so its activations stay allocated until then. Weights, FP8 copies of them,
+    main_grads and FP8 scales lie outside the pool and never move. The whole process, eager steps too, runs on one side
+    stream (common/measuring/torch_settings.py), as in the docstring above.
+    """
+
+    def __init__(self, state: State, capture: Capture):
+        self.state, self.pool = state, capture.pool()  # the pool: memory that the graphs share
+        # Libraries allocate and choose kernels at first use, which must not happen in a capture: three eager steps.
+        # They train; `session` undoes that by state.reset before step 0, in place, since graphs hold addresses.
+        capture.warm_up(eager_step)
+        # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
+        self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
+        self.grad_y = torch.zeros_like(self.x)
+        self.microbatches = []
+        # capturing() counts the block's seconds and memory. fp8.capturing(): layers in FP8, no update of scales.
+        with capture.capturing(), state.fp8.capturing():
+            for microbatch in range(state.config.microbatches):
+                forward, saved, y = capture_forward(state.layers, self.pool, self.x, microbatch)
+                backward, grad_x = capture_backward(self.pool, saved, self.grad_y)
+                self.microbatches.append(Microbatch(forward, y, backward, grad_x))
+
+    def step(self, index: int):
+        """`eager_step` with replays in the place of the layers."""
+        state = self.state
+        state.begin_step(index)
+        for microbatch, graphs in enumerate(self.microbatches):
+            with section("embedding"):
+                embedded = state.embedding(state.inputs["tokens"][microbatch])
+                self.x.detach().copy_(embedded.detach())
+            with section("forward"), state.fp8.forward():
+                replay(graphs.forward)
+            hidden = graphs.y.detach().requires_grad_()  # a new leaf each step, so hidden.grad starts empty
+            loss = state.microbatch_loss(hidden, microbatch)
+            mark()
+            with section("backward"):
+                loss.backward()  # fills hidden.grad and ends there: y was detached
+                self.grad_y.copy_(hidden.grad)
+                # Eager Transformer Engine updates the scales by Python in a module's backward. A replay runs no Python,
+                # so here the end of the block does it. fp8.forward() always does it at its end.
+                with state.fp8.backward(replayed=True):
+                    replay(graphs.backward)  # the graphs also fill main_grads
+                embedded.backward(graphs.grad_x)
+            mark()
+        with section("optimizer"):
+            state.reduce_gradients()
+            self.update()
+        state.keep_results(index)
+
+    def update(self):
+        self.state.adam.step()
+
+
+def replay(graphs):
+    for graph in graphs:
+        graph.replay()
+
+
+def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = False):
+    """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
+
+    pool.capture(fn, static) is the `with torch.cuda.graph(...)` block at the top of this file: it records fn's launches
+    and returns (graph, fn's result). `static`: what the step fills; each replay checks that it kept address, shape and
+    strides. x: [s / tp, b, hidden], the first layer's input. is_chained: an earlier graph fills x (a pipeline's
+    chunks). Returns the graphs in order, (input, output) of each layer for `capture_backward`, and the last output.
+    """
+    graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
+    for layer in layers:
+        graph, output = pool.capture(partial(layer, hidden, is_first_microbatch=microbatch == 0), static)
+        graphs.append(graph)
+        saved.append((hidden, output))
+        # detach: the next layer's backward ends at its input, so each layer's backward is a graph of its own.
+        hidden, static = output.detach().requires_grad_(), ()  # (): the step fills only the first layer's input
+    return graphs, saved, hidden.detach()
+
+
+def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
+    """Capture the backward of each layer, the last layer first. Buffers are chained as in `capture_forward`.
+
+    saved: from `capture_forward`. When a layer's pool.capture has returned, its activations are free: the backward
+    frees what autograd saved, and the popped input and output were the last references, but for the last output, y.
+    grad_y: gradient of y. Returns the graphs in order of replay, and the gradient of the first layer's input.
+    """
+    graphs, grad, static = [], grad_y, () if is_chained else (grad_y,)
+    while saved:
+        graph, grad = pool.capture(partial(input_gradient, *saved.pop(), grad), static)
+        graphs.append(graph)
+        static = ()
+    return graphs, grad
+
+
+def input_gradient(x, output, grad):
+    """Return x's gradient, and fill main_grads.
+
+    Some by the layer's own backward, in place; the others by hooks that add p.grad to main_grad and set p.grad to None.
+    Hooks run in backward() but not in autograd.grad. Both launch kernels, so the capture records them.
+    """
+    x.grad = None
+    output.backward(grad)
+    grad, x.grad = x.grad, None
+    return grad
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. graph_layer_optimizer: clipping and Adam in one more graph
+
+
+@variant(
+    "graph_layer_optimizer",
+    kind="graph",
+    help="graph_layer, with clipping and Adam in a graph of their own",
+    graphs=lambda c: c.layer_passes + 1,
+    parity="bitwise",
+    formerly="graph_opt",
+    when=lambda c: not c.staged,
+)
+class GraphedLayersOptimizer(GraphedLayers):
+    """Adam's count of steps, the gradient norm and the learning rate are on the GPU, where a replay reads them. The
+    learning rate is constant here; a schedule would fill `state.adam.lr` before the step. The all-reduce of the
+    gradients (with --zero1 a part of adam.step, so captured) and storing the loss stay eager.
+    """
+
+    def __init__(self, state: State, capture: Capture):
+        super().__init__(state, capture)
+        # Captured last because replayed last: it may use memory that the layers' graphs no longer need.
+        with capture.capturing():
+            self.optimizer, _ = self.pool.capture(state.adam.step)
+
+    def update(self):
+        self.optimizer.replay()
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
+# and after the loop releases the graphs and their pool. run.step is the variant's step.
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
@@ -102,203 +321,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         hyperparameters=hyperparameters(config, data_ranks),
     )
 
-
-# ------------------------------------------------------------------------------------------------
-# 2. The eager step. The baseline `eager` runs it as it is.
-
-
-# Registers the step for command line and harness (common/contract.py, docs/reading_a_script.md). Skip at first reading.
-@variant(
-    "eager",
-    kind="eager",
-    help="kernels launched one by one",
-    parity="bitwise",
-    headline=True,
-    builds=("", "torch_bf16", "parameterized"),
-    when=lambda c: not c.staged,
-)
-def eager_step(state: State, index: int):
-    """Train on batch `index`. Nothing in it waits for the GPU.
-
-    Delayed FP8 scaling updates the scales of all layers once a pass: fp8.forward() at the end of its block. In the
-    backward pass Transformer Engine updates by Python code in the first module's backward, emulated FP8 at the end of
-    fp8.backward()'s block. A replay runs no Python, so with backward(replayed=True) both update at the end of the
-    block. Inside fp8.capturing() no update is recorded. Without delayed scaling there are no updates.
-    """
-    state.begin_step(index)  # copies the batch to state.inputs; zeroes main_grads that microbatch 0 does not overwrite
-    for microbatch in range(state.config.microbatches):
-        with section("embedding"):
-            hidden = state.embedding(state.inputs["tokens"][microbatch])
-        with section("forward"), state.fp8.forward():
-            for layer in state.layers:
-                # Microbatch 0 casts the weights to FP8, since they change once a step. It overwrites the main_grads
-                # of the weight matrices of FP8 and Transformer Engine layers; all other gradients are added.
-                hidden = layer(hidden, is_first_microbatch=microbatch == 0)
-        loss = state.microbatch_loss(hidden, microbatch)  # cross-entropy / microbatches; also added to state.loss
-        mark()
-        with section("backward"), state.fp8.backward():
-            loss.backward()  # gradients go to main_grads, see gpt3/model.py
-        mark()
-    with section("optimizer"):
-        state.reduce_gradients()  # all-reduces main_grads
-        state.adam.step()  # clips the gradients, too
-    state.keep_results(index)  # loss and gradient norm
-
-
-# ------------------------------------------------------------------------------------------------
-# 3. graph_layer: the same step with its layers captured
-
-
-class Microbatch(NamedTuple):
-    """Graphs of one microbatch in order of replay. The forward ones end by writing y, the backward ones grad_x."""
-
-    forward: list
-    y: torch.Tensor
-    backward: list
-    grad_x: torch.Tensor
-
-
-@variant(
-    "graph_layer",
-    kind="graph",
-    help="our own forward and backward graphs per layer and microbatch, one pool, buffers chained",
-    graphs=lambda c: c.layer_passes,  # 2 x layers x microbatches
-    parity="bitwise",
-    headline=True,
-    formerly="graph",
-    when=lambda c: not c.staged,
-)
-class GraphedLayers:
-    """A forward and a backward graph for each layer in each microbatch, all in one pool.
-
-    The order of capture is the order of replay. So a microbatch takes the memory of the activations before it.
-    Weights, main_grads and FP8 scales lie outside the pool and never move. A capture needs a side stream. pool.capture
-    uses the current stream; torch.cuda.graph would switch. So the whole process runs on a side stream, eager steps too,
-    which must not differ (common/measuring/torch_settings.py).
-    """
-
-    def __init__(self, state: State, capture):
-        self.state, self.pool = state, capture.pool()  # the pool: memory that the graphs share
-        # warm_up makes three eager steps on the state: libraries allocate at first use, which must not happen in a
-        # capture. `state.reset`, which a run calls before its first step, undoes them in place: graphs hold addresses.
-        capture.warm_up(eager_step)
-        # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
-        self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
-        self.grad_y = torch.zeros_like(self.x)
-        self.microbatches = []
-        with capture.capturing(), state.fp8.capturing():  # the first only counts seconds and memory of the block
-            for microbatch in range(state.config.microbatches):
-                forward, saved, y = capture_forward(state.layers, self.pool, self.x, microbatch)
-                backward, grad_x = capture_backward(self.pool, saved, self.grad_y)
-                self.microbatches.append(Microbatch(forward, y, backward, grad_x))
-
-    def step(self, index: int):
-        """`eager_step` with replays in the place of the layers."""
-        state = self.state
-        state.begin_step(index)
-        for microbatch, graphs in enumerate(self.microbatches):
-            with section("embedding"):
-                embedded = state.embedding(state.inputs["tokens"][microbatch])
-                self.x.detach().copy_(embedded.detach())
-            with section("forward"), state.fp8.forward():
-                replay(graphs.forward)
-            hidden = graphs.y.detach().requires_grad_()
-            loss = state.microbatch_loss(hidden, microbatch)
-            mark()
-            with section("backward"):
-                loss.backward()  # fills hidden.grad and ends there: y was detached
-                self.grad_y.copy_(hidden.grad)
-                with state.fp8.backward(replayed=True):  # new FP8 scales at the end of the block
-                    replay(graphs.backward)  # the graphs also fill main_grads
-                embedded.backward(graphs.grad_x)
-            mark()
-        with section("optimizer"):
-            state.reduce_gradients()
-            self.update()
-        state.keep_results(index)
-
-    def update(self):
-        self.state.adam.step()
-
-
-def replay(graphs):
-    for graph in graphs:
-        graph.replay()
-
-
-def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = False):
-    """Capture the forward of each layer. Buffers are chained: a layer's output is the next layer's static input.
-
-    pool.capture(fn, static) is the `with torch.cuda.graph(...)` block at the top of this file: it records fn's launches
-    and returns (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape and strides.
-    x: [s / tp, b, hidden], the first layer's input, which the step fills. is_chained: an earlier graph fills x (a
-    pipeline's chunks), so there is nothing to check. Returns the graphs in order, (input, output) of each layer for
-    `capture_backward`, and the last layer's output.
-    """
-    graphs, saved, hidden, static = [], [], x, () if is_chained else (x,)
-    for layer in layers:
-        graph, output = pool.capture(partial(layer, hidden, is_first_microbatch=microbatch == 0), static)
-        graphs.append(graph)
-        saved.append((hidden, output))
-        # detach: the next layer's backward ends at its input, so each layer's backward is a graph of its own.
-        hidden, static = output.detach().requires_grad_(), ()
-    return graphs, saved, hidden.detach()
-
-
-def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
-    """Capture the backward of each layer, the last layer first. Buffers are chained as in `capture_forward`.
-
-    saved: from `capture_forward`. A layer's activations are free when its pool.capture has returned: backward frees
-    what autograd saved, and at most y still refers to the popped output. grad_y: gradient of the last layer's
-    output. Returns the graphs in order of replay, and the gradient of the first layer's input.
-    """
-    graphs, grad, static = [], grad_y, () if is_chained else (grad_y,)
-    while saved:
-        graph, grad = pool.capture(partial(input_gradient, *saved.pop(), grad), static)
-        graphs.append(graph)
-        static = ()
-    return graphs, grad
-
-
-def input_gradient(x, output, grad):
-    """Return x's gradient, and fill main_grads, in part by hooks, which run in backward() but not in autograd.grad."""
-    x.grad = None
-    output.backward(grad)
-    grad, x.grad = x.grad, None
-    return grad
-
-
-# ------------------------------------------------------------------------------------------------
-# 4. graph_layer_optimizer: clipping and Adam in one more graph
-
-
-@variant(
-    "graph_layer_optimizer",
-    kind="graph",
-    help="graph_layer, with clipping and Adam in a graph of their own",
-    graphs=lambda c: c.layer_passes + 1,
-    parity="bitwise",
-    formerly="graph_opt",
-    when=lambda c: not c.staged,
-)
-class GraphedLayersOptimizer(GraphedLayers):
-    """Adam's count of steps, the gradient norm and the learning rate are on the GPU, where a replay reads them. The
-    learning rate is constant here; a schedule would fill `state.adam.lr` before the step. The all-reduce of the
-    gradients (with --zero1 a part of adam.step, so captured) and storing the loss stay eager.
-    """
-
-    def __init__(self, state: State, capture):
-        super().__init__(state, capture)
-        # Captured last because replayed last: it may use memory that the layers' graphs no longer need.
-        with capture.capturing():
-            self.optimizer, _ = self.pool.capture(state.adam.step)
-
-    def update(self):
-        self.optimizer.replay()
-
-
-# ------------------------------------------------------------------------------------------------
-# 5. The loop. run.step is the step of the variant that --variant names.
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):

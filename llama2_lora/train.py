@@ -17,8 +17,8 @@ variant below:
 The 69 billion base weights are frozen, so a layer's backward only has to compute its adapters' gradients and the
 gradient of its input. For that it reads the layer's input, which is kept, and four more tensors of the forward, which
 are kept or computed again. Autograd would keep many more, too many for one GPU. So we wrote a layer's forward and
-backward by hand, two functions that call kernels on buffers allocated once: the `handwritten` layers
-(layers/handwritten.py). All 80 fit on one GPU of 141 GB.
+backward by hand, two functions that call kernels on buffers allocated once, all but attention's output: the
+`handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
 
 Captured:
     graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, which share a memory pool
@@ -28,34 +28,41 @@ Captured:
 Not captured, and why:
     the window's copy          each window lies at another host address; a graph always reads the same addresses
     embedding, head and loss   in graph_layer: a few kernels, so a graph would save next to nothing
-    all_reduce to update       in graph_layer, and on several ranks in graph_step: a few kernels over flat buffers, so
-                               as little to save. An all-reduce can be captured: stable_diffusion/train.py does it
+    all_reduce to update       in graph_layer: a few kernels over flat buffers, so as little to save. On several ranks
+                               in graph_step, too: a choice. An all-reduce can be captured, see stable_diffusion
     storing the loss           each step stores it at another address; a graph always writes to the same addresses
 
-Plain torch captures the forward of one layer like this. `capture.pool()` below returns an object with such a handle:
+In plain torch, the capture of graph_layer and a step are:
 
-    handle = torch.cuda.graph_pool_handle()  # names a pool; graphs that get the same handle share its memory
-    stack.forward(layer)                     # warm-up: libraries allocate and choose kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=handle, capture_error_mode="thread_local"):  # other threads may call CUDA
-        stack.forward(layer)                 # kernels are recorded, none runs
-    graph.replay()                           # in each step: the same kernels on the same memory
-    del graph                                # torch's allocator gets the pool's memory back once all graphs of the pool
-                                             # are deleted and no tensor in it is alive
+    torch.cuda.set_stream(torch.cuda.Stream())      # before all else: captures cannot use the default stream
+    for step in range(3): eager_step(state, step)   # warm-up: libraries allocate and choose kernels
+    shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
+    for layer in layers:
+        forward[layer] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward[layer], capture_error_mode="thread_local", **shared):  # others may call CUDA
+            stack.forward(layer)                    # recorded, not run
+    ...                                             # the same for stack.backward, from the last layer to the first
+    state.reset()                                   # undoes the warm-up's training, in place: graphs hold addresses
+
+    load_window(step), embed()                      # in a step: write what the first forward graph reads
+    for graph in forward: graph.replay()            # the same kernels on the same memory
+    compute_loss()                                  # reads the last forward graph's output, writes its gradient
+    for graph in backward: graph.replay()           # in the order of capture
+    update()                                        # reads the adapters' gradients, which the graphs wrote
 
 Copied in      the window: `load_window` copies it from host memory into the static inputs, buffers that never move, and
                computes the tokens' weights there. With --cp it counts the unmasked tokens of all ranks of the window.
-               A graph reads base weights, adapters, FP8 scales, optimizer state and layers' buffers where they lie.
-Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. In graph_layer `update`
-               reads the adapters' gradients before the next replays overwrite them. Copies, replays and `update` use
-               one stream, so the GPU keeps their order. common/measuring/torch_settings.py sets a side stream for
-               the whole process: pool.capture records the current stream, which must not be the default stream.
+               A graph reads base weights, adapters, FP8 scales, optimizer state and layers' buffers where they lie. In
+               graph_layer the eager `embed` and `compute_loss` write straight into the buffers that graphs read next.
+Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. Where `update` is eager,
+               it reads the adapters' gradients before the next replays overwrite them. Copies, replays and `update` use
+               one stream, so the GPU keeps their order (common/measuring/torch_settings.py sets it).
 Counted        AdamW's count and learning rate lie on the GPU. A kernel of `adam.step` adds 1 to the count, in replays
                too. `state.reset` writes the rate, which is constant.
 Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of that count, so a replay draws new masks.
                Modules (--layer te, torch) draw from torch's generator, whose offset each replay moves on.
-Freed          at the end of a run `session` releases all graphs and their pool, which holds attention's outputs and
-               temporary tensors.
+Freed          at the end of a run `session` calls reset() of each graph and drops it. That gives back their pool, which
+               holds attention's outputs and temporary tensors; with modules also what autograd saved.
 
 Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool are in other_variants.py.
 
@@ -78,12 +85,11 @@ from functools import partial
 
 import torch
 
-# section names a part of the step for --profile. mark is a point where the host may wait for the GPU while its launch
-# time is measured: a full launch queue (about 1,000) would make it wait elsewhere. Otherwise both do nothing.
+# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import CAUSAL_HALF, peak_flops
-from common.variant import Unsupported
+from common.variant import Capture, Unsupported
 from llama2_lora.plan import card
 from llama2_lora.state import State, hyperparameters, resolve
 
@@ -91,37 +97,7 @@ from llama2_lora.state import State, hyperparameters, resolve
 MARK_EVERY = 16
 
 # ------------------------------------------------------------------------------------------------
-# 1. The training that all variants share
-
-
-def build(config: Config, device: torch.device, ranks) -> Training:
-    data_ranks = config.ranks(ranks.world_size).dp
-    kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
-    config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
-    state = State(config, device, kind, ranks.rank, ranks.world_size)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return Training(
-        state=state,
-        config=config,
-        results=state.read_losses,
-        grad_norms=state.read_grad_norms,
-        named_state=state.named_state,
-        reset=state.reset,
-        evaluate=state.evaluate,
-        finish=state.finish,
-        items=config.tokens,
-        unit="tokens",
-        flops=flops_per_step(config),
-        flops_convention=CAUSAL_HALF,
-        peak_flops=peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
-        card=card(config, kind, on_gpu=device.type == "cuda"),
-        notes=notes,
-        hyperparameters=hyperparameters(config, data_ranks),
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# 2. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
+# 1. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
 # @variant registers code for the command line and the harness (common/contract.py, docs/reading_a_script.md): skip it
 # at first reading.
 
@@ -192,7 +168,7 @@ def update(state: State):
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. graph_layer: a forward and a backward graph for each layer
+# 2. graph_layer: a forward and a backward graph for each layer
 
 
 @variant(
@@ -207,21 +183,17 @@ def update(state: State):
 class GraphedLayers:
     """The eager step with replays in the place of the layers.
 
-    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool. In
-    a capture attention allocates its output there, and stack.attended[l] holds the output, if layer l keeps it, until
-    stack.backward(l) drops it. That is Python code: it runs in captures, not in replays. The pool then counts it as
-    free memory, and the capture of backward(l - 1) may take it. If backward(l - 1) were replayed before backward(l), it
-    could overwrite the output that backward(l) reads. So graphs are replayed in the order of capture, that of a step.
+    Nothing is copied between replays: layer l + 1 reads the buffers that layer l writes. All graphs share one pool, and
+    they are replayed in the order of their capture, that of a step. That matters for attention's outputs, which lie in
+    the pool. Capturing backward(l) drops stack.attended[l], and what is captured next, backward(l - 1), may take its
+    memory. Replayed earlier, backward(l - 1) would overwrite what backward(l) still has to read.
     """
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         if state.kind != "handwritten":
             raise Unsupported("graph_layer captures handwritten layers: take --layer handwritten, or graph_step")
-        # Graphs of a pool share memory. Without a GPU the pool makes host graphs: they record operators and rerun them.
-        self.state, pool = state, capture.pool()
-        # Three eager steps: libraries allocate and choose kernels at first use, which must not happen in a capture.
-        # `state.reset`, called before a run's first step, undoes their training in place, since graphs hold addresses.
-        capture.warm_up(eager_step)
+        self.state, pool = state, capture.pool()  # memory that graphs share; without a GPU host graphs
+        capture.warm_up(eager_step)  # three eager steps on the state; `session` calls state.reset before step 0
         stack, layers = state.stack, range(state.config.layers)
         # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block of the docstring: it records fn's launches
         # and returns (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape and
@@ -252,7 +224,7 @@ class GraphedLayers:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. graph_step: one graph
+# 3. graph_step: one graph
 
 
 @variant(
@@ -267,9 +239,10 @@ class GraphedLayers:
 class GraphedStep:
     """All from the embedding to the update in one graph; on several ranks the update is eager, after the replay."""
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
+        # On several ranks by choice without the update: its reduction could be captured, too.
         captured = training_step if state.world_size == 1 else forward_and_backward
         with capture.capturing():
             self.graph, _ = pool.capture(partial(captured, state), tuple(state.stack.inputs.values()))
@@ -284,7 +257,35 @@ class GraphedStep:
 
 
 # ------------------------------------------------------------------------------------------------
-# 5. The loop. A variant's `step` is all that it runs.
+# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
+# and after the loop releases the graphs and their pool. run.step is the variant's step.
+
+
+def build(config: Config, device: torch.device, ranks) -> Training:
+    data_ranks = config.ranks(ranks.world_size).dp
+    kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
+    config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
+    state = State(config, device, kind, ranks.rank, ranks.world_size)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        evaluate=state.evaluate,
+        finish=state.finish,
+        items=config.tokens,
+        unit="tokens",
+        flops=flops_per_step(config),
+        flops_convention=CAUSAL_HALF,
+        peak_flops=peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
+        card=card(config, kind, on_gpu=device.type == "cuda"),
+        notes=notes,
+        hyperparameters=hyperparameters(config, data_ranks),
+    )
+
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):

@@ -254,15 +254,10 @@ class State:
             collectives.all_gather_(flat, self.groups.replicas)
 
     @torch.no_grad()
-    def end_step(self, index: int, update=None) -> None:
-        """Clip and apply the gradients; keep the step's loss and gradient norm.
-
-        update: what clips and applies them in the place of `self.update`, such as nothing, where a graph has done so.
-        """
-        with section("optimizer"):
-            (update or self.update)()
-            if self.nan_checks:
-                _require_number("gradient norm", self.adam.grad_norm)
+    def end_step(self, index: int) -> None:
+        """Keep the step's loss and gradient norm."""
+        if self.nan_checks:
+            _require_number("gradient norm", self.adam.grad_norm)
         with section("losses"):
             self.mean_loss(self.microbatch_losses, self.loss)
         place = min(index, self.num_losses - 1)

@@ -14,11 +14,13 @@ variant below:
         clip(main_grad), adam(main_grad)
 
 main_grad is a buffer that every parameter has in the place of .grad. Its dtype is --main-grad, the backward adds to it
-in place, and it lies in a bucket: a flat buffer that holds many main_grads, so few collectives average them all.
+in place, and it lies in a bucket: a flat buffer that holds many main_grads, so few collectives average them all. With
+plain .grad: make it before the capture, and zero it in place, zero_grad(set_to_none=False).
 
 Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average after it,
-with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. In plain
-torch, the capture and a step are:
+with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. All that
+is copied in before a replay or read after it is allocated before the capture, at an address that never changes: inputs,
+losses, main_grad, the gradient norm. In plain torch, the capture and a step are:
 
     torch.cuda.set_stream(torch.cuda.Stream())                # warm-up, capture and steps on one side stream
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -41,11 +43,11 @@ Copied in      tokens and targets of all microbatches, to state.inputs, by begin
                waits for the step's stream, so it overwrites nothing that an earlier replay or validation still reads.
                Then the step's stream waits for the copy. begin_step also fills state.share, a microbatch's share of
                the loss: 1 / number of microbatches. The validation's batch is copied to state.inputs in the same way.
-Read in time   end_step reads state.microbatch_losses before the next replay overwrites them. Clip and Adam read
-               main_grad before the next step zeroes it.
+Read in time   end_step reads state.microbatch_losses and the gradient norm before the next replay overwrites them. Clip
+               and Adam read main_grad before the next step zeroes it.
 Freed          once a microbatch's backward is recorded, later microbatches of the same capture and the validation's
-               graph reuse the memory of its activations. `del graph` frees the pool for torch's allocator once no graph
-               and no tensor of it is alive. A run ends by releasing all graphs, then the communicators that they hold.
+               graph reuse the memory of its activations. At the end of a run `session` calls reset() of all graphs,
+               which gives their pool back, and then ends the communicators that they hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
 
 In a pipeline (--pp), `graph_fwd_bwd` captures the whole schedule of a stage, sends and receives too. `graph_layer`, and
@@ -66,48 +68,19 @@ if __name__ == "__main__":
 
 import torch
 
-# section names a part of the step for --profile. At a mark the host may wait for the GPU while its launch time is
-# measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Otherwise both do nothing.
+# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import CAUSAL_HALF, peak_flops
 from common.training.parallel import collectives
+from common.variant import Capture
 from llama31.device import card, resolve
 from llama31.pipeline import stage as pipeline
 from llama31.state import State, hyperparameters
 from llama31.validation import GraphedValidation, validate
 
 # ------------------------------------------------------------------------------------------------
-# 1. The training that all variants share
-
-
-def build(config: Config, device: torch.device, ranks) -> Training:
-    # The kind of layer and the precision that run here, as many layers as fit, and what they keep for their backward.
-    config, notes = resolve(config, ranks.preset, device, ranks.world_size)
-    state, data_ranks = State(config, device, ranks.rank, ranks.world_size), config.ranks(ranks.world_size).dp
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return Training(
-        state=state,
-        config=config,
-        results=state.read_losses,
-        grad_norms=state.read_grad_norms,
-        named_state=state.named_state,
-        reset=state.reset,
-        batch_class=state.batch_class,
-        evaluate=state.evaluate,
-        items=tokens_per_step(config),
-        unit="tokens",
-        flops=flops_per_step(config),
-        flops_convention=CAUSAL_HALF,
-        peak_flops=peak_flops(gpu, config.precision),
-        card=card(config, device, data_ranks),
-        notes=notes,
-        hyperparameters=hyperparameters(config, data_ranks),
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# 2. The eager step. The baseline `eager` runs it as it is. @variant registers it for the command line and the harness
+# 1. The eager step. The baseline `eager` runs it as it is. @variant registers it for the command line and the harness
 # (common/contract.py, docs/reading_a_script.md): skip @variant at first reading.
 
 
@@ -120,10 +93,12 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     builds=("", "validate", "torch_bf16", "parameterized"),
 )
 def eager_step(state: State, index: int):
-    """One training step. Nothing in it waits for the device."""
+    """One training step. Nothing in it waits for the device, unless --clip host reads the gradient norm."""
     count = state.begin_step(index)  # copies all microbatches to state.inputs, zeroes main_grad
     forward_and_backward(state, count)
-    state.end_step(index)  # calls state.update (clips, Adam, writes the weights); stores loss and gradient norm
+    with section("optimizer"):
+        state.update()  # clips, Adam, writes the weights
+    state.end_step(index)  # stores loss and gradient norm
     if state.validates(index):  # --validate-every
         validate(state)  # the mean loss of a held-out batch
 
@@ -154,14 +129,14 @@ def train_microbatch(state: State, microbatch: int):
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. One graph over all microbatches
+# 2. One graph over all microbatches
 
 
 @variant(
     "graph_fwd_bwd",
     kind="graph",
     help="NVIDIA's submission: forward and backward of all microbatches, with their communication, in one graph",
-    graphs=2,  # and the validation's
+    graphs=2,  # training, validation
     replays=lambda c: c.replays(1),
     parity="bitwise",
     headline=True,
@@ -171,17 +146,19 @@ def train_microbatch(state: State, microbatch: int):
 class GraphedPass:
     """One graph for forward and backward of all microbatches, and one for the validation.
 
-    They share a pool to save memory. They may, because they never run at the same time, and all that is read after a
-    replay was allocated before the captures: losses, also the validation's, main_grad, gradient norm, FP8 weights.
+    They share a pool to save memory. They may, because they never run at the same time, and nothing in the pool is read
+    after a replay.
     """
 
-    def __init__(self, state: State, capture):
+    update_is_captured = False
+
+    def __init__(self, state: State, capture: Capture):
         # One graph of all microbatches needs a constant number, that of step 0: config.py refuses a changing --ramp.
         self.state, self.count, self.capture = state, state.num_microbatches(0), capture
-        self.pool = capture.pool()  # its graphs share memory. Without a GPU they record operators and run them again
+        self.pool = capture.pool()  # memory that the graphs share; without a GPU the graphs are host graphs
         # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
-        # A run later calls state.reset, which restores in place, since graphs hold addresses. pool.capture records on
-        # the current stream; common/measuring/torch_settings.py sets a side stream for it, and for eager alike.
+        # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All this is on one
+        # side stream (common/measuring/torch_settings.py), eager steps too.
         capture.warm_up(eager_step)
         with capture.timed("warmup_s"):
             # Warm-up for the validation's pass without gradients. The first capture empties the allocator's cache,
@@ -204,7 +181,10 @@ class GraphedPass:
         """`eager_step` with one replay in the place of all microbatches."""
         count = self.state.begin_step(index)
         self.replay(count)
-        self.update(index)  # the eager rest of the step; it reads the losses before the next replay overwrites them
+        if not self.update_is_captured:
+            with section("optimizer"):
+                self.state.update()
+        self.state.end_step(index)  # before the next replay overwrites loss and gradient norm
         if self.state.validates(index):
             self.validation.run()
 
@@ -218,9 +198,6 @@ class GraphedPass:
         with section("replay"):
             self.graphs[0].replay()
         mark()
-
-    def update(self, index: int):
-        self.state.end_step(index)
 
     def evaluate(self) -> float:
         """The validation, for a log: by its graph."""
@@ -236,7 +213,7 @@ def barrier():
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. More in the graph, and less
+# 3. More in the graph, and less
 
 
 @variant(
@@ -254,24 +231,19 @@ class GraphedStep(GraphedPass):
 
     Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. The rate is
     constant: state.reset writes it, in place. A schedule would write it before each replay. With several ranks the
-    graph holds the norm's reduction too, and with ZeRO the gathering of the parameters.
+    graph holds the norm's reduction too, and with ZeRO the gathering of the parameters. --clip host cannot be captured.
     """
+
+    update_is_captured = True
 
     def capture_training(self) -> list:
         graph, _ = self.pool.capture(lambda: training_step(self.state, self.count), self.state.static)
         return [graph]
 
-    def update(self, index: int):
-        self.state.end_step(index, update=nothing)  # only stores loss and gradient norm
-
 
 def training_step(state: State, count: int):
     forward_and_backward(state, count)
-    state.update()  # clips, Adam, writes the weights
-
-
-def nothing():
-    """Takes the place of state.update in end_step: the replay has made the update."""
+    state.update()
 
 
 @variant(
@@ -287,7 +259,8 @@ def nothing():
 class GraphedMicrobatches(GraphedPass):
     """A graph per microbatch, up to --microbatches. A step of fewer (--ramp) replays only the first graphs.
 
-    The last graph of a step may change, so the average after it stays eager. Replays read state.share on the GPU.
+    The number of graphs that a step replays may change, so the average after them is in none of them. It is a few
+    launches, and stays eager. Replays read state.share on the GPU.
     """
 
     def capture_training(self) -> list:
@@ -311,7 +284,34 @@ class GraphedMicrobatches(GraphedPass):
 
 
 # ------------------------------------------------------------------------------------------------
-# 5. The loop. A variant's `step` is all that it runs.
+# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
+# and after the loop releases the graphs and their pool. run.step is the variant's step.
+
+
+def build(config: Config, device: torch.device, ranks) -> Training:
+    # The kind of layer and the precision that run here, as many layers as fit, and what they keep for their backward.
+    config, notes = resolve(config, ranks.preset, device, ranks.world_size)
+    state, data_ranks = State(config, device, ranks.rank, ranks.world_size), config.ranks(ranks.world_size).dp
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        batch_class=state.batch_class,
+        evaluate=state.evaluate,
+        items=tokens_per_step(config),
+        unit="tokens",
+        flops=flops_per_step(config),
+        flops_convention=CAUSAL_HALF,
+        peak_flops=peak_flops(gpu, config.precision),
+        card=card(config, device, data_ranks),
+        notes=notes,
+        hyperparameters=hyperparameters(config, data_ranks),
+    )
+
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):

@@ -27,21 +27,26 @@ can hold that: graph_layer, graph_fwd_bwd and graph_step refuse --ep above 1. Gr
 
 In plain PyTorch, attention's capture and replays in one layer, then graph_step:
 
-    torch.cuda.set_stream(torch.cuda.Stream())                # at the start: warm-up must not use the default stream
+    torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
     for index in range(3): eager_step(state, index)           # warm-up
     forward, backward, step = (torch.cuda.CUDAGraph() for _ in range(3))
-    pool = torch.cuda.graph_pool_handle()                     # forward and backward share memory
+    shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
     x, grad = torch.zeros_like(hidden, requires_grad=True), torch.zeros_like(hidden)
-    with torch.cuda.graph(forward, pool=pool):
+    with torch.cuda.graph(forward, **shared):
         output = layer.attention(x)                           # recorded, not run
-    with torch.cuda.graph(backward, pool=pool):
+    with torch.cuda.graph(backward, **shared):
         output.backward(grad)                                 # recorded, too: fills x.grad and main_grad
-    x.detach().copy_(hidden), forward.replay()                # in a step: output then holds layer.attention(hidden)
-    grad.copy_(gradient_of_output), backward.replay()         # x.grad then holds the gradient of hidden
-    with torch.cuda.graph(step):                              # graph_step
-        forward_and_backward(state), state.update()
-    inputs.copy_(batch), step.replay()
-    del forward, backward, step                               # torch may use their memory once no tensor in it lives
+    output = pool.borrow(output)                              # its address alone: later captures may use its memory
+
+    class Replayed(torch.autograd.Function):                  # in a step, in attention's place: Replayed.apply(hidden)
+        def forward(ctx, hidden):
+            x.copy_(hidden); forward.replay(); return output
+        def backward(ctx, gradient):
+            grad.copy_(gradient); backward.replay(); return x.grad
+
+    with torch.cuda.graph(step, stream=torch.cuda.current_stream()):    # graph_step
+        forward_and_backward(state); state.update()
+    inputs.copy_(batch); step.replay()                        # in a step
 
 Not captured, and why:
     the batch           it comes from the host, each time from another address
@@ -49,11 +54,14 @@ Not captured, and why:
     clip, Adam          only graph_step captures them: it needs learning rate and step count in tensors, as here
     embedding, loss     eager beside graphs of layers: a few large kernels a microbatch
 
-Copied in: the batch to state.inputs; for graphs of layers also hidden to x and the gradients of the outputs to grad. In
-graph_layer x is the output of the layer before (chained), so a step copies hidden for the first layer only.
-Read in time: a part's outputs by the rest of its layer, in the same microbatch; main_grad by Adam, and the losses by
-end_step, before the next step overwrites them.
-Freed: a layer's activations, but not x, once its backward is captured, for later captures; graphs and pool at the end.
+Copied in      the batch to state.inputs; for graphs of layers also hidden to x and the gradients of the outputs to
+               grad. In graph_layer x is the output of the layer before (chained): a step copies hidden for the first
+               layer only, but gradients for each.
+Read in time   outputs of a graph by the eager rest of the layer: in its forward, and in its backward, before this
+               layer's backward replay. x.grad by the eager backward, or by the copy to grad, before the next
+               backward replay. main_grad by Adam, and the losses by end_step, before the next step.
+Reused         by later captures: a layer's activations and outputs, but not x, once its backward is captured.
+Freed          at the end of a run `session` calls reset() of every graph and drops it, which gives the pool back.
 
     python -m moe.train --preset tiny --variant graph_step
     python -m moe.train --preset bench --variant graph_step       # 8 layers of Qwen3-30B-A3B
@@ -69,11 +77,11 @@ if __name__ == "__main__":
 
 import torch
 
-# section names a part of the step for --profile. At a mark the host may wait for the GPU while its launch time is
-# measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Otherwise both do nothing.
+# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training import flops
+from common.variant import Capture
 from moe.exchange import require_capturable
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed
@@ -114,7 +122,7 @@ def forward_and_backward(state: State, run_layer=None):
         with section("backward"):
             loss.backward()
         mark()
-    state.reduce_gradients()  # the sum over ranks with --ep; graph_static alone captures it
+    state.reduce_gradients()  # the sum over ranks with --ep; nothing on one rank
 
 
 # ------------------------------------------------------------------------------------------------
@@ -134,22 +142,22 @@ class GraphedParts:
 
     is_chained = False  # whether a layer's graph reads the output of the layer before where it lies, without a copy
 
-    def __init__(self, state: State, capture):
-        self.state, self.pool = state, capture.pool()  # graphs that share memory; without a GPU it records operators
-        # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture. The
-        # harness then calls `state.reset`, which restores the start in place, since graphs hold addresses. Eager steps
-        # and captures run on one side stream (common/measuring/torch_settings.py): Pool captures on the current stream.
+    def __init__(self, state: State, capture: Capture):
+        self.state, self.pool = state, capture.pool()  # memory that the graphs share; without a GPU host graphs
+        # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture.
+        # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All is on one side
+        # stream (common/measuring/torch_settings.py), eager steps too.
         capture.warm_up(eager_step)
-        self.parts: dict[tuple[int, int], Part] = {}
-        # Gradients of a part's outputs. One set serves all parts: a backward graph reads it right after it is filled.
+        self.graphs: dict[tuple[int, int], LayerGraphs] = {}
+        # Gradients of a graph's outputs. One set serves all: a backward graph reads it right after it is filled.
         self.grads: list[torch.Tensor] = []
         with capture.capturing():  # only counts the seconds and the memory of this block
             for microbatch in range(state.config.microbatches):
                 state.accumulation.adds = microbatch > 0
                 for number in range(state.config.layers):
-                    self.parts[microbatch, number] = self.capture_forward(microbatch, number)
+                    self.graphs[microbatch, number] = self.capture_forward(microbatch, number)
                 for number in reversed(range(state.config.layers)):
-                    self.capture_backward(self.parts[microbatch, number])
+                    self.capture_backward(self.graphs[microbatch, number])
 
     def first_parts(self, number: int, inputs, x) -> tuple:
         """Run the parts of layer `number` that its graphs hold."""
@@ -166,10 +174,10 @@ class GraphedParts:
         return layer.mix(x, y, routed, Plan(*plan) if plan else layer.preprocess(routed, self.state.is_padded))
 
     def capture_forward(self, microbatch: int, number: int):
-        state, before = self.state, self.parts.get((microbatch, number - 1))
+        state, before = self.state, self.graphs.get((microbatch, number - 1))
         is_chained = self.is_chained and before is not None
-        # The embedding gives shape and dtype only. detach ends autograd's graph here; `Replayed` joins parts in a step.
-        x = before.outputs[0].detach() if is_chained else torch.zeros_like(state.embed(microbatch))
+        # The embedding gives shape and dtype only. detach: autograd's graph ends at x; in a step `Replayed` joins them.
+        x = before.outputs[0] if is_chained else torch.zeros_like(state.embed(microbatch))
         # With --lora-rank the embedding is frozen, so layer 0's x needs no gradient.
         x = x.detach().requires_grad_(bool(number or not state.config.lora_rank))
         # The `with torch.cuda.graph(...)` block of the docstring: records the launches, returns (graph, result).
@@ -178,19 +186,21 @@ class GraphedParts:
             lambda: self.first_parts(number, state.inputs_of(microbatch), x),
             state.static if is_chained else (*state.static, x),
         )
-        return Part(x, is_chained, graph, outputs)
+        return LayerGraphs(x, is_chained, graph, outputs)
 
-    def capture_backward(self, part):
-        differentiable = [output for output, is_ in zip(part.outputs, part.differentiable, strict=True) if is_]
+    def capture_backward(self, graphs):
+        differentiable = [output for output, has_grad in zip(graphs.outputs, graphs.has_grad, strict=True) if has_grad]
         self.grads = self.grads or [torch.zeros_like(output) for output in differentiable]
-        part.grads = self.grads
-        part.backward, grad_x = self.pool.capture(
-            lambda: input_gradient(part.x, differentiable, part.grads), tuple(part.grads)
+        graphs.grads = self.grads
+        graphs.backward, grad_x = self.pool.capture(
+            lambda: input_gradient(graphs.x, differentiable, graphs.grads), tuple(graphs.grads)
         )
-        # borrow returns a tensor at the same address that does not keep the memory allocated: later captures may use
-        # it. The tensor is valid until a later graph is replayed over it. In a step all its readers come before that.
-        part.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
-        part.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in part.outputs]
+        # borrow returns a tensor at the same address that does not keep the memory allocated (by the pointer alone:
+        # __cuda_array_interface__). Once the last owner is gone, here, later captures may use that memory. The tensor
+        # is valid until a later graph is replayed over it, and in a step all its readers come before that. x stays: its
+        # backward graph reads it. In graph_layer it owns the memory of the output of the layer before.
+        graphs.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
+        graphs.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in graphs.outputs]
 
     def step(self, index: int):
         self.state.begin_step(index)
@@ -201,27 +211,32 @@ class GraphedParts:
 
     def run_layer(self, number: int, hidden, inputs):
         """Run a layer as `State.run_layer` does, with a replay of the first parts."""
-        # Autograd calls Replayed.backward only if an input requires a gradient. A frozen embedding's output does not.
+        # Autograd calls Replayed.backward only if an input requires a gradient. A frozen embedding's output does not,
+        # so it is made to; its gradient is None then.
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-        outputs = Replayed.apply(hidden, self.parts[inputs.microbatch, number])
+        outputs = Replayed.apply(hidden, self.graphs[inputs.microbatch, number])
         hidden = self.rest_of_layer(number, *outputs)
         self.state.mark(number, hidden)  # calls mark after every few layers
         return hidden
 
 
-class Part:
-    """The graphs of one layer's parts in one microbatch, and the tensors that they read and write."""
+class LayerGraphs:
+    """The two graphs of one layer in one microbatch, and the tensors that they read and write."""
 
     def __init__(self, x, is_chained, forward, outputs):
-        self.x, self.is_chained, self.forward, self.outputs = x, is_chained, forward, outputs
-        self.differentiable = [output is not None and output.requires_grad for output in outputs]
+        self.forward, self.backward = forward, None
+        self.x, self.is_chained = x, is_chained  # read by both; chained: an earlier graph writes it, not the step
+        self.outputs = outputs  # written by forward
+        self.has_grad = [output is not None and output.requires_grad for output in outputs]
+        self.grads: list[torch.Tensor] = []  # read by backward: gradients of the outputs that have one
+        self.grad_x = None  # written by backward
 
 
 def input_gradient(x, outputs, grads):
     """Return the gradient of x, None if x needs none. autograd.grad would not call the hooks that fill main_grad."""
-    x.grad = None
+    x.grad = None  # else backward would add to it
     torch.autograd.backward(outputs, grads)
-    grad, x.grad = x.grad, None
+    grad, x.grad = x.grad, None  # else x would keep the memory
     return grad
 
 
@@ -229,25 +244,25 @@ class Replayed(torch.autograd.Function):
     """A layer's first parts as an operator of autograd: forward and backward replay their graphs."""
 
     @staticmethod
-    def forward(ctx, hidden, part):
-        ctx.part = part
-        if not part.is_chained:
-            part.x.copy_(hidden)
-        part.forward.replay()
+    def forward(ctx, hidden, graphs):
+        ctx.graphs = graphs
+        if not graphs.is_chained:
+            graphs.x.copy_(hidden)
+        graphs.forward.replay()
         # New tensor objects on the same memory, since autograd attaches the step's history to the returned objects.
-        outputs = tuple(None if output is None else output.view_as(output) for output in part.outputs)
-        flags = zip(outputs, part.differentiable, strict=True)
+        outputs = tuple(None if output is None else output.view_as(output) for output in graphs.outputs)
+        pairs = zip(outputs, graphs.has_grad, strict=True)
         # Outputs without a gradient in the capture have none here: numbers of experts, counts, the Plan.
-        ctx.mark_non_differentiable(*(output for output, is_ in flags if output is not None and not is_))
+        ctx.mark_non_differentiable(*(output for output, has_grad in pairs if output is not None and not has_grad))
         return outputs
 
     @staticmethod
     def backward(ctx, *grads):
-        part = ctx.part
-        own = [grad for grad, is_ in zip(grads, part.differentiable, strict=True) if is_]
-        torch._foreach_copy_(part.grads, own)
-        part.backward.replay()
-        return part.grad_x, None  # the gradients of hidden and of part
+        graphs = ctx.graphs
+        own = [grad for grad, has_grad in zip(grads, graphs.has_grad, strict=True) if has_grad]
+        torch._foreach_copy_(graphs.grads, own)
+        graphs.backward.replay()
+        return graphs.grad_x, None  # the gradients of hidden and of graphs
 
 
 @variant(
@@ -302,7 +317,7 @@ class GraphedPreprocess(GraphedRouter):
 class GraphedLayers(GraphedParts):
     is_chained = True
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
         super().__init__(state, capture)
 
@@ -327,7 +342,7 @@ class GraphedLayers(GraphedParts):
 class GraphedPass:
     """A replay reads state.inputs and the weights, writes main_grad and the losses; all lie outside of the pool."""
 
-    def __init__(self, state: State, capture, captured=forward_and_backward):
+    def __init__(self, state: State, capture: Capture, captured=forward_and_backward):
         require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
@@ -357,7 +372,7 @@ class GraphedPass:
 class GraphedStep(GraphedPass):
     """Clipping and Adam are in the graph, too: learning rate and count of steps are tensors on the device."""
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         super().__init__(state, capture, captured=training_step)
 
     def step(self, index: int):
@@ -366,7 +381,8 @@ class GraphedStep(GraphedPass):
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. The Training that all variants share, and the loop, which also runs static_buffers.py and other_variants.py.
+# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
+# and after the loop releases the graphs and their pool. run.step is the variant's step.
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:

@@ -12,32 +12,49 @@ variant below:
         if all_finite(gradients):                       # decided on the GPU
             lamb(gradients, learning_rate(step))        # with a moving average of the weights
         loss_scale.update()                             # on the GPU; from `if` to here: state.lamb.step
-        report(loss)                                    # starts a copy to the host, which reads it in a later step
+        end_step(report)                                # starts a copy to the host, which reads it in a later step
+
+The `if` is no branch: every step launches the same kernels. Each new value is torch.where(found_inf > 0, old, new); a
+number on the GPU, found_inf, is 1 after an overflow. So a step needs no GradScaler.step, which reads it on the host.
 
 A graph repeats kernels with the shapes and addresses of its capture, but batches differ in length. So each batch is
-copied into static buffers, which never move, and padded there to buckets: each network has a few lengths to choose from
-(rnnt/data/buckets.py). The loss reads no padding, and LSTMs run forwards in time, so padding changes only rounding,
-dropout's draws, and the last frame of an utterance of odd length: the encoder joins frames in pairs (rnnt/model.py).
+copied into static buffers, which never move, and padded there to buckets, a few lengths for each network: by --buckets
+auto at most 16 pairs of (frames, tokens), by --buckets N N lengths each, up to 50 as in MLPerf's submission. The loss
+reads no padding, and LSTMs run forwards in time, so padding changes only rounding, dropout's draws, and the last frame
+of an utterance of odd length: the encoder joins frames in pairs (rnnt/model.py).
 
 Captured by `graph_step`: `train_on`, which is everything from g to loss_scale.update() with LAMB's communication, and
-the report: loss, gradient norm, loss scale and two counts of overflows in one GPU tensor. In plain torch:
+filling the report: loss, gradient norm, loss scale and two counts of overflows in one GPU tensor. In plain torch:
 
+    torch.cuda.set_stream(torch.cuda.Stream())          # before all else: captures cannot use the default stream
     pool, graphs = torch.cuda.graph_pool_handle(), {}
     for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the most expensive first
-        train_on(static_buffers[shape])                 # warm-up; all shapes are views of the same memory
+        train_on(static_buffers[shape])                 # warm-up; storage[:frames] and so on: one memory for all shapes
         graphs[shape] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[shape], pool=pool):
+        with torch.cuda.graph(graphs[shape], pool=pool, stream=torch.cuda.current_stream()):
             train_on(static_buffers[shape])             # recorded, not run
 
 and the body of the loop is
 
     shape = copy_into_static_buffers(next(batches))     # padded to the smallest buckets that hold it
     lr.fill_(learning_rate(step))                       # lr: a number on the GPU, which LAMB reads
-    graphs[shape].replay()                              # overwrites the report, whose copy starts next: report(loss)
+    graphs[shape].replay()                              # overwrites the report
+    end_step(report)                                    # starts its copy
 
 Captured by `graph_networks`: encoder and prediction network, each with a forward and a backward graph per bucket, as
 in MLPerf's submission. Joint and loss stay eager there: their shapes depend on both lengths, and 50 buckets a network
-make up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager.
+make up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager. One network's graphs of
+one bucket, in plain torch, and their part of a step:
+
+    with torch.cuda.graph(forward, pool=pool, stream=stream):
+        output = network(static_input)                  # its autograd graph keeps the activations in the pool
+    with torch.cuda.graph(backward, pool=pool, stream=stream):
+        gradients = torch.autograd.grad(output, parameters, grad_output)
+
+    forward.replay()
+    leaf = output.detach().requires_grad_()             # eager autograd goes from the loss back to here
+    grad_output.copy_(torch.autograd.grad(loss(leaf), leaf)[0])
+    backward.replay()
 
 Not captured by either, and why:
     the batch's copy and padding    each batch has its own length and its own address in host memory
@@ -49,8 +66,7 @@ Copied in      `load_batch` copies the batch to the static buffers, and the lear
 Read in time   end_step copies the report before the next replay of `graph_step` overwrites it. In `graph_networks` f,
                g, f's lengths and the parameters' gradients are read in the step that wrote them. All these kernels and
                copies run on one stream, so the GPU keeps the order of the code.
-Freed          at the end the session releases a variant's graphs and pools, the memory they share. In plain torch,
-               `del graphs` lets torch's allocator free the pool once no tensor in it is alive.
+Freed          at the end of a run `session` calls reset() of every graph and drops it, which gives the pools back.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
@@ -64,60 +80,27 @@ if __name__ == "__main__":
     # Before torch is imported: --help, --describe and mistakes are answered at once.
     args = parse("rnnt", Config, PRESETS, **FACTS)
 
+from typing import Any, NamedTuple
+
 import torch
 
 from common.machine.host_state import available_host_bytes
 
-# section names a part of the step for --profile. mark is a point where the host may wait for the GPU while its launch
-# time is measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Both do nothing otherwise.
+# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training.flops import peak_flops
+from common.variant import Capture
 from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
-
-# Networks, LAMB (state.lamb), loss scale (state.scaler), static buffers (state.inputs), buckets (state.plan), report.
 from rnnt.state import State, nominal_flops
 
 # ------------------------------------------------------------------------------------------------
-# 1. The training, which all variants share
-
-
-def build(config: Config, device: torch.device, ranks) -> Training:
-    """Build the state and its description. A ValueError names flags that cannot run here."""
-    if device.type == "cpu":
-        require(config, available_host_bytes())
-    flops, gpu = nominal_flops(config), torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    state = State(config, device, ranks.rank, ranks.world_size)
-    return Training(
-        state=state,
-        results=state.read_losses,
-        grad_norms=state.read_grad_norms,
-        named_state=state.named_state,
-        reset=state.reset,  # in place, since graphs hold addresses
-        batch_class=state.batch_class,
-        evaluate=state.evaluate,
-        finish=state.finish,
-        close=state.close,
-        items=config.batch,
-        unit="utterances",
-        flops=flops,
-        flops_convention="matrix products of the utterances' true lengths",
-        peak_flops=peak_flops(gpu, config.precision),
-        card=card(config, device.type, flops),
-        notes=notes(config, device.type),
-        hyperparameters=state.hyperparameters(),
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# 2. The eager step
+# 1. The eager step
 #
 # Shapes decide which dropout numbers are drawn and how sums are rounded, so graphs are compared with eager_padded. It
-# trains on the samples of eager. rnnt/other_variants.py has eager_sync and torch.compile.
-#
-# @variant registers the code below it for the command line and the harness (common/contract.py,
-# docs/reading_a_script.md). Skip its arguments at first reading.
+# trains on the samples of eager. rnnt/other_variants.py has eager_sync and torch.compile. Skip @variant, which is for
+# the command line and the harness (common/contract.py, docs/reading_a_script.md), at first reading.
 
 
 @variant(
@@ -181,7 +164,7 @@ def train_on(state: State, batch: Batch):
         # Averages gradients over the ranks, looks for overflows, updates weights by LAMB (rnnt/lamb.py) unless a
         # gradient overflowed, then the loss scale. All of it on the GPU.
         state.lamb.step(gradients)
-        state.report.fill(loss, state.lamb.grad_norm)  # adds the loss scale; end_step copies the report to the host
+        state.report.fill(loss, state.lamb.grad_norm)  # adds loss scale and counts; end_step copies it to the host
 
 
 def mean_loss(state: State, f, g, lengths, batch: Batch):
@@ -191,7 +174,7 @@ def mean_loss(state: State, f, g, lengths, batch: Batch):
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. The whole step as one graph
+# 2. The whole step as one graph
 
 
 @variant(
@@ -201,7 +184,7 @@ def mean_loss(state: State, f, g, lengths, batch: Batch):
     graphs=None,  # known once the data has been seen
     replays=1,
     reference="eager_padded",
-    parity=1e-3,  # of the losses; the runs in results/ have equal bits, and no reason for 1e-3 is recorded
+    parity=1e-3,  # of the losses; the runs in results/ have equal bits
     headline=True,
     formerly="full",
 )
@@ -216,13 +199,14 @@ class GraphedStep:
     are the same in every graph.
     """
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()  # memory that the graphs share
         pairs = state.plan.require_few_pairs("graph_step")
         capture.strategy = f"full iteration, pairs of buckets: {len(pairs)}"
         # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So warm_up
-        # makes three eager steps on the state, then each shape runs once. state.reset undoes them before step 0.
-        # dummy_batch puts random frames into the static memory that load_batch returns for this shape.
+        # makes three eager steps on the state, then each shape runs once. `session` undoes them by state.reset before
+        # step 0. dummy_batch fills, with random frames, the very tensors that load_batch later returns for this shape.
+        # All is on one side stream (common/measuring/torch_settings.py), eager steps, captures and replays.
         capture.warm_up(padded_step)
         with capture.timed("warmup_s"):
             for shape in reversed(pairs):
@@ -239,7 +223,7 @@ class GraphedStep:
     def step(self, index: int):
         """`padded_step` with a replay in the place of `train_on`."""
         batch = load_batch(self.state, index, self.state.plan.fit)
-        # If --buckets N makes more than 16 pairs, the plan has only the pairs of batches looked at when it was made.
+        # Only with --buckets N above 4: the plan then has the pairs of the batches that it has looked at.
         if batch.shape not in self.graphs:
             kind, (frames, tokens) = self.state.plan.kind, batch.shape
             raise ValueError(
@@ -251,7 +235,7 @@ class GraphedStep:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. Graphs per network and bucket, as MLPerf's submission had them
+# 3. Graphs per network and bucket, as MLPerf's submission had them
 
 
 @variant(
@@ -273,17 +257,20 @@ class GraphedNetworks:
     reads. The next step's replays overwrite outputs and gradients, so each must be read in its own step.
     """
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         self.state = state
-        # Steps call state.encoder; model.encoder is the module with its parameters; self.encoder holds graphs of it.
-        encoder, prediction, self.joint = state.encoder, state.prediction, list(state.model.joint.parameters())
-        model, pool = state.model, capture.pool
-        self.encoder = NetworkGraphs(pool(), model.encoder, lambda x: encoder(x.features, x.feature_lengths))
-        self.prediction = NetworkGraphs(pool(), model.prediction, lambda x: (prediction(x.tokens),))
+        model, self.joint_parameters = state.model, list(state.model.joint.parameters())
+        self.encoder = ForwardAndBackward(
+            capture.pool(), model.encoder, lambda batch: state.encoder(batch.features, batch.feature_lengths)
+        )
+        self.prediction = ForwardAndBackward(
+            capture.pool(), model.prediction, lambda batch: (state.prediction(batch.tokens),)
+        )
         audio, text = state.plan.audio, state.plan.text
         capture.strategy = f"encoder, buckets: {len(audio)}; prediction, buckets: {len(text)}"
         capture.warm_up(padded_step)
-        # The encoder's graphs need no tokens and the prediction network's no frames: 1 stands for the other length.
+        # The encoder's graphs need no tokens and the prediction network's no frames: 1 stands for the other length. It
+        # changes nothing for them: features of a bucket begin at one address, whatever the number of tokens.
         buckets = [(self.encoder, frames, (frames, 1)) for frames in reversed(audio)]
         buckets += [(self.prediction, tokens, (1, tokens)) for tokens in reversed(text)]
         with capture.timed("warmup_s"):
@@ -306,7 +293,7 @@ class GraphedNetworks:
             loss = mean_loss(state, f.requires_grad_(), g.requires_grad_(), lengths, batch)
         mark()
         with section("backward"):
-            grad_f, grad_g, *grad_joint = torch.autograd.grad(loss * state.scaler.scale, (f, g, *self.joint))
+            grad_f, grad_g, *grad_joint = torch.autograd.grad(loss * state.scaler.scale, (f, g, *self.joint_parameters))
             self.prediction.backward(tokens, grad_g)
             self.encoder.backward(frames, grad_f)
         mark()
@@ -317,7 +304,16 @@ class GraphedNetworks:
         state.end_step(index)
 
 
-class NetworkGraphs:
+class Graphs(NamedTuple):
+    """The two graphs of one bucket, what the forward one writes, and what the backward one reads."""
+
+    forward: Any  # with replay()
+    outputs: list[torch.Tensor]
+    backward: Any
+    grad_output: torch.Tensor
+
+
+class ForwardAndBackward:
     """One network's graphs, a forward and a backward per bucket.
 
     A step uses one bucket of a network, so the graphs of all its buckets share a pool. Both networks are in use between
@@ -330,7 +326,7 @@ class NetworkGraphs:
         # Outside the pool, one set for all buckets: the encoder's is 87 MB in FP16, and fifty would be 4 GB. The copy
         # from the pool to here takes 40 us a step at 4.3 TB/s.
         self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
-        self.graphs = {}
+        self.graphs: dict[int, Graphs] = {}
         self.grad_output = None
 
     def warm_up(self, batch: Batch):
@@ -339,8 +335,6 @@ class NetworkGraphs:
 
     def capture(self, length: int, batch: Batch):
         """length: the bucket, in frames or tokens. The largest comes first, so that others can use its memory."""
-        # The autograd graph of `output` keeps the activations until the backward's capture has read them. Detached
-        # outputs drop that graph, but keep their own memory. Stored: a graph and its outputs, a graph and its input.
         forward, outputs = self.pool.capture(lambda: self.run(batch), batch)
         output = outputs[0]
         if self.grad_output is None:
@@ -348,26 +342,57 @@ class NetworkGraphs:
             self.grad_output = torch.zeros(output.numel(), dtype=output.dtype, device=output.device)
         grad_output = self.grad_output[: output.numel()].view(output.shape)
         backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
-        self.graphs[length] = forward, [each.detach() for each in outputs], backward, grad_output
+        # `output` keeps autograd's graph, and so the activations, until this method returns: nothing else refers to it.
+        # Then the next bucket may use their memory, since in a step no graph of another bucket comes between these two.
+        self.graphs[length] = Graphs(forward, [each.detach() for each in outputs], backward, grad_output)
 
     @torch.no_grad()  # the copies are not for autograd
     def _backward(self, output, grad_output):
         torch._foreach_copy_(self.gradients, torch.autograd.grad(output, self.parameters, grad_output))
 
     def forward(self, length: int):
-        graph, outputs, _, _ = self.graphs[length]
-        graph.replay()
+        graphs = self.graphs[length]
+        graphs.forward.replay()
         # New views, since the step makes them require gradients. A replay in a later step may overwrite their memory.
-        return [output.detach() for output in outputs]
+        return [output.detach() for output in graphs.outputs]
 
     def backward(self, length: int, gradient):
-        _, _, graph, grad_output = self.graphs[length]
-        grad_output.copy_(gradient)
-        graph.replay()
+        graphs = self.graphs[length]
+        graphs.grad_output.copy_(gradient)
+        graphs.backward.replay()
 
 
 # ------------------------------------------------------------------------------------------------
-# 5. The loop
+# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
+# and after the loop releases the graphs and their pools. run.step is the variant's step.
+
+
+def build(config: Config, device: torch.device, ranks) -> Training:
+    """Build the state and its description. A ValueError names flags that cannot run here."""
+    if device.type == "cpu":
+        require(config, available_host_bytes())
+    flops, gpu = nominal_flops(config), torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    state = State(config, device, ranks.rank, ranks.world_size)
+    return Training(
+        state=state,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,  # in place, since graphs hold addresses
+        batch_class=state.batch_class,
+        evaluate=state.evaluate,
+        finish=state.finish,
+        close=state.close,
+        items=config.batch,
+        unit="utterances",
+        flops=flops,
+        flops_convention="matrix products of the utterances' true lengths",
+        peak_flops=peak_flops(gpu, config.precision),
+        card=card(config, device.type, flops),
+        notes=notes(config, device.type),
+        hyperparameters=state.hyperparameters(),
+    )
+
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):

@@ -23,30 +23,36 @@ Each replay draws new random numbers, because torch registers its default genera
 captured, too: NCCL connects before (common/training/parallel/collectives.py), its buffers never move, and all ranks
 replay in the same order. `graph_networks` captures only the UNet, for comparison. In plain torch:
 
-    torch.cuda.set_stream(torch.cuda.Stream())   # before `state` is built: torch wants the warm-up on a side stream
+    torch.cuda.set_stream(torch.cuda.Stream())   # before all else: captures cannot use the default stream
     for index in range(3):
         eager_step(state, index)                 # warm-up: libraries allocate memory and choose kernels
-    graph = torch.cuda.CUDAGraph()               # thread_local: DataLoader's pinning thread and NCCL's watchdog go on
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        training_step(state)                     # recorded, not run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        training_step(state)                     # recorded, not run; thread_local: other threads may call CUDA
     state.reset()                                # undoes the warm-up in place: the graph holds addresses
     for index in range(num_steps):
-        state.begin_step(index); graph.replay(); state.end_step(index)
-    del graph                                    # frees the graph's memory once no tensor in it is alive
+        moments.copy_(staged["moments"])         # begin_step: the static inputs, which never move,
+        context.copy_(staged["context"])
+        lr.fill_(learning_rate(index))           # and a number on the GPU, which AdamW reads
+        graph.replay()
+        losses[index].copy_(loss)                # end_step: the next replay overwrites loss
+    graph.reset()                                # gives its pool back to torch's allocator
 
 Not captured, and why:
-    the batch's copy     each batch lies at another host address; a graph always reads the same addresses
+    the batch's copy     each batch lies at another host address; a graph always reads the same addresses. What is
+                         staged on the GPU has two buffers in turn, so its copy has two addresses, too
     the learning rate    a schedule on the host computes it, and a graph would repeat the value at capture
     storing the report   loss, gradient norm and overflows: each step copies them to another address, and a graph always
                          writes to the same addresses
 
-Copied in      `begin_step` copies the batch to the static inputs, buffers that never move, and the learning rate to a
-               GPU number that AdamW reads. The batch crosses from pinned host memory to a staging buffer during the
-               step before; torch's pinned allocator reuses the host memory only after that copy.
+Copied in      `begin_step` copies the batch to the static inputs and the learning rate to the GPU. The batch crosses
+               from pinned host memory to a staging buffer on the GPU during the step before; torch's pinned allocator
+               reuses the host memory only after that copy.
 Read in time   `end_step` copies the report on the replay's stream, so before the next replay overwrites it: to lists on
-               the GPU, and to the next of three pinned host buffers. It checks the newest earlier report that has
-               arrived, if any. The host waits only for a copy that is three steps old (on several ranks, two).
-Freed          The session releases the graph and its pool, the memory that a graph keeps, after the loop.
+               the GPU, and to the next of three pinned host buffers. It looks at the newest report that has arrived,
+               and waits only for a buffer that it needs again, three steps later. On several ranks it waits for the
+               report of two steps before, so that all ranks see the same.
+Freed          after the loop `session` calls graph.reset(), which gives back the pool, the memory that a graph keeps.
 
     python -m stable_diffusion.train --preset tiny --variant graph_step
     python -m stable_diffusion.train --preset bench --variant graph_step --steps 20
@@ -65,45 +71,16 @@ import torch.nn.functional as F
 
 from common.machine import host_state
 
-# section names a part of the step for --profile. mark is a point where the host may wait for the GPU while its launch
-# time is measured: a full launch queue (about 1,000 launches) would make it wait elsewhere. Else both do nothing.
+# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from common.measuring.marks import mark, section
 from common.session import session
 from common.training import flops
+from common.variant import Capture
 from stable_diffusion.data import shards
 from stable_diffusion.state import State, hyperparameters
 
 # ------------------------------------------------------------------------------------------------
-# 1. The training that all variants share
-
-
-def build(config: Config, device: torch.device, ranks) -> Training:
-    on_gpu = device.type == "cuda"
-    if config.data:
-        shards.find(config.data)  # a mistake in --data ends the run before anything is built
-    if not on_gpu:
-        require(config, host_state.available_host_bytes())
-    state = State(config, device, ranks.rank, ranks.world_size)
-    return Training(
-        state=state,
-        results=state.report.read_losses,
-        grad_norms=state.report.read_grad_norms,
-        named_state=state.named_state,
-        reset=state.reset,  # the seeded start, in place: graphs hold addresses
-        evaluate=state.evaluate,
-        close=state.close,
-        items=config.batch,
-        flops=config.batch * flops_per_sample(config),
-        flops_convention=flops.FULL_ATTENTION,
-        peak_flops=flops.peak_flops(torch.cuda.get_device_name(device) if on_gpu else "", config.precision),
-        card=card(config, on_gpu),
-        notes=[] if config.zero_init else ["last layers of residual branches start small, not at zero"],
-        hyperparameters=hyperparameters(config, ranks.world_size) | state.hyperparameters,
-    )
-
-
-# ------------------------------------------------------------------------------------------------
-# 2. The eager step
+# 1. The eager step
 
 
 # @variant registers a way to run the step for the command line and the harness (common/contract.py,
@@ -134,28 +111,26 @@ def training_step(state: State):
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. The whole step as one graph
+# 2. The whole step as one graph
 
 
 @variant("graph_step", kind="graph", graphs=1, parity="bitwise", headline=True, formerly="graph")
 class GraphedStep:
-    """The full iteration as one graph: forward, loss, backward, scaling, optimizer.
+    """the full iteration as one graph: forward, loss, backward, scaling, optimizer.
 
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
     and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
-    these lie outside the graph's pool, which holds activations and gradients.
-
-    `pool.capture` records the current stream, which must not be the default stream. So the harness runs the whole
-    process on a side stream (common/measuring/torch_settings.py), and eager steps use the same stream as replays.
+    these lie outside the graph's pool, which holds activations and gradients. The whole process, eager steps too, runs
+    on one side stream (common/measuring/torch_settings.py), as in the docstring above.
     """
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()
-        # Three eager steps on the state. `state.reset`, which a run calls before its first step, undoes them in place.
+        # Three eager steps, as above. `session` undoes them by state.reset before step 0.
         capture.warm_up(eager_step)
         # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block above: it records fn's launches and returns
         # (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape, strides and dtype.
-        # capturing() only counts the block's seconds and memory. Without a GPU, host graphs record operators.
+        # capturing() counts the block's seconds and memory.
         static = tuple(state.inputs.buffers.values())  # moments and context
         with capture.capturing():
             self.graph, _ = pool.capture(lambda: training_step(state), static)
@@ -169,7 +144,7 @@ class GraphedStep:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. Only the UNet captured, a usual first attempt
+# 3. Only the UNet captured, a usual first attempt
 
 
 @variant("graph_networks", kind="graph", graphs=2, parity="bitwise", headline=True, formerly="partial")
@@ -177,13 +152,18 @@ class GraphedNetworks:
     """UNet forward and backward as two graphs; noise, loss, all-reduce, scaling and optimizer eager.
 
     It is here for comparison: `graph_step` captures the rest, too. Each step copies into buffers of x, t and grad_v,
-    the gradient of the UNet's output v. Both graphs share one pool: in plain torch, both captures get the same
-    pool=torch.cuda.graph_pool_handle(). v's autograd graph holds the activations until the captured backward has read
-    them, and eager kernels between the replays allocate outside the pool. The step reads v and the gradients before its
-    end; the next replays overwrite them.
+    the gradient of the UNet's output v. It reads v and the gradients before its end; the next replays overwrite them.
+    In plain torch, with pool = torch.cuda.graph_pool_handle() and the stream as above:
+
+        with torch.cuda.graph(forward, pool=pool, stream=stream):
+            v = unet(x, t, context)              # v's autograd graph keeps the activations until the backward has run
+        with torch.cuda.graph(backward, pool=pool, stream=stream):
+            grads = torch.autograd.grad(v, parameters, grad_v)
+
+    Eager kernels between the two replays allocate outside the pool, so they overwrite no activation.
     """
 
-    def __init__(self, state: State, capture):
+    def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
         x, t, _ = state.noisy_latents(state.inputs["moments"])  # for shapes only; state.reset seeds the draws again
@@ -195,7 +175,7 @@ class GraphedNetworks:
             self.backward, self.grads = pool.capture(
                 lambda: torch.autograd.grad(v, state.parameters, self.grad_v), (self.grad_v,)
             )
-        self.v = v.detach()  # the same memory, which each replay writes, without the autograd graph of the capture
+        self.v = v.detach().requires_grad_()  # a leaf on the memory that each replay writes: eager autograd ends here
 
     def step(self, index: int):
         """`eager_step` with two replays in the place of the UNet's forward and backward."""
@@ -207,11 +187,9 @@ class GraphedNetworks:
             self.t.copy_(t)
         with section("forward"):
             self.forward.replay()
-            # A leaf without history: each step's autograd graph ends here, and autograd.grad below stores no v.grad.
-            v = self.v.requires_grad_()
-            loss = F.mse_loss(v, target)
+            loss = F.mse_loss(self.v, target)
         with section("backward"):
-            self.grad_v.copy_(torch.autograd.grad(loss * state.scaler.scale, v)[0])
+            self.grad_v.copy_(torch.autograd.grad(loss * state.scaler.scale, self.v)[0])
             self.backward.replay()
             grads = state.reduce(self.grads)  # read before the next replay overwrites them
         with section("optimizer"):
@@ -224,7 +202,34 @@ class GraphedNetworks:
 # addresses of its tensors (docs/parameterized.md).
 
 # ------------------------------------------------------------------------------------------------
-# 5. The loop. Under `make bench` the harness makes the steps itself, and log.steps() is empty.
+# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
+# and after the loop releases the graphs and their pool. run.step is the variant's step.
+
+
+def build(config: Config, device: torch.device, ranks) -> Training:
+    on_gpu = device.type == "cuda"
+    if config.data:
+        shards.find(config.data)  # a mistake in --data ends the run before anything is built
+    if not on_gpu:
+        require(config, host_state.available_host_bytes())
+    state = State(config, device, ranks.rank, ranks.world_size)
+    return Training(
+        state=state,
+        results=state.report.read_losses,
+        grad_norms=state.report.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,  # the seeded start, in place: graphs hold addresses
+        evaluate=state.evaluate,
+        close=state.close,
+        items=config.batch,
+        flops=config.batch * flops_per_sample(config),
+        flops_convention=flops.FULL_ATTENTION,
+        peak_flops=flops.peak_flops(torch.cuda.get_device_name(device) if on_gpu else "", config.precision),
+        card=card(config, on_gpu),
+        notes=[] if config.zero_init else ["last layers of residual branches start small, not at zero"],
+        hyperparameters=hyperparameters(config, ranks.world_size) | state.hyperparameters,
+    )
+
 
 if __name__ == "__main__":
     with session(args, build) as (run, log):
