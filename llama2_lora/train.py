@@ -12,7 +12,7 @@ variant below:
         gradient = d loss / d hidden
         for layer in reversed(layers):
             gradient = layer.backward(gradient)                     # and its adapters' gradients
-        all_reduce(gradients), clip(gradients), adamw(adapters), update(fp8_scales)
+        update(): all_reduce(gradients), clip(gradients), adamw(adapters), FP8 scales
 
 The 69 billion base weights are frozen, so a layer's backward only has to compute its adapters' gradients and the
 gradient of its input. For that it reads the layer's input, which is kept, and four more tensors of the forward, which
@@ -28,35 +28,39 @@ Captured:
 Not captured, and why:
     the window's copy          each window lies at another host address; a graph always reads the same addresses
     embedding, head and loss   in graph_layer: a few kernels, so a graph would save next to nothing
-    all_reduce to update       in graph_layer: a few kernels over flat buffers, so as little to save. On several ranks
+    update                     in graph_layer: a few kernels over flat buffers, so as little to save. On several ranks
                                in graph_step, too: a choice. An all-reduce can be captured, see stable_diffusion
     storing the loss           each step stores it at another address; a graph always writes to the same addresses
 
 In plain torch, the capture of graph_layer and a step are:
 
-    torch.cuda.set_stream(torch.cuda.Stream())      # before all else: captures cannot use the default stream
-    for step in range(3): eager_step(state, step)   # warm-up: libraries allocate and choose kernels
+    torch.cuda.set_stream(torch.cuda.Stream())          # before all else: captures cannot use the default stream
+    for index in range(3): eager_step(state, index)     # warm-up: libraries allocate and choose kernels
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
-    for layer in layers:
-        forward[layer] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward[layer], capture_error_mode="thread_local", **shared):  # others may call CUDA
-            stack.forward(layer)                    # recorded, not run
-    ...                                             # the same for stack.backward, from the last layer to the first
-    state.reset()                                   # undoes the warm-up's training, in place: graphs hold addresses
+    shared["capture_error_mode"] = "thread_local"       # other threads may call CUDA meanwhile
+    forward, backward = ([torch.cuda.CUDAGraph() for _ in layers] for _ in range(2))
+    for layer, graph in zip(layers, forward):
+        with torch.cuda.graph(graph, **shared):
+            stack.forward(layer)                        # kernels are recorded, not run. Python runs, once: it keeps
+                                                        # attention's output, so no later capture takes its memory
+    for layer, graph in zip(reversed(layers), backward):
+        with torch.cuda.graph(graph, **shared):
+            stack.backward(layer)                       # drops that output: later captures may take its memory
+    state.reset()                                       # undoes the warm-up in place, since graphs hold addresses
 
-    load_window(step), embed()                      # in a step: write what the first forward graph reads
-    for graph in forward: graph.replay()            # the same kernels on the same memory
-    compute_loss()                                  # reads the last forward graph's output, writes its gradient
-    for graph in backward: graph.replay()           # in the order of capture
-    update()                                        # reads the adapters' gradients, which the graphs wrote
+    load_window(index), embed()                         # in a step: write what the first forward graph reads
+    for graph in forward: graph.replay()                # the same kernels on the same memory
+    compute_loss()                                      # reads the last one's output, writes its gradient
+    for graph in backward: graph.replay()               # in the order of capture
+    update(), keep_loss(index)                          # read what the graphs wrote
 
 Copied in      the window: `load_window` copies it from host memory into the static inputs, buffers that never move, and
                computes the tokens' weights there. With --cp it counts the unmasked tokens of all ranks of the window.
                A graph reads base weights, adapters, FP8 scales, optimizer state and layers' buffers where they lie. In
                graph_layer the eager `embed` and `compute_loss` write straight into the buffers that graphs read next.
 Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. Where `update` is eager,
-               it reads the adapters' gradients before the next replays overwrite them. Copies, replays and `update` use
-               one stream, so the GPU keeps their order (common/measuring/torch_settings.py sets it).
+               it reads the adapters' gradients and the largest magnitudes for FP8 before the next replays overwrite
+               them. Copies, replays and `update` use one stream, so the GPU keeps their order.
 Counted        AdamW's count and learning rate lie on the GPU. A kernel of `adam.step` adds 1 to the count, in replays
                too. `state.reset` writes the rate, which is constant.
 Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of that count, so a replay draws new masks.
@@ -158,7 +162,7 @@ def forward_and_backward(state: State):
 
 
 def update(state: State):
-    """Reduce, clip and apply the adapters' gradients, update FP8 scales: the loop's last line."""
+    """Reduce, clip and apply the adapters' gradients, make new FP8 scales."""
     with section("reduction"):
         state.adapters.collect()  # from bf16 grads to FP32 main_grad
         state.reduce_gradients()  # sum over the ranks of a window, mean over windows
@@ -192,17 +196,21 @@ class GraphedLayers:
     def __init__(self, state: State, capture: Capture):
         if state.kind != "handwritten":
             raise Unsupported("graph_layer captures handwritten layers: take --layer handwritten, or graph_step")
-        self.state, pool = state, capture.pool()  # memory that graphs share; without a GPU host graphs
+        self.state, pool = state, capture.pool()  # memory that graphs share
         capture.warm_up(eager_step)  # three eager steps on the state; `session` calls state.reset before step 0
         stack, layers = state.stack, range(state.config.layers)
         # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block of the docstring: it records fn's launches
         # and returns (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape and
         # strides. load_window fills them; layer 0's forward, which is replayed first, checks them for all graphs.
         window = tuple(stack.inputs.values())
+        self.forward, self.backward = [], []
         with capture.capturing():  # counts the seconds and the memory of the block
-            # For each layer fn is partial(stack.forward, layer), a call of stack.forward(layer). [0] is the graph.
-            self.forward = [pool.capture(partial(stack.forward, layer), () if layer else window)[0] for layer in layers]
-            self.backward = [pool.capture(partial(stack.backward, layer))[0] for layer in reversed(layers)]
+            for layer in layers:
+                graph, _ = pool.capture(partial(stack.forward, layer), window if layer == 0 else ())
+                self.forward.append(graph)
+            for layer in reversed(layers):
+                graph, _ = pool.capture(partial(stack.backward, layer))
+                self.backward.append(graph)
 
     def step(self, index: int):
         state, stack = self.state, self.state.stack

@@ -22,11 +22,12 @@ with all communication, in ONE graph. FP8 scales are computed inside the layers,
 is copied in before a replay or read after it is allocated before the capture, at an address that never changes: inputs,
 losses, main_grad, the gradient norm. In plain torch, the capture and a step are:
 
-    torch.cuda.set_stream(torch.cuda.Stream())                # warm-up, capture and steps on one side stream
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-    forward_and_backward(state, num_microbatches)             # warm-up: libraries allocate and choose kernels
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+    torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
+    for index in range(3): eager_step(state, index)           # warm-up: libraries allocate and choose kernels
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's watchdog may call CUDA
         forward_and_backward(state, num_microbatches)         # recorded, not run
+    state.reset()                                             # undoes the warm-up in place, since graphs hold addresses
     inputs.copy_(batch), zero(main_grad)                      # in a step: eager
     graph.replay()                                            # all microbatches: fills main_grad and the losses
     clip(main_grad), adam(main_grad)                          # eager
@@ -35,19 +36,22 @@ Not captured, and why:
     the batch's copy    each batch lies at another host address; a graph always reads the same addresses
     zero(main_grad)     one call over all buckets, so there is little to gain
     clip, Adam          by choice: eager code may read the gradient norm on the host (--clip host). `graph_step`
-                        captures both, with the learning rate on the GPU: a graph would repeat a Python number
+                        captures both, with the learning rate on the GPU: a graph would repeat a Python number. In
+                        plain torch: Adam(capturable=True), lr a tensor, its state made by the warm-up
     storing the loss    each step stores it at another address; a graph always writes to the same ones
 The validation does not run in each step, so it is not in this graph. It has a graph of its own (validation.py).
 
-Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step. A second stream copies. It first
-               waits for the step's stream, so it overwrites nothing that an earlier replay or validation still reads.
-               Then the step's stream waits for the copy. begin_step also fills state.share, a microbatch's share of
+Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step. A second stream copies, ordered
+               by waits as if it were the step's stream. begin_step also fills state.share, a microbatch's share of
                the loss: 1 / number of microbatches. The validation's batch is copied to state.inputs in the same way.
-Read in time   end_step reads state.microbatch_losses and the gradient norm before the next replay overwrites them. Clip
-               and Adam read main_grad before the next step zeroes it.
-Freed          once a microbatch's backward is recorded, later microbatches of the same capture and the validation's
-               graph reuse the memory of its activations. At the end of a run `session` calls reset() of all graphs,
-               which gives their pool back, and then ends the communicators that they hold.
+Read in time   end_step reads state.microbatch_losses before the next replay overwrites them, and the gradient norm
+               before the next update does. Clip and Adam read main_grad before the next step zeroes it. The validation
+               has losses of its own.
+Reused         once a microbatch's backward is recorded, later microbatches, also in graphs of their own, and the
+               validation's graph reuse the memory of its activations. These graphs may share a pool, in any order of
+               replay, since they never run at the same time and nothing in the pool is read after a replay.
+Freed          at the end of a run `session` calls reset() of all graphs, which gives their pool back, and then ends the
+               communicators that the graphs hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
 
 In a pipeline (--pp), `graph_fwd_bwd` captures the whole schedule of a stage, sends and receives too. `graph_layer`, and
@@ -146,8 +150,7 @@ def train_microbatch(state: State, microbatch: int):
 class GraphedPass:
     """One graph for forward and backward of all microbatches, and one for the validation.
 
-    They share a pool to save memory. They may, because they never run at the same time, and nothing in the pool is read
-    after a replay.
+    They share a pool to save memory.
     """
 
     update_is_captured = False
@@ -184,7 +187,7 @@ class GraphedPass:
         if not self.update_is_captured:
             with section("optimizer"):
                 self.state.update()
-        self.state.end_step(index)  # before the next replay overwrites loss and gradient norm
+        self.state.end_step(index)
         if self.state.validates(index):
             self.validation.run()
 

@@ -10,14 +10,16 @@ The training loop without graphs. The loop is at the end of this file, its body 
                 y, routed = layer.route(hidden)               # y: normalised hidden; routed: each token's experts
                 plan = layer.preprocess(routed)               # the order of the experts' rows
                 hidden = layer.mix(hidden, y, routed, plan)   # rows to experts, two grouped GEMMs, rows back
-            loss(hidden, targets[microbatch]).backward()      # gradients go to main_grad
+            loss(hidden, targets[microbatch]).backward()      # microbatch 0 overwrites main_grad, others add to it
         sum over ranks(main_grad of all but the experts)      # with --ep
         clip(main_grad), adam(main_grad)
 
-No token is dropped, and only the device knows how many tokens an expert gets. Shapes are fixed all the same: a token
-makes top_k rows, rows are sorted by expert, and torch._grouped_mm reads on the device where each expert's rows end. So
-a graph can hold the layer. With --ep `mix` reads row counts on the host, as Megatron does for its exchange. No graph
-can hold that: graph_layer, graph_fwd_bwd and graph_step refuse --ep above 1. Graphs that stop before `mix` allow it.
+main_grad is a buffer that never moves. A layer's own backward writes it, or a hook, which then sets p.grad to None;
+with plain p.grad: make it before the capture, zero it in place. No token is dropped, and only the device knows how many
+tokens an expert gets. Shapes are fixed all the same: a token makes top_k rows, rows are sorted by expert, and
+torch._grouped_mm reads on the device where each expert's rows end. So a graph can hold the layer. With --ep `mix` reads
+row counts on the host, as Megatron does for its exchange. No graph can hold that: graph_layer, graph_fwd_bwd and
+graph_step refuse --ep above 1. Graphs that stop before `mix` allow it.
 
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
     graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
@@ -36,13 +38,14 @@ In plain PyTorch, attention's capture and replays in one layer, then graph_step:
         output = layer.attention(x)                           # recorded, not run
     with torch.cuda.graph(backward, **shared):
         output.backward(grad)                                 # recorded, too: fills x.grad and main_grad
-    output = pool.borrow(output)                              # its address alone: later captures may use its memory
+    # Each layer keeps output and x.grad in memory so; `capture_backward` below shows how later captures may use it.
 
     class Replayed(torch.autograd.Function):                  # in a step, in attention's place: Replayed.apply(hidden)
         def forward(ctx, hidden):
             x.copy_(hidden); forward.replay(); return output
         def backward(ctx, gradient):
             grad.copy_(gradient); backward.replay(); return x.grad
+    state.reset()                                             # undoes the warm-up in place, since graphs hold addresses
 
     with torch.cuda.graph(step, stream=torch.cuda.current_stream()):    # graph_step
         forward_and_backward(state); state.update()
@@ -51,15 +54,18 @@ In plain PyTorch, attention's capture and replays in one layer, then graph_step:
 Not captured, and why:
     the batch           it comes from the host, each time from another address
     the kept loss       each step stores it at another address; a graph always writes to the same ones
-    clip, Adam          only graph_step captures them: it needs learning rate and step count in tensors, as here
+    clip, Adam          by choice: only graph_step shows what they need, learning rate and step count in tensors
     embedding, loss     eager beside graphs of layers: a few large kernels a microbatch
+    rest of a layer     by choice: graphs of growing parts show what each part gains. With --ep `mix` has to be eager
+    sum over ranks      beside graphs of layers a few launches a step
 
 Copied in      the batch to state.inputs; for graphs of layers also hidden to x and the gradients of the outputs to
                grad. In graph_layer x is the output of the layer before (chained): a step copies hidden for the first
                layer only, but gradients for each.
-Read in time   outputs of a graph by the eager rest of the layer: in its forward, and in its backward, before this
-               layer's backward replay. x.grad by the eager backward, or by the copy to grad, before the next
-               backward replay. main_grad by Adam, and the losses by end_step, before the next step.
+Read in time   a graph's outputs, by the eager rest of the layer (in graph_layer the next layer or the loss), forward and
+               backward, before this layer's backward is replayed. x.grad, by the eager backward or the copy to the next
+               grad, before the next backward is replayed. main_grad by Adam, losses and gradient norm by end_step, in
+               their step.
 Reused         by later captures: a layer's activations and outputs, but not x, once its backward is captured.
 Freed          at the end of a run `session` calls reset() of every graph and drops it, which gives the pool back.
 
@@ -135,15 +141,15 @@ def forward_and_backward(state: State, run_layer=None):
 class GraphedParts:
     """Two graphs for each layer in each microbatch, all in one pool.
 
-    A capture freezes `accumulation.adds`, which is false in microbatch 0 alone, and addresses: packed positions and
-    bounds of microbatches lie at different ones. So microbatches share no graphs. Captures have the order of replays,
-    so microbatches use the same memory in turn. Autograd runs a step as in eager and calls `Replayed` for the graphs.
+    A capture freezes `accumulation.adds`, which is false in microbatch 0 alone, and addresses: the positions and bounds
+    of each microbatch's packed sequences have their own. So microbatches share no graphs. Captures have the order of
+    replays, so microbatches use the same memory in turn. Autograd runs a step as in eager, with `Replayed` for graphs.
     """
 
     is_chained = False  # whether a layer's graph reads the output of the layer before where it lies, without a copy
 
     def __init__(self, state: State, capture: Capture):
-        self.state, self.pool = state, capture.pool()  # memory that the graphs share; without a GPU host graphs
+        self.state, self.pool = state, capture.pool()  # memory that the graphs share
         # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture.
         # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All is on one side
         # stream (common/measuring/torch_settings.py), eager steps too.
@@ -151,7 +157,7 @@ class GraphedParts:
         self.graphs: dict[tuple[int, int], LayerGraphs] = {}
         # Gradients of a graph's outputs. One set serves all: a backward graph reads it right after it is filled.
         self.grads: list[torch.Tensor] = []
-        with capture.capturing():  # only counts the seconds and the memory of this block
+        with capture.capturing():  # only counts the seconds and the memory of this block: pool.capture captures
             for microbatch in range(state.config.microbatches):
                 state.accumulation.adds = microbatch > 0
                 for number in range(state.config.layers):
@@ -181,7 +187,8 @@ class GraphedParts:
         # With --lora-rank the embedding is frozen, so layer 0's x needs no gradient.
         x = x.detach().requires_grad_(bool(number or not state.config.lora_rank))
         # The `with torch.cuda.graph(...)` block of the docstring: records the launches, returns (graph, result).
-        # A replay checks that x and state.static (the tensors of state.inputs) kept address, shape and strides.
+        # A replay checks that state.static (the tensors of state.inputs) and x kept address, shape and strides; not a
+        # chained x, which only graphs write.
         graph, outputs = self.pool.capture(
             lambda: self.first_parts(number, state.inputs_of(microbatch), x),
             state.static if is_chained else (*state.static, x),
@@ -195,10 +202,10 @@ class GraphedParts:
         graphs.backward, grad_x = self.pool.capture(
             lambda: input_gradient(graphs.x, differentiable, graphs.grads), tuple(graphs.grads)
         )
-        # borrow returns a tensor at the same address that does not keep the memory allocated (by the pointer alone:
-        # __cuda_array_interface__). Once the last owner is gone, here, later captures may use that memory. The tensor
-        # is valid until a later graph is replayed over it, and in a step all its readers come before that. x stays: its
-        # backward graph reads it. In graph_layer it owns the memory of the output of the layer before.
+        # Later captures may use the memory of these tensors. That is safe: captures have the order of replays, and in a
+        # step every reader comes before the next replay that writes there. borrow makes a tensor of the address alone
+        # (torch.as_tensor of an object with __cuda_array_interface__); with the last owner gone the allocator gives the
+        # memory away. x stays, since the backward graph reads it: in graph_layer the output before.
         graphs.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
         graphs.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in graphs.outputs]
 

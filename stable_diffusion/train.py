@@ -28,7 +28,7 @@ replay in the same order. `graph_networks` captures only the UNet, for compariso
         eager_step(state, index)                 # warm-up: libraries allocate memory and choose kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        training_step(state)                     # recorded, not run; thread_local: other threads may call CUDA
+        loss = training_step(state)              # recorded, not run; thread_local: other threads may call CUDA
     state.reset()                                # undoes the warm-up in place: the graph holds addresses
     for index in range(num_steps):
         moments.copy_(staged["moments"])         # begin_step: the static inputs, which never move,
@@ -45,9 +45,9 @@ Not captured, and why:
     storing the report   loss, gradient norm and overflows: each step copies them to another address, and a graph always
                          writes to the same addresses
 
-Copied in      `begin_step` copies the batch to the static inputs and the learning rate to the GPU. The batch crosses
-               from pinned host memory to a staging buffer on the GPU during the step before; torch's pinned allocator
-               reuses the host memory only after that copy.
+Copied in      `begin_step` copies the batch to the static inputs and the learning rate to the GPU. A second stream has
+               copied the batch from pinned host memory to one of two staging buffers during the step before, and
+               begin_step waits on the GPU for its event.
 Read in time   `end_step` copies the report on the replay's stream, so before the next replay overwrites it: to lists on
                the GPU, and to the next of three pinned host buffers. It looks at the newest report that has arrived,
                and waits only for a buffer that it needs again, three steps later. On several ranks it waits for the
@@ -106,7 +106,8 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # On the GPU: overflow check, AdamW, loss scale (common/training/optimizers/adam.py), report.
+        # On the GPU: overflow check, AdamW, loss scale (common/training/optimizers/adam.py). Loss, gradient norm and
+        # overflows go to the report, a tensor at a fixed address, which end_step reads.
         state.update(loss, grads)
 
 
@@ -121,7 +122,7 @@ class GraphedStep:
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
     and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
     these lie outside the graph's pool, which holds activations and gradients. The whole process, eager steps too, runs
-    on one side stream (common/measuring/torch_settings.py), as in the docstring above.
+    on one side stream (common/measuring/torch_settings.py), as in the docstring above; only staging has its own.
     """
 
     def __init__(self, state: State, capture: Capture):
@@ -130,7 +131,7 @@ class GraphedStep:
         capture.warm_up(eager_step)
         # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block above: it records fn's launches and returns
         # (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape, strides and dtype.
-        # capturing() counts the block's seconds and memory.
+        # The learning rate is not among them: state fills it in place. capturing() counts seconds and memory.
         static = tuple(state.inputs.buffers.values())  # moments and context
         with capture.capturing():
             self.graph, _ = pool.capture(lambda: training_step(state), static)
@@ -156,11 +157,12 @@ class GraphedNetworks:
     In plain torch, with pool = torch.cuda.graph_pool_handle() and the stream as above:
 
         with torch.cuda.graph(forward, pool=pool, stream=stream):
-            v = unet(x, t, context)              # v's autograd graph keeps the activations until the backward has run
+            v = unet(x, t, context)              # v's autograd graph keeps the activations' memory in the pool ...
         with torch.cuda.graph(backward, pool=pool, stream=stream):
-            grads = torch.autograd.grad(v, parameters, grad_v)
+            grads = torch.autograd.grad(v, parameters, grad_v)      # ... until this is captured, so it reuses none
 
-    Eager kernels between the two replays allocate outside the pool, so they overwrite no activation.
+    Replays have the order of the captures. Eager kernels between them allocate outside the pool, so no activation is
+    overwritten before the backward has read it.
     """
 
     def __init__(self, state: State, capture: Capture):
@@ -191,9 +193,9 @@ class GraphedNetworks:
         with section("backward"):
             self.grad_v.copy_(torch.autograd.grad(loss * state.scaler.scale, self.v)[0])
             self.backward.replay()
-            grads = state.reduce(self.grads)  # read before the next replay overwrites them
+            grads = state.reduce(self.grads)
         with section("optimizer"):
-            state.update(loss, grads)
+            state.update(loss, grads)  # the last to read the gradients, which the next replay overwrites
         state.end_step(index)
 
 
