@@ -62,7 +62,7 @@ Not captured, and why:
 Copied in      the batch to state.inputs; for graphs of layers also hidden to x and the gradients of the outputs to
                grad. In graph_layer x is the output of the layer before (chained): a step copies hidden for the first
                layer only, but gradients for each.
-Read in time   a graph's outputs, by the eager rest of the layer (in graph_layer the next layer or the loss), forward and
+Read in time   a graph's outputs, by the eager rest of the layer (graph_layer: the next layer or the loss), forward and
                backward, before this layer's backward is replayed. x.grad, by the eager backward or the copy to the next
                grad, before the next backward is replayed. main_grad by Adam, losses and gradient norm by end_step, in
                their step.
