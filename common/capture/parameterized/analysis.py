@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from common.capture.parameterized import arenas, driver, encodings, memory, random_state, words
+from common.capture.parameterized import arenas, driver, memory, random_state, words
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 from common.capture.pool import new_workspaces
@@ -62,7 +62,6 @@ class Analysis:
         tied: those that look so, and share 8 bytes with a slot.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
-        encoded: slots that hold an address otherwise than as it is.
         build_s: seconds by phase.
     """
 
@@ -78,7 +77,6 @@ class Analysis:
     tied: list[words.Unexplained]
     increment: int
     written: list[int]
-    encoded: int
     build_s: dict[str, float] = field(default_factory=dict)
 
     def release(self) -> None:
@@ -292,15 +290,12 @@ def _compare(first, second, increment, written) -> Analysis:
     pairs = [(a, b, size) for (a, size), (b, _) in zip(first.blocks, second.blocks, strict=True)]
     allocations += dict.fromkeys(pairs)
     slots, unexplained = words.explain(chunks, (blob, other), allocations)
-    plain = {*zip(slots.position.tolist(), slots.width.tolist(), strict=True)}
-    slots, unexplained = encodings.explain(chunks, (blob, other), allocations, slots, unexplained)
     suspects, tied = words.suspects(unexplained, (blob, other), slots, driver.is_address)
     plan = arenas.plan(first.segments, first.blocks, _addresses(first))
     # No launch knows the second one's memory, and the first launches need as much.
     _drop(second)
     found = (slots, unexplained, suspects, tied)
-    encoded = len({*zip(slots.position.tolist(), slots.width.tolist(), strict=True)} - plain)
-    return Analysis(first, chunks, blob, other, allocations, plan, *found, increment, written, encoded)
+    return Analysis(first, chunks, blob, other, allocations, plan, *found, increment, written)
 
 
 def _drop(captured):

@@ -52,7 +52,6 @@ class GpuRegion:
         self.report: dict[str, Any] = {
             "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
             "slots": len(analysis.slots),
-            "slots_encoded": analysis.encoded,
             "arena_bytes": sum(self._sizes),
             "unread": len(analysis.unexplained),
             "unread_like_addresses": len(analysis.suspects),

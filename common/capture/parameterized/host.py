@@ -25,7 +25,7 @@ class HostRegion:
     """
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):
-        refuse_inside_capture("parameterize", "runs inside a capture")
+        refuse_inside_capture("the capture of a region", "runs inside a capture")
         inputs = [memory.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         state = torch.get_rng_state()

@@ -43,9 +43,6 @@ class Slots:
         allocation: index of the allocation.
         offset: bytes from the allocation's base.
         node: index of the node.
-        right: bits by which the address is shifted right in its word.
-        left: bits by which it is shifted left after that.
-        rest: the word's other bits.
     """
 
     position: np.ndarray
@@ -53,9 +50,6 @@ class Slots:
     allocation: np.ndarray
     offset: np.ndarray
     node: np.ndarray
-    right: np.ndarray
-    left: np.ndarray
-    rest: np.ndarray
 
     def __len__(self) -> int:
         return len(self.position)
@@ -220,16 +214,12 @@ def _slots(found, chunks, owner) -> Slots:
     position = np.concatenate([places for places, *_ in found])
     order = np.argsort(position, kind="stable")
     nodes = np.array([chunk.node for chunk in chunks], np.int64)
-    plain = np.zeros(len(position), np.uint64)
     return Slots(
         position[order],
         np.concatenate([np.full(len(places), width) for places, width, *_ in found])[order],
         np.concatenate([allocation for *_, allocation, _ in found])[order],
         np.concatenate([offset for *_, offset in found])[order],
         nodes[owner[position[order]]] if len(position) else np.zeros(0, np.int64),
-        plain,
-        plain,
-        plain,
     )
 
 
@@ -275,8 +265,7 @@ class Patcher:
         self._slots = slots
         self._num_allocations = num_allocations
         self._offset = slots.offset.astype(np.uint64)
-        is_plain = (slots.right == 0) & (slots.left == 0) & (slots.rest == 0)
-        self._whole = is_plain & (slots.width == 8) & (slots.position % 2 == 0)
+        self._whole = (slots.width == 8) & (slots.position % 2 == 0)
         self._others = np.flatnonzero(~self._whole)
         self._long_position = slots.position // 2
         self._bases: list[int] = []
@@ -335,10 +324,8 @@ class Patcher:
         return np.flatnonzero(np.bincount(slots.node[which], minlength=self._num_nodes)).tolist()
 
     def _write_others(self, which, values):
-        """Halves of addresses, shifted ones, and those that are no whole word of the blob."""
-        slots = self._slots
-        position, wide = slots.position[which], slots.width[which] == 8
-        values = values >> slots.right[which] << slots.left[which] | slots.rest[which]
+        """Halves of addresses, and those that are no whole word of the blob."""
+        position, wide = self._slots.position[which], self._slots.width[which] == 8
         self._words[position] = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32)
         self._words[position[wide] + 1] = (values[wide] >> np.uint64(32)).astype(np.uint32)
 
