@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from common.capture.parameterized import arenas, driver, memory, random_state, words
+from common.capture import memory
+from common.capture.parameterized import arenas, driver, random_state, words
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 from common.capture.pool import new_workspaces
@@ -84,21 +85,13 @@ class Analysis:
         _drop(self.first)
 
     def all_bytes(self) -> list[torch.Tensor]:
-        """Return all bytes of the first capture: of its pool and of its inputs.
-
-        Returns:
-            tensors of bytes; they do not own them.
-        """
+        """Return all bytes of the first capture, of its pool and of its inputs, as tensors that do not own them."""
         device = torch.device("cuda", torch.cuda.current_device())
         inputs = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in self.first.inputs]
         return [memory.bytes_at(address, size, device) for address, size in (*self.first.segments, *inputs) if size]
 
     def check(self) -> None:
-        """Check that other values can be written in the place of all words that are no address of the region.
-
-        Raises:
-            RegionRefused: an 8-byte word holds half of an address of the region and may be another address too.
-        """
+        """RegionRefused where an 8-byte word holds half of an address of the region and may be another address too."""
         if self.tied:
             raise RegionRefused(f"words may be of two addresses at once: {self.name(self.tied)}")
 
@@ -107,14 +100,7 @@ class Analysis:
         return max((size for _, _, size in self.allocations), default=0)
 
     def name(self, unexplained: list[words.Unexplained]) -> str:
-        """Name words by node, kernel and place.
-
-        Args:
-            unexplained: the words.
-
-        Returns:
-            text for a message, with the first few.
-        """
+        """Name the first few words by node, kernel and place."""
         named = [
             f"node {word.node} ({self.first.nodes[word.node].name}) byte {word.offset}: "
             f"{word.first:#x} and {word.second:#x}"
@@ -140,9 +126,6 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
 
     Returns:
         the comparison. The first capture is alive until `release`; the second one has gone.
-
-    Raises:
-        RegionRefused: a node cannot be launched on other memory, or the captures differ.
     """
     random_state.anchor(device)
     state = torch.cuda.get_rng_state(device)

@@ -22,7 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch.utils._pytree import tree_leaves
 
-from common.capture.parameterized import memory
+from common.capture import memory
 from common.capture.parameterized.driver import DriverError
 from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture
@@ -62,11 +62,9 @@ class Region:
     earlier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
 
     def row(self) -> dict[str, Any]:
-        """Return what a table shows.
+        """Return what a table shows: name, state and reason.
 
-        Returns:
-            name, state and reason, with the capture's report, launches, nodes patched in them and its host seconds
-            where there is one.
+        Where there is a capture also its report, launches, nodes patched in them and its host seconds.
         """
         row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
         if self.captured is not None:
@@ -80,10 +78,7 @@ class Region:
         return row
 
     def launch(self, inputs: list[torch.Tensor]):
-        """Launch the captured region.
-
-        Args:
-            inputs: those that are not fixed.
+        """Launch the captured region on the inputs that are not fixed.
 
         Returns:
             flat results, and the memory that holds them. None where the driver refused the launch: nothing ran, and the
@@ -111,12 +106,7 @@ class Region:
         return self.captured.report["nodes"] if self.captured is not None else {}
 
     def drop(self, state: str, reason: str) -> None:
-        """Free the capture.
-
-        Args:
-            state: the state from now on.
-            reason: why.
-        """
+        """Free the capture; `state` and `reason` hold from now on."""
         self.earlier = self.counts()
         captured, self.captured, self.state, self.reason = self.captured, None, state, reason
         if captured is not None:
@@ -151,11 +141,7 @@ class Regions:
 
 @contextlib.contextmanager
 def collecting(regions: Regions):
-    """Gather the regions that are called inside this block. What was released before is captured again.
-
-    Args:
-        regions: where they go.
-    """
+    """Gather the regions that are called inside this block. What was released before is captured again."""
     _collectors.append(regions)
     try:
         yield
@@ -306,14 +292,7 @@ def _check_separate(inputs):
 
 
 def unwritten(graph: torch.fx.GraphModule) -> set[int]:
-    """Find the seeds of attention without dropout: its kernels leave them as the memory was.
-
-    Args:
-        graph: of operators.
-
-    Returns:
-        their indices among the results.
-    """
+    """Find the seeds of attention without dropout, by index of the result: its kernels leave them as the memory was."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     found = set()
     for index, node in enumerate(tree_leaves(output.args)):

@@ -37,17 +37,7 @@ class Node:
 
 
 def read_nodes(graph: int) -> list[Node]:
-    """Read all nodes of a graph.
-
-    Args:
-        graph: CUgraph.
-
-    Returns:
-        the nodes in the order in which they were made.
-
-    Raises:
-        RegionRefused: a node cannot be launched on other memory; the message names it.
-    """
+    """Read all nodes of a CUgraph in the order in which they were made. RegionRefused names a node that cannot move."""
     return [_read(index, handle) for index, handle in enumerate(driver.graph_nodes(graph))]
 
 
@@ -79,15 +69,7 @@ def _read(index, handle) -> Node:
 
 
 def check_alike(first: list[Node], second: list[Node]) -> None:
-    """Check that two captures of one function launch the same work.
-
-    Args:
-        first: nodes of the first capture.
-        second: of the second.
-
-    Raises:
-        RegionRefused: they differ; the message names the node.
-    """
+    """Refuse two captures of one function that launch different work; the message names the node."""
     if len(first) != len(second):
         raise RegionRefused(f"two captures differ: {len(first)} and {len(second)} nodes")
     for index, (a, b) in enumerate(zip(first, second, strict=True)):
@@ -121,14 +103,7 @@ class Setters:
             self._calls.append(self._setter(executable.handle, node, handle, (starts, its_chunks)))
 
     def apply(self, changed: list[int]) -> None:
-        """Set the parameters of some nodes for all later launches.
-
-        Args:
-            changed: indices of the nodes.
-
-        Raises:
-            driver.DriverError: the driver refused a node's parameters.
-        """
+        """Set the parameters of some nodes, by index, for all later launches. DriverError names the node."""
         calls = self._calls
         errors = list(map(operator.call, [calls[index] for index in changed]))
         if any(errors):

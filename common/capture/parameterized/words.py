@@ -182,9 +182,9 @@ def suspects(
     """Find the unexplained words that look like addresses, in either capture.
 
     Args:
-        unexplained: of `explain`.
+        unexplained: of `explain`, as `slots`.
         blobs: parameters of the first and the second capture.
-        slots: of `explain`.
+        slots: the addresses.
         is_address: is_address(value), whether memory is known at an 8-byte value.
 
     Returns:
@@ -285,14 +285,7 @@ class Patcher:
         }
 
     def patch(self, bases: list[int]) -> list[int]:
-        """Write the addresses that have changed since the last call.
-
-        Args:
-            bases: address of each allocation.
-
-        Returns:
-            indices of the nodes whose parameters changed.
-        """
+        """Write the addresses of allocations that moved since the last call; return the changed nodes, by index."""
         if bases == self._bases:
             return []
         before: list[int] | list[None] = self._bases or [None] * len(bases)
@@ -330,15 +323,7 @@ class Patcher:
         self._words[position[wide] + 1] = (values[wide] >> np.uint64(32)).astype(np.uint32)
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
-        """Write other values in the place of unexplained words.
-
-        Args:
-            words: the words.
-            values: for each.
-
-        Returns:
-            indices of the nodes whose parameters changed.
-        """
+        """Write other values in the place of unexplained words; return the nodes that changed, by index."""
         for word, value in zip(words, values, strict=True):
             self._words[word.position] = value
         return sorted({word.node for word in words})

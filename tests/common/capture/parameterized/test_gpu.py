@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from common.capture.parameterized import backend, memory, random_state
+from common.capture import memory
+from common.capture.parameterized import backend, random_state
 from common.capture.parameterized.errors import RegionRefused
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
