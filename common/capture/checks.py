@@ -17,6 +17,10 @@ class CaptureError(RuntimeError):
         self.reason, self.place = reason, place
 
 
+class RegionRefused(CaptureError):
+    """A region cannot be launched on other memory: the message names the node and the reason."""
+
+
 def signature(tensor: torch.Tensor) -> tuple:
     """Return the properties of a tensor that a graph fixes: shape, stride, dtype and address."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr()

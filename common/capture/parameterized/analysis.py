@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from common.capture import memory
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import arenas, driver, random_state, words
-from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 from common.capture.pool import new_workspaces
 
@@ -54,7 +54,6 @@ class Analysis:
         first: the capture that is launched.
         chunks: layout of the parameters.
         blob: parameters of the first capture.
-        other: parameters of the second.
         allocations: (base in the first, base in the second, bytes), the inputs, then the tensors of the pool.
         plan: where the parts of the pool go in a launch.
         slots: the addresses.
@@ -69,7 +68,6 @@ class Analysis:
     first: Captured
     chunks: list[words.Chunk]
     blob: np.ndarray
-    other: np.ndarray
     allocations: list[tuple[int, int, int]]
     plan: arenas.Plan
     slots: words.Slots
@@ -278,7 +276,7 @@ def _compare(first, second, increment, written) -> Analysis:
     # No launch knows the second one's memory, and the first launches need as much.
     _drop(second)
     found = (slots, unexplained, suspects, tied)
-    return Analysis(first, chunks, blob, other, allocations, plan, *found, increment, written)
+    return Analysis(first, chunks, blob, allocations, plan, *found, increment, written)
 
 
 def _drop(captured):

@@ -23,8 +23,8 @@ from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
+from common.capture.checks import RegionRefused
 from common.capture.parameterized.driver import DriverError
-from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture
 
 _DEVICES = ("cuda", "cpu")

@@ -81,6 +81,13 @@ class MemcpyParams(ctypes.Structure):
     )
 
 
+_PARAMS = {
+    KERNEL: (KernelParams, "cuGraphKernelNodeGetParams_v2"),
+    MEMCPY: (MemcpyParams, "cuGraphMemcpyNodeGetParams"),
+    MEMSET: (MemsetParams, "cuGraphMemsetNodeGetParams"),
+}
+
+
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
 
@@ -120,10 +127,11 @@ def node_kind(node: int) -> int:
     return kind.value
 
 
-def kernel_params(node: int) -> KernelParams:
-    """Return a kernel node's parameters. The memory that they point to belongs to the node."""
-    params = KernelParams()
-    call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
+def params_of(node: int, kind: int):
+    """Return the parameters of a kernel, copy or memset. The memory that a kernel's point to belongs to the node."""
+    make, name = _PARAMS[kind]
+    params = make()
+    call(name, c_void_p(node), byref(params))
     return params
 
 
@@ -170,20 +178,6 @@ def _layout(params) -> list[tuple[int, int]]:
             return layout
         check(name, error)
         layout.append((offset.value, size.value))
-
-
-def memset_params(node: int) -> MemsetParams:
-    """Return a memset node's parameters."""
-    params = MemsetParams()
-    call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(params))
-    return params
-
-
-def memcpy_params(node: int) -> MemcpyParams:
-    """Return a copy node's parameters."""
-    params = MemcpyParams()
-    call("cuGraphMemcpyNodeGetParams", c_void_p(node), byref(params))
-    return params
 
 
 def is_device_memory(kind: int, address: int | None) -> bool:

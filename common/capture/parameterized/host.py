@@ -7,10 +7,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from common.capture import memory
-from common.capture.checks import CaptureError
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.host_graph_memory import ExternalStorage, View, held_outside
 from common.capture.host_graph_recorder import Recorder, copy_results, refuse_inside_capture, replaying
-from common.capture.parameterized.errors import RegionRefused
 
 
 class HostRegion:

@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import driver
-from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.words import Chunk
 
 _COLLECTIVES = ("nccl", "nvshmem")
@@ -47,17 +47,17 @@ def _read(index, handle) -> Node:
     if kind == driver.EMPTY:
         return Node(handle, kind, name)
     if kind == driver.KERNEL:
-        params = driver.kernel_params(handle)
+        params = driver.params_of(handle, kind)
         name = driver.kernel_name(params)
         if name.lower().startswith(_COLLECTIVES):
             raise RegionRefused(f"node {index} is a collective, {name}: leave it outside the region")
         shape = (params.func, params.kern, tuple(params.grid), tuple(params.block), params.shared_bytes)
         return Node(handle, kind, name, shape, driver.kernel_arguments(params), not params.kernel_params)
     if kind == driver.MEMSET:
-        memset = driver.memset_params(handle)
+        memset = driver.params_of(handle, kind)
         return Node(handle, kind, name, (memset.width, memset.height), [(0, bytes(memset))])
     if kind == driver.MEMCPY:
-        copy = driver.memcpy_params(handle)
+        copy = driver.params_of(handle, kind)
         for side, memory, address in (
             ("from", copy.src_type, copy.src_device),
             ("to", copy.dst_type, copy.dst_device),
@@ -122,7 +122,7 @@ class Setters:
             name = "cuGraphExecMemsetNodeSetParams" if node.kind == driver.MEMSET else "cuGraphExecMemcpyNodeSetParams"
             rest = c_void_p.from_param(starts[0]), c_void_p.from_param(driver.current_context())
             return partial(getattr(library, name), *target, *rest)
-        params = driver.kernel_params(node.handle)
+        params = driver.params_of(node.handle, node.kind)
         if node.packed:
             size = c_size_t(chunks[0].size)
             extra = (c_void_p * 5)(1, starts[0], 2, ctypes.addressof(size), None)

@@ -4,8 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from common.capture.checks import signature
-from common.capture.parameterized.errors import RegionRefused
+from common.capture.checks import RegionRefused, signature
 from common.capture.parameterized.host import HostRegion
 
 # Launches that are compared with eager runs, on a GPU.

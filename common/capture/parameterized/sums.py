@@ -6,9 +6,9 @@ the last hook of a layer launches all of its additions as one region.
 
 import torch
 
+from common.capture.checks import RegionRefused
 from common.capture.parameterized.backend import Region
 from common.capture.parameterized.driver import DriverError
-from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.region import capture
 
 

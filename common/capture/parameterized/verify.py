@@ -7,8 +7,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import random_state
-from common.capture.parameterized.errors import RegionRefused
 
 # All bits set is NaN in every floating-point format, and no address.
 _POISON = 0xFF

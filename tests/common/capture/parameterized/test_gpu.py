@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from common.capture import memory
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import backend, random_state
-from common.capture.parameterized.errors import RegionRefused
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
 from tests.helpers.regions import Captured

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.capture.checks import CaptureError
-from common.capture.parameterized.errors import RegionRefused
+from common.capture.checks import CaptureError, RegionRefused
 from tests.helpers.host_graph_cases import same
 from tests.helpers.regions import Captured
 

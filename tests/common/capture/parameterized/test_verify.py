@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common.capture import memory
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import verify
-from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.words import Suspect, Unexplained
 
 CPU = torch.device("cpu")
