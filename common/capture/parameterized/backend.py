@@ -45,7 +45,6 @@ class Region:
         name: forward, backward or inference, with a number.
         state: waiting, parameterized or eager.
         reason: why it runs eagerly.
-        captured: the captured region.
         captures: times that it was captured.
         fixed: indices of the inputs that stay at their addresses.
         addresses: of those.

@@ -221,12 +221,7 @@ def _graph_launch():
 
 
 class Executable:
-    """An instantiated copy of a graph, with the copy's nodes in the order of the original's.
-
-    Args:
-        graph: CUgraph; it may be destroyed afterwards.
-        nodes: its nodes.
-    """
+    """An instantiated copy of a CUgraph, which may be destroyed then; the copy's nodes are in the order of `nodes`."""
 
     def __init__(self, graph: int, nodes: list[int]):
         self._launch = _graph_launch()

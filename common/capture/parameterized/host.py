@@ -15,12 +15,8 @@ from common.capture.host_graph_recorder import Recorder, copy_results, refuse_in
 class HostRegion:
     """A recorded run that moves to other memory.
 
-    Args:
-        fn: the region; it runs once, on copies of the inputs, and then counts as captured.
-        example_inputs: tensors of the CPU.
-
-    Raises:
-        RegionRefused: fn does what no graph can hold, or keeps a tensor that it made.
+    fn runs once, on copies of the inputs, and then counts as captured. RegionRefused where it does what no graph can
+    hold, or keeps a tensor that it made.
     """
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):

@@ -84,11 +84,7 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
 class Setters:
     """Hands changed parameters to an executable graph, each node by a call made ready before.
 
-    Args:
-        executable: the graph that is launched.
-        nodes: as read from the capture.
-        chunks: layout of the blob.
-        blob: parameters; the driver copies from its memory at each call.
+    nodes: as read from the capture. blob: parameters, laid out as `chunks` says; the driver copies from its memory.
     """
 
     def __init__(self, executable: driver.Executable, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray):

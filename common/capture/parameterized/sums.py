@@ -15,10 +15,8 @@ from common.capture.parameterized.region import capture
 class Sums:
     """The hooks of some layers, exchanged for one launch a layer between `enter` and `leave`.
 
-    Args:
-        layers: parameters of each layer, all of which get a gradient in each backward pass. Only those with a hook
-            count, which must be main_grad.add_(grad) and grad = None.
-        collect: collect(region), called with each region that is made.
+    layers: parameters of each layer, all of which get a gradient in each backward pass. Only those with a hook count,
+    which must be main_grad.add_(grad) and grad = None. collect: called with each region that is made.
     """
 
     def __init__(self, layers: list[list[torch.nn.Parameter]], collect):

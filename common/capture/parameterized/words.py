@@ -20,11 +20,7 @@ _FEW = 8
 class Chunk:
     """A run of parameter bytes in the blob: a parameter of a kernel, or all of a node's.
 
-    Attributes:
-        node: index of the node.
-        offset: offset of the chunk in the node's parameters.
-        start: offset in the blob, a multiple of 16.
-        size: bytes.
+    node: index of the node. offset: in the node's parameters. start: in the blob, a multiple of 16. size: bytes.
     """
 
     node: int
@@ -35,7 +31,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Slots:
-    """The addresses in a blob: 4-byte positions and what belongs there.
+    """The addresses in a blob, by 4-byte position, and what belongs there.
 
     Attributes:
         position: index into the blob as 4-byte words.
@@ -84,9 +80,7 @@ class Unexplained:
 class Suspect:
     """An 8-byte word with an unexplained half that looks like an address of memory outside the region.
 
-    Attributes:
-        low: its lower half; this half or the other one may be the same in both captures.
-        high: its upper half.
+    One of `low` and `high` may be the same in both captures.
     """
 
     low: Unexplained
@@ -226,7 +220,7 @@ def _slots(found, chunks, owner) -> Slots:
 def match(
     values: tuple[np.ndarray, np.ndarray], allocations: list[tuple[int, int, int]], bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the allocation and the offset that each pair of values has in common.
+    """Find the allocation (index, -1 for none) and the offset that each pair of values has in common.
 
     A value inside an allocation goes before one at its end, which may be the next one's base.
 
@@ -234,9 +228,6 @@ def match(
         values: in the first and in the second capture, uint64.
         allocations: (base in the first, base in the second, bytes).
         bits: lower bits of an address that the values hold.
-
-    Returns:
-        indices of the allocations, -1 for none, and offsets.
     """
     mask = np.uint64(2**bits - 1)
     allocation = np.full(len(values[0]), -1, np.int64)
@@ -251,13 +242,7 @@ def match(
 
 
 class Patcher:
-    """Writes new addresses into a blob.
-
-    Args:
-        blob: parameters of a capture; changed in place.
-        slots: its addresses.
-        num_allocations: length of the lists of bases.
-    """
+    """Writes new addresses into the blob of a capture, in place. num_allocations: length of the lists of bases."""
 
     def __init__(self, blob: np.ndarray, slots: Slots, num_allocations: int):
         self._words = blob.view(np.uint32)
