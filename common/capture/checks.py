@@ -6,15 +6,16 @@ import torch
 class CaptureError(RuntimeError):
     """A graph cannot hold an operator, or a replay would be wrong; it names the operator and the user's file:line.
 
-    Args:
-        message: in one line.
-        reason: a constant of `common.capture.host_graph_rules`, where one of them says why.
-        place: file:line of the user's code, where it is known.
+    reason: a constant of `common.capture.host_graph_rules`, where one of them says why. place: file:line, where known.
     """
 
     def __init__(self, message: str, reason: str = "", place: str = ""):
         super().__init__(message)
         self.reason, self.place = reason, place
+
+
+class RegionRefused(CaptureError):
+    """A region cannot be launched on other memory: the message names the node and the reason."""
 
 
 def signature(tensor: torch.Tensor) -> tuple:

@@ -6,16 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def without_compiler(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
-    """Let a mode's first operator not import the compiler, which takes over a second.
+    """Let a mode, with its own `__torch_dispatch__`, see its first operator without an import of the compiler.
 
-    torch wraps `__torch_dispatch__` of every mode, so that its compiler leaves that code alone. The wrapper imports the
-    compiler when it is first called. Where nothing has imported it, nothing is compiled, and the mode's own code runs.
-
-    Args:
-        mode: a class with its own `__torch_dispatch__`.
-
-    Returns:
-        The class.
+    That takes over a second. torch wraps `__torch_dispatch__` of every mode, so that its compiler leaves that code
+    alone. The wrapper imports the compiler when it is first called. Where nothing has imported it, nothing is compiled,
+    and the mode's own code runs.
     """
     wrapped = mode.__torch_dispatch__
     own = getattr(wrapped, "__wrapped__", wrapped)

@@ -23,11 +23,10 @@ backward of a custom autograd.Function (masked_fill_ goes).
 """
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from common.capture.checks import CaptureError, check_static_inputs, signature
 from common.capture.host_graph_memory import ExternalStorage, OwnedStorage, View
-from common.capture.host_graph_recorder import Recorder, refuse_inside_capture
+from common.capture.host_graph_recorder import Recorder, copy_results, refuse_inside_capture, replaying
 
 
 class HostGraph:
@@ -77,20 +76,16 @@ class HostGraph:
         check_static_inputs(self._static)
         for external in self._externals:
             external.check()
-        autocast = torch.is_autocast_enabled("cpu")
-        grad_enabled = torch.is_grad_enabled()
-        # The casts of a capture under autocast were recorded; they must not be made twice.
-        torch.set_autocast_enabled("cpu", False)
         num_done = 0
         try:
-            with torch._C._AutoDispatchBelowAutograd():
+            with replaying():
                 self._poison_others()
                 for mode, calls in self._runs:
                     torch._C._set_grad_enabled(mode)
                     for func, args, kwargs, results in calls:
                         value = func(*args, **kwargs)
                         if results:
-                            _copy(results, value)
+                            copy_results(results, value)
                         num_done += 1
                 for storage in self._freed_after:
                     storage.poison()
@@ -100,9 +95,6 @@ class HostGraph:
             operator, line = self._lines[num_done]
             reason = error.reason if isinstance(error, CaptureError) else ""
             raise CaptureError(f"{operator} at {line} failed at replay: {error}", reason, line) from error
-        finally:
-            torch._C._set_grad_enabled(grad_enabled)
-            torch.set_autocast_enabled("cpu", autocast)
         self.num_replays += 1
 
     def nodes(self) -> dict[str, int]:
@@ -135,14 +127,6 @@ class HostGraph:
             storage.poisoned = False
         for graph in self._writers:
             graph._spent = False
-
-
-def _copy(results, value):
-    """Copy an operator's result, a tensor or a nest of them, into the tensors recorded for it (None: not new)."""
-    values = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
-    for result, tensor in zip(results, values, strict=True):
-        if result is not None:
-            result.copy_(tensor)
 
 
 class HostPool:

@@ -1,5 +1,6 @@
 """The recording of a host graph: the operators that a function runs, and the storages that they read and write."""
 
+import contextlib
 import threading
 from dataclasses import dataclass
 
@@ -46,6 +47,28 @@ class Call:
             for leaf in tree_leaves(values[argument.name])
             if isinstance(leaf, View)
         }
+
+
+@contextlib.contextmanager
+def replaying():
+    """Run recorded operators in this block: below autograd, with a grad mode that is put back after it."""
+    grad_enabled, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    # The casts of a capture under autocast were recorded; they must not be made twice.
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            yield
+    finally:
+        torch._C._set_grad_enabled(grad_enabled)
+        torch.set_autocast_enabled("cpu", autocast)
+
+
+def copy_results(results, value) -> None:
+    """Copy an operator's result, a tensor or a nest of them, into the tensors recorded for it (None: not new)."""
+    values = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
+    for result, tensor in zip(results, values, strict=True):
+        if result is not None:
+            result.copy_(tensor)
 
 
 def _flattened(args, kwargs) -> tuple[list, TreeSpec | None]:

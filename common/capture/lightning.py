@@ -39,14 +39,10 @@ from common.capture.pool import CaptureError, CudaGraph, Pool, StaticInputs
 
 
 class CUDAGraphCallback(Callback):
-    """Captures the full iteration of `Trainer.fit` after `warmup_steps` eager steps.
+    """Captures the full iteration of `Trainer.fit` after `warmup_steps` (from 1 up) eager steps.
 
-    Args:
-        warmup_steps: from 1 up; libraries initialise and choose their kernels in them.
-
-    Raises:
-        ValueError: the trainer, the module or a batch cannot be captured; it names what to change.
-        CaptureError: the capture shows that the step cannot be captured.
+    ValueError where the trainer, the module or a batch cannot be captured, CaptureError where the capture shows that;
+    both name what to change.
     """
 
     def __init__(self, warmup_steps: int = 11):

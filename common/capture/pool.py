@@ -22,6 +22,7 @@ import os
 
 import torch
 
+from common.capture import memory
 from common.capture.checks import CaptureError, check_static_inputs, signature
 from common.capture.host_graph import HostGraph, HostPool
 
@@ -85,10 +86,8 @@ class Pool:
         """
         if self._host is not None:
             return self._host.borrow(tensor)
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        place = _Memory(tensor.data_ptr(), (last + 1) * tensor.element_size())
-        memory = torch.as_tensor(place, device=tensor.device).view(tensor.dtype)
-        return memory.as_strided(tensor.shape, tensor.stride())
+        elements = memory.bytes_at(tensor.data_ptr(), memory.extent(tensor), tensor.device).view(tensor.dtype)
+        return elements.as_strided(tensor.shape, tensor.stride())
 
     @contextlib.contextmanager
     def adopt(self, is_borrowed: bool = False):
@@ -137,13 +136,8 @@ class Pool:
         if self._host is not None:
             self._host.poison_free()
             return
-        for segment in self._segments():
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if block["state"] == "inactive":
-                    # All bits set is NaN in every format.
-                    torch.as_tensor(_Memory(address, block["size"]), device=self.device).fill_(0xFF)
-                address += block["size"]
+        # All bits set is NaN in every format.
+        memory.fill_inactive(self._segments(), 0xFF, self.device)
 
     @property
     def num_replays(self) -> int:
@@ -251,18 +245,6 @@ class CudaGraph:
             self.graph.reset()
         self.graph = None
         self._static = []
-
-
-class _Memory:
-    """Bytes of the GPU's memory, for torch.as_tensor."""
-
-    def __init__(self, address: int, num_bytes: int):
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class StaticInputs:

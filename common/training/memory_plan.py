@@ -26,10 +26,8 @@ ROUND_LARGE_BYTES = 2 * 2**20  # kRoundLarge: rounded up to a multiple of this
 class Plan:
     """The items that each layer keeps, and the bytes around them.
 
-    Attributes:
-        items: {name: bytes that a layer takes of torch's segments to keep it}, in the order of the forward.
-        layers: names of the items that layer 0, 1, ... keeps.
-        fixed_bytes: weights, workspaces, what a layer needs while it runs.
+    items: {name: bytes that a layer takes of torch's segments to keep it}, in the order of the forward. layers: names
+    of the items that layer 0, 1, ... keeps. fixed_bytes: weights, workspaces, what a layer needs while it runs.
     """
 
     items: dict[str, int]
@@ -66,15 +64,9 @@ def kept_by_layers(keep: str, names: Sequence[str], num_layers: int) -> tuple[fr
 
     Args:
         keep: all (auto means the same); least; or groups of the last layers in their order. With "5 qkv fc1, 75 all"
-            the last 75 layers keep all items, the 5 before them two, and any others none.
+            the last 75 layers keep all items, the 5 before them two, and any others none. ValueError for anything else.
         names: the items that a layer may keep.
         num_layers: of the model, or of a stage of a pipeline.
-
-    Returns:
-        a set of names for each layer.
-
-    Raises:
-        ValueError: `keep` is none of these.
     """
     everything = frozenset(names)
     kept: list[frozenset[str]] = []
@@ -94,7 +86,10 @@ def kept_by_layers(keep: str, names: Sequence[str], num_layers: int) -> tuple[fr
 
 
 def choose(keep: str, cards: dict[int, str], total_bytes: int, budget_bytes: int, predict: Callable[[str], int]) -> str:
-    """Choose what layers keep on a GPU.
+    """Return what layers keep on a GPU: `keep`, unless it is auto; ValueError where that is not predicted to fit.
+
+    For auto the first that is predicted to fit: all, the choices for cards that are not larger than this one, from the
+    largest down, least.
 
     Args:
         keep: of --keep.
@@ -102,13 +97,6 @@ def choose(keep: str, cards: dict[int, str], total_bytes: int, budget_bytes: int
         total_bytes: of the GPU.
         budget_bytes: that torch may reserve.
         predict: predict(keep) -> bytes that torch reserves.
-
-    Returns:
-        `keep`, unless it is auto. Else the first that is predicted to fit: all, the choices for cards that are not
-        larger than this one, from the largest down, least.
-
-    Raises:
-        ValueError: `keep` is not auto, and not predicted to fit.
     """
     if keep != "auto":
         if predict(keep) > budget_bytes:

@@ -137,30 +137,25 @@ def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[
     to another and their receives come in the same order, so that one process group without tags serves both ways: the
     pipeline's, in which a stage's number is its rank.
     """
-    return all_communications(pp, chunks, microbatches)[stage]
-
-
-def all_communications(pp: int, chunks: int, microbatches: int) -> list[list[list[Transfer]]]:
-    """`communications` of each stage."""
-    orders = [numbered(order(pp, stage, chunks, microbatches)) for stage in range(pp)]
+    orders = [numbered(order(pp, each, chunks, microbatches)) for each in range(pp)]
     starts = _starts(pp, chunks, orders)
     places = [{key: index for index, key in enumerate(steps)} for steps in orders]
     messages = []
-    for stage, steps in enumerate(orders):
+    for taker, steps in enumerate(orders):
         for step, microbatch in steps:
-            source, made_by = origin(pp, chunks, stage, step) or (stage, step)
-            if source != stage:
+            source, made_by = origin(pp, chunks, taker, step) or (taker, step)
+            if source != taker:
                 index = places[source][made_by, microbatch]
-                messages.append((starts[source][index] + 1, source, index + 1, made_by, stage, step, microbatch))
+                messages.append((starts[source][index] + 1, source, index + 1, made_by, taker, step, microbatch))
     entries: list[list[list[Transfer]]] = [[[] for _ in range(len(steps) + 1)] for steps in orders]
     # Of each stage the entry that the next message finds: messages come by time, and so do entries.
     entry = [0] * pp
-    for time, stage, index, step, peer, peer_step, microbatch in sorted(messages):
+    for time, source, index, step, peer, peer_step, microbatch in sorted(messages):
         while entry[peer] < len(starts[peer]) and starts[peer][entry[peer]] < time:
             entry[peer] += 1
-        entries[stage][index].append(Transfer(True, peer, step, microbatch))
-        entries[peer][entry[peer]].append(Transfer(False, stage, peer_step, microbatch))
-    return entries
+        entries[source][index].append(Transfer(True, peer, step, microbatch))
+        entries[peer][entry[peer]].append(Transfer(False, source, peer_step, microbatch))
+    return entries[stage]
 
 
 def _starts(pp, chunks, orders):

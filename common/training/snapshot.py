@@ -16,13 +16,8 @@ Named = list[tuple[str, torch.Tensor]]
 class Snapshot:
     """The state of objects as it is now.
 
-    Args:
-        owned: what training changes: modules, optimizers, tensors, generators, lists and dicts of these, and any
-            object with state_dict and load_state_dict.
-        device: that the step runs on.
-
-    Raises:
-        ValueError: an object is none of these.
+    owned: what training changes: modules, optimizers, tensors, generators, lists and dicts of these, and any object
+    with state_dict and load_state_dict; ValueError where one is none of these. device: that the step runs on.
     """
 
     def __init__(self, owned: list, device: torch.device):

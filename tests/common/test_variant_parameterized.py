@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from common.capture.checks import CaptureError
-from common.capture.parameterized import backend
 from common.variant import Capture, Unsupported, leave
 from common.variant_parameterized import Parameterized
 from tests.helpers import contracts, gpt3_case, llama2_lora_case, llama31_case
@@ -20,7 +19,6 @@ NUM_STEPS = 3
 @pytest.fixture(autouse=True)
 def fresh():
     yield
-    backend.reset()
     torch._dynamo.reset()
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from common.capture.parameterized import arenas, driver, encodings, memory, random_state, words
-from common.capture.parameterized.errors import RegionRefused
+from common.capture import memory
+from common.capture.checks import RegionRefused
+from common.capture.parameterized import arenas, driver, random_state, words
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 from common.capture.pool import new_workspaces
 
@@ -53,7 +54,6 @@ class Analysis:
         first: the capture that is launched.
         chunks: layout of the parameters.
         blob: parameters of the first capture.
-        other: parameters of the second.
         allocations: (base in the first, base in the second, bytes), the inputs, then the tensors of the pool.
         plan: where the parts of the pool go in a launch.
         slots: the addresses.
@@ -62,14 +62,12 @@ class Analysis:
         tied: those that look so, and share 8 bytes with a slot.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
-        encoded: slots that hold an address otherwise than as it is.
         build_s: seconds by phase.
     """
 
     first: Captured
     chunks: list[words.Chunk]
     blob: np.ndarray
-    other: np.ndarray
     allocations: list[tuple[int, int, int]]
     plan: arenas.Plan
     slots: words.Slots
@@ -78,7 +76,6 @@ class Analysis:
     tied: list[words.Unexplained]
     increment: int
     written: list[int]
-    encoded: int
     build_s: dict[str, float] = field(default_factory=dict)
 
     def release(self) -> None:
@@ -86,21 +83,13 @@ class Analysis:
         _drop(self.first)
 
     def all_bytes(self) -> list[torch.Tensor]:
-        """Return all bytes of the first capture: of its pool and of its inputs.
-
-        Returns:
-            tensors of bytes; they do not own them.
-        """
+        """Return all bytes of the first capture, of its pool and of its inputs, as tensors that do not own them."""
         device = torch.device("cuda", torch.cuda.current_device())
         inputs = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in self.first.inputs]
         return [memory.bytes_at(address, size, device) for address, size in (*self.first.segments, *inputs) if size]
 
     def check(self) -> None:
-        """Check that other values can be written in the place of all words that are no address of the region.
-
-        Raises:
-            RegionRefused: an 8-byte word holds half of an address of the region and may be another address too.
-        """
+        """RegionRefused where an 8-byte word holds half of an address of the region and may be another address too."""
         if self.tied:
             raise RegionRefused(f"words may be of two addresses at once: {self.name(self.tied)}")
 
@@ -109,14 +98,7 @@ class Analysis:
         return max((size for _, _, size in self.allocations), default=0)
 
     def name(self, unexplained: list[words.Unexplained]) -> str:
-        """Name words by node, kernel and place.
-
-        Args:
-            unexplained: the words.
-
-        Returns:
-            text for a message, with the first few.
-        """
+        """Name the first few words by node, kernel and place."""
         named = [
             f"node {word.node} ({self.first.nodes[word.node].name}) byte {word.offset}: "
             f"{word.first:#x} and {word.second:#x}"
@@ -142,9 +124,6 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
 
     Returns:
         the comparison. The first capture is alive until `release`; the second one has gone.
-
-    Raises:
-        RegionRefused: a node cannot be launched on other memory, or the captures differ.
     """
     random_state.anchor(device)
     state = torch.cuda.get_rng_state(device)
@@ -292,15 +271,12 @@ def _compare(first, second, increment, written) -> Analysis:
     pairs = [(a, b, size) for (a, size), (b, _) in zip(first.blocks, second.blocks, strict=True)]
     allocations += dict.fromkeys(pairs)
     slots, unexplained = words.explain(chunks, (blob, other), allocations)
-    plain = {*zip(slots.position.tolist(), slots.width.tolist(), strict=True)}
-    slots, unexplained = encodings.explain(chunks, (blob, other), allocations, slots, unexplained)
     suspects, tied = words.suspects(unexplained, (blob, other), slots, driver.is_address)
     plan = arenas.plan(first.segments, first.blocks, _addresses(first))
     # No launch knows the second one's memory, and the first launches need as much.
     _drop(second)
     found = (slots, unexplained, suspects, tied)
-    encoded = len({*zip(slots.position.tolist(), slots.width.tolist(), strict=True)} - plain)
-    return Analysis(first, chunks, blob, other, allocations, plan, *found, increment, written, encoded)
+    return Analysis(first, chunks, blob, allocations, plan, *found, increment, written)
 
 
 def _drop(captured):

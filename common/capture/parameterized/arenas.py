@@ -13,7 +13,7 @@ _ROUND = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of where the parts of the pool go.
+    """Where the parts of the pool go.
 
     Attributes:
         parts: (start, end) addresses in the capture, sorted.
@@ -28,14 +28,7 @@ class Plan:
     sizes: list[int]
 
     def place(self, address: int) -> tuple[int, int]:
-        """Return where an address of the capture goes.
-
-        Args:
-            address: in one of the parts.
-
-        Returns:
-            index of the arena, and the offset there.
-        """
+        """Return the arena and the offset in it where an address of the capture goes."""
         index = bisect.bisect_right(self.parts, (address, 1 << 64)) - 1
         assert index >= 0 and address < self.parts[index][1], "an address of the pool in none of its blocks"
         return self.arena[index], self.offset[index] + address - self.parts[index][0]
@@ -48,9 +41,6 @@ def plan(segments: list[tuple[int, int]], blocks: list[tuple[int, int]], results
         segments: (address, bytes).
         blocks: (address, requested bytes) of all tensors that the capture ever made there.
         results: addresses of the region's results.
-
-    Returns:
-        the plan.
     """
     made = Plan([], [], [], [])
     for first, size in sorted(segments):
@@ -75,14 +65,7 @@ def plan(segments: list[tuple[int, int]], blocks: list[tuple[int, int]], results
 
 
 def merge(blocks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join ranges that overlap. Ranges that only touch stay apart.
-
-    Args:
-        blocks: (address, bytes); rounded up like the allocator does.
-
-    Returns:
-        (start, end), sorted and disjoint.
-    """
+    """(start, end), sorted, of blocks (address, bytes), rounded up like the allocator does; overlapping ones joined."""
     merged: list[list[int]] = []
     for start, size in sorted(blocks):
         end = start + -(-max(size, 1) // _ROUND) * _ROUND

@@ -3,13 +3,15 @@
     import common.capture.parameterized.backend
     model = torch.compile(model, backend="parameterized")
 
-Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; `regions()` lists all
-with the reason. Parameters stay at their addresses in the graph, which each call compares; everything else moves.
+Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; a `collecting` block
+lists all with the reason. Parameters stay at their addresses in the graph, which each call compares; all else moves.
 """
 
 import contextlib
+import itertools
 import operator
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +20,12 @@ from functorch.compile import default_partition
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
-from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
-from common.capture.parameterized.checks import check_separate, check_verify
+from common.capture import memory
+from common.capture.checks import RegionRefused
 from common.capture.parameterized.driver import DriverError
-from common.capture.parameterized.errors import RegionRefused
-from common.capture.parameterized.region import capture, untested
+from common.capture.parameterized.region import capture
 
 _DEVICES = ("cuda", "cpu")
 _MAX_CAPTURES = 3
@@ -44,7 +45,6 @@ class Region:
         name: forward, backward or inference, with a number.
         state: waiting, parameterized or eager.
         reason: why it runs eagerly.
-        captured: the captured region.
         captures: times that it was captured.
         fixed: indices of the inputs that stay at their addresses.
         addresses: of those.
@@ -61,11 +61,9 @@ class Region:
     earlier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
 
     def row(self) -> dict[str, Any]:
-        """Return what a table shows.
+        """Return what a table shows: name, state and reason.
 
-        Returns:
-            name, state and reason, with the capture's report, launches, nodes patched in them and its host seconds
-            where there is one.
+        Where there is a capture also its report, launches, nodes patched in them and its host seconds.
         """
         row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
         if self.captured is not None:
@@ -79,10 +77,7 @@ class Region:
         return row
 
     def launch(self, inputs: list[torch.Tensor]):
-        """Launch the captured region.
-
-        Args:
-            inputs: those that are not fixed.
+        """Launch the captured region on the inputs that are not fixed.
 
         Returns:
             flat results, and the memory that holds them. None where the driver refused the launch: nothing ran, and the
@@ -110,12 +105,7 @@ class Region:
         return self.captured.report["nodes"] if self.captured is not None else {}
 
     def drop(self, state: str, reason: str) -> None:
-        """Free the capture.
-
-        Args:
-            state: the state from now on.
-            reason: why.
-        """
+        """Free the capture; `state` and `reason` hold from now on."""
         self.earlier = self.counts()
         captured, self.captured, self.state, self.reason = self.captured, None, state, reason
         if captured is not None:
@@ -150,11 +140,7 @@ class Regions:
 
 @contextlib.contextmanager
 def collecting(regions: Regions):
-    """Gather the regions that are called inside this block. What was released before is captured again.
-
-    Args:
-        regions: where they go.
-    """
+    """Gather the regions that are called inside this block. What was released before is captured again."""
     _collectors.append(regions)
     try:
         yield
@@ -162,69 +148,20 @@ def collecting(regions: Regions):
         _collectors.remove(regions)
 
 
-_regions: list[Region] = []
 _collectors: list[Regions] = []
-_breaks_before: dict[str, int] = {}
+# Regions of each direction that were made.
+_num_made: Counter[str] = Counter()
 # Storages that forward regions know to stay: parameters and buffers. Backward regions look for them by address.
 _lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
 
 
-def regions() -> list[dict[str, Any]]:
-    """Return a row for each graph that was compiled since `reset`, parameterized or not.
-
-    Returns:
-        name, state (waiting, parameterized or eager), reason, and for a captured one its report. Rows named
-        "graph break" have what Dynamo left out of all graphs, whatever their backend.
-    """
-    known = [region.row() for region in _regions]
-    # Dynamo's own reset may have cleared its counts, so they differ in either direction.
-    reasons = [reason for reason, count in _breaks().items() if count != _breaks_before.get(reason)]
-    return known + [{"region": "graph break", "state": "eager", "reason": reason} for reason in reasons]
-
-
-def _breaks() -> dict[str, int]:
-    """Dynamo's counts of what it could not trace, by reason."""
-    found: dict[str, int] = {}
-    for reason, count in (*counters["unimplemented"].items(), *counters["graph_break"].items()):
-        line = reason.strip().splitlines()[0]
-        found[line] = found.get(line, 0) + count
-    return found
-
-
-def reset() -> None:
-    """Release all captured regions and forget the list; compiled functions run eagerly from then on."""
-    for region in _regions:
-        region.drop("eager", _RELEASED)
-    _regions.clear()
-    _lasting.clear()
-    _breaks_before.clear()
-    _breaks_before.update(_breaks())
-
-
 @register_backend(name="parameterized")
-def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any], options: dict[str, Any] | None = None):
-    """Compile a graph of Dynamo.
-
-    Args:
-        graph_module: Dynamo's graph.
-        example_inputs: its inputs, fake.
-        options: `verify`: launches of each region that are compared with eager (1).
-
-    Returns:
-        the compiled function.
-
-    Raises:
-        ValueError: an option is unknown, or `verify` is no number of launches.
-    """
-    unknown = sorted(set(options or ()) - {"verify"})
-    if unknown:
-        raise ValueError(f"backend parameterized has no option {', '.join(unknown)}; it has verify")
-    verify = (options or {}).get("verify", 1)
-    check_verify(verify)
+def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any]):
+    """Compile a graph of Dynamo; `example_inputs` are fake."""
 
     def compiler(direction):
         def compile_graph(graph, inputs):
-            compiled = _Compiled(graph, inputs, direction, verify)
+            compiled = _Compiled(graph, inputs, direction)
 
             # A function: what AOTAutograd wraps around it copies the attributes of functions alone.
             def run(args):
@@ -250,19 +187,18 @@ def _collect(region):
     if region.state == "eager" and region.reason == _RELEASED:
         region.state, region.reason, region.captures = "waiting", "", 0
         region.earlier = dict.fromkeys(_COUNTS, 0)
-    for regions in (_regions, *(collector.all for collector in _collectors)):
-        if not any(region is known for known in regions):
-            regions.append(region)
+    for collector in _collectors:
+        if not any(region is known for known in collector.all):
+            collector.all.append(region)
 
 
 class _Compiled:
     """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
 
-    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, verify: int):
+    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str):
         self._graph = graph
-        self._verify = verify
-        self.region = Region(f"{direction} {sum(region.name.startswith(direction) for region in _regions)}")
-        _regions.append(self.region)
+        self.region = Region(f"{direction} {_num_made[direction]}")
+        _num_made[direction] += 1
         context = torch._guards.TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
         written = find_input_mutations(graph.graph)
@@ -329,29 +265,33 @@ class _Compiled:
         try:
             if not places:
                 raise RegionRefused("all its inputs are parameters: nothing moves")
-            verify = max(self._verify, untested()) if args[0].is_cuda else 0
             moving = [args[index].resolve_conj().resolve_neg() for index in places]
-            captured = capture(run, moving, verify, unwritten(self._graph))
+            captured = capture(run, moving, unwritten(self._graph))
             if captured.written:
-                check_separate(args)
+                _check_separate(args)
                 if self._lazy.intersection(places[index] for index in captured.written):
                     raise RegionRefused("it writes an input that may be lazily conjugated or negated")
-        except (RegionRefused, DriverError, torch.OutOfMemoryError, ValueError) as error:
+        except (RegionRefused, DriverError, torch.OutOfMemoryError) as error:
             region.state, region.reason = "eager", str(error).splitlines()[0]
             return
         region.captured, region.state, region.reason = captured, "parameterized", ""
         region.addresses = [args[index].data_ptr() for index in region.fixed]
 
 
+def _check_separate(inputs):
+    """Refuse a region of which two inputs overlap: a launch moves each by itself."""
+    ranges = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor), index)
+        for index, tensor in enumerate(inputs)
+        if tensor.numel()
+    )
+    for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
+        if start < end:
+            raise RegionRefused(f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy")
+
+
 def unwritten(graph: torch.fx.GraphModule) -> set[int]:
-    """Find the seeds of attention without dropout: its kernels leave them as the memory was.
-
-    Args:
-        graph: of operators.
-
-    Returns:
-        their indices among the results.
-    """
+    """Find the seeds of attention without dropout, by index of the result: its kernels leave them as the memory was."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     found = set()
     for index, node in enumerate(tree_leaves(output.args)):
@@ -381,8 +321,6 @@ def _reason_against(graph, inputs) -> str:
             if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
                 return f"it calls {name}, an operator on functions, which no record on the CPU holds"
     for value in inputs:
-        if isinstance(value, torch.Generator):
-            return "it takes the random state of a checkpoint: checkpoint with preserve_rng_state=False"
         if not isinstance(value, torch.Tensor):
             return "a size is symbolic: compile with dynamic=False"
         if any(not isinstance(size, int) for size in value.shape):

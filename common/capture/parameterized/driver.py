@@ -81,6 +81,13 @@ class MemcpyParams(ctypes.Structure):
     )
 
 
+_PARAMS = {
+    KERNEL: (KernelParams, "cuGraphKernelNodeGetParams_v2"),
+    MEMCPY: (MemcpyParams, "cuGraphMemcpyNodeGetParams"),
+    MEMSET: (MemsetParams, "cuGraphMemsetNodeGetParams"),
+}
+
+
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
 
@@ -92,28 +99,12 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *args) -> None:
-    """Call a function of the driver.
-
-    Args:
-        name: the function's name in libcuda, with its version suffix.
-        *args: ctypes values.
-
-    Raises:
-        DriverError: the driver refused the call.
-    """
+    """Call a function of the driver by its name in libcuda, with the version suffix; DriverError where it refuses."""
     check(name, getattr(library(), name)(*args))
 
 
 def check(name: str, error: int) -> None:
-    """Raise for an error code of the driver.
-
-    Args:
-        name: the function that returned it.
-        error: the code, 0 for success.
-
-    Raises:
-        DriverError: the code is not 0.
-    """
+    """Raise a DriverError for an error code that the function `name` returned, unless it is 0."""
     if error:
         text = c_char_p()
         library().cuGetErrorName(error, byref(text))
@@ -121,14 +112,7 @@ def check(name: str, error: int) -> None:
 
 
 def graph_nodes(graph: int) -> list[int]:
-    """Return the handles of a graph's nodes, in the order in which they were made.
-
-    Args:
-        graph: CUgraph.
-
-    Returns:
-        CUgraphNode handles.
-    """
+    """Return the CUgraphNode handles of a CUgraph's nodes, in the order in which they were made."""
     count = c_size_t()
     call("cuGraphGetNodes", c_void_p(graph), None, byref(count))
     nodes = (c_void_p * count.value)()
@@ -137,42 +121,22 @@ def graph_nodes(graph: int) -> list[int]:
 
 
 def node_kind(node: int) -> int:
-    """Return a node's CUgraphNodeType.
-
-    Args:
-        node: CUgraphNode.
-
-    Returns:
-        a key of NODE_KINDS.
-    """
+    """Return the CUgraphNodeType of a node, a key of NODE_KINDS."""
     kind = c_int()
     call("cuGraphNodeGetType", c_void_p(node), byref(kind))
     return kind.value
 
 
-def kernel_params(node: int) -> KernelParams:
-    """Return a kernel node's parameters. The memory that they point to belongs to the node.
-
-    Args:
-        node: CUgraphNode of a kernel.
-
-    Returns:
-        the structure, filled by the driver.
-    """
-    params = KernelParams()
-    call("cuGraphKernelNodeGetParams_v2", c_void_p(node), byref(params))
+def params_of(node: int, kind: int):
+    """Return the parameters of a kernel, copy or memset. The memory that a kernel's point to belongs to the node."""
+    make, name = _PARAMS[kind]
+    params = make()
+    call(name, c_void_p(node), byref(params))
     return params
 
 
 def kernel_name(params: KernelParams) -> str:
-    """Return the mangled name of a kernel.
-
-    Args:
-        params: of its node.
-
-    Returns:
-        the name.
-    """
+    """Return the mangled name of a kernel."""
     name = c_char_p()
     if params.func:
         call("cuFuncGetName", byref(name), c_void_p(params.func))
@@ -182,14 +146,7 @@ def kernel_name(params: KernelParams) -> str:
 
 
 def kernel_arguments(params: KernelParams) -> list[tuple[int, bytes]]:
-    """Return a kernel's arguments: each parameter by itself, or the packed buffer as one.
-
-    Args:
-        params: of its node.
-
-    Returns:
-        (offset in the kernel's parameter space, bytes) of each.
-    """
+    """Return (offset in the kernel's parameter space, bytes) of each parameter, or of the packed buffer as one."""
     if params.kernel_params:
         pointers = (c_void_p * (1 << 12)).from_address(params.kernel_params)
         return [
@@ -223,43 +180,10 @@ def _layout(params) -> list[tuple[int, int]]:
         layout.append((offset.value, size.value))
 
 
-def memset_params(node: int) -> MemsetParams:
-    """Return a memset node's parameters.
-
-    Args:
-        node: CUgraphNode of a memset.
-
-    Returns:
-        the structure.
-    """
-    params = MemsetParams()
-    call("cuGraphMemsetNodeGetParams", c_void_p(node), byref(params))
-    return params
-
-
-def memcpy_params(node: int) -> MemcpyParams:
-    """Return a copy node's parameters.
-
-    Args:
-        node: CUgraphNode of a copy.
-
-    Returns:
-        the structure.
-    """
-    params = MemcpyParams()
-    call("cuGraphMemcpyNodeGetParams", c_void_p(node), byref(params))
-    return params
-
-
 def is_device_memory(kind: int, address: int | None) -> bool:
-    """Return whether one side of a copy is device memory.
+    """Return whether one side of a copy is device memory, not of the host or an array.
 
-    Args:
-        kind: CUmemorytype of the side.
-        address: the device or unified address.
-
-    Returns:
-        False for host memory and arrays.
+    kind: CUmemorytype of the side. address: the device or unified address.
     """
     if kind == 2:
         return True
@@ -271,24 +195,13 @@ def is_device_memory(kind: int, address: int | None) -> bool:
 
 
 def is_address(value: int) -> bool:
-    """Return whether the driver knows memory at an address.
-
-    Args:
-        value: any 8-byte value.
-
-    Returns:
-        True for memory of a device, and for pinned memory.
-    """
+    """Return whether the driver knows memory, of a device or pinned, at an 8-byte value."""
     memory_type = c_uint()
     return library().cuPointerGetAttribute(byref(memory_type), c_int(2), c_ulonglong(value)) == 0
 
 
 def current_context() -> int:
-    """Return the context of the calling thread.
-
-    Returns:
-        CUcontext.
-    """
+    """Return the CUcontext of the calling thread."""
     context = c_void_p()
     call("cuCtxGetCurrent", byref(context))
     return context.value or 0
@@ -308,12 +221,7 @@ def _graph_launch():
 
 
 class Executable:
-    """An instantiated copy of a graph, with the copy's nodes in the order of the original's.
-
-    Args:
-        graph: CUgraph; it may be destroyed afterwards.
-        nodes: its nodes.
-    """
+    """An instantiated copy of a CUgraph, which may be destroyed then; the copy's nodes are in the order of `nodes`."""
 
     def __init__(self, graph: int, nodes: list[int]):
         self._launch = _graph_launch()
@@ -333,14 +241,7 @@ class Executable:
         self.handle = handle
 
     def launch(self, stream: int) -> None:
-        """Launch on a stream.
-
-        Args:
-            stream: CUstream.
-
-        Raises:
-            DriverError: the launch failed.
-        """
+        """Launch on a CUstream; DriverError where that fails."""
         error = self._launch(self.handle, c_void_p(stream))
         if error:
             check("launching a graph", error)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_unflatten
 
+from common.capture import memory
 from common.capture.checks import CaptureError
-from common.capture.parameterized import driver, memory, random_state, words
+from common.capture.parameterized import driver, random_state, words
 from common.capture.parameterized.analysis import Analysis
 from common.capture.parameterized.nodes import Setters
 
@@ -26,9 +27,6 @@ class GpuRegion:
             those tensors at their addresses.
         analysis: the comparison of two captures; the first one is alive.
         device: the GPU.
-
-    Raises:
-        driver.DriverError: the driver refused.
     """
 
     def __init__(self, fn, analysis: Analysis, device: torch.device):
@@ -52,7 +50,6 @@ class GpuRegion:
         self.report: dict[str, Any] = {
             "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
             "slots": len(analysis.slots),
-            "slots_encoded": analysis.encoded,
             "arena_bytes": sum(self._sizes),
             "unread": len(analysis.unexplained),
             "unread_like_addresses": len(analysis.suspects),
@@ -114,23 +111,11 @@ class GpuRegion:
         return len(changed)
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
-        """Write other values in the place of words that are no address, for all later launches.
-
-        Args:
-            unexplained: the words.
-            values: for each.
-        """
+        """Write other values in the place of words that are no address, for all later launches."""
         self._setters.apply(self._patcher.overwrite(unexplained, values))
 
     def unflatten(self, results: list[Any]):
-        """Return flat results in the structure that the function returned.
-
-        Args:
-            results: of `launch`.
-
-        Returns:
-            tensors and other values in that structure.
-        """
+        """Return flat results of `launch` in the structure that the function returned."""
         return tree_unflatten(results, self._structure)
 
     def release(self) -> None:

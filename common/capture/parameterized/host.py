@@ -6,26 +6,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from common.capture.checks import CaptureError
+from common.capture import memory
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.host_graph_memory import ExternalStorage, View, held_outside
-from common.capture.host_graph_recorder import Recorder, refuse_inside_capture
-from common.capture.parameterized import memory
-from common.capture.parameterized.errors import RegionRefused
+from common.capture.host_graph_recorder import Recorder, copy_results, refuse_inside_capture, replaying
 
 
 class HostRegion:
     """A recorded run that moves to other memory.
 
-    Args:
-        fn: the region; it runs once, on copies of the inputs, and then counts as captured.
-        example_inputs: tensors of the CPU.
-
-    Raises:
-        RegionRefused: fn does what no graph can hold, or keeps a tensor that it made.
+    fn runs once, on copies of the inputs, and then counts as captured. RegionRefused where it does what no graph can
+    hold, or keeps a tensor that it made.
     """
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):
-        refuse_inside_capture("parameterize", "runs inside a capture")
+        refuse_inside_capture("the capture of a region", "runs inside a capture")
         inputs = [memory.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         state = torch.get_rng_state()
@@ -69,9 +64,6 @@ class HostRegion:
     def launch(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """Run the operators on inputs that are known to be like the examples.
 
-        Args:
-            inputs: tensors of the CPU.
-
         Returns:
             the flat results, and the memory that holds them and everything between.
 
@@ -97,7 +89,15 @@ class HostRegion:
                 return view.over(self._constants[view.storage])
             return self._outside[view.storage].tensor(view)
 
-        self._run(tensor)
+        with replaying():
+            for call in self._calls:
+                torch._C._set_grad_enabled(call.grad_enabled)
+                args, kwargs = call.arguments(
+                    [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
+                )
+                value = call.func(*args, **kwargs)
+                if call.results:
+                    copy_results([view and tensor(view) for view in call.results], value)
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
         self.num_launches += 1
@@ -105,39 +105,12 @@ class HostRegion:
         return results, list(arenas.values())
 
     def unflatten(self, results: list[Any]):
-        """Return flat results in the structure that the function returned.
-
-        Args:
-            results: of `launch`.
-
-        Returns:
-            tensors and other values in that structure.
-        """
+        """Return flat results of `launch` in the structure that the function returned."""
         return tree_unflatten(results, self._structure)
 
     def release(self) -> None:
         """Drop the record. Results of earlier calls stay."""
         self._calls, self._outside, self._fn = None, {}, None
-
-    def _run(self, tensor):
-        grad_enabled, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        # The casts of a capture under autocast were recorded; they must not be made twice.
-        torch.set_autocast_enabled("cpu", False)
-        try:
-            with torch._C._AutoDispatchBelowAutograd():
-                for call in self._calls or ():
-                    torch._C._set_grad_enabled(call.grad_enabled)
-                    leaves = [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
-                    args, kwargs = call.arguments(leaves)
-                    value = call.func(*args, **kwargs)
-                    if call.results:
-                        values = (value,) if isinstance(value, torch.Tensor) else tree_flatten(value)[0]
-                        for view, made in zip(call.results, values, strict=True):
-                            if view is not None:
-                                tensor(view).copy_(made)
-        finally:
-            torch._C._set_grad_enabled(grad_enabled)
-            torch.set_autocast_enabled("cpu", autocast)
 
     def _place(self, leaf):
         """A result as its place in an input or in new memory; a tensor from outside, or a value, as it is."""

@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import driver
-from common.capture.parameterized.errors import RegionRefused
 from common.capture.parameterized.words import Chunk
 
 _COLLECTIVES = ("nccl", "nvshmem")
@@ -37,17 +37,7 @@ class Node:
 
 
 def read_nodes(graph: int) -> list[Node]:
-    """Read all nodes of a graph.
-
-    Args:
-        graph: CUgraph.
-
-    Returns:
-        the nodes in the order in which they were made.
-
-    Raises:
-        RegionRefused: a node cannot be launched on other memory; the message names it.
-    """
+    """Read all nodes of a CUgraph in the order in which they were made. RegionRefused names a node that cannot move."""
     return [_read(index, handle) for index, handle in enumerate(driver.graph_nodes(graph))]
 
 
@@ -57,17 +47,17 @@ def _read(index, handle) -> Node:
     if kind == driver.EMPTY:
         return Node(handle, kind, name)
     if kind == driver.KERNEL:
-        params = driver.kernel_params(handle)
+        params = driver.params_of(handle, kind)
         name = driver.kernel_name(params)
         if name.lower().startswith(_COLLECTIVES):
             raise RegionRefused(f"node {index} is a collective, {name}: leave it outside the region")
         shape = (params.func, params.kern, tuple(params.grid), tuple(params.block), params.shared_bytes)
         return Node(handle, kind, name, shape, driver.kernel_arguments(params), not params.kernel_params)
     if kind == driver.MEMSET:
-        memset = driver.memset_params(handle)
+        memset = driver.params_of(handle, kind)
         return Node(handle, kind, name, (memset.width, memset.height), [(0, bytes(memset))])
     if kind == driver.MEMCPY:
-        copy = driver.memcpy_params(handle)
+        copy = driver.params_of(handle, kind)
         for side, memory, address in (
             ("from", copy.src_type, copy.src_device),
             ("to", copy.dst_type, copy.dst_device),
@@ -79,15 +69,7 @@ def _read(index, handle) -> Node:
 
 
 def check_alike(first: list[Node], second: list[Node]) -> None:
-    """Check that two captures of one function launch the same work.
-
-    Args:
-        first: nodes of the first capture.
-        second: of the second.
-
-    Raises:
-        RegionRefused: they differ; the message names the node.
-    """
+    """Refuse two captures of one function that launch different work; the message names the node."""
     if len(first) != len(second):
         raise RegionRefused(f"two captures differ: {len(first)} and {len(second)} nodes")
     for index, (a, b) in enumerate(zip(first, second, strict=True)):
@@ -102,11 +84,7 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
 class Setters:
     """Hands changed parameters to an executable graph, each node by a call made ready before.
 
-    Args:
-        executable: the graph that is launched.
-        nodes: as read from the capture.
-        chunks: layout of the blob.
-        blob: parameters; the driver copies from its memory at each call.
+    nodes: as read from the capture. blob: parameters, laid out as `chunks` says; the driver copies from its memory.
     """
 
     def __init__(self, executable: driver.Executable, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray):
@@ -121,14 +99,7 @@ class Setters:
             self._calls.append(self._setter(executable.handle, node, handle, (starts, its_chunks)))
 
     def apply(self, changed: list[int]) -> None:
-        """Set the parameters of some nodes for all later launches.
-
-        Args:
-            changed: indices of the nodes.
-
-        Raises:
-            driver.DriverError: the driver refused a node's parameters.
-        """
+        """Set the parameters of some nodes, by index, for all later launches. DriverError names the node."""
         calls = self._calls
         errors = list(map(operator.call, [calls[index] for index in changed]))
         if any(errors):
@@ -147,7 +118,7 @@ class Setters:
             name = "cuGraphExecMemsetNodeSetParams" if node.kind == driver.MEMSET else "cuGraphExecMemcpyNodeSetParams"
             rest = c_void_p.from_param(starts[0]), c_void_p.from_param(driver.current_context())
             return partial(getattr(library, name), *target, *rest)
-        params = driver.kernel_params(node.handle)
+        params = driver.params_of(node.handle, node.kind)
         if node.packed:
             size = c_size_t(chunks[0].size)
             extra = (c_void_p * 5)(1, starts[0], 2, ctypes.addressof(size), None)

@@ -12,14 +12,7 @@ import torch
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """Return torch's own generator of a GPU.
-
-    Args:
-        device: the GPU, with an index.
-
-    Returns:
-        the generator.
-    """
+    """Return torch's own generator of a GPU, which has an index."""
     return torch.cuda.default_generators[device.index]
 
 
@@ -49,18 +42,13 @@ def _anchor(index: int) -> tuple:
 def recover(device: torch.device) -> None:
     """Let the generator draw again after a capture that failed: for torch it goes on until another one ends.
 
-    Args:
-        device: the GPU; its current stream is not the default one.
+    The current stream is not the default one.
     """
     _draw(_anchor(device.index)[1])
 
 
 def anchor(device: torch.device) -> None:
-    """Hold the generator's tensors at their addresses from now on. Call it before captures.
-
-    Args:
-        device: the GPU.
-    """
+    """Hold the generator's tensors at their addresses from now on. Call it before captures."""
     _anchor(device.index)
 
 
@@ -68,9 +56,8 @@ def anchor(device: torch.device) -> None:
 def advanced(device: torch.device, increment: int):
     """Fill the tensors with the current state, for a launch in this block, and advance like eager if it succeeds.
 
-    Args:
-        device: the GPU; its current stream is that of the launch.
-        increment: what the region's eager run adds to the generator's offset; with 0 nothing is done.
+    increment: what the region's eager run adds to the generator's offset; with 0 nothing is done. The current stream is
+    that of the launch.
     """
     if not increment:
         yield

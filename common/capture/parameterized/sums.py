@@ -6,19 +6,17 @@ the last hook of a layer launches all of its additions as one region.
 
 import torch
 
+from common.capture.checks import RegionRefused
 from common.capture.parameterized.backend import Region
 from common.capture.parameterized.driver import DriverError
-from common.capture.parameterized.errors import RegionRefused
-from common.capture.parameterized.region import capture, untested
+from common.capture.parameterized.region import capture
 
 
 class Sums:
     """The hooks of some layers, exchanged for one launch a layer between `enter` and `leave`.
 
-    Args:
-        layers: parameters of each layer, all of which get a gradient in each backward pass. Only those with a hook
-            count, which must be main_grad.add_(grad) and grad = None.
-        collect: collect(region), called with each region that is made.
+    layers: parameters of each layer, all of which get a gradient in each backward pass. Only those with a hook count,
+    which must be main_grad.add_(grad) and grad = None. collect: called with each region that is made.
     """
 
     def __init__(self, layers: list[list[torch.nn.Parameter]], collect):
@@ -64,7 +62,7 @@ class Sums:
     def _make(self, shapes, tensors):
         region = self._regions[shapes] = Region(f"sums {len(self._regions)}")
         try:
-            region.captured = capture(_add, tensors, max(1, untested()) if tensors[0].is_cuda else 0)
+            region.captured = capture(_add, tensors)
             region.state = "parameterized"
         except (RegionRefused, DriverError, torch.OutOfMemoryError) as error:
             region.state, region.reason = "eager", str(error).splitlines()[0]

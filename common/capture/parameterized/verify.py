@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.capture.parameterized import memory, random_state
-from common.capture.parameterized.errors import RegionRefused
+from common.capture import memory
+from common.capture.checks import RegionRefused
+from common.capture.parameterized import random_state
 
 # All bits set is NaN in every floating-point format, and no address.
 _POISON = 0xFF
@@ -23,14 +24,7 @@ _WINDOW = 1 << 32
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as bytes.
-
-    Args:
-        tensor: strided.
-
-    Returns:
-        a contiguous uint8 tensor.
-    """
+    """Return the elements of a strided tensor as a contiguous uint8 tensor."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -60,20 +54,13 @@ class Verification:
         self._owners: list[Any] = []
 
     def spoil(self, memory_of: list[torch.Tensor]) -> None:
-        """Fill memory that no launch may touch any more, and watch it.
-
-        Args:
-            memory_of: tensors of bytes.
-        """
+        """Fill memory, tensors of bytes, that no launch may touch any more, and watch it."""
         for tensor in memory_of:
             tensor.fill_(_POISON)
         self._spoiled += memory_of
 
     def run(self, example_inputs: list[torch.Tensor]) -> None:
         """Launch on copies of the inputs, compare with eager, then spoil this launch's memory too.
-
-        Args:
-            example_inputs: inputs; they stay as they are.
 
         Raises:
             RegionRefused: a result differs, or memory was touched that belongs to an earlier launch.
@@ -160,14 +147,7 @@ class Verification:
         In a first launch they take the values of the second capture, in another one zero in the bytes that differ. A
         word that looks like an address of other memory takes the address of live memory instead, whose bytes are zero
         in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
-        there changes a byte. No result and no byte may change.
-
-        Args:
-            analysis: of the region; its first capture is alive.
-            example_inputs: inputs; they stay as they are.
-
-        Raises:
-            RegionRefused: a result or a byte changes; the message names the words.
+        there changes a byte. RegionRefused, which names the words, where a result or a byte changes.
         """
         unexplained = analysis.unexplained
         if not unexplained:
@@ -190,36 +170,13 @@ class Verification:
                 self._region.overwrite(written, values)
                 self.run(example_inputs)
         except RegionRefused as error:
-            blamed = self._blamed(numbers, values, example_inputs) or unexplained
             raise RegionRefused(
                 "words of parameters differ between two captures, are no address of the region and matter "
-                f"({error}): {analysis.name(blamed)}"
+                f"({error}): {analysis.name(unexplained)}"
             ) from error
         finally:
             self._watched = watched
         self._region.overwrite(written, [word.first for word in written])
-
-    def _blamed(self, numbers, values, example_inputs):
-        """The words of the one node that alone makes a launch differ; none where several do it together."""
-        nodes = sorted({word.node for word in numbers})
-        pairs = list(zip(numbers, values, strict=False))
-        while len(nodes) > 1:
-            half = nodes[: len(nodes) // 2]
-            nodes = half if self._differs(numbers, pairs, half, example_inputs) else nodes[len(half) :]
-        if not nodes or not self._differs(numbers, pairs, nodes, example_inputs):
-            return []
-        return [word for word in numbers if word.node == nodes[0]]
-
-    def _differs(self, numbers, pairs, nodes, example_inputs) -> bool:
-        """Say whether a launch differs that has other words in these nodes alone."""
-        self._region.overwrite(numbers, [word.first for word in numbers])
-        own = [pair for pair in pairs if pair[0].node in nodes]
-        self._region.overwrite([word for word, _ in own], [value for _, value in own])
-        try:
-            self.run(example_inputs)
-        except RegionRefused:
-            return True
-        return False
 
 
 def _scratch(largest, device):

@@ -20,11 +20,7 @@ _FEW = 8
 class Chunk:
     """A run of parameter bytes in the blob: a parameter of a kernel, or all of a node's.
 
-    Attributes:
-        node: index of the node.
-        offset: offset of the chunk in the node's parameters.
-        start: offset in the blob, a multiple of 16.
-        size: bytes.
+    node: index of the node. offset: in the node's parameters. start: in the blob, a multiple of 16. size: bytes.
     """
 
     node: int
@@ -35,7 +31,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Slots:
-    """The addresses in a blob: 4-byte positions and what belongs there.
+    """The addresses in a blob, by 4-byte position, and what belongs there.
 
     Attributes:
         position: index into the blob as 4-byte words.
@@ -43,9 +39,6 @@ class Slots:
         allocation: index of the allocation.
         offset: bytes from the allocation's base.
         node: index of the node.
-        right: bits by which the address is shifted right in its word.
-        left: bits by which it is shifted left after that.
-        rest: the word's other bits.
     """
 
     position: np.ndarray
@@ -53,9 +46,6 @@ class Slots:
     allocation: np.ndarray
     offset: np.ndarray
     node: np.ndarray
-    right: np.ndarray
-    left: np.ndarray
-    rest: np.ndarray
 
     def __len__(self) -> int:
         return len(self.position)
@@ -90,9 +80,7 @@ class Unexplained:
 class Suspect:
     """An 8-byte word with an unexplained half that looks like an address of memory outside the region.
 
-    Attributes:
-        low: its lower half; this half or the other one may be the same in both captures.
-        high: its upper half.
+    One of `low` and `high` may be the same in both captures.
     """
 
     low: Unexplained
@@ -188,9 +176,9 @@ def suspects(
     """Find the unexplained words that look like addresses, in either capture.
 
     Args:
-        unexplained: of `explain`.
+        unexplained: of `explain`, as `slots`.
         blobs: parameters of the first and the second capture.
-        slots: of `explain`.
+        slots: the addresses.
         is_address: is_address(value), whether memory is known at an 8-byte value.
 
     Returns:
@@ -220,23 +208,19 @@ def _slots(found, chunks, owner) -> Slots:
     position = np.concatenate([places for places, *_ in found])
     order = np.argsort(position, kind="stable")
     nodes = np.array([chunk.node for chunk in chunks], np.int64)
-    plain = np.zeros(len(position), np.uint64)
     return Slots(
         position[order],
         np.concatenate([np.full(len(places), width) for places, width, *_ in found])[order],
         np.concatenate([allocation for *_, allocation, _ in found])[order],
         np.concatenate([offset for *_, offset in found])[order],
         nodes[owner[position[order]]] if len(position) else np.zeros(0, np.int64),
-        plain,
-        plain,
-        plain,
     )
 
 
 def match(
     values: tuple[np.ndarray, np.ndarray], allocations: list[tuple[int, int, int]], bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the allocation and the offset that each pair of values has in common.
+    """Find the allocation (index, -1 for none) and the offset that each pair of values has in common.
 
     A value inside an allocation goes before one at its end, which may be the next one's base.
 
@@ -244,9 +228,6 @@ def match(
         values: in the first and in the second capture, uint64.
         allocations: (base in the first, base in the second, bytes).
         bits: lower bits of an address that the values hold.
-
-    Returns:
-        indices of the allocations, -1 for none, and offsets.
     """
     mask = np.uint64(2**bits - 1)
     allocation = np.full(len(values[0]), -1, np.int64)
@@ -261,13 +242,7 @@ def match(
 
 
 class Patcher:
-    """Writes new addresses into a blob.
-
-    Args:
-        blob: parameters of a capture; changed in place.
-        slots: its addresses.
-        num_allocations: length of the lists of bases.
-    """
+    """Writes new addresses into the blob of a capture, in place. num_allocations: length of the lists of bases."""
 
     def __init__(self, blob: np.ndarray, slots: Slots, num_allocations: int):
         self._words = blob.view(np.uint32)
@@ -275,8 +250,7 @@ class Patcher:
         self._slots = slots
         self._num_allocations = num_allocations
         self._offset = slots.offset.astype(np.uint64)
-        is_plain = (slots.right == 0) & (slots.left == 0) & (slots.rest == 0)
-        self._whole = is_plain & (slots.width == 8) & (slots.position % 2 == 0)
+        self._whole = (slots.width == 8) & (slots.position % 2 == 0)
         self._others = np.flatnonzero(~self._whole)
         self._long_position = slots.position // 2
         self._bases: list[int] = []
@@ -296,14 +270,7 @@ class Patcher:
         }
 
     def patch(self, bases: list[int]) -> list[int]:
-        """Write the addresses that have changed since the last call.
-
-        Args:
-            bases: address of each allocation.
-
-        Returns:
-            indices of the nodes whose parameters changed.
-        """
+        """Write the addresses of allocations that moved since the last call; return the changed nodes, by index."""
         if bases == self._bases:
             return []
         before: list[int] | list[None] = self._bases or [None] * len(bases)
@@ -335,23 +302,13 @@ class Patcher:
         return np.flatnonzero(np.bincount(slots.node[which], minlength=self._num_nodes)).tolist()
 
     def _write_others(self, which, values):
-        """Halves of addresses, shifted ones, and those that are no whole word of the blob."""
-        slots = self._slots
-        position, wide = slots.position[which], slots.width[which] == 8
-        values = values >> slots.right[which] << slots.left[which] | slots.rest[which]
+        """Halves of addresses, and those that are no whole word of the blob."""
+        position, wide = self._slots.position[which], self._slots.width[which] == 8
         self._words[position] = (values & np.uint64(0xFFFFFFFF)).astype(np.uint32)
         self._words[position[wide] + 1] = (values[wide] >> np.uint64(32)).astype(np.uint32)
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
-        """Write other values in the place of unexplained words.
-
-        Args:
-            words: the words.
-            values: for each.
-
-        Returns:
-            indices of the nodes whose parameters changed.
-        """
+        """Write other values in the place of unexplained words; return the nodes that changed, by index."""
         for word, value in zip(words, values, strict=True):
             self._words[word.position] = value
         return sorted({word.node for word in words})

@@ -14,11 +14,7 @@ _READABLE = ("BF16", "F16", "F32")
 
 
 def read_json(path) -> dict:
-    """Read a JSON object.
-
-    Raises:
-        ValueError: The file is missing, too large or damaged.
-    """
+    """Read a JSON object; ValueError where the file is missing, too large or damaged."""
     try:
         with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
             content = json.load(file)
@@ -32,8 +28,7 @@ def read_json(path) -> dict:
 def all_entries(folder: Path) -> dict[str, safetensors_file.File]:
     """Name -> the opened file that holds the tensor, from the index or the single file.
 
-    Raises:
-        ValueError: Files are missing or damaged, or the index names what they do not hold.
+    ValueError where files are missing or damaged, or the index names what they do not hold.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.is_file():
@@ -55,15 +50,9 @@ def all_entries(folder: Path) -> dict[str, safetensors_file.File]:
 
 
 def require_tensors(folder: Path, entries: dict[str, safetensors_file.File], shapes: dict) -> None:
-    """Check that the files hold tensors of these shapes, in 16 or 32 bits.
+    """Check that the files (of `all_entries`) hold tensors of these shapes, by name, in 16 or 32 bits.
 
-    Args:
-        folder: Of the model.
-        entries: Of `all_entries`.
-        shapes: Name -> shape.
-
-    Raises:
-        ValueError: A tensor is missing, or has another shape or a dtype that is not read.
+    ValueError where a tensor is missing, or has another shape or a dtype that is not read.
     """
     missing = [name for name in shapes if name not in entries]
     if missing:

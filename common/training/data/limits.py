@@ -21,13 +21,8 @@ MAX_HEADER_BYTES = 8 * 2**20
 def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> BinaryIO:
     """Open a regular file to read bytes; never waits for the other end of a pipe.
 
-    Args:
-        path: The file, or a link to one.
-        flag: What the message begins with.
-        max_bytes: The largest size that is taken.
-
-    Raises:
-        ValueError: In one line: missing, not readable, a folder, pipe, socket or device, or too large.
+    ValueError in one line that begins with `flag`: missing, not readable, a folder, pipe, socket or device, or larger
+    than max_bytes.
     """
     try:
         # Asked before it is opened: opening alone can make a device do something.

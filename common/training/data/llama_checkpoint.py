@@ -34,13 +34,12 @@ class Llama(Protocol):
 class Checkpoint:
     """Tensors of a folder that fits a config. Made by `open_checkpoint`; methods return new bf16 CPU tensors.
 
-    num_layers: of the checkpoint, which may have more than the config takes. tied: the head is the embedding.
+    tied: the head is the embedding.
     A method raises ValueError in one line where a file has changed since it was opened.
     """
 
-    def __init__(self, config: Llama, files: dict, num_layers: int, tied: bool):
-        self.num_layers, self.tied = num_layers, tied
-        self._config, self._files = config, files
+    def __init__(self, config: Llama, files: dict, tied: bool):
+        self._config, self._files, self.tied = config, files, tied
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of layer `index`.
@@ -97,7 +96,7 @@ def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> 
         for parts in _layer_shapes(config, index).values():
             shapes.update(parts)
     hugging_face.require_tensors(folder, entries, shapes)
-    return Checkpoint(config, {name: entries[name] for name in shapes}, described["num_hidden_layers"], tied)
+    return Checkpoint(config, {name: entries[name] for name in shapes}, tied)
 
 
 def _layer_shapes(config, index):

@@ -31,16 +31,8 @@ class Entry(NamedTuple):
 def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, Entry]:
     """Read the header and check every tensor's dtype, shape and place against the size of the file.
 
-    Args:
-        path: A regular file.
-        flag: What messages begin with.
-        max_header_bytes: The longest header that is parsed.
-
-    Returns:
-        The tensors by name.
-
-    Raises:
-        ValueError: In one line: missing, no safetensors file, truncated, or a header that contradicts itself.
+    ValueError in one line that begins with `flag`: missing, no safetensors file, truncated, a header that contradicts
+    itself, or one of more than max_header_bytes.
     """
     name = shown(path)
     try:
@@ -78,8 +70,7 @@ def damaged(path, flag: str, error: Exception) -> ValueError:
 def make(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """The beginning of a file, up to its first tensor's bytes, which then follow one another in this order.
 
-    Args:
-        tensors: Name -> (dtype, "F32" or "F16"; shape).
+    tensors: name -> (dtype, "F32" or "F16"; shape).
     """
     header: dict[str, dict] = {}
     begin = 0

@@ -176,14 +176,8 @@ def _files(root, skipped_folders=frozenset()):
             raise ValueError(f"--data {root}: more than {MAX_FILES:,} files below this folder: {_ELSE}")
         folders[:] = [name for name in folders if name not in skipped_folders and not name.startswith(".")]
         found += [Path(folder) / name for name in names if not name.startswith(".")]
-    return sorted(filter(_is_file, found), key=lambda path: path.relative_to(root).as_posix())
-
-
-def _is_file(path):
-    try:
-        return path.is_file()
-    except PermissionError:  # a link into a folder that is closed to us
-        return False
+    # Unlike Path's, os.path's isfile is False for a link into a folder that is closed to us.
+    return sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
 
 
 def _concatenate(root, paths, out, skipped):

@@ -302,19 +302,7 @@ def _place_in(flat, start, tensor):
     """The elements of `flat` from `start` on in the shape of `tensor`, and in its strides where it has no gaps."""
     view = flat[start : start + tensor.numel()]
     # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
-    return view.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else view.view(tensor.shape)
-
-
-def _is_dense(tensor):
-    """Return whether the elements fill their memory without gaps or overlap, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return view.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -319,9 +319,9 @@ def fit_with_lightning():
 
 
 def parameterize_a_product():
-    from common.capture.parameterized.region import parameterize
+    from common.capture.parameterized.region import capture
 
-    parameterize(lambda x: x @ x, [torch.ones(64, 64, device="cuda")]).release()
+    capture(lambda x: x @ x, [torch.ones(64, 64, device="cuda")]).release()
 
 
 @pytest.mark.gpu

@@ -66,7 +66,7 @@ class Simulator:
     def __init__(self, pp, chunks, microbatches):
         self.pp, self.last_part = pp, pp * chunks - 1
         self.orders = [schedule.numbered(schedule.order(pp, stage, chunks, microbatches)) for stage in range(pp)]
-        self.batches = schedule.all_communications(pp, chunks, microbatches)
+        self.batches = [schedule.communications(pp, stage, chunks, microbatches) for stage in range(pp)]
         # Posted and not yet met, between two stages.
         self.sent, self.awaited = ({pair: deque() for pair in itertools.permutations(range(pp), 2)} for _ in range(2))
         # Results of own steps, and what has arrived: (step, microbatch) each.

@@ -1,6 +1,7 @@
 """torch.compile(model, backend="parameterized") on the CPU: training like eager, and the list of regions."""
 
 import operator
+from collections import Counter
 
 import pytest
 import torch
@@ -13,13 +14,17 @@ from common.capture.parameterized.host import HostRegion
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
 
+collected = backend.Regions()
+
 
 @pytest.fixture(autouse=True)
-def fresh():
+def fresh(monkeypatch):
     torch._dynamo.reset()
-    backend.reset()
-    yield
-    backend.reset()
+    monkeypatch.setattr(backend, "_num_made", Counter())
+    with backend.collecting(collected):
+        yield
+    collected.release()
+    collected.all.clear()
     torch._dynamo.reset()
 
 
@@ -41,8 +46,12 @@ def train(model, parameters, num_steps, seed=1):
     return losses
 
 
+def rows():
+    return [region.row() for region in collected.all]
+
+
 def states():
-    return [(row["region"], row["state"]) for row in backend.regions()]
+    return [(row["region"], row["state"]) for row in rows()]
 
 
 def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_moved_parameter_is_captured_again():
@@ -50,11 +59,11 @@ def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_moved_paramete
     compiled = torch.compile(model, backend="parameterized")
     assert same(train(compiled, model.parameters(), 5), train(eager, eager.parameters(), 5))
     assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
-    assert [row["launches"] for row in backend.regions()] == [5, 5]
+    assert [row["launches"] for row in rows()] == [5, 5]
     model[0].weight.data = model[0].weight.data.clone()
     assert same(train(compiled, model.parameters(), 3, seed=2), train(eager, eager.parameters(), 3, seed=2))
-    assert [row["launches"] for row in backend.regions()] == [8, 8]
-    assert backend._regions[0].captures == 2
+    assert [row["launches"] for row in rows()] == [8, 8]
+    assert collected.all[0].captures == 2
     assert same(model.state_dict().values(), eager.state_dict().values())
     assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
 
@@ -70,7 +79,7 @@ def test_steps_on_a_shaken_allocator_are_bitwise_eager():
     found, addresses = shaken.train(compiled, list(model.parameters()), 6, make_input, shakes=True)
     assert same(found, expected) and same(model.state_dict().values(), eager.state_dict().values())
     assert len(addresses) > 2 and expected[0] != expected[-2]
-    assert [row["launches"] for row in backend.regions()] == [6, 6]
+    assert [row["launches"] for row in rows()] == [6, 6]
 
 
 def test_a_graph_that_cannot_be_captured_runs_eagerly_and_is_listed_with_the_reason():
@@ -80,8 +89,8 @@ def test_a_graph_that_cannot_be_captured_runs_eagerly_and_is_listed_with_the_rea
 
     x = torch.randn(5, 3)
     assert torch.equal(scaled(x), x * 5)
-    assert [(row["region"], row["state"]) for row in backend.regions()] == [("inference 0", "eager")]
-    assert "symbolic" in backend.regions()[0]["reason"]
+    assert [(row["region"], row["state"]) for row in rows()] == [("inference 0", "eager")]
+    assert "symbolic" in rows()[0]["reason"]
 
 
 @pytest.mark.parametrize("at", ["capture", "launch"])
@@ -97,17 +106,17 @@ def test_a_failure_of_the_driver_leaves_a_region_eager_and_the_step_goes_on(at, 
     else:
         train(compiled, model.parameters(), 2)
         train(eager, eager.parameters(), 2)
-        assert [row["launches"] for row in backend.regions()] == [2, 2]
+        assert [row["launches"] for row in rows()] == [2, 2]
         monkeypatch.setattr(HostRegion, "launch", refused)
         # The capture may be beyond release as well.
         monkeypatch.setattr(HostRegion, "release", refused)
     assert same(train(compiled, model.parameters(), 3, seed=2), train(eager, eager.parameters(), 3, seed=2))
     assert same(model.state_dict().values(), eager.state_dict().values())
     reason = "CUDA_ERROR_UNKNOWN" if at == "capture" else "a launch failed: CUDA_ERROR_UNKNOWN"
-    assert [(row["state"], row["reason"]) for row in backend.regions()] == [("eager", reason)] * 2
+    assert [(row["state"], row["reason"]) for row in rows()] == [("eager", reason)] * 2
 
 
-def test_released_regions_run_eagerly():
+def test_released_regions_run_eagerly_outside_of_a_collecting_block():
     @torch.compile(backend="parameterized")
     def double(x):
         return x * 2
@@ -115,16 +124,13 @@ def test_released_regions_run_eagerly():
     x = torch.randn(3)
     double(x)
     assert states() == [("inference 0", "parameterized")]
-    backend.reset()
-    assert states() == []
-    assert torch.equal(double(x), x * 2)
-
-
-def test_an_unknown_option_is_refused():
-    with pytest.raises(Exception, match="no option pool; it has verify"):
-        torch.compile(lambda x: x + 1, backend="parameterized", options={"pool": 1})(torch.ones(2))
-    with pytest.raises(Exception, match="verify is 'often'"):
-        torch.compile(lambda x: x + 1, backend="parameterized", options={"verify": "often"})(torch.ones(2))
+    collected.release()
+    backend._collectors.remove(collected)
+    try:
+        assert torch.equal(double(x), x * 2)
+    finally:
+        backend._collectors.append(collected)
+    assert (rows()[0]["state"], rows()[0]["reason"]) == ("eager", "released")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -167,7 +173,7 @@ def test_inference_mode_and_no_grad_between_steps():
         with context():
             for _ in range(2):
                 assert same([compiled.eval()(x)], [eager.eval()(x)])
-    assert [row["launches"] for row in backend.regions()] == [2, 2]
+    assert [row["launches"] for row in rows()] == [2, 2]
     assert same(train(compiled.train(), model.parameters(), 3), train(eager.train(), eager.parameters(), 3))
     assert {state for _, state in states()} == {"parameterized"}
 
@@ -185,35 +191,16 @@ def test_a_checkpoint_that_saves_the_random_state_runs_eagerly_and_says_so():
     compiled = torch.compile(model, backend="parameterized")
     assert same(train(compiled, model.parameters(), 3), train(eager, eager.parameters(), 3))
     assert states() == [("forward 0", "eager"), ("backward 0", "eager")]
-    assert all("preserve_rng_state=False" in row["reason"] for row in backend.regions())
+    assert all("preserve_rng_state=False" in row["reason"] for row in rows())
 
 
-def test_random_states_and_operators_on_functions_are_reasons_in_words():
+def test_an_operator_on_functions_is_a_reason_in_words():
     graph = torch.fx.Graph()
-    x, draws = graph.placeholder("x"), graph.placeholder("draws")
-    graph.output(graph.call_function(torch.ops.aten.add.Tensor, (x, x)))
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops.higher_order.cond, (x, None, None, ()))
+    graph.output(x)
     module = torch.fx.GraphModule(nn.Module(), graph)
-    assert "random state of a checkpoint" in backend._reason_against(module, [torch.ones(2), torch.Generator()])
-    with graph.inserting_after(draws):
-        graph.call_function(torch.ops.higher_order.cond, (x, None, None, ()))
-    assert "calls cond" in backend._reason_against(module, [torch.ones(2), torch.ones(2)])
-
-
-def test_what_dynamo_leaves_out_is_listed_with_the_reason():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.LSTM(8, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.outer(self.inner(x)[0])
-
-    torch.compile(Recurrent(), backend="parameterized")(torch.randn(5, 8))
-    breaks = [row for row in backend.regions() if row["region"] == "graph break"]
-    assert [row["state"] for row in breaks] == ["eager"]
-    assert "LSTM" in breaks[0]["reason"] and "\n" not in breaks[0]["reason"]
-    backend.reset()
-    assert states() == []
+    assert "calls cond" in backend._reason_against(module, [torch.ones(2)])
 
 
 def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_captured_again():
@@ -223,8 +210,6 @@ def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_ca
 
     x = torch.randn(5, 3)
     for _ in range(2):
-        collected = backend.Regions()
-        with backend.collecting(collected):
-            assert torch.equal(scaled(x), x * 5)
+        assert torch.equal(scaled(x), x * 5)
         assert [(region.state, "symbolic" in region.reason) for region in collected.all] == [("eager", True)]
         collected.release()

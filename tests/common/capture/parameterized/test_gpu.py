@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from common.capture.parameterized import backend, memory, random_state, region
-from common.capture.parameterized.errors import RegionRefused
-from common.capture.parameterized.region import parameterize
+from common.capture import memory
+from common.capture.checks import RegionRefused
+from common.capture.parameterized import backend, random_state
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
+from tests.helpers.regions import Captured
 
 F = nn.functional
 pytestmark = pytest.mark.gpu
@@ -83,7 +84,7 @@ def assert_like_eager(parameterized, run, make, times=4):
 
 
 def check(run, make):
-    parameterized = parameterize(run, make())
+    parameterized = Captured(run, make())
     assert_like_eager(parameterized, run, make)
     return parameterized
 
@@ -95,7 +96,7 @@ def test_pointwise(device):
 def test_a_tensor_that_only_the_closure_holds_is_read_as_it_was(device):
     def make():
         three = torch.full((MIB,), 3.0, device=device)
-        return parameterize(lambda x: x * three, [torch.ones(MIB, device=device)])
+        return Captured(lambda x: x * three, [torch.ones(MIB, device=device)])
 
     region = make()
     gc.collect()
@@ -123,7 +124,7 @@ def test_100_steps_with_dropout_on_a_shaken_allocator_are_bitwise_eager(device):
         models.append(nn.Sequential(*[Block(256, 0.1) for _ in range(2)]).to(device, torch.bfloat16))
     eager, model = models
     torch._dynamo.reset()
-    backend.reset()
+    regions = backend.Regions()
     try:
         compiled = torch.compile(model, backend="parameterized", fullgraph=True, dynamic=False)
 
@@ -131,14 +132,15 @@ def test_100_steps_with_dropout_on_a_shaken_allocator_are_bitwise_eager(device):
             return torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16)
 
         expected, _ = shaken.train(eager, list(eager.parameters()), 100, make_input, shakes=False)
-        found, addresses = shaken.train(compiled, list(model.parameters()), 100, make_input, shakes=True)
-        rows = backend.regions()
+        with backend.collecting(regions):
+            found, addresses = shaken.train(compiled, list(model.parameters()), 100, make_input, shakes=True)
+        rows = [region.row() for region in regions.all]
         assert [(row["state"], row["reason"]) for row in rows] == [("parameterized", "")] * 2
         assert [row["inexact"] for row in rows] == [[], []]
         assert same(found, expected) and same(model.state_dict().values(), eager.state_dict().values())
         assert len(addresses) > 4 and all(row["patched"] > 100 for row in rows)
     finally:
-        backend.reset()
+        regions.release()
         torch._dynamo.reset()
 
 
@@ -202,7 +204,7 @@ def test_copies_between_tensors_and_inputs_written_in_place(device):
 
 def test_two_streams_take_turns(device):
     run, make = training(device, 0.0)
-    parameterized = parameterize(run, make())
+    parameterized = Captured(run, make())
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     batches = [make() for _ in range(6)]
     torch.cuda.synchronize()
@@ -220,7 +222,7 @@ def test_an_input_at_an_odd_address_is_copied_and_written_back(device):
         x.mul_(2)
         return [x + y]
 
-    parameterized = parameterize(run, [torch.randn(64, 64, device=device) for _ in range(2)])
+    parameterized = Captured(run, [torch.randn(64, 64, device=device) for _ in range(2)])
     x = torch.randn(64 * 64 + 1, device=device)[1:].view(64, 64)
     y = torch.randn(64, 64, device=device)
     assert x.data_ptr() % 16
@@ -240,7 +242,7 @@ def test_nothing_is_held_between_calls_but_the_graph(device):
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    parameterized = parameterize(run, inputs)
+    parameterized = Captured(run, inputs)
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() - before[0] < MIB
@@ -253,7 +255,7 @@ def test_nothing_is_held_between_calls_but_the_graph(device):
 
 
 def test_results_are_freed_one_by_one(device):
-    parameterized = parameterize(lambda x: [x + 1, x + 2], [torch.ones(MIB, device=device)])
+    parameterized = Captured(lambda x: [x + 1, x + 2], [torch.ones(MIB, device=device)])
     before = torch.cuda.memory_allocated()
     first, second = parameterized(torch.ones(MIB, device=device))
     assert torch.cuda.memory_allocated() - before == 8 * MIB
@@ -263,7 +265,7 @@ def test_results_are_freed_one_by_one(device):
 
 
 def test_addresses_that_stay_are_not_patched_again(device):
-    parameterized = parameterize(lambda x: [x.sin().cos()], [torch.ones(1000, device=device)], verify=0)
+    parameterized = Captured(lambda x: [x.sin().cos()], [torch.ones(1000, device=device)])
     x = torch.ones(1000, device=device)
     result = parameterized(x)
     before = parameterized.report
@@ -295,7 +297,7 @@ def refusals():
 @pytest.mark.parametrize(("run", "message"), [case[1:] for case in refusals()], ids=[case[0] for case in refusals()])
 def test_a_region_that_would_be_wrong_is_refused_and_torch_goes_on(device, run, message):
     with pytest.raises(RegionRefused, match=message):
-        parameterize(run, [torch.randn(64, 64, device=device)])
+        Captured(run, [torch.randn(64, 64, device=device)])
     assert torch.equal(torch.ones(3, device=device) + 1, torch.full((3,), 2.0, device=device))
     check(lambda x: [F.dropout(x, 0.5)], lambda: [torch.randn(64, 64, device=device)])
 
@@ -311,21 +313,12 @@ def test_a_missed_address_is_found_by_the_first_launches(device, monkeypatch):
 
     monkeypatch.setattr(gpu, "_in_arenas", without_the_last)
     with pytest.raises(RegionRefused, match="differs from eager|missed"):
-        parameterize(lambda x: [x.sin().cos()], [torch.randn(1000, device=device)])
-
-
-def test_another_version_is_said_once_and_verified(device, monkeypatch):
-    monkeypatch.setattr(region, "_TESTED", ())
-    monkeypatch.setattr(region, "_told", set())
-    with pytest.warns(UserWarning, match="were not tested with torch"):
-        parameterized = parameterize(lambda x: [x + 1], [torch.ones(3, device=device)], verify=0)
-    assert parameterized.report["launches"] >= 2
-    parameterize(lambda x: [x + 1], [torch.ones(3, device=device)], verify=0)
+        Captured(lambda x: [x.sin().cos()], [torch.randn(1000, device=device)])
 
 
 def test_the_generator_is_left_as_it_was(device):
     torch.cuda.manual_seed(5)
     before = torch.cuda.get_rng_state()
-    parameterize(lambda x: [F.dropout(x, 0.5)], [torch.ones(1000, device=device)])
+    Captured(lambda x: [F.dropout(x, 0.5)], [torch.ones(1000, device=device)])
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert random_state.generator(device).get_offset() == 0

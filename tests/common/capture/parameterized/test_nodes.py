@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import driver, nodes, words
-from common.capture.parameterized.errors import RegionRefused
 
 PLAIN, PACKED, CLEAR, COPY, NOTHING = 101, 102, 103, 104, 105
 X, Y = 0x7F00_0000_0000, 0x7F10_0000_0000

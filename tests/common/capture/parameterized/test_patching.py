@@ -55,10 +55,14 @@ def test_a_region_holds_the_function_until_release(monkeypatch):
     graph = SimpleNamespace(raw_cuda_graph=lambda: 0)
     first = SimpleNamespace(inputs=[], outputs=[], structure=None, nodes=[], graph=graph)
     found = SimpleNamespace(
-        first=first, plan=SimpleNamespace(sizes=[]), written=[], increment=0, blob=None, slots=[], encoded=0,
+        first=first, plan=SimpleNamespace(sizes=[]), written=[], increment=0, blob=None, slots=[],
         chunks=[], unexplained=[], suspects=[], build_s={}, check=lambda: None, release=lambda: None,
+        all_bytes=lambda: [],
     )  # fmt: skip
-    checked = SimpleNamespace(inexact=set(), prove_unread=lambda found, inputs: None)
+    compared = []
+    checked = SimpleNamespace(
+        inexact=set(), spoil=compared.append, run=compared.append, prove_unread=lambda found, inputs: None
+    )
     monkeypatch.setattr(analysis, "analyse", lambda fn, inputs, device: found)
     monkeypatch.setattr(verify, "Verification", lambda *arguments: checked)
     monkeypatch.setattr(gpu.words, "Patcher", lambda *arguments: None)
@@ -68,9 +72,11 @@ def test_a_region_holds_the_function_until_release(monkeypatch):
 
     def make():
         three = torch.full((4,), 3.0)
-        return capture(lambda x: x * three, [SimpleNamespace(device=torch.device("cuda", 0))], 0), weakref.ref(three)
+        return capture(lambda x: x * three, inputs), weakref.ref(three)
 
+    inputs = [SimpleNamespace(device=torch.device("cuda", 0))]
     region, three = make()
+    assert compared == [[], inputs, inputs]
     gc.collect()
     assert three() is not None
     region.release()

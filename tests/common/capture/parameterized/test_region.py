@@ -1,18 +1,16 @@
-"""common/capture/parameterized on the CPU: regions on other tensors, what is refused, bad input."""
+"""common/capture/parameterized on the CPU: regions on other tensors, what is refused."""
 
 import gc
+import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from common.capture.checks import CaptureError
-from common.capture.parameterized import region as regions
-from common.capture.parameterized.errors import RegionRefused
-from common.capture.parameterized.region import parameterize
+from common.capture.checks import CaptureError, RegionRefused
 from tests.helpers.host_graph_cases import same
+from tests.helpers.regions import Captured
 
 F = nn.functional
 
@@ -20,6 +18,10 @@ F = nn.functional
 def tensors(seed, *shapes):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
 
 
 def block():
@@ -41,7 +43,7 @@ def forward_backward(net):
 def test_results_equal_eager_on_other_tensors_with_dropout_and_belong_to_the_caller():
     run = forward_backward(block())
     torch.manual_seed(3)
-    region = parameterize(run, tensors(0, (4, 8), (4, 8)))
+    region = Captured(run, tensors(0, (4, 8), (4, 8)))
     assert torch.initial_seed() == 3
     kept = []
     for seed in range(1, 5):
@@ -63,7 +65,7 @@ def test_examples_stay_as_they_are_and_capturing_draws_nothing():
     examples = tensors(0, (4, 8))
     before = examples[0].clone()
     state = torch.get_rng_state()
-    parameterize(lambda x: F.dropout(x.mul_(2), 0.5), examples)
+    Captured(lambda x: F.dropout(x.mul_(2), 0.5), examples)
     assert torch.equal(examples[0], before)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -75,7 +77,7 @@ def test_an_input_written_in_place_views_of_inputs_numbers_and_weights_come_back
         x.add_(y)
         return x[1:], y.t(), x * weight, weight, 7, None, x.new_empty(0)
 
-    region = parameterize(run, tensors(0, (3, 3), (3, 3)))
+    region = Captured(run, tensors(0, (3, 3), (3, 3)))
     x, y = tensors(1, (3, 3), (3, 3))
     expected = x + y
     version = x._version
@@ -96,7 +98,7 @@ def test_memory_of_a_call_is_new_each_time_and_starts_spoiled():
         scratch[0].copy_(x[0])
         return scratch
 
-    region = parameterize(run, tensors(0, (2, 3)))
+    region = Captured(run, tensors(0, (2, 3)))
     first, second = (region(x) for x in tensors(1, (2, 3), (2, 3)))
     assert first.data_ptr() != second.data_ptr()
     assert first[1].isnan().all()
@@ -111,86 +113,109 @@ def test_memory_of_a_call_is_new_each_time_and_starts_spoiled():
 )
 def test_a_function_that_no_graph_can_hold_is_refused(run, message):
     with pytest.raises(RegionRefused, match=message):
-        parameterize(run, tensors(0, (3, 3)))
-
-
-def bad_calls():
-    x, y = tensors(1, (4, 8), (4, 8))
-    both = torch.zeros(5, 8)
-    yield "one tensor", (x,), "1 inputs where the region was captured with 2"
-    yield "a number", (x, 3), "input 1 is a int: a region takes tensors alone"
-    yield "another shape", (x, y[:3]), r"input 1 is not as captured: shape .*4, 8.* -> .*3, 8"
-    yield "another dtype", (x, y.double()), "input 1 is not as captured: dtype torch.float32 -> torch.float64"
-    yield "other strides", (x, y.t().contiguous().t()), "strides"
-    yield "another device", (x, y.to("meta")), "device cpu -> meta"
-    yield "an alias", (both[:4], both[1:]), "inputs 0 and 1 share memory"
-
-
-@pytest.mark.parametrize(("arguments", "message"), [case[1:] for case in bad_calls()], ids=[c[0] for c in bad_calls()])
-def test_a_bad_call_is_one_clear_error_and_runs_nothing(arguments, message):
-    region = parameterize(lambda x, y: x.add_(y), tensors(0, (4, 8), (4, 8)))
-    before = [a.clone() for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cpu"]
-    with pytest.raises(ValueError, match=message):
-        region(*arguments)
-    assert same([a for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cpu"], before)
-    assert region.report["launches"] == 0
-
-
-def test_a_tensor_that_aliases_another_only_later_is_refused_too():
-    region = parameterize(lambda x, y: x + y, tensors(0, (4, 8), (4, 8)))
-    x, y = tensors(1, (4, 8), (4, 8))
-    region(x, y)
-    with pytest.raises(ValueError, match="share memory"):
-        region(x, x)
-    region(x, y)
-
-
-@pytest.mark.parametrize(
-    ("examples", "message"),
-    [
-        ([], "at least one"),
-        ([torch.ones(2), 3.0], "example 1 is a float"),
-        ([torch.ones(2), torch.ones(2, device="meta")], "example 1 is on meta"),
-        ([torch.ones(2, 2).to_sparse()], "strided"),
-        ([torch.ones(4)] * 2, "share memory"),
-    ],
-)
-def test_bad_examples_are_one_clear_error(examples, message):
-    with pytest.raises(ValueError, match=message):
-        parameterize(lambda *inputs: inputs[0] + 1, examples)
+        Captured(run, tensors(0, (3, 3)))
 
 
 def test_a_tensor_that_only_the_closure_holds_lives_as_long_as_the_region():
     def make():
         three = torch.full((4,), 3.0)
-        return parameterize(lambda x: x * three, [torch.ones(4)]), weakref.ref(three)
+        return Captured(lambda x: x * three, [torch.ones(4)]), weakref.ref(three)
 
     region, three = make()
     gc.collect()
     assert three() is not None and torch.equal(region(torch.ones(4)), torch.full((4,), 3.0))
-    region.release()
+    region.region.release()
     gc.collect()
     assert three() is None
 
 
 def test_a_call_after_release_is_refused_and_earlier_results_stay():
-    region = parameterize(lambda x: x + 1, tensors(0, (3,)))
+    region = Captured(lambda x: x + 1, tensors(0, (3,)))
     (x,) = tensors(1, (3,))
     result = region(x)
-    region.release()
-    region.release()
+    region.region.release()
+    region.region.release()
     assert torch.equal(result, x + 1)
     with pytest.raises(CaptureError, match="released"):
         region(x)
 
 
-@pytest.mark.parametrize(("verify", "encoded", "runs"), [(0, 0, 0), (1, 0, 1), (0, 3, 2), (5, 3, 5)])
-def test_addresses_in_a_code_are_always_compared_with_eager(verify, encoded, runs):
-    calls = []
-    check = SimpleNamespace(
-        spoil=lambda memory: calls.append("spoil"), run=lambda inputs: calls.append("run"),
-        prove_unread=lambda analysis, inputs: calls.append("prove"),
-    )  # fmt: skip
-    analysis = SimpleNamespace(encoded=encoded, unexplained=[], all_bytes=list)
-    regions._prove(check, analysis, [], verify)
-    assert calls == ["spoil"] * bool(runs) + ["run"] * runs + ["prove"]
+def test_an_input_with_other_memory_afterwards_is_refused():
+    def swap(x):
+        x.data = x + 1
+        return x * 2
+
+    with pytest.raises(RegionRefused, match="gives input 0 another shape or other memory"):
+        Captured(swap, [ones(3)])
+
+
+def test_tensors_that_the_function_keeps_are_refused():
+    kept = []
+    parameter = torch.nn.Parameter(ones(3))
+
+    def backward(x):
+        (parameter * x).sum().backward()
+        return x + 1
+
+    for fn in (lambda x: kept.append(x * 2), lambda x: kept.append(x[1:]), kept.append, backward):
+        with pytest.raises(RegionRefused, match="keeps 1 tensors beyond its end"):
+            Captured(fn, [ones(3)])
+        kept.clear()
+    parameter.grad = torch.zeros(3)
+    region = Captured(backward, [ones(3)])
+    parameter.grad.zero_()
+    region(ones(3))
+    assert same([parameter.grad], [ones(3)])
+
+
+def test_tensors_in_a_cycle_of_objects_are_not_kept():
+    def run(x):
+        cycle = [x + 1]
+        cycle.append(cycle)
+        return cycle[0] * 2
+
+    assert same([Captured(run, [ones(3)])(ones(3))], [ones(3) * 4])
+
+
+def test_a_region_is_captured_and_called_in_inference_mode():
+    with torch.inference_mode():
+        inside = Captured(lambda x: (x.mul_(2), x + 1), [ones(3)])
+        assert same(inside(ones(3)), [ones(3) * 2, ones(3) * 3])
+    x = ones(3)
+    assert same(inside(x), [ones(3) * 2, ones(3) * 3]) and x._version > 0
+
+
+def test_a_region_inside_another_is_refused_with_the_users_line():
+    inner = Captured(lambda x: x + 1, [ones(3)])
+    with pytest.raises(RegionRefused, match=r"a parameterized region at .*regions\.py:\d+ .*runs inside a capture"):
+        Captured(lambda x: inner(x) * 2, [ones(3)])
+    with pytest.raises(RegionRefused, match=r"the capture of a region at .*regions\.py:\d+ .*runs inside a capture"):
+        Captured(lambda x: Captured(lambda y: y + 1, [x])(x), [ones(3)])
+    assert same([inner(ones(3))], [ones(3) * 2])
+
+
+def test_threads_launch_and_capture_while_another_one_captures():
+    launched = Captured(lambda x: x + 1, [ones(3)])
+    inside, go_on, failures, results = threading.Event(), threading.Event(), [], []
+
+    def slow(x):
+        inside.set()
+        assert go_on.wait(30)
+        return x * 2
+
+    def other():
+        try:
+            results.append(Captured(slow, [ones(3)])(ones(3)))
+        except CaptureError as error:
+            failures.append(str(error))
+
+    threads = [threading.Thread(target=other) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(30)
+    results.append(launched(ones(3)))
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert same(results, [ones(3) * 2] * 3)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.capture.checks import RegionRefused
 from common.capture.parameterized import sums
 from common.capture.parameterized.driver import DriverError
-from common.capture.parameterized.errors import RegionRefused
 
 
 def model():

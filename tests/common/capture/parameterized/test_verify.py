@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.capture.parameterized import memory, verify
-from common.capture.parameterized.errors import RegionRefused
+from common.capture import memory
+from common.capture.checks import RegionRefused
+from common.capture.parameterized import verify
 from common.capture.parameterized.words import Suspect, Unexplained
 
 CPU = torch.device("cpu")
@@ -274,14 +275,3 @@ def writes(value):
 def test_a_word_that_a_kernel_reads_or_an_address_that_it_uses_is_refused_with_the_node(body):
     with pytest.raises(RegionRefused, match=r"differ between two captures.*and matter.*node 3 \(k\)"):
         prove(body)
-
-
-def test_of_many_nodes_the_one_whose_words_matter_is_named():
-    region = WordsRegion(reads_the_number)
-    region.words += [0] * 4
-    numbers = [Unexplained(node, 0, region.words[p], 6 + p, p) for node, p in ((1, 4), (2, 5), (3, 0), (4, 6), (5, 7))]
-    analysis = SimpleNamespace(
-        unexplained=numbers, suspects=[], name=lambda words: f"nodes {[word.node for word in words]}"
-    )
-    with pytest.raises(RegionRefused, match=r"and matter.*nodes \[3\]"):
-        verify.Verification(region, lambda x: [x.add_(5) * 2, torch.empty(4)], CPU).prove_unread(analysis, X)

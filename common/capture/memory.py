@@ -14,34 +14,13 @@ class _Range:
 
 
 def bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return device memory as a tensor of bytes that does not own it.
-
-    Args:
-        address: of the first byte.
-        size: bytes.
-        device: the GPU.
-
-    Returns:
-        a uint8 tensor.
-    """
+    """Return memory of a GPU as a uint8 tensor that does not own it."""
     return torch.as_tensor(_Range(address, size), device=device)
 
 
-def fill_free(device: torch.device, value: int) -> None:
-    """Fill what the allocator holds free for new tensors. Without a GPU it does nothing.
-
-    Args:
-        device: the GPU.
-        value: of each byte.
-    """
-    if device.type != "cuda":
-        return
-    torch.cuda.synchronize(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    for segment in torch.cuda.memory.memory_snapshot():
-        # Other pools are those of graphs.
-        if segment["device"] != index or segment["segment_pool_id"] != (0, 0):
-            continue
+def fill_inactive(segments: list[dict], value: int, device: torch.device) -> None:
+    """Fill each byte of a GPU's allocator segments that no tensor has."""
+    for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "inactive":
@@ -49,15 +28,19 @@ def fill_free(device: torch.device, value: int) -> None:
             address += block["size"]
 
 
+def fill_free(device: torch.device, value: int) -> None:
+    """Fill each byte that the allocator of a device with an index holds free for new tensors; nothing without a GPU."""
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    # Other pools are those of graphs.
+    place = (device.index, (0, 0))
+    segments = torch.cuda.memory.memory_snapshot()
+    fill_inactive([part for part in segments if (part["device"], part["segment_pool_id"]) == place], value, device)
+
+
 def extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first to its last element.
-
-    Args:
-        tensor: strided.
-
-    Returns:
-        bytes, 0 for a tensor without elements.
-    """
+    """Return the bytes from a strided tensor's first to its last element, 0 for one without elements."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -65,13 +48,9 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to memory of its own with the same strides.
+    """Copy a strided tensor to memory of its own with the same strides; elements that overlap stay so.
 
-    Args:
-        tensor: strided; elements that overlap stay so.
-
-    Returns:
-        a leaf that requires a gradient where `tensor` does.
+    The copy is a leaf, and requires a gradient where `tensor` does.
     """
     source = tensor.detach()
     memory = torch.empty(extent(source) // source.element_size(), dtype=source.dtype, device=source.device)
@@ -83,12 +62,7 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor that a capture returned.
-
-    Attributes:
-        address: of its first element.
-        metadata: size, stride, dtype and device.
-    """
+    """A tensor that a capture returned: address of its first element; size, stride, dtype and device."""
 
     address: int
     metadata: dict[str, Any]
@@ -110,14 +84,7 @@ class Place:
 
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what makes a tensor besides its memory.
-
-    Args:
-        tensor: strided.
-
-    Returns:
-        size, stride, dtype and device.
-    """
+    """Return what makes a strided tensor besides its memory: size, stride, dtype and device."""
     return {
         "size": tuple(tensor.shape),
         "stride": tensor.stride(),
@@ -127,15 +94,7 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def find(address: int, allocations: list[tuple[int, int]]) -> int:
-    """Return the index of the allocation that holds an address.
-
-    Args:
-        address: of a byte.
-        allocations: (base, bytes).
-
-    Returns:
-        the index, -1 for none.
-    """
+    """Return the index of the allocation (base, bytes) that holds a byte, -1 for none."""
     for index, (base, size) in enumerate(allocations):
         if base <= address < base + size:
             return index
