@@ -14,7 +14,6 @@ from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.memory_fit import fewer_layers, require_host
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.low_byte_adam import LowByteAdam
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
@@ -103,8 +102,6 @@ class State:
         grads = [parameter.main_grad for parameter in parameters]
         numbers = Hyperparameters(lr=self.config.lr, **ADAM)
         reduce_norm = self._reduce_norm if self.config.ep > 1 else None
-        if self.config.masters == "none":
-            return LowByteAdam(parameters, grads, numbers, reduce_norm)
         moments = DTYPES[self.config.moments]
         return MixedAdam(map(Weight, parameters), grads, numbers, moments=moments, reduce_norm=reduce_norm)
 
@@ -343,14 +340,10 @@ def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
             notes.append(fewer_layers(config, asked, budget))
     if config.routing == "balanced":
         notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
-    formats = "formats: weights bf16, main_grad bf16"
+    adam = f", masters fp32, moments {config.moments}" if config.update else ""
     if not config.update:
         notes.append("forward and backward alone: no clipping, no Adam")
-    elif config.masters == "none":
-        formats += ", no masters (stochastic rounding), moments fp8 (E4M3)"
-    else:
-        formats += f", masters fp32, moments {config.moments}"
-    notes.append(formats)
+    notes.append(f"formats: weights bf16, main_grad bf16{adam}")
     if config.lora_rank:
         notes.append(
             f"LoRA: adapters of rank {config.lora_rank} on attention's projections, "
