@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 
 def split_heads(qkv, shape, rope, norms=None, eps: float = 0.0):

@@ -10,13 +10,7 @@ from typing import NamedTuple
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 # Choices of a program, and blocks of choices whose counts are added at a time.
 BLOCK, STEP = 128, 32

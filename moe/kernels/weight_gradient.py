@@ -11,13 +11,7 @@ import functools
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 # x's columns, grad's columns, and the rows taken at a time: the fastest of fifteen on an H100.
 TILE_M, TILE_N, TILE_K = 128, 128, 32
