@@ -85,17 +85,13 @@ class State:
             (name, i, each) for i, layer in enumerate(self.layers) for name, each in layer.named_parameters()
         ]
         self.trained = [part for part in self.parts if part[2].requires_grad]
-        for _, _, parameter in self.trained:
+        for name, _, parameter in self.trained:
             parameter.main_grad = torch.zeros_like(parameter)
-        self.keep_gradients(lambda name: name not in IN_PLACE)
+            if name not in IN_PLACE:
+                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
         self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
         if c.ep > 1:
             self.buckets = collectives.GradientBuckets(self.dense_grads, BUCKET_BYTES)
-
-    def keep_gradients(self, of):
-        """Put what autograd brings into main_grad: a handle for each trained parameter whose name is `of` these."""
-        keep = partial(_keep_gradient, self.accumulation)
-        return [each.register_post_accumulate_grad_hook(keep) for name, _, each in self.trained if of(name)]
 
     def _make_adam(self):
         parameters = [parameter for _, _, parameter in self.trained]
