@@ -71,7 +71,7 @@ def items(config: Config) -> dict[str, int]:
         "qkv": 2 * s * c.qkv_width,
         "attention": 2 * s * c.q_width + 4 * s * c.heads,  # with the logarithms of the sums, FP32
         "residual": 2 * s * c.hidden,
-        "fc1": (2 if c.fc1_fp8 else 4) * s * c.ffn,
+        "fc1": 2 * element_bytes(c, "operand") * s * c.ffn,
         "transpose": layer_weights(c) if c.precision == "fp8" else 0,
     }
 

@@ -203,7 +203,7 @@ def _fit(config, preset, kind, device):
             notes.append("FP8 emulated: operands rounded to FP8, GEMMs in FP32")
         return config, notes
     if config.precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-        config = replace(config, precision="bf16", fc1_store="auto")
+        config = replace(config, precision="bf16")
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
     # The least of all ranks, so that all have as many layers, which keep the same.
     free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))

@@ -114,7 +114,7 @@ def make_state(config, monkeypatch):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"documents": "separate", "fc1_store": "bf16"}, {"precision": "bf16"}],
+    [{}, {"documents": "separate"}, {"precision": "bf16"}],
     ids=["fp8", "separate", "bf16"],
 )
 def test_steps_call_torch_and_triton_as_they_want_it(gpu, monkeypatch, changes):
