@@ -38,11 +38,6 @@ def _tokens(config):
     return config.local_sequence * config.microbatch
 
 
-def _quantized(config):
-    """Say whether GEMMs read FP8 or FP4."""
-    return config.precision in ("fp8", "nvfp4") and config.layer != "torch"
-
-
 def _rest_bytes(config):
     """Bytes of attention and MLP that are not the result of one operator."""
     c, tokens, q_width = config, _tokens(config), config.local_heads * config.head_dim
@@ -53,7 +48,7 @@ def _rest_bytes(config):
         return 2 * tokens * (c.hidden + turned + rounded), 2 * tokens * (c.hidden + c.local_ffn)
     # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's in FP8
     # LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence there is none.
-    quantized = _quantized(c)
+    quantized = c.precision == "fp8"
     operand, copies = (1 if quantized else 2), (2 if quantized and c.tp == 1 else 1)
     attention = tokens * operand * (c.hidden // c.tp + (q_width if quantized else 0))
     return attention, tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
@@ -82,11 +77,10 @@ def can_keep(config: Config, kept: frozenset[str]) -> bool:
 def state_bytes(config: Config) -> dict[str, int]:
     """Bytes of a parameter of the layers by what they are for.
 
-    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read. Where NVFP4
-    is emulated, a bf16 matrix has two rounded copies.
+    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read.
     """
     c = config
-    weight = 2 if c.weights == "fp8" else {"bf16": 2, "nvfp4_emulated": 6}.get(c.precision, 4)
+    weight = 4 if (c.precision, c.weights) == ("fp8", "bf16") else 2
     widths = {"bf16": 2, "fp32": 4}
     has_adam = c.optimizer == "adam"
     kept = {"master": 4 * has_adam, "moments": 2 * widths[c.moments] * has_adam}
