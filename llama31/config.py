@@ -54,12 +54,7 @@ class Config(Parallel, Timing):
     keep: str = option(
         "auto",
         "items that layers keep for their backward: all, least, or numbers of the last layers with items, such as "
-        "'14 attention, 18 all'; auto: what fits, by the preset",
-    )
-    fc1_store: str = option(
-        "bf16",
-        "format in which plain layers take fc1's output into SwiGLU, and keep it. fp8: rounded with a scale of its own",
-        ("bf16", "fp8"),
+        "'14 attention rest, 18 all'; auto: what fits, by the preset",
     )
     optimizer: str = option(
         "adam", "none: forward and backward alone, norms and first rows take fixed steps", ("adam", "none")
@@ -105,8 +100,6 @@ class Config(Parallel, Timing):
                 f"--precision {self.precision} needs --hidden, a GPU's feed-forward width, heads x head-dim and tokens "
                 "of a microbatch divisible by 16"
             )
-        if self.fc1_store == "fp8" and self.layer == "te":
-            raise ValueError("--fc1-store fp8 needs --layer torch: te.TransformerLayer keeps bf16")
         if self.zero and (self.main_grad, self.moments, self.weights) != ("fp32", "fp32", "bf16"):
             raise ValueError("--zero true takes --main-grad fp32 --moments fp32 --weights bf16")
         if self.optimizer == "none" and (self.zero, self.weights, self.clip) != (False, "bf16", "device"):
@@ -246,12 +239,8 @@ PRESETS = {
 # What layers of each kind keep (--keep) on a card of so many GB, where not everything fits. mlperf: layers of a stage.
 KEEP = {
     ("full", "te"): {80: "2 attention rest", 141: "1 attention rest, 31 all"},
-    ("full", "torch"): {80: "6 attention", 141: "14 qkv attention residual fc1, 18 all"},
+    ("full", "torch"): {141: "26 all"},
     ("mlperf", "te"): {80: "1 attention rest, 3 all", 141: "1 attention rest, 1 all"},
-    ("mlperf", "torch"): {
-        80: "2 residual, 1 qkv, 1 qkv fc1, 1 qkv residual fc1",
-        141: "7 residual, 1 qkv residual, 1 qkv attention residual, 1 qkv residual fc1",
-    },
 }
 
 

@@ -1,8 +1,7 @@
 """The tensors that layers keep for a microbatch's backward, and predicted bytes, from sizes (no torch).
 
-A plain layer (llama31/model.py) that keeps everything runs as it is. Any other runs again in the backward, with the
-results of the GEMMs and of attention that it has kept in the place of those operators (llama31/memory/recompute.py).
-Parts of te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
+A plain layer (llama31/model.py) keeps everything, or runs again in the backward as a whole. Parts of
+te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
 from common.training import memory_plan, schedule
@@ -12,7 +11,7 @@ from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_paramete
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = 2 * GIB
-# Items of a layer that are not the result of one operator: what norms, RoPE, SwiGLU and the GEMMs' inputs keep.
+# Items of te.TransformerLayer outside of attention and MLP; of a plain layer all but its input.
 REST = "rest"
 
 
@@ -30,8 +29,7 @@ def items(config: Config) -> dict[str, int]:
     attention_rest, mlp_rest = _rest_bytes(c)
     if c.layer == "te":
         return {"x": residual, "attention": attention, "mlp": fc1 + mlp_rest, REST: qkv + residual + attention_rest}
-    plain = {"x": residual, "qkv": qkv, "attention": attention, "residual": residual, "fc1": fc1}
-    return {**plain, REST: attention_rest + mlp_rest}
+    return {"x": residual, REST: qkv + attention + residual + fc1 + attention_rest + mlp_rest}
 
 
 def _tokens(config):
@@ -58,20 +56,13 @@ def kept_bytes(config: Config) -> dict[str, int]:
     """Return the bytes of torch's segments that a layer takes to keep an item of all microbatches in flight."""
     # Of the first stage, which has the most; a layer is in one of its chunks.
     in_flight = schedule.peak_in_flight(config.pp, 0, config.chunks, config.microbatches) if config.pp > 1 else 1
-    sizes = items(config)
-    if config.fc1_store == "fp8":
-        sizes["fc1"] //= 2
-    return {name: memory_plan.share_bytes(size) * -(-in_flight // config.chunks) for name, size in sizes.items()}
+    sizes = items(config).items()
+    return {name: memory_plan.share_bytes(size) * -(-in_flight // config.chunks) for name, size in sizes}
 
 
-def can_keep(config: Config, kept: frozenset[str]) -> bool:
-    """Say whether layers can run that keep these items.
-
-    A plain layer that runs again computes all of the rest again; te.TransformerLayer runs again as a whole for it.
-    """
-    if config.layer == "te":
-        return REST in kept or kept == {"x"}
-    return REST not in kept or kept == items(config).keys()
+def can_keep(kept: frozenset[str]) -> bool:
+    """Say whether layers can run that keep these items: for the rest te.TransformerLayer runs again as a whole."""
+    return REST in kept or kept == {"x"}
 
 
 def state_bytes(config: Config) -> dict[str, int]:
@@ -122,9 +113,8 @@ def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
     keep, sizes = config.keep if keep is None else keep, kept_bytes(config)
     names = [name for name in sizes if name != "x"]
     layers = tuple(kept | {"x"} for kept in memory_plan.kept_by_layers(keep, names, _layers(config)))
-    if not all(can_keep(config, kept) for kept in set(layers)):
-        rule = "attention and mlp with rest only" if config.layer == "te" else "rest with all other items only"
-        raise ValueError(f"--keep {keep}: a {config.layer} layer keeps {rule}")
+    if not all(map(can_keep, layers)):
+        raise ValueError(f"--keep {keep}: a te layer keeps attention and mlp with rest only")
     return Plan(sizes, layers, fixed_bytes(config, dp))
 
 

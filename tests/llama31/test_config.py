@@ -107,7 +107,6 @@ def test_the_submission_runs_on_a_multiple_of_its_ranks():
         ({"optimizer": "none", "clip": "host"}, "--optimizer none takes --zero false --weights bf16"),
         ({"ramp": "4,6"}, "--ramp 4,6: takes numbers up to --microbatches 3"),
         ({"ramp": "1,x"}, "--ramp 1,x: takes numbers from 1 up"),
-        ({"fc1_store": "fp8", "layer": "te"}, "--fc1-store fp8 needs --layer torch"),
         ({"chunks": 2}, "--chunks 2 needs --pp 2 or more"),
         ({"chunks": 2, "pp": 2, "layers": 4}, "--microbatches 3 is no multiple of --pp 2"),
         ({"chunks": 2, "pp": 2, "layers": 4, "microbatches": 4, "ramp": "2,4"}, "--ramp needs --chunks 1"),

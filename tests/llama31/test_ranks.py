@@ -14,7 +14,7 @@ from tests.helpers.llama31_case import TINY, follow_eager, make
 
 # FP32 throughout: what is left is the order of sums.
 EXACT = {"precision": "bf16", "main_grad": "fp32", "microbatches": 4}
-FP8 = ({"microbatches": 2}, {"microbatches": 2, "fc1_store": "fp8", "weights": "fp8"})
+FP8 = ({"microbatches": 2}, {"microbatches": 2, "weights": "fp8"})
 STEPS = 3
 SPLITS = {
     "tp2": {"tp": 2},
@@ -76,7 +76,7 @@ def test_ranks_of_one_replica_train_as_one_process_does(split, num_ranks, monkey
 
 
 def fp8_tp2():
-    """FP8 emulated around FP32 GEMMs, FP8 kept of fc1's output, and layers that run again."""
+    """FP8 emulated around FP32 GEMMs, and weights that are stored in FP8."""
     return [follow_eager(make(*own_rank(), torch.float32, tp=2, **changes), STEPS)[:2] for changes in FP8]
 
 
@@ -117,7 +117,7 @@ def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit(group, monkeypatch)
 def pipeline_ramp():
     """Steps of other numbers of microbatches replay a part of the captured order; layers run again in the backward."""
     changes = {"pp": 2, "layers": 4, "microbatches": 4, "ramp": "3,1,4,2"}
-    state = make(*own_rank(), keep="1 attention, 1 residual fc1", **changes)
+    state = make(*own_rank(), keep="1 all", **changes)
     assert len(set(state.plan.layers)) == 2
     found, eager = {}, follow_eager(state, 8)
     for name in ("graph_layer", "graph_microbatch"):

@@ -246,7 +246,7 @@ def said(*arguments):
         (["--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
         (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--variant eager_nan_checks"),
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
-        (["--keep", "1 qkv rest"], "--keep 1 qkv rest: a torch layer keeps rest with all other items only"),
+        (["--keep", "1 qkv"], "--keep 1 qkv: takes auto, all, least, or numbers of the last layers with items"),
         (["--layer", "te"], "--layer te needs a GPU"),
         (["--optimizer", "none", "--mllog", "log"], "leave out --optimizer none"),
         (["--layers", "1000000000"], "--layers 1000000000 is too large"),
