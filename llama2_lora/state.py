@@ -83,8 +83,7 @@ class State:
     def _make_stack(self, formats, weights):
         config, inputs = self.config, {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if self.kind != "handwritten":
-            across = self.context, self.place.context_rank
-            return ModuleStack(self.kind, config, weights, self.adapters, inputs, *across)
+            return ModuleStack(self.kind, config, weights, self.adapters, inputs)
         attention = attention_for(config, self.device)
         if config.cp > 1:
             attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
