@@ -54,10 +54,9 @@ def _rest_bytes(config):
 
 def kept_bytes(config: Config) -> dict[str, int]:
     """Return the bytes of torch's segments that a layer takes to keep an item of all microbatches in flight."""
-    # Of the first stage, which has the most; a layer is in one of its chunks.
-    in_flight = schedule.peak_in_flight(config.pp, 0, config.chunks, config.microbatches) if config.pp > 1 else 1
-    sizes = items(config).items()
-    return {name: memory_plan.share_bytes(size) * -(-in_flight // config.chunks) for name, size in sizes}
+    # Of the first stage, which has the most.
+    in_flight = schedule.peak_in_flight(config.pp, 0, 1, config.microbatches) if config.pp > 1 else 1
+    return {name: memory_plan.share_bytes(size) * in_flight for name, size in items(config).items()}
 
 
 def can_keep(kept: frozenset[str]) -> bool:
@@ -78,8 +77,8 @@ def state_bytes(config: Config) -> dict[str, int]:
     return {"weight": weight, "main_grad": widths[c.main_grad], **kept}
 
 
-def fixed_bytes(config: Config, dp: int = 1) -> int:
-    """Bytes that torch reserves whatever layers keep. dp: data ranks, over which ZeRO-1 splits masters and moments.
+def fixed_bytes(config: Config) -> int:
+    """Bytes that torch reserves whatever layers keep.
 
     Parameters with all that Adam keeps of them, embedding and head with a bf16 weight. What the running layer has, as
     much as one that keeps everything. Logits in bf16; in FP32 logarithms of their softmax, and the gradients of both;
@@ -88,9 +87,8 @@ def fixed_bytes(config: Config, dp: int = 1) -> int:
     c, per = config, state_bytes(config)
     tokens = c.local_sequence * c.microbatch
     in_all, in_layers = num_parameters(c), _layers(c) * layer_parameters(c)
-    replicas = c.cp * dp if c.zero else 1
-    parameters = in_layers * per["weight"] + (in_all - in_layers) * 2 + in_all * per["main_grad"]
-    parameters += in_all * (per["master"] + per["moments"]) // replicas
+    parameters = in_layers * per["weight"] + (in_all - in_layers) * 2
+    parameters += in_all * (per["main_grad"] + per["master"] + per["moments"])
     running = sum(items(c).values())
     return parameters + (running + tokens * (c.local_vocab * 14 + 16 * c.microbatches)) * 110 // 100
 
@@ -105,8 +103,8 @@ def budget_bytes(free_bytes: int) -> int:
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
-def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
-    """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes. dp: data ranks.
+def make_plan(config: Config, keep: str | None = None) -> Plan:
+    """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes.
 
     ValueError where layers cannot run so.
     """
@@ -115,27 +113,23 @@ def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
     layers = tuple(kept | {"x"} for kept in memory_plan.kept_by_layers(keep, names, _layers(config)))
     if not all(map(can_keep, layers)):
         raise ValueError(f"--keep {keep}: a te layer keeps attention and mlp with rest only")
-    return Plan(sizes, layers, fixed_bytes(config, dp))
+    return Plan(sizes, layers, fixed_bytes(config))
 
 
-def choose(config: Config, preset: str, total_bytes: int, budget: int, dp: int = 1) -> str:
-    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`. dp: data ranks."""
+def choose(config: Config, preset: str, total_bytes: int, budget: int) -> str:
+    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`."""
     cards = KEEP.get((preset, config.layer), {})
-    return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, dp, keep).bytes)
+    return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, keep).bytes)
 
 
-def needed_bytes(config: Config, dp: int = 1) -> int:
-    """Reserved where layers keep the least. dp: data ranks."""
-    return fixed_bytes(config, dp) + _layers(config) * kept_bytes(config)["x"]
+def needed_bytes(config: Config) -> int:
+    """Reserved where layers keep the least."""
+    return fixed_bytes(config) + _layers(config) * kept_bytes(config)["x"]
 
 
-def fit(config: Config, budget: int, dp: int = 1) -> Config:
-    """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does.
-
-    dp: data ranks.
-    """
-    unit = config.pp * config.chunks
-    return fit_layers(config, PRESETS, lambda tried: needed_bytes(tried, dp), budget, unit)
+def fit(config: Config, budget: int) -> Config:
+    """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does."""
+    return fit_layers(config, PRESETS, needed_bytes, budget, config.pp)
 
 
 def require(config: Config, available_bytes: int | None) -> None:

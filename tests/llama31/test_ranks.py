@@ -10,7 +10,7 @@ from common.training.parallel import collectives
 from llama31 import train
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.followed import difference, follow
-from tests.helpers.llama31_case import TINY, follow_eager, make
+from tests.helpers.llama31_case import follow_eager, make
 
 # FP32 throughout: what is left is the order of sums.
 EXACT = {"precision": "bf16", "main_grad": "fp32", "microbatches": 4}
@@ -20,9 +20,6 @@ SPLITS = {
     "tp2": {"tp": 2},
     "cp2": {"cp": 2},
     "pp2": {"pp": 2},
-    # Chunks of 1, 2, 2 and 1 layers.
-    "pp2_chunks2": {"pp": 2, "chunks": 2, "layers": 6, "microbatches": 4},
-    "dp2_zero": {"zero": True},
     "tp2_pp2": {"tp": 2, "pp": 2},
     "tp2_cp2": {"tp": 2, "cp": 2},
 }
@@ -32,15 +29,12 @@ GRAPHED = {
         "dp2": ("graph_step",),
         "tp2": ("graph_fwd_bwd",),
         "pp2": ("graph_layer", "graph_microbatch"),
-        "pp2_chunks2": ("graph_microbatch",),
     },
     "slow": {
         "dp2": ("graph_layer", "graph_microbatch", "graph_fwd_bwd"),
         "tp2": ("graph_step",),
         "cp2": ("graph_fwd_bwd",),
         "pp2": ("graph_fwd_bwd", "graph_step"),
-        "pp2_chunks2": ("graph_fwd_bwd", "graph_step", "graph_layer"),
-        "dp2_zero": ("graph_fwd_bwd", "graph_step"),
     },
 }
 
@@ -61,14 +55,13 @@ def trained():
 @pytest.mark.parametrize(
     ("split", "num_ranks"),
     [
-        *((split, 2) for split in ("tp2", "cp2", "pp2", "pp2_chunks2")),
+        *((split, 2) for split in ("tp2", "cp2", "pp2")),
         *(pytest.param(split, 4, marks=pytest.mark.slow) for split in ("tp2_pp2", "tp2_cp2")),
     ],
 )
 def test_ranks_of_one_replica_train_as_one_process_does(split, num_ranks, monkeypatch):
     torch.use_deterministic_algorithms(False)
-    layers = SPLITS[split].get("layers", TINY.layers)
-    alone = follow_eager(make(dtype=torch.float32, **EXACT, layers=layers), STEPS)
+    alone = follow_eager(make(dtype=torch.float32, **EXACT), STEPS)
     monkeypatch.setenv("SPLIT", split)
     for losses, norms in gloo_ranks.run(__name__, "trained", num_ranks):
         assert losses == pytest.approx(alone[0], rel=1e-5)
@@ -93,8 +86,7 @@ def differences_from_eager():
     """By split and variant of $GROUP, on this rank."""
     found = {}
     for split, names in GRAPHED[os.environ["GROUP"]].items():
-        formats = {"main_grad": "fp32"} if split == "dp2_zero" else {"weights": "fp8", "moments": "bf16"}
-        changes = {"microbatches": 2, "validate_every": 2} | formats | SPLITS.get(split, {})
+        changes = {"microbatches": 2, "validate_every": 2, "weights": "fp8", "moments": "bf16"} | SPLITS.get(split, {})
         state = make(*own_rank(), **changes)
         eager = follow_eager(state, STEPS)
         assert len(set(eager[0])) == STEPS and min(eager[0]) > 0
