@@ -11,7 +11,6 @@ from common.variant import Unsupported
 from llama2_lora import state as states
 from llama2_lora.config import PRESETS, flops_per_step
 from llama2_lora.data.windows import PackedBatch
-from llama2_lora.kernels.attention import PlainAttention
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import own_part
 from llama2_lora.layers.transformer_engine import require_kind
@@ -148,4 +147,3 @@ def test_what_does_not_fit_is_said():
         replace(TINY, cp=3)
     with pytest.raises(Unsupported, match="--cp 2 needs handwritten layers"):
         require_kind("te", replace(TINY, cp=2), CPU)
-    assert PlainAttention(TINY, inputs_of(TINY)).name == "plain"
