@@ -20,36 +20,23 @@ def items(config: Config) -> dict[str, int]:
 
     te keeps inputs of FP8 GEMMs in FP8.
     """
-    c = config
+    c, tokens = config, config.local_sequence * config.microbatch
     # A token's tensor rank has its part of what lies outside of attention and MLP.
-    residual = 2 * _tokens(c) * c.hidden // c.tp
+    residual = 2 * tokens * c.hidden // c.tp
     q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    qkv, fc1 = 2 * _tokens(c) * (q_width + 2 * kv_width), 4 * _tokens(c) * c.local_ffn
-    attention = 2 * _tokens(c) * q_width + 4 * _tokens(c) * c.local_heads
-    attention_rest, mlp_rest = _rest_bytes(c)
-    if c.layer == "te":
-        return {"x": residual, "attention": attention, "mlp": fc1 + mlp_rest, REST: qkv + residual + attention_rest}
-    return {"x": residual, REST: qkv + attention + residual + fc1 + attention_rest + mlp_rest}
-
-
-def _tokens(config):
-    return config.local_sequence * config.microbatch
-
-
-def _rest_bytes(config):
-    """Bytes of attention and MLP that are not the result of one operator."""
-    c, tokens, q_width = config, _tokens(config), config.local_heads * config.head_dim
+    qkv, fc1 = 2 * tokens * (q_width + 2 * kv_width), 4 * tokens * c.local_ffn
+    attention = 2 * tokens * q_width + 4 * tokens * c.local_heads
+    is_fp8 = c.precision == "fp8"
     if c.layer == "torch":
         # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
-        rounded = 0 if c.precision == "bf16" else q_width
-        turned = q_width + c.local_kv_heads * c.head_dim
-        return 2 * tokens * (c.hidden + turned + rounded), 2 * tokens * (c.hidden + c.local_ffn)
+        rest = 2 * tokens * (2 * c.hidden + q_width + kv_width + c.local_ffn + (q_width if is_fp8 else 0))
+        return {"x": residual, REST: qkv + attention + residual + fc1 + rest}
     # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's in FP8
     # LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence there is none.
-    quantized = c.precision == "fp8"
-    operand, copies = (1 if quantized else 2), (2 if quantized and c.tp == 1 else 1)
-    attention = tokens * operand * (c.hidden // c.tp + (q_width if quantized else 0))
-    return attention, tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
+    operand, copies = (1 if is_fp8 else 2), (2 if is_fp8 and c.tp == 1 else 1)
+    rest = qkv + residual + tokens * operand * (c.hidden // c.tp + (q_width if is_fp8 else 0))
+    mlp = fc1 + tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
+    return {"x": residual, "attention": attention, "mlp": mlp, REST: rest}
 
 
 def kept_bytes(config: Config) -> dict[str, int]:
