@@ -20,7 +20,6 @@ from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
-from llama2_lora.data import rows
 from llama2_lora.data.windows import open_windows
 from llama2_lora.kernels.attention import attention_for
 from llama2_lora.kernels.operators import Operators, TorchOperators
@@ -127,10 +126,7 @@ class State:
             collectives.all_reduce_mean_(self.adapters.main_grad, self.data)
 
     def keep_loss(self, index: int):
-        """Copy loss and gradient norm of step `index` to their history on the device, before a replay overwrites them.
-
-        Steps beyond num_losses overwrite the last place.
-        """
+        """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.stack.loss)
         # Each rank has the part of its tokens.
@@ -180,15 +176,12 @@ class State:
 def resolve(config: Config, preset: str, kind: str, device: torch.device):
     """(config with precision, memory and number of layers as they can run on `device`, notes on what changed).
 
-    ValueError if it cannot run, or checkpoint or data do not fit. Nothing has been built then.
+    ValueError if it cannot run. Nothing has been built then.
     """
     config, notes = _fit(config, preset, kind, device)
     config = replace(config, lr=config.learning_rate)  # a run file says at which rate it trained
-    if config.checkpoint:
-        open_checkpoint(config.checkpoint, config)
     if config.save_adapter:
         adapters.require_place(config.save_adapter)
-    rows.require(config.data)
     return config, notes
 
 

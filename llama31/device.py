@@ -28,8 +28,6 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     """
     notes = []
     config.ranks(world_size)
-    if config.checkpoint:
-        open_checkpoint(config)
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "auto":
@@ -53,7 +51,6 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
         if fitted.layers < config.layers:
             notes.append(fewer_layers(fitted, config, budget / GIB))
         config = fitted
-    plan.make_plan(config)
     optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no masters or moments"
     notes.append(f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, {optimizer}")
     return config, notes

@@ -58,10 +58,10 @@ class State:
         self.plan = make_plan(config)
         self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.place = self.ranks.place(rank)
+        self.checkpoint = open_checkpoint(config) if config.checkpoint else None
         self.groups = make_groups(self.ranks, device.type)
         # Numbers of the layers of this stage.
         self.numbers = layers_of_stages(config.layers, config.pp)[self.place.stage]
-        self.checkpoint = open_checkpoint(config) if config.checkpoint else None
         self.recipe = recipe_of(config)
         self._make_modules(dtype)
         self.loss = torch.zeros((), device=device)

@@ -323,8 +323,6 @@ def hyperparameters(config: Config) -> dict:
 def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
     """(The config with as many layers as fit, notes.) ValueError where it cannot run: nothing is on the GPU then."""
     notes = []
-    if config.checkpoint:
-        open_checkpoint(config)
     if device.type == "cpu":
         for need in (needed_bytes, host_bytes):
             require_host(config, PRESETS, need, host_state.available_host_bytes())
