@@ -25,10 +25,8 @@ def element_bytes(config: Config, kind: str) -> int:
 
 
 def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Tensors that all handwritten layers share, and those that each layer always keeps: x and the adapters' a.
-
-    Returns:
-        name -> (shape, kind as in `element_bytes`).
+    """name -> (shape, kind as in `element_bytes`) of tensors that all handwritten layers share, and of those that each
+    layer always keeps: x and the adapters' a.
     """
     c, s = config, config.tokens
     wide = max(c.hidden, c.q_width)

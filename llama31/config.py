@@ -156,11 +156,7 @@ class Config(Parallel, Timing):
 
 
 def layers_of_stages(layers: int, pp: int) -> list[range]:
-    """Return the layer numbers of each pipeline stage.
-
-    Stages have equal size, else NVIDIA's split, in which embedding and loss count as a layer each. ValueError where
-    neither works out.
-    """
+    """Layer numbers of each stage: of equal size, else NVIDIA's split, in which embedding and loss count as a layer."""
     if layers % pp == 0:
         sizes = [layers // pp] * pp
     elif (layers + 2) % pp == 0 and (layers + 2) // pp > 1:

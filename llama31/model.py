@@ -257,10 +257,7 @@ class Head(nn.Module):
 
 
 def attach_main_grad(part: Part, dtype) -> None:
-    """Give a parameter its main_grad of `dtype`, and the hook that adds to it where nothing else does.
-
-    It is zero and without memory of its own, which `collectives.GradientBuckets` gives it.
-    """
+    """Give a parameter its main_grad, whose memory comes from GradientBuckets, and a hook where nothing else adds."""
     parameter = part.parameter
     parameter.main_grad = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     if not part.adds_to_main_grad:

@@ -30,13 +30,8 @@ class Sequences(NamedTuple):
 def attend(q, k, v, sequences: Sequences, window: int = 0, sinks=None):
     """Causal attention [t, heads, d] of q [t, heads, d], k and v [t, kv heads, d].
 
-    Args:
-        q: Queries of all sequences, one behind the other.
-        k: Keys.
-        v: Values.
-        sequences: Their places; a token sees no token of another sequence.
-        window: Tokens that a token sees, itself included; 0 for all.
-        sinks: [heads], a further logit of each head's softmax, or None.
+    A token sees no token of another sequence. window: tokens that it sees, itself included; 0 for all. sinks: [heads],
+    a further logit of each head's softmax, or None.
     """
     if not q.is_cuda:
         return _plain(q, k, v, sequences, window, sinks)

@@ -303,11 +303,7 @@ def activation_bytes(config: Config) -> int:
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes of parameters and of all that is kept of them.
-
-    A parameter takes 2 (bf16), one that is trained 2 more for its gradient, and with Adam 8 (FP32 master, two bf16
-    moments) or 12 (FP32 moments).
-    """
+    """Bytes of bf16 parameters and of all that is kept of those that are trained: gradient, FP32 master, moments."""
     c, trained = config, trained_parameters(config)
     weights = 2 * (num_parameters(c) + (trained if c.lora_rank else 0))
     if not c.update:
@@ -316,10 +312,7 @@ def state_bytes(config: Config) -> int:
 
 
 def needed_bytes(config: Config, num_pools: int = 3) -> int:
-    """Bytes that torch reserves: parameters with all that is kept of them, and activations in eager and in the pools.
-
-    A tenth of what is not parameters on top. num_pools: variants with graphs in one process.
-    """
+    """Bytes that torch reserves, with a tenth of activations on top. num_pools: variants with graphs in one process."""
     return state_bytes(config) + activation_bytes(config) * 110 * (1 + num_pools) // 100
 
 
