@@ -10,6 +10,7 @@ from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
 from common.training.scope_rules import Setting, refuse
 
+PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
 # Llama 3.1's scaling of the rotary embedding (config.json, rope_scaling of type llama3).
 ROPE_SCALING = {
     "factor": 8.0,
@@ -41,7 +42,11 @@ class Config(Parallel, Timing):
     share_cp: int = option(2, "a context-parallel share without ranks: the sequence is divided by this too")
     rope_theta: float = option(500000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
-    precision: str = option("fp8", "fp8: current scaling by tensor, emulated without FP8 hardware", ("bf16", "fp8"))
+    precision: str = option(
+        "fp8",
+        "fp8: current scaling by tensor, emulated without FP8 hardware; nvfp4_emulated: its numbers",
+        PRECISIONS,
+    )
     weights: str = option("bf16", "format of the layers' stored matrices; fp8 needs --precision fp8", ("bf16", "fp8"))
     main_grad: str = option("bf16", "format of the accumulated gradients", ("bf16", "fp32"))
     moments: str = option("fp32", "format of Adam's moments", ("bf16", "fp32"))
@@ -225,7 +230,7 @@ KEEP = {
 }
 
 
-# te and FP8 modules leave the compiler.
+# te, FP8 and FP4 modules leave the compiler.
 TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
 FACTS = {
     "files": ["pipeline.stage_graphs", "other_variants"],

@@ -9,7 +9,8 @@ from common.training.data import llama_checkpoint
 from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.parallel.host_messages import of_all_ranks
-from common.training.precision.fp8 import require_fp8, te_fault, usable_transformer_engine
+from common.training.precision.fp8 import require_fp8, require_nvfp4, te_fault, usable_transformer_engine
+from common.variant import Unsupported
 from llama31 import config as llama_config
 from llama31.config import ROPE_SCALING, Config
 from llama31.memory import plan
@@ -31,9 +32,9 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "auto":
-        on_cpu = device.type == "cpu"
-        fault = None if on_cpu else te_fault(fp8=config.precision == "fp8")
-        config = replace(config, layer="torch" if on_cpu or fault else "te")
+        plain_only = device.type == "cpu" or config.precision == "nvfp4_emulated"
+        fault = None if plain_only else te_fault(fp8=config.precision == "fp8")
+        config = replace(config, layer="torch" if plain_only or fault else "te")
         if fault and config.precision == "fp8":
             config = replace(config, precision="bf16", weights="bf16")
         if fault:
@@ -63,21 +64,31 @@ def open_checkpoint(config: Config) -> llama_checkpoint.Checkpoint:
     return llama_checkpoint.open_checkpoint(config.checkpoint, config, rope_scaling=ROPE_SCALING)
 
 
-def require_precision(config: Config) -> None:
-    """Unsupported, in Transformer Engine's words, where it does not compute the config."""
+def require_precision(config: Config, device: torch.device) -> None:
+    """Unsupported, in Transformer Engine's words where it has some, where this device does not compute the config."""
     if config.layer == "te":
         usable_transformer_engine()
+        if config.precision == "nvfp4_emulated":
+            raise Unsupported("--precision nvfp4_emulated needs --layer torch")
         if config.precision == "fp8":
             require_fp8()
+    if config.precision == "nvfp4":
+        require_nvfp4(device, "" if config.layer == "te" else "plain layers have no NVFP4 GEMM, take --layer te")
 
 
 def recipe_of(config: Config):
-    """Transformer Engine's recipe of current scaling by tensor, E4M3 forward and E5M2 backward; None without FP8."""
+    """Transformer Engine's recipe of a config with its layers; None for bf16 and for plain layers.
+
+    fp8: current scaling by tensor, E4M3 forward and E5M2 backward. nvfp4: without Hadamard transform, stochastic
+    rounding and two-dimensional blocks, as in MLPerf v5.1.
+    """
     if config.layer != "te" or config.precision == "bf16":
         return None
     from transformer_engine.common import recipe
 
-    return recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)
+    if config.precision == "fp8":
+        return recipe.Float8CurrentScaling(fp8_format=recipe.Format.HYBRID)
+    return recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
 
 
 def card(config: Config, device: torch.device, *_) -> list[str]:

@@ -1,10 +1,11 @@
-"""The plain layer's matrices and SwiGLU in bf16, or with operands rounded to FP8."""
+"""The plain layer's matrices and SwiGLU in bf16, or with operands rounded to FP8 or NVFP4."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from common.training.parallel import collectives
+from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
 from llama31.config import Config
 
@@ -38,24 +39,36 @@ def rounded_fp8(tensor, dtype=torch.float8_e4m3fn, largest=E4M3_MAX, group=colle
 
 
 class QuantizedLinear(nn.Module):
-    """y = x W^T whose operands are rounded to FP8; weight gradients are added to weight.main_grad.
+    """y = x W^T whose operands are rounded to FP8 or NVFP4; weight gradients are added to weight.main_grad.
 
     group: of the ranks that share its matrix. An amax is that of all their parts, so that they round as one rank would.
-    The weight is rounded in a step's first microbatch, into `rounded_weight`, which the other microbatches read.
+    The weight is rounded in a step's first microbatch, into `forward_weight` (blocks along the inputs) and
+    `backward_weight` (along the outputs; the same tensor in FP8), which the other microbatches read.
     """
 
     adds_to_main_grad, write = True, None
 
-    def __init__(self, in_features, out_features, dtype, device, group):
+    def __init__(self, in_features, out_features, dtype, device, precision, group):
         super().__init__()
-        self.group = group
+        self.precision, self.group = precision, group
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
-        self.register_buffer("rounded_weight", torch.empty_like(self.weight), persistent=False)
+        self.register_buffer("forward_weight", torch.empty_like(self.weight), persistent=False)
+        backward = torch.empty_like(self.weight) if precision == "nvfp4_emulated" else self.forward_weight
+        self.register_buffer("backward_weight", backward, persistent=False)
+
+    @torch.no_grad()
+    def round_weight(self):
+        if self.precision == "fp8":
+            self.forward_weight.copy_(rounded_fp8(self.weight, group=self.group))
+        else:
+            for buffer, value in zip(
+                (self.forward_weight, self.backward_weight), nvfp4.frozen_weight(self.weight), strict=True
+            ):
+                buffer.copy_(value)
 
     def forward(self, x, is_first_microbatch: bool):
         if is_first_microbatch:
-            with torch.no_grad():
-                self.rounded_weight.copy_(rounded_fp8(self.weight, group=self.group))
+            self.round_weight()
         return _QuantizedLinear.apply(x, self.weight, self)
 
 
@@ -66,6 +79,7 @@ class StoredFP8Linear(nn.Module):
     """
 
     adds_to_main_grad = True
+    precision = "fp8"
 
     def __init__(self, in_features, out_features, dtype, device, group):
         super().__init__()
@@ -82,8 +96,10 @@ class StoredFP8Linear(nn.Module):
         self.inverse.copy_(inverse)
 
     @property
-    def rounded_weight(self):
+    def forward_weight(self):
         return (self.weight.float() * self.inverse).to(self.dtype)
+
+    backward_weight = forward_weight
 
     def forward(self, x, is_first_microbatch: bool):
         return _QuantizedLinear.apply(x, self.weight, self)
@@ -92,24 +108,35 @@ class StoredFP8Linear(nn.Module):
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, linear):
-        ctx.linear, x = linear, rounded_fp8(x, group=linear.group)
+        ctx.linear = linear
+        if linear.precision == "fp8":
+            x = rounded_fp8(x, group=linear.group)
+            ctx.save_for_backward(x)
+            return F.linear(x, linear.forward_weight)
         ctx.save_for_backward(x)
-        return F.linear(x, linear.rounded_weight)
+        return F.linear(nvfp4.emulate(x), linear.forward_weight)
 
     @staticmethod
     def backward(ctx, grad):
         (x,), linear = ctx.saved_tensors, ctx.linear
-        grad = rounded_fp8(grad, torch.float8_e5m2, E5M2_MAX, linear.group)
-        linear.weight.main_grad.add_(grad.flatten(0, -2).t() @ x.flatten(0, -2))
-        return grad @ linear.rounded_weight, None, None
+        rows, columns = grad.flatten(0, -2), x.flatten(0, -2)
+        if linear.precision == "fp8":
+            grad = rounded_fp8(grad, torch.float8_e5m2, E5M2_MAX, linear.group)
+            grad_weight = grad.flatten(0, -2).t() @ columns
+        else:
+            # This GEMM sums over tokens, so its blocks lie along them.
+            grad_weight = nvfp4.emulate(rows.t().contiguous()) @ nvfp4.emulate(columns.t().contiguous()).t()
+            grad = nvfp4.emulate(grad)
+        linear.weight.main_grad.add_(grad_weight)
+        return grad @ linear.backward_weight, None, None
 
 
 def make_linear(config: Config, in_features, out_features, dtype, device, group=collectives.ALONE):
     """A linear without bias of the config's precision and format of stored weights. group: as in QuantizedLinear."""
     if config.weights == "fp8":
         return StoredFP8Linear(in_features, out_features, dtype, device, group)
-    if config.precision == "fp8":
-        return QuantizedLinear(in_features, out_features, dtype, device, group)
+    if config.precision != "bf16":
+        return QuantizedLinear(in_features, out_features, dtype, device, config.precision, group)
     return Linear(in_features, out_features, bias=False, dtype=dtype, device=device)
 
 

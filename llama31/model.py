@@ -2,7 +2,7 @@
 
 Activations are [sequence, microbatch, hidden]; with several tensor ranks each has its part of the sequence outside of
 attention and MLP (sequence parallelism). Every parameter p has a buffer p.main_grad that backward passes add to: te
-and FP8 linears inside of their GEMMs' backward, all others by a hook that adds what autograd accumulated.
+and FP8 or FP4 linears inside of their GEMMs' backward, all others by a hook that adds what autograd accumulated.
 """
 
 import contextlib

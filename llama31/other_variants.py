@@ -48,7 +48,7 @@ def _layers(state):
     """The functions that the compiler takes."""
     if state.config.layer != "torch" or state.config.precision != "bf16":
         raise Unsupported(
-            "te and FP8 modules leave the compiler: compare all variants with --layer torch --precision bf16"
+            "te, FP8 and FP4 modules leave the compiler: compare all variants with --layer torch --precision bf16"
         )
     return [(layer, "forward") for layer in state.layers]
 

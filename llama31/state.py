@@ -53,7 +53,7 @@ class State:
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, dtype=torch.bfloat16):
         # What cannot run, or does not fit, is said before weights are read or made.
-        require_precision(config)
+        require_precision(config, device)
         self.ranks = config.ranks(world_size)
         self.plan = make_plan(config)
         self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks

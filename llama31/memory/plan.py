@@ -26,15 +26,15 @@ def items(config: Config) -> dict[str, int]:
     q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
     qkv, fc1 = 2 * tokens * (q_width + 2 * kv_width), 4 * tokens * c.local_ffn
     attention = 2 * tokens * q_width + 4 * tokens * c.local_heads
-    is_fp8 = c.precision == "fp8"
+    is_quantized = c.precision in ("fp8", "nvfp4") and c.layer != "torch"
     if c.layer == "torch":
         # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
-        rest = 2 * tokens * (2 * c.hidden + q_width + kv_width + c.local_ffn + (q_width if is_fp8 else 0))
+        rest = 2 * tokens * (2 * c.hidden + q_width + kv_width + c.local_ffn + (0 if c.precision == "bf16" else q_width))
         return {"x": residual, REST: qkv + attention + residual + fc1 + rest}
     # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's in FP8
     # LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence there is none.
-    operand, copies = (1 if is_fp8 else 2), (2 if is_fp8 and c.tp == 1 else 1)
-    rest = qkv + residual + tokens * operand * (c.hidden // c.tp + (q_width if is_fp8 else 0))
+    operand, copies = (1 if is_quantized else 2), (2 if is_quantized and c.tp == 1 else 1)
+    rest = qkv + residual + tokens * operand * (c.hidden // c.tp + (q_width if is_quantized else 0))
     mlp = fc1 + tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
     return {"x": residual, "attention": attention, "mlp": mlp, REST: rest}
 
@@ -54,10 +54,11 @@ def can_keep(kept: frozenset[str]) -> bool:
 def state_bytes(config: Config) -> dict[str, int]:
     """Bytes of a parameter of the layers by what they are for.
 
-    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read.
+    Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read. Where NVFP4
+    is emulated, a bf16 matrix has two rounded copies.
     """
     c = config
-    weight = 4 if (c.precision, c.weights) == ("fp8", "bf16") else 2
+    weight = 2 if c.weights == "fp8" else {"bf16": 2, "nvfp4_emulated": 6}.get(c.precision, 4)
     widths = {"bf16": 2, "fp32": 4}
     has_adam = c.optimizer == "adam"
     kept = {"master": 4 * has_adam, "moments": 2 * widths[c.moments] * has_adam}

@@ -10,9 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.training.parallel import collectives, groups
 from common.training.parallel.groups import Place
+from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX
+from common.variant import Unsupported
 from llama31 import linears, model, train
 from llama31.config import PRESETS, ROPE_SCALING
+from llama31.device import require_precision
 from tests.helpers.llama2_lora_case import weights, write_checkpoint
 from tests.helpers.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
 
@@ -172,7 +175,7 @@ def test_stored_fp8_weights_are_their_masters_to_fp8():
     assert float(linear.weight.float().abs().max()) == E4M3_MAX
     # Three bits of mantissa.
     torch.testing.assert_close(
-        linear.rounded_weight.float(), master, rtol=2**-3, atol=float(master.abs().max()) * 2**-9
+        linear.forward_weight.float(), master, rtol=2**-3, atol=float(master.abs().max()) * 2**-9
     )
     before = linear.weight.float().clone()
     train.eager_step(state, 0)
@@ -181,21 +184,33 @@ def test_stored_fp8_weights_are_their_masters_to_fp8():
     assert torch.equal(linear.weight.float(), values.float()) and torch.equal(linear.inverse, inverse)
 
 
-def test_operands_of_all_three_gemms_are_rounded():
-    linear = linears.make_linear(TINY, 64, 48, torch.float32, CPU)
+@pytest.mark.parametrize("precision", ["fp8", "nvfp4_emulated"])
+def test_operands_of_all_three_gemms_are_rounded(precision):
+    config = replace(TINY, precision=precision)
+    linear = linears.make_linear(config, 64, 48, torch.float32, CPU)
     torch.manual_seed(0)
     torch.nn.init.normal_(linear.weight)
     linear.weight.main_grad = torch.zeros_like(linear.weight)
     x, grad = torch.randn(32, 1, 64, requires_grad=True), torch.randn(32, 1, 48)
     linear(x, True).backward(grad)
     rows, columns, weight = grad[:, 0], x.detach()[:, 0], linear.weight.detach()
-    dy = linears.rounded_fp8(rows, torch.float8_e5m2, 57344.0)
-    grad_x, grad_w = dy @ linears.rounded_fp8(weight), dy.t() @ linears.rounded_fp8(columns)
-    y = linears.rounded_fp8(columns) @ linears.rounded_fp8(weight).t()
+    if precision == "fp8":
+        dy = linears.rounded_fp8(rows, torch.float8_e5m2, 57344.0)
+        grad_x, grad_w = dy @ linears.rounded_fp8(weight), dy.t() @ linears.rounded_fp8(columns)
+        y = linears.rounded_fp8(columns) @ linears.rounded_fp8(weight).t()
+    else:
+        y = nvfp4.emulate(columns) @ nvfp4.emulate(weight).t()
+        grad_x = nvfp4.emulate(rows) @ nvfp4.emulate(weight.t().contiguous()).t()
+        grad_w = nvfp4.emulate(rows.t().contiguous()) @ nvfp4.emulate(columns.t().contiguous()).t()
     torch.testing.assert_close(x.grad[:, 0], grad_x)
     torch.testing.assert_close(linear.weight.main_grad, grad_w)
     torch.testing.assert_close(linear(x, False)[:, 0], y)
     assert not torch.equal(y, columns @ weight.t())
+
+
+def test_nvfp4_says_what_it_needs():
+    with pytest.raises(Unsupported, match=r"--precision nvfp4: .*compute capability 10.0.*nvfp4_emulated"):
+        require_precision(replace(TINY, precision="nvfp4"), CPU)
 
 
 def test_precisions_differ_and_all_learn():
@@ -205,6 +220,7 @@ def test_precisions_differ_and_all_learn():
         "fp8": {},
         "fp8 stored": {"weights": "fp8"},
         "bf16 moments": {"moments": "bf16"},
+        "nvfp4": {"precision": "nvfp4_emulated"},
     }.items():
         losses[name] = tuple(follow_eager(make(**changes, batches=1), 5)[0])
     assert len(set(losses.values())) == len(losses)

@@ -60,6 +60,10 @@ def test_eight_billion_parameters_take_twelve_bytes_each():
     assert sum(state_bytes(FULL).values()) == 12
     assert sum(state_bytes(replace(FULL, moments="fp32")).values()) == 16
     assert sum(state_bytes(replace(BENCH, precision="bf16")).values()) == 2 + 2 + 4 + 8
+    # Emulated NVFP4 rounds a bf16 matrix in blocks along its inputs, and once more along its outputs.
+    linear = make(precision="nvfp4_emulated", layers=1).layers[0].fc1
+    held = sum(each.nbytes for each in (linear.weight, linear.forward_weight, linear.backward_weight))
+    assert held == linear.weight.numel() * state_bytes(replace(BENCH, precision="nvfp4_emulated"))["weight"]
     assert 130 * GIB < make_plan(FULL).bytes < 145 * GIB
 
 
@@ -159,7 +163,11 @@ def test_fit_recomputes_before_it_leaves_layers_out():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"weights": "fp8"}, {"precision": "bf16"}],
+    [
+        {"weights": "fp8"},
+        {"precision": "bf16"},
+        pytest.param({"precision": "nvfp4_emulated"}, marks=pytest.mark.slow),
+    ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()),
 )
 def test_whatever_layers_keep_the_bits_are_the_same(changes):

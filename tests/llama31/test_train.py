@@ -30,7 +30,9 @@ def made(name, state):
     [
         {},
         {"weights": "fp8", "moments": "bf16", "validate_every": 2},
-        pytest.param({"microbatches": 1, "layers": 1, "microbatch": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
+        ),
         pytest.param({"precision": "bf16", "main_grad": "fp32"}, marks=pytest.mark.slow),
     ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",

@@ -1,1 +1,1 @@
-"""FP8, and the import of Transformer Engine."""
+"""FP8 and NVFP4, and the import of Transformer Engine."""

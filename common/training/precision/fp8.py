@@ -74,6 +74,20 @@ def require_fp8() -> None:
         raise Unsupported(fault)
 
 
+def require_nvfp4(device: torch.device, no_gemm: str = "") -> None:
+    """Unsupported, in Transformer Engine's words where it has some, where --precision nvfp4 cannot be computed.
+
+    no_gemm: why it cannot be where the GPU could, or empty.
+    """
+    reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
+    if device.type == "cuda":
+        available, said = usable_transformer_engine().is_nvfp4_available(return_reason=True)
+        if available and not no_gemm:
+            return
+        reason = no_gemm if available else said
+    raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+
+
 class TransformerEngineScaling:
     """FP8 in hybrid formats: E4M3 forward, E5M2 for gradients.
 
