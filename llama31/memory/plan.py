@@ -29,7 +29,8 @@ def items(config: Config) -> dict[str, int]:
     is_quantized = c.precision in ("fp8", "nvfp4") and c.layer != "torch"
     if c.layer == "torch":
         # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
-        rest = 2 * tokens * (2 * c.hidden + q_width + kv_width + c.local_ffn + (0 if c.precision == "bf16" else q_width))
+        rounded = 0 if c.precision == "bf16" else q_width
+        rest = 2 * tokens * (2 * c.hidden + q_width + kv_width + c.local_ffn + rounded)
         return {"x": residual, REST: qkv + attention + residual + fc1 + rest}
     # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's in FP8
     # LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence there is none.
