@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.training.parallel.groups import Ranks
 
-LAYERS = ("handwritten", "te", "torch")
-PRECISIONS = ("fp8", "bf16")
 # Tensors that a layer quantises (llama2_lora/kernels/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
 SCALES = (*FORWARD_SCALES, "qkv_grad", "proj_grad", "fc1_grad", "fc2_grad")
@@ -41,18 +39,13 @@ class Config(Timing):
     precision: str = option(
         "fp8",
         "precision of the frozen GEMMs. fp8: delayed scaling, emulated without FP8 hardware",
-        PRECISIONS,
+        ("fp8", "bf16"),
     )
     layer: str = option(
         "handwritten",
         "handwritten: our forward and backward, without autograd; te: Transformer Engine's modules; torch: plain "
         "PyTorch, bf16 only",
-        LAYERS,
-    )
-    fc1_store: str = option(
-        "auto",
-        "format in which handwritten layers keep fc1's output for their backward; auto: that of the frozen GEMMs",
-        ("auto", "bf16", "fp8"),
+        ("handwritten", "te", "torch"),
     )
     keep: str = option(
         "auto",
@@ -88,8 +81,6 @@ class Config(Timing):
             raise ValueError(f"--layer torch needs --precision bf16, not {self.precision}")
         for name in ("data", "checkpoint", "save_adapter"):
             require_folder_of_its_own(f"--{name.replace('_', '-')}", getattr(self, name))
-        if self.fc1_store == "fp8" and self.precision != "fp8":
-            raise ValueError(f"--fc1-store fp8 needs --precision fp8, not {self.precision}")
         if self.heads % self.kv_heads:
             raise ValueError(f"--heads {self.heads}: takes a multiple of --kv-heads {self.kv_heads}")
         if self.sequence % (16 * self.cp):
@@ -133,11 +124,6 @@ class Config(Timing):
     def qkv_width(self) -> int:
         """Columns of the fused projection: q, then k, then v."""
         return self.q_width + 2 * self.kv_width
-
-    @property
-    def fc1_fp8(self) -> bool:
-        """Handwritten layers give their backward fc1's output in FP8: kept in FP8, or computed again and rounded."""
-        return self.precision == "fp8" and self.fc1_store != "bf16"
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

@@ -25,10 +25,8 @@ def element_bytes(config: Config, kind: str) -> int:
 
 
 def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Tensors that all handwritten layers share, and those that each layer always keeps: x and the adapters' a.
-
-    Returns:
-        name -> (shape, kind as in `element_bytes`).
+    """name -> (shape, kind as in `element_bytes`) of tensors that all handwritten layers share, and of those that each
+    layer always keeps: x and the adapters' a.
     """
     c, s = config, config.tokens
     wide = max(c.hidden, c.q_width)
@@ -71,7 +69,7 @@ def items(config: Config) -> dict[str, int]:
         "qkv": 2 * s * c.qkv_width,
         "attention": 2 * s * c.q_width + 4 * s * c.heads,  # with the logarithms of the sums, FP32
         "residual": 2 * s * c.hidden,
-        "fc1": (2 if c.fc1_fp8 else 4) * s * c.ffn,
+        "fc1": 2 * element_bytes(c, "operand") * s * c.ffn,
         "transpose": layer_weights(c) if c.precision == "fp8" else 0,
     }
 

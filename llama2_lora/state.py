@@ -20,7 +20,6 @@ from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
-from llama2_lora.data import rows
 from llama2_lora.data.windows import open_windows
 from llama2_lora.kernels.attention import attention_for
 from llama2_lora.kernels.operators import Operators, TorchOperators
@@ -83,8 +82,7 @@ class State:
     def _make_stack(self, formats, weights):
         config, inputs = self.config, {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if self.kind != "handwritten":
-            across = self.context, self.place.context_rank
-            return ModuleStack(self.kind, config, weights, self.adapters, inputs, *across)
+            return ModuleStack(self.kind, config, weights, self.adapters, inputs)
         attention = attention_for(config, self.device)
         if config.cp > 1:
             attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
@@ -128,10 +126,7 @@ class State:
             collectives.all_reduce_mean_(self.adapters.main_grad, self.data)
 
     def keep_loss(self, index: int):
-        """Copy loss and gradient norm of step `index` to their history on the device, before a replay overwrites them.
-
-        Steps beyond num_losses overwrite the last place.
-        """
+        """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
         place = min(index, self.num_losses - 1)
         self.losses[place].copy_(self.stack.loss)
         # Each rank has the part of its tokens.
@@ -181,15 +176,12 @@ class State:
 def resolve(config: Config, preset: str, kind: str, device: torch.device):
     """(config with precision, memory and number of layers as they can run on `device`, notes on what changed).
 
-    ValueError if it cannot run, or checkpoint or data do not fit. Nothing has been built then.
+    ValueError if it cannot run. Nothing has been built then.
     """
     config, notes = _fit(config, preset, kind, device)
     config = replace(config, lr=config.learning_rate)  # a run file says at which rate it trained
-    if config.checkpoint:
-        open_checkpoint(config.checkpoint, config)
     if config.save_adapter:
         adapters.require_place(config.save_adapter)
-    rows.require(config.data)
     return config, notes
 
 
@@ -203,7 +195,7 @@ def _fit(config, preset, kind, device):
             notes.append("FP8 emulated: operands rounded to FP8, GEMMs in FP32")
         return config, notes
     if config.precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-        config = replace(config, precision="bf16", fc1_store="auto")
+        config = replace(config, precision="bf16")
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
     # The least of all ranks, so that all have as many layers, which keep the same.
     free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))

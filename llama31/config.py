@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.machine.allocator import has_expandable_segments, nccl_registers
-from common.training import schedule
 from common.training.flops import Transformer
 from common.training.parallel.groups import Parallel, require_divisible
 from common.training.scope_rules import Setting, refuse
@@ -20,7 +19,7 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "microbatch")
-_COUNTS += ("microbatches", "share_tp", "share_cp", "batches", "min_steps", "tp", "pp", "cp", "chunks")
+_COUNTS += ("microbatches", "share_tp", "share_cp", "batches", "min_steps", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +38,8 @@ class Config(Parallel, Timing):
     microbatch: int = option(1, "sequences in a microbatch")
     microbatches: int = option(8, "microbatches in a step, accumulated into main_grad")
     ramp: str = option("", "numbers of microbatches that steps have in turn, such as 4,6,8 (empty: --microbatches)")
-    chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     share_tp: int = option(8, "a tensor-parallel share without ranks: widths and vocabulary are divided by this too")
     share_cp: int = option(2, "a context-parallel share without ranks: the sequence is divided by this too")
-    zero: bool = option(False, "split masters and moments over the ranks with equal parameters (ZeRO-1)")
     rope_theta: float = option(500000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     precision: str = option(
@@ -59,12 +56,7 @@ class Config(Parallel, Timing):
     keep: str = option(
         "auto",
         "items that layers keep for their backward: all, least, or numbers of the last layers with items, such as "
-        "'14 attention, 18 all'; auto: what fits, by the preset",
-    )
-    fc1_store: str = option(
-        "bf16",
-        "format in which plain layers take fc1's output into SwiGLU, and keep it. fp8: rounded with a scale of its own",
-        ("bf16", "fp8"),
+        "'14 attention rest, 18 all'; auto: what fits, by the preset",
     )
     optimizer: str = option(
         "adam", "none: forward and backward alone, norms and first rows take fixed steps", ("adam", "none")
@@ -110,22 +102,11 @@ class Config(Parallel, Timing):
                 f"--precision {self.precision} needs --hidden, a GPU's feed-forward width, heads x head-dim and tokens "
                 "of a microbatch divisible by 16"
             )
-        if self.fc1_store == "fp8" and self.layer == "te":
-            raise ValueError("--fc1-store fp8 needs --layer torch: te.TransformerLayer keeps bf16")
-        if self.zero and (self.main_grad, self.moments, self.weights) != ("fp32", "fp32", "bf16"):
-            raise ValueError("--zero true takes --main-grad fp32 --moments fp32 --weights bf16")
-        if self.optimizer == "none" and (self.zero, self.weights, self.clip) != (False, "bf16", "device"):
-            raise ValueError("--optimizer none takes --zero false --weights bf16 --clip device: nothing is clipped")
-        if self.zero and self.clip == "host":
-            raise ValueError("--clip host needs --zero false: ZeRO-1 clips on the device")
+        if self.optimizer == "none" and (self.weights, self.clip) != ("bf16", "device"):
+            raise ValueError("--optimizer none takes --weights bf16 --clip device: nothing is clipped")
         if max(self.counts) > self.microbatches:
             raise ValueError(f"--ramp {self.ramp}: takes numbers up to --microbatches {self.microbatches}")
-        if self.chunks > 1 and self.pp == 1:
-            raise ValueError(f"--chunks {self.chunks} needs --pp 2 or more: chunks are a pipeline's")
-        if self.chunks > 1 and self.ramp:
-            raise ValueError("--ramp needs --chunks 1: with another number an interleaved stage has another order")
-        schedule.require(self.pp, 0, self.chunks, self.microbatches)
-        layers_of_stages(self.layers, self.pp, self.chunks)
+        layers_of_stages(self.layers, self.pp)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -140,7 +121,7 @@ class Config(Parallel, Timing):
     @property
     def stage_sizes(self) -> list[int]:
         """Layers of each pipeline stage."""
-        return [sum(map(len, chunks)) for chunks in layers_of_stages(self.layers, self.pp, self.chunks)]
+        return list(map(len, layers_of_stages(self.layers, self.pp)))
 
     @property
     def layer_passes(self) -> int | None:
@@ -179,24 +160,17 @@ class Config(Parallel, Timing):
         return self.heads * self.head_dim
 
 
-def layers_of_stages(layers: int, pp: int, chunks: int = 1) -> list[list[range]]:
-    """Return the layer numbers of each pipeline stage's chunks: chunk c of stage s is part (c - 1) pp + s.
-
-    Parts have equal size, else NVIDIA's split, in which embedding and loss count as a layer each. ValueError where
-    neither works out.
-    """
-    parts = pp * chunks
-    if layers % parts == 0:
-        sizes = [layers // parts] * parts
-    elif (layers + 2) % parts == 0 and (layers + 2) // parts > 1:
-        each = (layers + 2) // parts
-        sizes = [each - 1, *[each] * (parts - 2), each - 1]
+def layers_of_stages(layers: int, pp: int) -> list[range]:
+    """Layer numbers of each stage: of equal size, else NVIDIA's split, in which embedding and loss count as a layer."""
+    if layers % pp == 0:
+        sizes = [layers // pp] * pp
+    elif (layers + 2) % pp == 0 and (layers + 2) // pp > 1:
+        each = (layers + 2) // pp
+        sizes = [each - 1, *[each] * (pp - 2), each - 1]
     else:
-        by = f"--pp {pp}" if chunks == 1 else f"--pp {pp} x --chunks {chunks}"
-        raise ValueError(f"--layers {layers}: takes a multiple of {by}, or two less than one")
-    starts = [sum(sizes[:part]) for part in range(parts)]
-    ranges = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    return [ranges[stage::pp] for stage in range(pp)]
+        raise ValueError(f"--layers {layers}: takes a multiple of --pp {pp}, or two less than one")
+    starts = [sum(sizes[:stage]) for stage in range(pp)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
 _WHOLE_8B = {"hidden": 4096, "heads": 32, "ffn": 14336, "layers": 32, "share_tp": 1, "share_cp": 1}
@@ -251,12 +225,8 @@ PRESETS = {
 # What layers of each kind keep (--keep) on a card of so many GB, where not everything fits. mlperf: layers of a stage.
 KEEP = {
     ("full", "te"): {80: "2 attention rest", 141: "1 attention rest, 31 all"},
-    ("full", "torch"): {80: "6 attention", 141: "14 qkv attention residual fc1, 18 all"},
+    ("full", "torch"): {141: "26 all"},
     ("mlperf", "te"): {80: "1 attention rest, 3 all", 141: "1 attention rest, 1 all"},
-    ("mlperf", "torch"): {
-        80: "2 residual, 1 qkv, 1 qkv fc1, 1 qkv residual fc1",
-        141: "7 residual, 1 qkv residual, 1 qkv attention residual, 1 qkv residual fc1",
-    },
 }
 
 

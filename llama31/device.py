@@ -27,9 +27,8 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
 
     preset: its name, for what layers keep. ValueError where they cannot: nothing has been done on the GPU then.
     """
-    notes, dp = [], config.ranks(world_size).dp
-    if config.checkpoint:
-        open_checkpoint(config)
+    notes = []
+    config.ranks(world_size)
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "auto":
@@ -48,12 +47,11 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
         # The same on all ranks: one that ran other layers again would wait for collectives that no other one posts.
         free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
         budget = plan.budget_bytes(free)
-        fitted = plan.fit(config, budget, dp)
-        fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget, dp))
+        fitted = plan.fit(config, budget)
+        fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget))
         if fitted.layers < config.layers:
             notes.append(fewer_layers(fitted, config, budget / GIB))
         config = fitted
-    plan.make_plan(config, dp)
     optimizer = f"masters fp32, moments {config.moments}" if config.optimizer == "adam" else "no masters or moments"
     notes.append(f"formats: matrices of layers {config.weights}, main_grad {config.main_grad}, {optimizer}")
     return config, notes
@@ -93,8 +91,8 @@ def recipe_of(config: Config):
     return recipe.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
 
 
-def card(config: Config, device: torch.device, dp: int = 1) -> list[str]:
-    """Lines that say what runs. dp: data ranks."""
+def card(config: Config, device: torch.device, *_) -> list[str]:
+    """Lines that say what runs."""
     c = config
     name, layers = KNOWN.get((c.hidden, c.ffn), ("toy widths", c.layers))
     share = f", a GPU's share at TP{c.share_tp * c.tp} CP{c.share_cp * c.cp}" if c.share_tp * c.share_cp > 1 else ""
@@ -109,5 +107,5 @@ def card(config: Config, device: torch.device, dp: int = 1) -> list[str]:
         + (f"moments {c.moments}" if c.optimizer == "adam" else "no Adam"),
     ]
     if device.type == "cuda":
-        lines += ["", *plan.make_plan(c, dp).text().splitlines()]
+        lines += ["", *plan.make_plan(c).text().splitlines()]
     return lines

@@ -140,39 +140,19 @@ def make_linear(config: Config, in_features, out_features, dtype, device, group=
     return Linear(in_features, out_features, bias=False, dtype=dtype, device=device)
 
 
-# ------------------------------------------------------------------------------------------------
-# SwiGLU
-
-# One operator, so that llama31/memory/recompute.py can keep its results.
-_library = torch.library.Library("llama31", "DEF")
-_library.define("to_fp8(Tensor x, str group) -> (Tensor, Tensor)")
-
-
-@torch.library.impl(_library, "to_fp8", "CompositeExplicitAutograd")
-def _to_fp8(x, group):
-    return quantize_fp8(x, torch.float8_e4m3fn, E4M3_MAX, group)
-
-
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) up of fc1's output [s, b, 2 ffn], which is all that is kept. store: "fp8" rounds it to FP8 before."""
+    """silu(gate) up of fc1's output [s, b, 2 ffn], which is all that is kept."""
 
     @staticmethod
-    def forward(ctx, fc1, store, group):
-        kept = torch.ops.llama31.to_fp8(fc1, group) if store == "fp8" else (fc1,)
-        ctx.dtype = fc1.dtype
-        ctx.save_for_backward(*kept)
-        gate, up = _restored(kept, ctx.dtype)
+    def forward(ctx, fc1):
+        ctx.save_for_backward(fc1)
+        gate, up = fc1.chunk(2, -1)
         return F.silu(gate) * up
 
     @staticmethod
     def backward(ctx, grad):
-        gate, up = (part.float() for part in _restored(ctx.saved_tensors, ctx.dtype))
-        grad, sigmoid = grad.float(), torch.sigmoid(gate)
+        (fc1,), grad = ctx.saved_tensors, grad.float()
+        gate, up = (part.float() for part in fc1.chunk(2, -1))
+        sigmoid = torch.sigmoid(gate)
         grads = grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
-        return torch.cat(grads, -1).to(ctx.dtype), None, None
-
-
-def _restored(kept, dtype):
-    """(gate, up) of what SwiGLU keeps."""
-    fc1 = kept[0] if len(kept) == 1 else (kept[0].float() * kept[1]).to(dtype)
-    return fc1.chunk(2, -1)
+        return torch.cat(grads, -1).to(fc1.dtype)

@@ -5,6 +5,7 @@ attention and MLP (sequence parallelism). Every parameter p has a buffer p.main_
 and FP8 or FP4 linears inside of their GEMMs' backward, all others by a hook that adds what autograd accumulated.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from common.training.parallel import collectives
 from common.training.parallel.context_parallel import places
@@ -26,7 +28,6 @@ from common.training.parallel.groups import Groups, Place, fill_
 from common.training.precision.fp8 import transformer_engine
 from llama31.config import ROPE_SCALING, Config
 from llama31.linears import SwiGLU, make_linear
-from llama31.memory.recompute import run_again
 
 INIT_STD = 0.02
 # Tokens whose logits a validation has at a time.
@@ -66,6 +67,20 @@ class Part(NamedTuple):
     write: Callable[[torch.Tensor], object] | None = None
 
 
+def run_again(function, scaling):
+    """Return a callable in the place of `function` whose backward runs `function` again, under `scaling()`."""
+
+    def call(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=False,
+            context_fn=lambda: (contextlib.nullcontext(), scaling()), **kwargs,
+        )  # fmt: skip
+
+    return call
+
+
 class PlainLayer(nn.Module):
     """The decoder layer in plain PyTorch, [s, b, hidden] -> [s, b, hidden], with te.TransformerLayer's parameters.
 
@@ -99,12 +114,11 @@ class PlainLayer(nn.Module):
         out = self._attention(self.qkv(gather_from_sequence(self._norm(x, self.norm1), group), first))
         x = x + reduce_scatter_to_sequence(self.proj(out, first), group)
         up = self.fc1(gather_from_sequence(self._norm(x, self.norm2), group), first)
-        up = SwiGLU.apply(up, self.config.fc1_store, group)
-        return x + reduce_scatter_to_sequence(self.fc2(up, first), group)
+        return x + reduce_scatter_to_sequence(self.fc2(SwiGLU.apply(up), first), group)
 
     def keep(self, kept: frozenset[str], scaling):
         """Return a callable in the place of this layer that keeps these items (llama31/memory/plan.py), not all."""
-        return run_again(self, scaling, kept - {"x"}, self.config.fc1_store)
+        return run_again(self, scaling)
 
     def _norm(self, x, gain):
         return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
@@ -243,10 +257,7 @@ class Head(nn.Module):
 
 
 def attach_main_grad(part: Part, dtype) -> None:
-    """Give a parameter its main_grad of `dtype`, and the hook that adds to it where nothing else does.
-
-    It is zero and without memory of its own, which `collectives.GradientBuckets` gives it.
-    """
+    """Give a parameter its main_grad, whose memory comes from GradientBuckets, and a hook where nothing else adds."""
     parameter = part.parameter
     parameter.main_grad = torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape)
     if not part.adds_to_main_grad:

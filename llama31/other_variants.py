@@ -50,8 +50,6 @@ def _layers(state):
         raise Unsupported(
             "te, FP8 and FP4 modules leave the compiler: compare all variants with --layer torch --precision bf16"
         )
-    if any({"x"} < kept < state.plan.items.keys() for kept in state.plan.layers):
-        raise Unsupported("the compiler takes layers that keep everything or nothing: give --keep all or least")
     return [(layer, "forward") for layer in state.layers]
 
 

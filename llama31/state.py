@@ -11,7 +11,7 @@ from common.training.data import token_files
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from common.training.optimizers.no_adam import NoAdam
-from common.training.optimizers.zero import ZeroAdam, reduce_norm_
+from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.precision.fp8 import transformer_engine
@@ -55,16 +55,13 @@ class State:
         # What cannot run, or does not fit, is said before weights are read or made.
         require_precision(config, device)
         self.ranks = config.ranks(world_size)
-        self.plan = make_plan(config, self.ranks.dp)
+        self.plan = make_plan(config)
         self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.place = self.ranks.place(rank)
-        self.groups = make_groups(self.ranks, device.type)
-        chunks = layers_of_stages(config.layers, config.pp, config.chunks)[self.place.stage]
-        self.numbers = [number for chunk in chunks for number in chunk]
-        # Of each chunk the indices of its layers among this stage's.
-        starts = [sum(map(len, chunks[:index])) for index in range(len(chunks))]
-        self.chunks = [range(start, start + len(chunk)) for start, chunk in zip(starts, chunks, strict=True)]
         self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.groups = make_groups(self.ranks, device.type)
+        # Numbers of the layers of this stage.
+        self.numbers = layers_of_stages(config.layers, config.pp)[self.place.stage]
         self.recipe = recipe_of(config)
         self._make_modules(dtype)
         self.loss = torch.zeros((), device=device)
@@ -119,22 +116,12 @@ class State:
         parameters = [part.parameter for _, _, part in self.parts]
         self.main_grads = [parameter.main_grad for parameter in parameters]
         # Each tensor rank has the norms' gradients of its own tokens.
-        norms = [p for name, _, part in self.parts if "norm" in name for p in [part.parameter]]
-        self.norm_grads = [p.main_grad for p in norms] if c.tp > 1 else []
-        counted_elsewhere = norms if self.place.tensor_rank > 0 else []
-        if c.zero:
-            return ZeroAdam(
-                parameters,
-                self.main_grads,
-                numbers,
-                group=self.groups.replicas,
-                uncounted=counted_elsewhere,
-                bucket_bytes=BUCKET_BYTES,
-            )
+        norms = [part.parameter.main_grad for name, _, part in self.parts if "norm" in name]
+        self.norm_grads = norms if c.tp > 1 else []
+        uncounted = norms if self.place.tensor_rank > 0 else []
         self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
         if c.optimizer == "none":
             return NoAdam(parameters)
-        uncounted = [parameter.main_grad for parameter in counted_elsewhere]
         return MixedAdam(
             [Weight(part.parameter, part.write) for _, _, part in self.parts],
             self.main_grads,
@@ -184,8 +171,7 @@ class State:
         return torch.empty(c.local_sequence // c.tp, c.microbatch, c.hidden, dtype=self.dtype, device=self.device)
 
     def zero_grads(self) -> None:
-        flats = self.adam.grads.flats if self.config.zero else self.buckets.flats
-        torch._foreach_zero_(flats)
+        torch._foreach_zero_(self.buckets.flats)
 
     def scaling(self):
         """The context that Transformer Engine's layers are called in; current scales are computed within the layers."""
@@ -193,26 +179,17 @@ class State:
             return transformer_engine().autocast(enabled=True, recipe=self.recipe)
         return contextlib.nullcontext()
 
-    def run_layers(self, hidden, first: bool | None, chunk: int = 1):
-        """All layers of a chunk of this rank. first: their weights are new since their last cast, as in a step's
-        microbatch 0."""
+    def run_layers(self, hidden, first: bool | None):
+        """All layers of this rank. first: their weights are new since their last cast, as in a step's microbatch 0."""
         if self.config.layer == "te" and not torch.is_grad_enabled():
             # A fresh cast: the one that Transformer Engine keeps belongs to the training, whose graph reads it.
             first = None
         with self.scaling():
-            for index in self.chunks[chunk - 1]:
+            for index in range(len(self.layers)):
                 hidden = self.run_layer(index, hidden, first)
                 if (index + 1) % MARK_EVERY == 0:
                     mark(hidden)
         return hidden
-
-    def is_first(self, chunk: int) -> bool:
-        """Return whether a chunk of this rank begins with the embedding."""
-        return self.embedding is not None and chunk == 1
-
-    def is_last(self, chunk: int) -> bool:
-        """Return whether a chunk of this rank ends with the loss."""
-        return self.head is not None and chunk == self.config.chunks
 
     def run_layer(self, index: int, hidden, first: bool | None):
         """One layer, which keeps for its backward what the plan says."""
@@ -236,22 +213,12 @@ class State:
         """After the last microbatch: sums over tensor ranks, means over data and context ranks. Can be captured."""
         if self.norm_grads:
             collectives.all_reduce_sum_(self.norm_grads, self.groups.tensor)
-        if self.config.zero:
-            for flat in self.adam.grads.flats:
-                collectives.reduce_scatter_mean_(flat, self.groups.replicas)
-        else:
-            self.buckets.all_reduce_mean()
+        self.buckets.all_reduce_mean()
 
     @torch.no_grad()
     def update(self) -> None:
         """Clipping, Adam, and the weights in their format. Can be captured, unless --clip host."""
-        if not self.config.zero:
-            self.adam.step()
-            return
-        # ZeroAdam.step without the reduction, which reduce_gradients has done.
-        self.adam.adam.step()
-        for flat in self.adam.flat_params:
-            collectives.all_gather_(flat, self.groups.replicas)
+        self.adam.step()
 
     @torch.no_grad()
     def end_step(self, index: int) -> None:
@@ -303,8 +270,8 @@ class State:
     def _initialise(self) -> None:
         """Masters, or parameters without any, become seeded values or the checkpoint's, a layer at a time, in place."""
         layer, tensors = None, {}
-        without_masters = self.config.zero or self.config.optimizer == "none"
-        targets = [part.parameter for _, _, part in self.parts] if without_masters else self.adam.masters
+        has_masters = self.config.optimizer == "adam"
+        targets = self.adam.masters if has_masters else [part.parameter for _, _, part in self.parts]
         for (name, number, _), target in zip(self.parts, targets, strict=True):
             if self.checkpoint is None:
                 fill_at_random_(target, self.config, self.place, name, number, SEED)

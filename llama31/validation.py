@@ -16,11 +16,8 @@ def validate(state) -> None:
 
 
 class GraphedValidation:
-    """`validate` with `forward_only` in one graph, captured behind the graphs of the training in their pool.
-
-    They share memory because they never run at the same time, and nothing that one leaves in the pool is read after a
-    replay of the other: losses, gradients and weights lie in tensors that were there before the captures.
-    """
+    """`validate` with `forward_only` in one graph, captured behind the graphs of the training in their pool: nothing
+    that one leaves there is read after a replay of the other."""
 
     def __init__(self, state, pool: Pool):
         self.state = state

@@ -30,13 +30,8 @@ class Sequences(NamedTuple):
 def attend(q, k, v, sequences: Sequences, window: int = 0, sinks=None):
     """Causal attention [t, heads, d] of q [t, heads, d], k and v [t, kv heads, d].
 
-    Args:
-        q: Queries of all sequences, one behind the other.
-        k: Keys.
-        v: Values.
-        sequences: Their places; a token sees no token of another sequence.
-        window: Tokens that a token sees, itself included; 0 for all.
-        sinks: [heads], a further logit of each head's softmax, or None.
+    A token sees no token of another sequence. window: tokens that it sees, itself included; 0 for all. sinks: [heads],
+    a further logit of each head's softmax, or None.
     """
     if not q.is_cuda:
         return _plain(q, k, v, sequences, window, sinks)
@@ -44,14 +39,7 @@ def attend(q, k, v, sequences: Sequences, window: int = 0, sinks=None):
         q, k, v = (x.view(-1, sequences.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(-1, q.shape[1], q.shape[3])
-    # torch.compile leaves its graph here.
-    flash = _outside if torch.compiler.is_compiling() else _Flash.apply
-    return flash(q, k, v, sinks, sequences.bounds, sequences.length, window)
-
-
-@torch.compiler.disable
-def _outside(*inputs):
-    return _Flash.apply(*inputs)
+    return _Flash.apply(q, k, v, sinks, sequences.bounds, sequences.length, window)
 
 
 class _Flash(torch.autograd.Function):

@@ -64,13 +64,7 @@ class Config(Timing):
     )
     aux_loss: float = option(0.001, "coefficient of the load-balancing loss (0: none)")
     update: bool = option(True, "clip and Adam behind the backward; false: forward and backward alone")
-    masters: str = option(
-        "fp32", "fp32: copies that Adam updates; none: bf16 weights are rounded stochastically", ("fp32", "none")
-    )
-    moments: str = option("bf16", "format of Adam's moments; fp8: with --masters none", ("bf16", "fp32", "fp8"))
-    share_memory: bool = option(
-        False, "take as many layers as fit where eager and graphs have their activations in one pool"
-    )
+    moments: str = option("bf16", "format of Adam's moments", ("bf16", "fp32"))
     lora_rank: int = option(0, "rank of adapters on attention's projections, all else is frozen (0: all is trained)")
     rope_theta: float = option(1000000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-6, "epsilon of RMSNorm")
@@ -112,10 +106,6 @@ class Config(Timing):
         for name in ("window", "documents"):
             if getattr(self, name) > self.sequence:
                 raise ValueError(f"--{name} {getattr(self, name)}: takes at most --sequence {self.sequence}")
-        if (self.masters == "none") != (self.moments == "fp8"):
-            raise ValueError(
-                f"--masters {self.masters} --moments {self.moments}: fp8 moments go with --masters none, and no others"
-            )
         if self.lora_rank > min(self.hidden, self.local_heads * self.head_dim):
             raise ValueError(f"--lora-rank {self.lora_rank}: takes at most the width of a projection")
         if self.ep > 1 and self.share_ep > 1:
@@ -233,14 +223,10 @@ PRESETS = {
     "qwen3_share": replace(_QWEN3, layers=24, share_tp=2, share_ep=4, microbatches=2),
     "gpt_oss": _GPT_OSS,
     "gpt_oss_fwd_bwd": replace(_GPT_OSS, update=False),
-    # All layers with an optimizer: 6 bytes a parameter instead of 12.
-    "gpt_oss_whole": replace(_GPT_OSS, masters="none", moments="fp8", share_memory=True),
     "gpt_oss_l8": replace(_GPT_OSS, layers=8),
     "gpt_oss_120b": replace(_GPT_OSS, layers=36, experts=128),
-    # As deep as it goes: graphs of more than attention and router do not fit beside eager, but in one pool with it.
-    "gpt_oss_120b_fwd_bwd": replace(_GPT_OSS, layers=36, experts=128, update=False, share_memory=True),
+    "gpt_oss_120b_fwd_bwd": replace(_GPT_OSS, layers=36, experts=128, update=False),
     "qwen3_packed": replace(_QWEN3, documents=16),
-    "gpt_oss_sft": replace(_GPT_OSS, documents=16, masters="none", moments="fp8", share_memory=True),
     "gpt_oss_lora": replace(_GPT_OSS, documents=16, lora_rank=16, lr=1e-5),
     "tiny_gpt_oss": replace(_GPT_OSS, **_TINY | {"window": 16}),
     "tiny_packed": replace(_QWEN3, **_TINY | {"documents": 4}),
@@ -303,61 +289,31 @@ def flops_per_step(config: Config) -> float:
     return flop * c.microbatches
 
 
-def kept_bytes(config: Config) -> dict[str, int]:
-    """Bytes that the parts of a layer keep of a microbatch for its backward, in bf16: attention, router, experts.
+def activation_bytes(config: Config) -> int:
+    """Bytes that layers keep of a microbatch, in bf16, those of the running experts' backward, of logits and gradient.
 
-    Attention: its input and output, and four tensors between. Frozen router and experts do not keep their inputs.
+    Attention keeps its input and output, and four tensors between. Frozen router and experts do not keep their inputs.
     """
     c = config
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
     trains = not c.lora_rank
-    return {
-        "attention": 2 * c.tokens * (3 * c.hidden + 3 * q + 4 * kv + 2 * c.lora_rank),
-        "router": 2 * c.tokens * c.hidden * trains,
-        "experts": 2 * c.rows * (c.hidden * trains + 2 * c.ffn),
-    }
-
-
-def activation_bytes(config: Config) -> int:
-    """Bytes that all layers keep of a microbatch for its backward."""
-    return config.layers * sum(kept_bytes(config).values())
-
-
-def loss_bytes(config: Config) -> int:
-    """Bytes of logits and their gradient."""
-    return 2 * 2 * min(LOSS_TOKENS, config.tokens) * config.local_vocab
-
-
-def running_bytes(config: Config) -> int:
-    """Bytes that a layer takes beside what it keeps while its experts' backward runs."""
-    return 2 * config.rows * (3 * config.hidden + 4 * config.ffn)
+    attention = c.tokens * (3 * c.hidden + 3 * q + 4 * kv + 2 * c.lora_rank)
+    kept = c.layers * (attention + c.tokens * c.hidden * trains + c.rows * (c.hidden * trains + 2 * c.ffn))
+    return 2 * (kept + c.rows * (3 * c.hidden + 4 * c.ffn) + 2 * min(LOSS_TOKENS, c.tokens) * c.local_vocab)
 
 
 def state_bytes(config: Config) -> int:
-    """Bytes of parameters and of all that is kept of them.
-
-    A parameter takes 2 (bf16), one that is trained 2 more for its gradient, and with Adam 8 (FP32 master, two bf16
-    moments), 12 (FP32 moments), or 2 without masters and a scale of each moment for 1,024 elements.
-    """
+    """Bytes of bf16 parameters and of all that is kept of those that are trained: gradient, FP32 master, moments."""
     c, trained = config, trained_parameters(config)
     weights = 2 * (num_parameters(c) + (trained if c.lora_rank else 0))
     if not c.update:
         return weights + 2 * trained
-    if c.masters == "none":
-        return weights + 4 * trained + trained // 128
     return weights + (2 + 4 + (4 if c.moments == "bf16" else 8)) * trained
 
 
 def needed_bytes(config: Config, num_pools: int = 3) -> int:
-    """Bytes that torch reserves: parameters with all that is kept of them, and activations in eager and in the pools.
-
-    A tenth of what is not parameters on top, and where all share one pool a third: a probe with 17 GiB of activations
-    had 22.5 in it. num_pools: variants with graphs in one process.
-    """
-    percent = 133 if config.share_memory else 110 * (1 + num_pools)
-    return (
-        state_bytes(config) + (activation_bytes(config) + loss_bytes(config) + running_bytes(config)) * percent // 100
-    )
+    """Bytes that torch reserves, with a tenth of activations on top. num_pools: variants with graphs in one process."""
+    return state_bytes(config) + activation_bytes(config) * 110 * (1 + num_pools) // 100
 
 
 def host_bytes(config: Config) -> int:

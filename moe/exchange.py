@@ -43,10 +43,7 @@ def require_capturable(num_ranks: int, scope: str, environment=os.environ) -> No
 class Exchange:
     """How the experts get their rows. Without ranks and static buffers a layer does without it.
 
-    Attributes:
-        is_on: Whether rows go by ranks.
-        is_static: Whether each rank sends every rank the same number of rows.
-        most_rows: int32 [1], the most rows of a layer for one rank since a pass with static buffers began.
+    most_rows: int32 [1], the most rows of a layer for one rank since a pass with static buffers began.
     """
 
     def __init__(self, config: Config, device: torch.device):

@@ -66,14 +66,9 @@ def rope_table(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
 # Products whose weight gradients go to main_grad
 
 
-def linear(x, weight, bias, accumulation):
-    """x weight^T + bias. torch.compile takes autograd's own gradients, which a hook adds to main_grad."""
-    if torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, accumulation)
-
-
 class _Linear(torch.autograd.Function):
+    """x weight^T + bias."""
+
     @staticmethod
     def forward(ctx, x, weight, bias, accumulation):
         ctx.save_for_backward(x if weight.requires_grad else None)
@@ -212,11 +207,11 @@ class Layer(nn.Module):
 
     def project(self, x, weight, bias, a, b):
         """x weight^T + bias, and (LORA_ALPHA / rank) x a^T b^T where there are adapters."""
-        out = linear(x, weight, bias, self.accumulation)
+        out = _Linear.apply(x, weight, bias, self.accumulation)
         if a is None:
             return out
-        low = linear(x, a, None, self.accumulation)
-        return torch.add(out, linear(low, b, None, self.accumulation), alpha=LORA_ALPHA / len(a))
+        low = _Linear.apply(x, a, None, self.accumulation)
+        return torch.add(out, _Linear.apply(low, b, None, self.accumulation), alpha=LORA_ALPHA / len(a))
 
     def attention(self, x, inputs: Inputs):
         """x plus attention's output, [t, hidden]."""
@@ -232,7 +227,7 @@ class Layer(nn.Module):
         c = self.config
         own = x if c.share_tp == 1 else x[: c.routed_tokens]
         y = F.rms_norm(own, self.norm2.shape, self.norm2, c.norm_eps)
-        logits = linear(y, self.router, self.router_bias, self.accumulation)
+        logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
         return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
     def preprocess(self, routed: Routed, is_padded: bool) -> Plan:

@@ -14,7 +14,6 @@ from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.memory_fit import fewer_layers, require_host
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.low_byte_adam import LowByteAdam
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
@@ -86,25 +85,19 @@ class State:
             (name, i, each) for i, layer in enumerate(self.layers) for name, each in layer.named_parameters()
         ]
         self.trained = [part for part in self.parts if part[2].requires_grad]
-        for _, _, parameter in self.trained:
+        for name, _, parameter in self.trained:
             parameter.main_grad = torch.zeros_like(parameter)
-        self.keep_gradients(lambda name: name not in IN_PLACE)
+            if name not in IN_PLACE:
+                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
         self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
         if c.ep > 1:
             self.buckets = collectives.GradientBuckets(self.dense_grads, BUCKET_BYTES)
-
-    def keep_gradients(self, of):
-        """Put what autograd brings into main_grad: a handle for each trained parameter whose name is `of` these."""
-        keep = partial(_keep_gradient, self.accumulation)
-        return [each.register_post_accumulate_grad_hook(keep) for name, _, each in self.trained if of(name)]
 
     def _make_adam(self):
         parameters = [parameter for _, _, parameter in self.trained]
         grads = [parameter.main_grad for parameter in parameters]
         numbers = Hyperparameters(lr=self.config.lr, **ADAM)
         reduce_norm = self._reduce_norm if self.config.ep > 1 else None
-        if self.config.masters == "none":
-            return LowByteAdam(parameters, grads, numbers, reduce_norm)
         moments = DTYPES[self.config.moments]
         return MixedAdam(map(Weight, parameters), grads, numbers, moments=moments, reduce_norm=reduce_norm)
 
@@ -330,8 +323,6 @@ def hyperparameters(config: Config) -> dict:
 def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
     """(The config with as many layers as fit, notes.) ValueError where it cannot run: nothing is on the GPU then."""
     notes = []
-    if config.checkpoint:
-        open_checkpoint(config)
     if device.type == "cpu":
         for need in (needed_bytes, host_bytes):
             require_host(config, PRESETS, need, host_state.available_host_bytes())
@@ -343,14 +334,10 @@ def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
             notes.append(fewer_layers(config, asked, budget))
     if config.routing == "balanced":
         notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
-    formats = "formats: weights bf16, main_grad bf16"
+    adam = f", masters fp32, moments {config.moments}" if config.update else ""
     if not config.update:
         notes.append("forward and backward alone: no clipping, no Adam")
-    elif config.masters == "none":
-        formats += ", no masters (stochastic rounding), moments fp8 (E4M3)"
-    else:
-        formats += f", masters fp32, moments {config.moments}"
-    notes.append(formats)
+    notes.append(f"formats: weights bf16, main_grad bf16{adam}")
     if config.lora_rank:
         notes.append(
             f"LoRA: adapters of rank {config.lora_rank} on attention's projections, "

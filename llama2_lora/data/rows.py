@@ -50,12 +50,6 @@ def files(data: str, split: str) -> list[Path]:
     return []
 
 
-def require(data: str) -> None:
-    """ValueError in one line if --data names no file that is read here. Nothing has been built then."""
-    for path in files(data, "train") + files(data, "validation"):
-        _reader(path)
-
-
 def _reader(path):
     # Missing and unreadable files are said first.
     open_regular(path, FLAG).close()
@@ -67,9 +61,7 @@ def _reader(path):
 def read(paths: list[Path], vocab: int) -> Source:
     """All rows of the files, one after the other, in memory.
 
-    Raises:
-        ValueError: In one line that begins with --data: a file that is damaged or too large, a row that cannot be
-            used, a token that is not below `vocab`.
+    ValueError in one line: a file that is damaged or too large, a row that cannot be used, a token not below `vocab`.
     """
     tokens, counted, starts, num_tokens = [], [], [], 0
     for path in paths:

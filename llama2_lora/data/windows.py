@@ -137,10 +137,9 @@ class Windows:
 def open_windows(
     config: Config, cache_dir, rank: int = 0, world_size: int = 1, num_held_out: int = 4, seed: int = 0
 ) -> Windows:
-    """Windows of config.sequence tokens from config.data.
+    """Windows of config.sequence tokens from config.data. cache_dir: keeps token files made from text.
 
-    cache_dir: keeps token files made from text. ValueError in one line that names the flag: --data that is missing,
-    damaged or too short, tokens outside --vocab.
+    ValueError in one line: --data that is missing, damaged or too short, tokens outside --vocab.
     """
     if config.data:
         training = rows.read(rows.files(config.data, "train"), config.vocab)

@@ -25,8 +25,6 @@ class PlainAttention:
     itself. The backward computes the forward again under autograd.
     """
 
-    name = "plain"
-
     def __init__(self, config: Config, inputs, own=None, keys=None):
         self.positions = inputs["positions"]
         every = torch.arange(config.sequence, device=self.positions.device)
@@ -50,8 +48,6 @@ class PlainAttention:
 
 class CudnnAttention:
     """cuDNN's fused attention over the whole window: one causal sequence, grouped heads. CUDA, bf16."""
-
-    name = "cudnn"
 
     def __init__(self, config: Config, inputs):
         self.config = config
@@ -79,8 +75,6 @@ class FlashAttention:
     inputs: of them cu_seqlens, int32 [documents + 1], padded with s, so that a captured launch serves every packing;
     cu_seqlens_k: the same of the keys, where they are others. Of a document's queries the last one sees all its keys.
     """
-
-    name = "flash"
 
     def __init__(self, config: Config, inputs, own=None, keys=None):
         self.config, bounds = config, inputs["cu_seqlens"]

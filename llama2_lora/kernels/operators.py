@@ -75,8 +75,6 @@ def writes_operand(implementation):
 class TorchOperators(Operators):
     """Plain PyTorch, for any device. FP8 GEMMs are computed in FP32 on the FP8 values."""
 
-    name = "torch"
-
     def __init__(self, config, formats, scaling, device):
         super().__init__(config, formats, scaling, device)
         widest = max(config.hidden, config.q_width)

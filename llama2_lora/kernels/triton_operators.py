@@ -18,8 +18,6 @@ TILE = 32
 class TritonOperators(Operators):
     """Triton kernels, cuBLAS's FP8 GEMM and torch's bf16 one. CUDA; the kernels also in Triton's interpreter."""
 
-    name = "triton"
-
     def __init__(self, config, formats, scaling, device):
         super().__init__(config, formats, scaling, device)
         self._launches = {}

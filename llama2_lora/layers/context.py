@@ -53,7 +53,6 @@ class AcrossRanks:
         self._rows = gathered.argsort()[keys].to(device)
         own = places(config.sequence, config.cp, rank)
         self.attention = attention(config, inputs, own.to(device), keys.to(device))
-        self.name = f"{self.attention.name} over {config.cp} ranks"
 
     def forward(self, q, k, v):
         return self.attention.forward(q, *self._gathered(k, v))

@@ -58,8 +58,7 @@ class HandwrittenStack:
     def _kept(self, keeps):
         """Buffers for the tensors that one layer keeps; attention itself allocates its output."""
         c, main = self.config, self.formats.main
-        fc1 = torch.float8_e4m3fn if c.fc1_fp8 else main
-        shapes = {"qkv": (c.qkv_width, main), "residual": (c.hidden, main), "fc1": (2 * c.ffn, fc1)}
+        shapes = {"qkv": (c.qkv_width, main), "residual": (c.hidden, main), "fc1": (2 * c.ffn, self.formats.operand)}
         return {
             name: torch.zeros(c.tokens, width, dtype=dtype, device=self.device)
             for name, (width, dtype) in shapes.items()
@@ -170,7 +169,7 @@ class HandwrittenStack:
         self._proj(layer, recompute=False)
         self._mlp_norm(layer, x=x, add=work["proj"], total=self._residual(layer))
         fc1, fc1_slot, stored = self._view("fc1", 2 * c.ffn), None, None
-        if c.fc1_fp8:
+        if c.precision == "fp8":
             fc1_slot, stored = self.scaling.slot(layer, "fc1_out"), kept.get("fc1")
         else:
             fc1 = kept.get("fc1", fc1)
@@ -233,7 +232,7 @@ class HandwrittenStack:
     def _mlp_backward(self, layer, residual, fc1):
         c, work = self.config, self.work
         self._multiply_back(layer, "fc2", work["grad_operand"], work["swiglu_grad"])
-        stored = self.scaling.slot(layer, "fc1_out") if c.fc1_fp8 else None
+        stored = self.scaling.slot(layer, "fc1_out") if c.precision == "fp8" else None
         written = {"operand": work["fc1_grad"], "slot": self.scaling.slot(layer, "fc1_grad")}
         self.operators.swiglu_backward(fc1, work["swiglu_grad"], **written, stored_slot=stored)
         grad = self._view("wide_grad", c.hidden)

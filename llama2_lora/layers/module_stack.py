@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 from common.measuring.marks import mark, section
-from common.training.parallel import collectives
 from common.training.precision.fp8 import NoScaling, TransformerEngineScaling
 from llama2_lora.config import Config
 from llama2_lora.kernels.scaling import restored
@@ -16,20 +15,19 @@ MARK_EVERY = 8
 class ModuleStack:
     """All layers with embedding and head, as one autograd graph.
 
-    kind: "te" or "torch". group, rank: with --cp, the name of the group of ranks that share a window, and this rank's
-    number in it. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
+    kind: "te" or "torch". loss: FP32, 0-d, the last step's. Gradients go to adapters.grads.
     """
 
-    def __init__(self, kind: str, config: Config, weights, adapters, inputs, group=collectives.ALONE, rank: int = 0):
+    def __init__(self, kind: str, config: Config, weights, adapters, inputs):
         self.config, self.weights, self.adapters, self.inputs = config, weights, adapters, inputs
         device, self.fp8 = weights.device, NoScaling()
         if kind == "te":
             recipe = transformer_engine.recipe_of(config)
-            self.layers = transformer_engine.make_layers(config, weights, adapters, recipe, group, rank)
+            self.layers = transformer_engine.make_layers(config, weights, adapters, recipe)
             if recipe:
                 self.fp8 = TransformerEngineScaling(self.layers, config.amax_history)
         else:
-            self.layers = plain.make_layers(config, weights, adapters, inputs, group, rank)
+            self.layers = plain.make_layers(config, weights, adapters, inputs)
         # A step calls these; graph_layer_te puts wrapped layers here.
         self.calls = list(self.layers)
         # The embedding is frozen: nothing needs the gradient of its output, in graphs as little as without.

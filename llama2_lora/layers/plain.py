@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.training.parallel.context_parallel import places
-from common.training.parallel.differentiable_collectives import gather_from_sequence
 from llama2_lora.config import Config
 from llama2_lora.kernels.operators import rope_angles
 
@@ -36,13 +34,12 @@ class Adapter(nn.Module):
 class PlainLayer(nn.Module):
     """[s, hidden] -> [s, hidden]. inputs: name -> static tensor; the layer reads positions, int64 [s].
 
-    tables: cosines and sines of RoPE, FP32 [sequence, head_dim / 2]. places: places in the window of this rank's
-    queries [s, 1], and of the keys [sequence] in the order of the ranks of `group`.
+    tables: cosines and sines of RoPE, FP32 [s, head_dim / 2]. places: int64 [s], of the tokens in the window.
     """
 
-    def __init__(self, config: Config, layer: int, weights, adapters, inputs, tables, places, group: str):
+    def __init__(self, config: Config, layer: int, weights, adapters, inputs, tables, places):
         super().__init__()
-        self.config, self.norms, self.inputs, self.group = config, weights.norms[layer], inputs, group
+        self.config, self.norms, self.inputs = config, weights.norms[layer], inputs
         self.tables, self.places = tables, places
         self.matrices = {name: matrix.value for name, matrix in weights.layers[layer].items()}
         self.qkv_adapter, self.proj_adapter = (Adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
@@ -59,11 +56,10 @@ class PlainLayer(nn.Module):
         return x + F.linear(F.silu(gate) * up, self.matrices["fc2"])
 
     def _attention(self, q, k, v):
-        k, v = (gather_from_sequence(each, self.group) for each in (k, v))
         q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
         visible = None
-        if self.config.cp > 1 or self.config.documents == "separate":
-            own, keys = self.places
+        if self.config.documents == "separate":
+            own, keys = self.places[:, None], self.places
             visible = (keys <= own) & (keys >= own - self.inputs["positions"][:, None])
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
@@ -77,10 +73,9 @@ def _turned(x, cos, sin):
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x.dtype)
 
 
-def make_layers(config: Config, weights, adapters, inputs, group: str, rank: int) -> nn.ModuleList:
-    """All layers. group, rank: name of the group of ranks that share a window, and this rank's number in it."""
+def make_layers(config: Config, weights, adapters, inputs) -> nn.ModuleList:
+    """All layers."""
     angles, device = rope_angles(config), weights.device
     tables = [table.float().to(device) for table in (angles.cos(), angles.sin())]
-    of_ranks = [places(config.sequence, config.cp, each).to(device) for each in range(config.cp)]
-    parts = inputs, tables, (of_ranks[rank][:, None], torch.cat(of_ranks)), group
-    return nn.ModuleList(PlainLayer(config, layer, weights, adapters, *parts) for layer in range(config.layers))
+    parts = weights, adapters, inputs, tables, torch.arange(config.sequence, device=device)
+    return nn.ModuleList(PlainLayer(config, layer, *parts) for layer in range(config.layers))

@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-from common.training.parallel import collectives
-from common.training.parallel.context_parallel import places
 from common.training.precision.fp8 import require_fp8, transformer_engine, usable_transformer_engine
 from common.variant import Unsupported
 from llama2_lora.config import Config
@@ -20,11 +18,10 @@ class TransformerEngineLayer(nn.Module):
     `is_fsdp2`; module/linear.py, `clear_columnwise_cache`): the flag is set here. TE has no public name for it, nor
     for the memory of a weight.
 
-    frequencies: FP32 [s, 1, 1, head_dim], angles of RoPE at the places of this rank's tokens. across: None, or the
-    process group that shares a window, and a stream.
+    frequencies: FP32 [s, 1, 1, head_dim], angles of RoPE.
     """
 
-    def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies, across):
+    def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies):
         super().__init__()
         te = transformer_engine()
         c = config
@@ -38,10 +35,6 @@ class TransformerEngineLayer(nn.Module):
         self.attention = te.DotProductAttention(
             c.heads, c.head_dim, num_gqa_groups=c.kv_heads, attn_mask_type="causal", qkv_format="sbhd"
         )
-        if across:
-            group, stream = across
-            ranks = torch.distributed.get_process_group_ranks(group)
-            self.attention.set_context_parallel_group(group, ranks, stream, "a2a")
         self.requires_grad_(False)
         self._take_weights(weights.norms[layer], weights.layers[layer], fp8=recipe is not None)
         for module in (self.qkv, self.proj, self.mlp):
@@ -81,17 +74,12 @@ class TransformerEngineLayer(nn.Module):
         return (x + self.mlp(x))[:, 0]
 
 
-def make_layers(config: Config, weights, adapters, recipe, group: str, rank: int) -> nn.ModuleList:
-    """All layers. group, rank: name of the group of ranks that share a window, and this rank's number in it."""
-    across = None
-    if config.cp > 1:
-        across = collectives.process_group(group), torch.cuda.Stream(weights.device)
+def make_layers(config: Config, weights, adapters, recipe) -> nn.ModuleList:
+    """All layers."""
     # Both halves of a head alike.
-    angles = rope_angles(config)[places(config.sequence, config.cp, rank)].repeat(1, 2)
-    parts = recipe, angles.float().to(weights.device)[:, None, None], across
-    return nn.ModuleList(
-        TransformerEngineLayer(config, layer, weights, adapters, *parts) for layer in range(config.layers)
-    )
+    angles = rope_angles(config).repeat(1, 2).float().to(weights.device)[:, None, None]
+    parts = weights, adapters, recipe, angles
+    return nn.ModuleList(TransformerEngineLayer(config, layer, *parts) for layer in range(config.layers))
 
 
 def recipe_of(config: Config):
@@ -107,13 +95,10 @@ def recipe_of(config: Config):
 
 def require_kind(kind: str, config: Config, device: torch.device) -> None:
     """Unsupported if this device does not compute the config with this kind of layer."""
+    if kind != "handwritten" and config.cp > 1:
+        raise Unsupported(f"--cp {config.cp} needs handwritten layers, which alone share a window among ranks here")
     if kind != "te":
         return
-    if config.cp > 1 and (config.kv_heads % config.cp or config.kv_heads % 2):
-        raise Unsupported(
-            f"Transformer Engine's layers share an even number of groups of keys and values out over --cp {config.cp} "
-            f"ranks: --kv-heads {config.kv_heads} is no multiple of both"
-        )
     if device.type != "cuda":
         raise Unsupported("Transformer Engine's layers need a GPU")
     usable_transformer_engine()

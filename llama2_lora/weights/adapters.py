@@ -28,16 +28,9 @@ def require_place(folder) -> None:
 
 
 def save(folder, masters: dict[str, torch.Tensor], config: Config) -> None:
-    """Write the adapter. The folder is made.
+    """Write the two files; the folder is made. ValueError in one line where it cannot be written.
 
-    Args:
-        folder: For the two files.
-        masters: FP32 by name, layers.<i>.qkv.a [rank, hidden], layers.<i>.qkv.b [(heads + 2 kv_heads) head_dim, rank],
-            layers.<i>.proj.a [rank, heads head_dim], layers.<i>.proj.b [hidden, rank].
-        config: Of the run.
-
-    Raises:
-        ValueError: In one line that names --save-adapter: the folder cannot be written.
+    masters: FP32, layers.<i>.qkv.a, layers.<i>.qkv.b, layers.<i>.proj.a, layers.<i>.proj.b (Config.adapters).
     """
     described = {
         "peft_type": "LORA",

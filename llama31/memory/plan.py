@@ -1,8 +1,7 @@
 """The tensors that layers keep for a microbatch's backward, and predicted bytes, from sizes (no torch).
 
-A plain layer (llama31/model.py) that keeps everything runs as it is. Any other runs again in the backward, with the
-results of the GEMMs and of attention that it has kept in the place of those operators (llama31/memory/recompute.py).
-Parts of te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
+A plain layer (llama31/model.py) keeps everything, or runs again in the backward as a whole. Parts of
+te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
 from common.training import memory_plan, schedule
@@ -12,7 +11,7 @@ from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_paramete
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
 CONTEXT_BYTES = 2 * GIB
-# Items of a layer that are not the result of one operator: what norms, RoPE, SwiGLU and the GEMMs' inputs keep.
+# Items of te.TransformerLayer outside of attention and MLP; of a plain layer all but its input.
 REST = "rest"
 
 
@@ -21,62 +20,36 @@ def items(config: Config) -> dict[str, int]:
 
     te keeps inputs of FP8 GEMMs in FP8.
     """
-    c = config
+    c, tokens = config, config.local_sequence * config.microbatch
     # A token's tensor rank has its part of what lies outside of attention and MLP.
-    residual = 2 * _tokens(c) * c.hidden // c.tp
+    residual = 2 * tokens * c.hidden // c.tp
     q_width, kv_width = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    qkv, fc1 = 2 * _tokens(c) * (q_width + 2 * kv_width), 4 * _tokens(c) * c.local_ffn
-    attention = 2 * _tokens(c) * q_width + 4 * _tokens(c) * c.local_heads
-    attention_rest, mlp_rest = _rest_bytes(c)
-    if c.layer == "te":
-        return {"x": residual, "attention": attention, "mlp": fc1 + mlp_rest, REST: qkv + residual + attention_rest}
-    plain = {"x": residual, "qkv": qkv, "attention": attention, "residual": residual, "fc1": fc1}
-    return {**plain, REST: attention_rest + mlp_rest}
-
-
-def _tokens(config):
-    return config.local_sequence * config.microbatch
-
-
-def _quantized(config):
-    """Say whether GEMMs read FP8 or FP4."""
-    return config.precision in ("fp8", "nvfp4") and config.layer != "torch"
-
-
-def _rest_bytes(config):
-    """Bytes of attention and MLP that are not the result of one operator."""
-    c, tokens, q_width = config, _tokens(config), config.local_heads * config.head_dim
+    qkv, fc1 = 2 * tokens * (q_width + 2 * kv_width), 4 * tokens * c.local_ffn
+    attention = 2 * tokens * q_width + 4 * tokens * c.local_heads
+    is_quantized = c.precision in ("fp8", "nvfp4") and c.layer != "torch"
     if c.layer == "torch":
         # Normalised inputs of qkv and fc1; q and k turned; SwiGLU's output; attention's, once rounded.
         rounded = 0 if c.precision == "bf16" else q_width
-        turned = q_width + c.local_kv_heads * c.head_dim
-        return 2 * tokens * (c.hidden + turned + rounded), 2 * tokens * (c.hidden + c.local_ffn)
+        rest = 2 * tokens * (2 * c.hidden + q_width + kv_width + c.local_ffn + rounded)
+        return {"x": residual, REST: qkv + attention + residual + fc1 + rest}
     # Normalised inputs of qkv and fc1, inputs of proj, which in bf16 is attention's output, and of fc2. Of fc1's in FP8
     # LayerNormMLP keeps the transposed copy beside the one that it multiplies; of a part of the sequence there is none.
-    quantized = _quantized(c)
-    operand, copies = (1 if quantized else 2), (2 if quantized and c.tp == 1 else 1)
-    attention = tokens * operand * (c.hidden // c.tp + (q_width if quantized else 0))
-    return attention, tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
+    operand, copies = (1 if is_quantized else 2), (2 if is_quantized and c.tp == 1 else 1)
+    rest = qkv + residual + tokens * operand * (c.hidden // c.tp + (q_width if is_quantized else 0))
+    mlp = fc1 + tokens * operand * (copies * c.hidden // c.tp + c.local_ffn)
+    return {"x": residual, "attention": attention, "mlp": mlp, REST: rest}
 
 
 def kept_bytes(config: Config) -> dict[str, int]:
     """Return the bytes of torch's segments that a layer takes to keep an item of all microbatches in flight."""
-    # Of the first stage, which has the most; a layer is in one of its chunks.
-    in_flight = schedule.peak_in_flight(config.pp, 0, config.chunks, config.microbatches) if config.pp > 1 else 1
-    sizes = items(config)
-    if config.fc1_store == "fp8":
-        sizes["fc1"] //= 2
-    return {name: memory_plan.share_bytes(size) * -(-in_flight // config.chunks) for name, size in sizes.items()}
+    # Of the first stage, which has the most.
+    in_flight = schedule.peak_in_flight(config.pp, 0, 1, config.microbatches) if config.pp > 1 else 1
+    return {name: memory_plan.share_bytes(size) * in_flight for name, size in items(config).items()}
 
 
-def can_keep(config: Config, kept: frozenset[str]) -> bool:
-    """Say whether layers can run that keep these items.
-
-    A plain layer that runs again computes all of the rest again; te.TransformerLayer runs again as a whole for it.
-    """
-    if config.layer == "te":
-        return REST in kept or kept == {"x"}
-    return REST not in kept or kept == items(config).keys()
+def can_keep(kept: frozenset[str]) -> bool:
+    """Say whether layers can run that keep these items: for the rest te.TransformerLayer runs again as a whole."""
+    return REST in kept or kept == {"x"}
 
 
 def state_bytes(config: Config) -> dict[str, int]:
@@ -93,8 +66,8 @@ def state_bytes(config: Config) -> dict[str, int]:
     return {"weight": weight, "main_grad": widths[c.main_grad], **kept}
 
 
-def fixed_bytes(config: Config, dp: int = 1) -> int:
-    """Bytes that torch reserves whatever layers keep. dp: data ranks, over which ZeRO-1 splits masters and moments.
+def fixed_bytes(config: Config) -> int:
+    """Bytes that torch reserves whatever layers keep.
 
     Parameters with all that Adam keeps of them, embedding and head with a bf16 weight. What the running layer has, as
     much as one that keeps everything. Logits in bf16; in FP32 logarithms of their softmax, and the gradients of both;
@@ -103,9 +76,8 @@ def fixed_bytes(config: Config, dp: int = 1) -> int:
     c, per = config, state_bytes(config)
     tokens = c.local_sequence * c.microbatch
     in_all, in_layers = num_parameters(c), _layers(c) * layer_parameters(c)
-    replicas = c.cp * dp if c.zero else 1
-    parameters = in_layers * per["weight"] + (in_all - in_layers) * 2 + in_all * per["main_grad"]
-    parameters += in_all * (per["master"] + per["moments"]) // replicas
+    parameters = in_layers * per["weight"] + (in_all - in_layers) * 2
+    parameters += in_all * (per["main_grad"] + per["master"] + per["moments"])
     running = sum(items(c).values())
     return parameters + (running + tokens * (c.local_vocab * 14 + 16 * c.microbatches)) * 110 // 100
 
@@ -120,38 +92,33 @@ def budget_bytes(free_bytes: int) -> int:
     return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
 
 
-def make_plan(config: Config, dp: int = 1, keep: str | None = None) -> Plan:
-    """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes. dp: data ranks.
+def make_plan(config: Config, keep: str | None = None) -> Plan:
+    """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes.
 
     ValueError where layers cannot run so.
     """
     keep, sizes = config.keep if keep is None else keep, kept_bytes(config)
     names = [name for name in sizes if name != "x"]
     layers = tuple(kept | {"x"} for kept in memory_plan.kept_by_layers(keep, names, _layers(config)))
-    if not all(can_keep(config, kept) for kept in set(layers)):
-        rule = "attention and mlp with rest only" if config.layer == "te" else "rest with all other items only"
-        raise ValueError(f"--keep {keep}: a {config.layer} layer keeps {rule}")
-    return Plan(sizes, layers, fixed_bytes(config, dp))
+    if not all(map(can_keep, layers)):
+        raise ValueError(f"--keep {keep}: a te layer keeps attention and mlp with rest only")
+    return Plan(sizes, layers, fixed_bytes(config))
 
 
-def choose(config: Config, preset: str, total_bytes: int, budget: int, dp: int = 1) -> str:
-    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`. dp: data ranks."""
+def choose(config: Config, preset: str, total_bytes: int, budget: int) -> str:
+    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`."""
     cards = KEEP.get((preset, config.layer), {})
-    return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, dp, keep).bytes)
+    return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, keep).bytes)
 
 
-def needed_bytes(config: Config, dp: int = 1) -> int:
-    """Reserved where layers keep the least. dp: data ranks."""
-    return fixed_bytes(config, dp) + _layers(config) * kept_bytes(config)["x"]
+def needed_bytes(config: Config) -> int:
+    """Reserved where layers keep the least."""
+    return fixed_bytes(config) + _layers(config) * kept_bytes(config)["x"]
 
 
-def fit(config: Config, budget: int, dp: int = 1) -> Config:
-    """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does.
-
-    dp: data ranks.
-    """
-    unit = config.pp * config.chunks
-    return fit_layers(config, PRESETS, lambda tried: needed_bytes(tried, dp), budget, unit)
+def fit(config: Config, budget: int) -> Config:
+    """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does."""
+    return fit_layers(config, PRESETS, needed_bytes, budget, config.pp)
 
 
 def require(config: Config, available_bytes: int | None) -> None:

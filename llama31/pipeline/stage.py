@@ -1,8 +1,7 @@
-"""A step in the order of a pipeline's schedule (1F1B, interleaved with --chunks): this rank's stage runs microbatches
-forward and backward and exchanges activations and gradients with the stages beside it. Nothing waits for the host, so
-all of it can be captured.
+"""A step in the order of a pipeline's schedule (1F1B): this rank's stage runs microbatches forward and backward and
+exchanges activations and gradients with the stages beside it. Nothing waits for the host, so all of it can be captured.
 
-state: a llama31.state.State. step, chunk: as in common/training/schedule.py; chunks count from 1.
+state: a llama31.state.State. step: 1 or -1, the forward or backward pass of a microbatch (common/training/schedule.py).
 """
 
 import functools
@@ -21,46 +20,46 @@ class Called:
         self.state, self._saved = state, {}
 
     def buffer(self, step: int, microbatch: int):
-        """Return the buffer that receives an activation (step +chunk) or a gradient (step -chunk)."""
+        """Return the buffer that receives an activation (step 1) or a gradient (step -1)."""
         return self.state.empty_hidden()
 
-    def forward(self, chunk: int, microbatch: int, hidden):
-        """Return the activation for the next stage, or the loss. hidden: received, None for a chunk with embedding."""
+    def forward(self, microbatch: int, hidden):
+        """Return the activation for the next stage, or the loss. hidden: received, None for the first stage."""
         x = None if hidden is None else hidden.requires_grad_()
-        output = run_chunk(self.state, chunk, microbatch, x)
-        self._saved[chunk, microbatch] = x, output
+        output = run_stage(self.state, microbatch, x)
+        self._saved[microbatch] = x, output
         return output.detach()
 
-    def backward(self, chunk: int, microbatch: int, gradient):
-        """Return the gradient for the previous stage. gradient: received, None for a chunk with the loss."""
-        hidden, output = self._saved.pop((chunk, microbatch))
+    def backward(self, microbatch: int, gradient):
+        """Return the gradient for the previous stage. gradient: received, None for the last stage."""
+        hidden, output = self._saved.pop(microbatch)
         with section("backward"):
             output.backward(gradient)
         return None if hidden is None else hidden.grad
 
 
-def run_chunk(state, chunk: int, microbatch: int, hidden):
-    """A chunk's output, or the loss. hidden: its input, None for a chunk with the embedding."""
+def run_stage(state, microbatch: int, hidden):
+    """This stage's output, or the loss. hidden: its input, None for the first stage."""
     with section("forward"):
         if hidden is None:
             hidden = state.embedding(state.inputs["tokens"][microbatch])
-        hidden = state.run_layers(hidden, microbatch == 0, chunk)
-    if not state.is_last(chunk):
+        hidden = state.run_layers(hidden, microbatch == 0)
+    if state.head is None:
         return hidden
     with section("loss"):
         return state.microbatch_loss(hidden, microbatch)
 
 
 @functools.cache
-def schedule(pp: int, stage: int, chunks: int, count: int):
+def schedule(pp: int, stage: int, count: int):
     """(steps with their microbatches, what is exchanged before each of them and after all)."""
-    return numbered(order(pp, stage, chunks, count)), communications(pp, stage, chunks, count)
+    return numbered(order(pp, stage, 1, count)), communications(pp, stage, 1, count)
 
 
 def forward_and_backward(state, count: int, passes=None) -> None:
     """Add the gradients of `count` microbatches to main_grad, as llama31/train.py does without a pipeline."""
     passes = passes or Called(state)
-    steps, exchanges = schedule(state.config.pp, state.place.stage, state.config.chunks, count)
+    steps, exchanges = schedule(state.config.pp, state.place.stage, count)
     made, received = {}, {}
     # Entry i is exchanged before step i, the last one after all of them.
     for transfers, step in zip(exchanges, [*steps, None], strict=True):
@@ -68,7 +67,7 @@ def forward_and_backward(state, count: int, passes=None) -> None:
         if step is None:
             break
         run = passes.forward if step[0] > 0 else passes.backward
-        made[step] = run(abs(step[0]), step[1], received.pop(step, None))
+        made[step] = run(step[1], received.pop(step, None))
         mark()
 
 
@@ -90,21 +89,17 @@ def _exchange(state, transfers, passes, made, received):
 
 @torch.no_grad()
 def forward_only(state) -> None:
-    """The validation: each microbatch through all chunks of all stages, or of this process alone.
-
-    Losses go into state.validation_losses behind the last chunk.
-    """
+    """The validation: each microbatch through all stages, or this process alone, into state.validation_losses."""
     pp, stage, group = state.config.pp, state.place.stage, state.groups.pipeline
     with section("validation"):
         for microbatch in range(state.config.microbatches):
-            for chunk in range(1, state.config.chunks + 1):
-                if state.is_first(chunk):
-                    hidden = state.embedding(state.inputs["tokens"][microbatch])
-                else:
-                    hidden = state.empty_hidden()
-                    collectives.exchange_(received=[hidden], sources=[(stage - 1) % pp], group=group)
-                hidden = state.run_layers(hidden, microbatch == 0, chunk)
-                if state.is_last(chunk):
-                    state.keep_validation_loss(hidden, microbatch)
-                else:
-                    collectives.exchange_([hidden], [(stage + 1) % pp], group=group)
+            if state.embedding is not None:
+                hidden = state.embedding(state.inputs["tokens"][microbatch])
+            else:
+                hidden = state.empty_hidden()
+                collectives.exchange_(received=[hidden], sources=[(stage - 1) % pp], group=group)
+            hidden = state.run_layers(hidden, microbatch == 0)
+            if state.head is not None:
+                state.keep_validation_loss(hidden, microbatch)
+            else:
+                collectives.exchange_([hidden], [(stage + 1) % pp], group=group)

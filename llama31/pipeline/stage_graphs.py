@@ -1,4 +1,4 @@
-"""A stage's passes as graphs: of each layer, or of all that a chunk does to a microbatch, forward and backward apart.
+"""A stage's passes as graphs: of each layer, or of all that a stage does to a microbatch, forward and backward apart.
 
 All have one pool and are captured in the order of the stage's schedule, in which they are replayed: what is free when a
 graph is captured is free when it is replayed. A step of fewer microbatches runs a part of that order. Buffers are
@@ -19,49 +19,47 @@ from llama31.train import GraphedPass
 class Replayed:
     """The methods of llama31/pipeline/stage.py's Called by replays.
 
-    whole: a graph has all of a chunk's pass, embedding or loss too; else there is one for each layer, and embedding and
-    loss stay eager.
+    whole: a graph has all of a pass, embedding or loss too; else there is one for each layer, and embedding and loss
+    stay eager.
     """
 
     def __init__(self, state: State, pool: Pool, whole: bool):
         self.state, self.pool, self.whole = state, pool, whole
         config = state.config
-        steps, exchanges = pipeline.schedule(config.pp, state.place.stage, config.chunks, config.microbatches)
+        steps, exchanges = pipeline.schedule(config.pp, state.place.stage, config.microbatches)
         self._slots, self._buffers = buffer_slots(steps, exchanges), {}
-        # By chunk and microbatch: graphs in the order of replay, what the last of them writes; and what is eager.
+        # By microbatch: graphs in the order of replay, what the last of them writes; and what is eager.
         self._forward, self._output, self._backward, self._gradient, self._embedded = {}, {}, {}, {}, {}
         saved = {}
         for step, microbatch in steps:
-            key = abs(step), microbatch
             if step > 0:
-                saved[key] = self._capture_forward(*key)
+                saved[microbatch] = self._capture_forward(microbatch)
             else:
-                self._capture_backward(*key, saved.pop(key))
+                self._capture_backward(microbatch, saved.pop(microbatch))
 
-    def _capture_forward(self, chunk, microbatch):
+    def _capture_forward(self, microbatch):
         """(input, output) of each graph."""
         state, hidden, saved, graphs = self.state, None, [], []
         static = state.static if self.whole else ()
-        if not (self.whole and state.is_first(chunk)):
+        if not self.whole or state.embedding is None:
             # Cut from autograd's graph, here and below: each backward is captured by itself.
-            hidden = self.buffer(chunk, microbatch).detach().requires_grad_()
+            hidden = self.buffer(1, microbatch).detach().requires_grad_()
             static = (*static, hidden)
-        units = [partial(pipeline.run_chunk, state, chunk, microbatch)]
+        units = [partial(pipeline.run_stage, state, microbatch)]
         if not self.whole:
-            units = [partial(_run_layer, state, layer, microbatch) for layer in state.chunks[chunk - 1]]
+            units = [partial(_run_layer, state, layer, microbatch) for layer in range(len(state.layers))]
         for unit in units:
             graph, output = self.pool.capture(lambda: unit(hidden), static)  # noqa: B023
             graphs.append(graph)
             saved.append((hidden, output))
             hidden, static = output.detach().requires_grad_(), ()
-        key = chunk, microbatch
-        self._forward[key], self._output[key] = graphs, self.pool.borrow(output.detach())
+        self._forward[microbatch], self._output[microbatch] = graphs, self.pool.borrow(output.detach())
         return saved
 
-    def _capture_backward(self, chunk, microbatch, saved):
+    def _capture_backward(self, microbatch, saved):
         grad, static, graphs = None, (), []
-        if not (self.whole and self.state.is_last(chunk)):
-            grad = self.buffer(-chunk, microbatch)
+        if not self.whole or self.state.head is None:
+            grad = self.buffer(-1, microbatch)
             static = (grad,)
         while saved:
             x, output = saved.pop()
@@ -70,9 +68,8 @@ class Replayed:
             # What is captured next may take the activations' memory.
             del x, output
             static = ()
-        key = chunk, microbatch
-        self._backward[key] = graphs
-        self._gradient[key] = None if grad is None else self.pool.borrow(grad)
+        self._backward[microbatch] = graphs
+        self._gradient[microbatch] = None if grad is None else self.pool.borrow(grad)
 
     def buffer(self, step: int, microbatch: int):
         slot = self._slots[step, microbatch]
@@ -80,38 +77,37 @@ class Replayed:
             self._buffers[slot] = self.state.empty_hidden().zero_()
         return self._buffers[slot]
 
-    def forward(self, chunk: int, microbatch: int, hidden):
-        state, key = self.state, (chunk, microbatch)
-        if state.is_first(chunk) and not self.whole:
+    def forward(self, microbatch: int, hidden):
+        state = self.state
+        if state.embedding is not None and not self.whole:
             with section("embedding"):
-                self._embedded[key] = state.embedding(state.inputs["tokens"][microbatch])
-                self.buffer(*key).copy_(self._embedded[key].detach())
+                self._embedded[microbatch] = state.embedding(state.inputs["tokens"][microbatch])
+                self.buffer(1, microbatch).copy_(self._embedded[microbatch].detach())
         with section("forward"):
-            for graph in self._forward[key]:
+            for graph in self._forward[microbatch]:
                 graph.replay()
-        return self._output[key]
+        return self._output[microbatch]
 
-    def backward(self, chunk: int, microbatch: int, gradient):
-        key = chunk, microbatch
-        if self.state.is_last(chunk) and not self.whole:
-            hidden = self._output[key].detach().requires_grad_()
+    def backward(self, microbatch: int, gradient):
+        if self.state.head is not None and not self.whole:
+            hidden = self._output[microbatch].detach().requires_grad_()
             with section("loss"):
                 loss = self.state.microbatch_loss(hidden, microbatch)
             mark()
             with section("backward"):
                 loss.backward()
-                self.buffer(-chunk, microbatch).copy_(hidden.grad)
+                self.buffer(-1, microbatch).copy_(hidden.grad)
         with section("backward"):
-            for graph in self._backward[key]:
+            for graph in self._backward[microbatch]:
                 graph.replay()
-            if key in self._embedded:
-                self._embedded.pop(key).backward(self._gradient[key])
-        return self._gradient[key]
+            if microbatch in self._embedded:
+                self._embedded.pop(microbatch).backward(self._gradient[microbatch])
+        return self._gradient[microbatch]
 
     def replays(self, count: int) -> int:
         """Return the number of replays in a step of `count` microbatches."""
         graphs = [*self._forward.items(), *self._backward.items()]
-        return sum(len(found) for (_, microbatch), found in graphs if microbatch < count)
+        return sum(len(found) for microbatch, found in graphs if microbatch < count)
 
 
 @variant(
@@ -143,12 +139,12 @@ class GraphedLayers(GraphedPass):
 
 @variant(
     "graph_microbatch",
-    graphs=lambda c: 2 * c.chunks * c.microbatches + 1,
-    replays=lambda c: c.replays(2 * c.chunks * c.microbatches),
+    graphs=lambda c: 2 * c.microbatches + 1,
+    replays=lambda c: c.replays(2 * c.microbatches),
     when=lambda c: c.pp > 1,
 )
-class GraphedChunks(GraphedLayers):
-    """In a pipeline a microbatch goes forward and backward at different times, so each pass of a chunk has a graph."""
+class GraphedPasses(GraphedLayers):
+    """In a pipeline a microbatch goes forward and backward at different times, so each pass has a graph."""
 
     whole = True
 

@@ -12,13 +12,7 @@ import functools
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 ALPHA, LIMIT = 1.702, 7.0
 

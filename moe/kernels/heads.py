@@ -9,24 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 
 def split_heads(qkv, shape, rope, norms=None, eps: float = 0.0):
-    """(q [t, heads, d], k and v [t, kv heads, d]) of qkv [t, (heads + 2 kv heads) d].
+    """(q [t, heads, d], k and v [t, kv heads, d]) of qkv [t, (heads + 2 kv heads) d]: all q heads, then k's, then v's.
 
-    Args:
-        qkv: The rows of all q heads, then those of k, then those of v.
-        shape: (heads, kv heads, d).
-        rope: (cos, sin), FP32 [t, d / 2] each: element i of a head turns with element i + d / 2.
-        norms: (weight of queries, weight of keys), [d] each, of their RMSNorm over a head; None: without norms.
-        eps: Of the norms.
+    shape: (heads, kv heads, d). rope: (cos, sin), FP32 [t, d / 2] each: element i of a head turns with element
+    i + d / 2. norms: (weight of queries, weight of keys), [d] each, of their RMSNorm over a head, or None.
     """
     if not in_triton(qkv):
         return _plain(qkv, shape, rope, norms, eps)

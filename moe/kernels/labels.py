@@ -9,13 +9,7 @@ import functools
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 BLOCK = 128
 
@@ -23,11 +17,8 @@ BLOCK = 128
 def write(weights, experts, choice_of_row, num_experts: int):
     """Labels FP32 [rows, 2] of rows in the order of sending.
 
-    Args:
-        weights: FP32 [t, k], of each choice.
-        experts: int32 [t, k], among those of all ranks.
-        choice_of_row: int32 [rows]; -1 is padding.
-        num_experts: Experts of a rank.
+    weights FP32 [t, k] and experts int32 [t, k], among those of all ranks, of each choice; choice_of_row int32 [rows],
+    -1 is padding; num_experts of a rank.
     """
     labels = torch.empty(len(choice_of_row), 2, device=weights.device)
     if in_triton(weights):

@@ -10,13 +10,7 @@ from typing import NamedTuple
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 # Choices of a program, and blocks of choices whose counts are added at a time.
 BLOCK, STEP = 128, 32
@@ -39,10 +33,25 @@ class Plan(NamedTuple):
 def order_rows(experts, counts, capacity: int = 0) -> Plan:
     """The plan of choices experts int32 [t, k], of which each expert has counts int32 [experts].
 
-    capacity: rows that each expert gets: choices beyond it have no row, and rows beyond its choices no token. 0: each
-    expert has as many rows as choices.
+    capacity: rows of each expert; choices beyond it have no row, rows beyond its choices no token. 0: its choices.
     """
-    return _in_two_kernels(experts, counts, capacity) if in_triton(experts) else _plain(experts, counts, capacity)
+    if not in_triton(experts):
+        return _plain(experts, counts, capacity)
+    device, num_choices, num_experts = experts.device, experts.numel(), len(counts)
+    num_blocks = triton.cdiv(num_choices, BLOCK)
+    partial = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
+    row_of_choice, offsets = torch.empty_like(experts), torch.empty_like(counts)
+    if capacity:
+        num_rows = num_experts * capacity
+        token_of_row, choice_of_row = (torch.full((num_rows,), -1, dtype=torch.int32, device=device) for _ in range(2))
+        expert_of_row = _experts_of_slots(num_rows, capacity, device)
+    else:
+        token_of_row, choice_of_row, expert_of_row = (experts.new_empty(num_choices) for _ in range(3))
+    count, place = _launches(experts.shape[1], num_experts, capacity)
+    count((num_blocks, 1, 1), (experts, partial), (num_choices,))
+    rows = (row_of_choice, token_of_row, choice_of_row, expert_of_row, offsets)
+    place((num_blocks, 1, 1), (experts, counts, partial, *rows), (num_choices, num_blocks))
+    return Plan(*rows[:4], None if capacity else offsets)
 
 
 def _plain(experts, counts, capacity):
@@ -68,24 +77,6 @@ def _plain(experts, counts, capacity):
 
 def _experts_of_slots(num_rows, capacity, device):
     return torch.arange(num_rows, dtype=torch.int32, device=device) // capacity
-
-
-def _in_two_kernels(experts, counts, capacity):
-    device, num_choices, num_experts = experts.device, experts.numel(), len(counts)
-    num_blocks = triton.cdiv(num_choices, BLOCK)
-    partial = torch.empty(num_blocks, num_experts, dtype=torch.int32, device=device)
-    row_of_choice, offsets = torch.empty_like(experts), torch.empty_like(counts)
-    if capacity:
-        num_rows = num_experts * capacity
-        token_of_row, choice_of_row = (torch.full((num_rows,), -1, dtype=torch.int32, device=device) for _ in range(2))
-        expert_of_row = _experts_of_slots(num_rows, capacity, device)
-    else:
-        token_of_row, choice_of_row, expert_of_row = (experts.new_empty(num_choices) for _ in range(3))
-    count, place = _launches(experts.shape[1], num_experts, capacity)
-    count((num_blocks, 1, 1), (experts, partial), (num_choices,))
-    rows = (row_of_choice, token_of_row, choice_of_row, expert_of_row, offsets)
-    place((num_blocks, 1, 1), (experts, counts, partial, *rows), (num_choices, num_blocks))
-    return Plan(*rows[:4], None if capacity else offsets)
 
 
 @functools.cache

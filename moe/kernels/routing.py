@@ -12,13 +12,7 @@ from typing import NamedTuple
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 
 class Routed(NamedTuple):
@@ -30,13 +24,10 @@ class Routed(NamedTuple):
 
 
 def route(logits, top_k: int, aux_scale: float, balanced: bool) -> Routed:
-    """The choice of logits [t, experts].
+    """The choice of logits [t, experts]; of equal logits the first.
 
-    Args:
-        logits: Of all experts.
-        top_k: Experts a token; of equal logits the first.
-        aux_scale: Coefficient of the load-balancing loss in the step's loss.
-        balanced: Expert (k t + j) mod experts is the choice j of token t, whatever the logits are.
+    aux_scale: coefficient of the load-balancing loss in the step's loss. balanced: expert (k t + j) mod experts is the
+    choice j of token t, whatever the logits are.
     """
     return Routed(*_Route.apply(logits, top_k, aux_scale, balanced))
 

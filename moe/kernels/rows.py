@@ -9,12 +9,7 @@ import functools
 import torch
 
 from common.training.triton_launch import Launch
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 
 def gather(y, plan):
@@ -69,17 +64,6 @@ def sum_rows(z, index, residual):
     launch = _sum_launch(z.shape[1], index.shape[1], residual is not None, z.dtype)
     launch((index.shape[0], 1, 1), (z, index, out if residual is None else residual, out))
     return out
-
-
-def in_triton(tensor) -> bool:
-    """Return whether kernels run: on a GPU, and in tests under Triton's interpreter. torch.compile makes its own."""
-    return not torch.compiler.is_compiling() and (tensor.is_cuda or interpreted())
-
-
-@functools.cache
-def interpreted() -> bool:
-    """Return whether Triton runs kernels as NumPy code (TRITON_INTERPRET=1)."""
-    return triton is not None and triton.knobs.runtime.interpret
 
 
 @functools.cache

@@ -5,22 +5,13 @@ import functools
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 
 def add_sinks_(out, lse, sinks):
     """Make attention's output and log-sum-exp those of a softmax with one more logit a head, in place.
 
-    Args:
-        out: [..., s, heads, d], contiguous.
-        lse: FP32 [..., heads, s], contiguous.
-        sinks: [heads], the logits, which have no value.
+    out [..., s, heads, d] and lse FP32 [..., heads, s]: contiguous. sinks: [heads], the logits, which have no value.
     """
     if in_triton(out):
         _launch(False, lse.shape[-1], *out.shape[-2:], out.dtype)((_tokens(out), 1, 1), (out, lse, sinks))

@@ -11,13 +11,7 @@ import functools
 import torch
 
 from common.training.triton_launch import Launch
-from moe.kernels.rows import in_triton
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # a machine without a GPU
-    triton = None
+from moe.kernels import in_triton, tl, triton
 
 # x's columns, grad's columns, and the rows taken at a time: the fastest of fifteen on an H100.
 TILE_M, TILE_N, TILE_K = 128, 128, 32
@@ -28,14 +22,10 @@ SUM_ROWS, SUM_COLUMNS = 32, 128
 
 
 def grouped_weight_gradient_(out, x, grad, offsets, adds: bool):
-    """Put x^T grad of each expert's rows into out [experts, m, n], or add it.
+    """Put x^T grad of each expert's rows into out [experts, m, n], contiguous, or add it to what out holds.
 
-    Args:
-        out: Contiguous; x and grad have its dtype.
-        x: [rows, m], ordered by expert.
-        grad: [rows, n].
-        offsets: int32 [experts], the end of each expert's rows, on the device.
-        adds: Whether to add to what out holds.
+    x [rows, m] and grad [rows, n] have out's dtype and are ordered by expert; offsets int32 [experts], the end of each
+    expert's rows, on the device.
     """
     if not in_triton(x):
         products = torch._grouped_mm(x.t(), grad, offs=offsets)
@@ -50,10 +40,8 @@ def grouped_weight_gradient_(out, x, grad, offsets, adds: bool):
 def grouped_sums(grad, offsets, expert_of_row):
     """The sum of each expert's rows of grad [rows, n], in its dtype: [experts, n].
 
-    Args:
-        grad: Ordered by expert. Rows behind the last expert's are undefined and belong to nobody.
-        offsets: int32 [experts], the end of each expert's rows, on the device.
-        expert_of_row: int32 [rows].
+    grad is ordered by expert; rows behind the last expert's are undefined and belong to nobody. offsets int32
+    [experts], the end of each expert's rows, on the device; expert_of_row int32 [rows].
     """
     num_experts, n = len(offsets), grad.shape[1]
     if not in_triton(grad):

@@ -71,7 +71,6 @@ def test_the_learning_rate_is_mlperfs_for_a_checkpoint_and_a_small_one_for_rando
         ({"dropout": float("nan")}, ("--dropout nan",)),
         ({"lr": float("inf")}, ("--lr inf",)),
         ({"lr": -0.5}, ("--lr -0.5", "-1 or")),
-        ({"precision": "bf16", "fc1_store": "fp8"}, ("--fc1-store fp8", "--precision")),
         ({"layer": "torch"}, ("--layer torch needs --precision bf16, not fp8",)),
         ({"layers": 10**9}, ("--layers 1000000000: takes a number up to 4096",)),
         ({"checkpoint": "/"}, ("--checkpoint /",)),
