@@ -79,15 +79,9 @@ class Lamb:
         self.moments, self.update = _passes(device)
         self.reset()
 
-    def step(self, grads) -> None:
-        """Check, unscale and apply the 16-bit gradients, then update the loss scale."""
-        self.check(grads)
-        self.apply()
-        self.scaler.update()
-
     @torch.no_grad()
-    def check(self, grads) -> None:
-        """Copy the gradients and average them over the ranks; fill grad_norm and the scaler's found_inf."""
+    def step(self, grads) -> None:
+        """Average the 16-bit gradients over the ranks, apply them unless one overflowed, and update the loss scale."""
         torch._foreach_copy_(self._grads, grads)
         if self.world_size > 1:
             collectives.reduce_scatter_mean_(self._flat_grads)
@@ -100,9 +94,7 @@ class Lamb:
         torch.ne(self.grad_norm * 0, 0, out=self.scaler.found_inf)
         self.grad_norm.div_(self.scaler.scale)
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Update masters, parameters and average by the gradients of `check`. Nothing changes where found_inf is 1."""
+        # From here nothing changes where found_inf is 1.
         self.steps.add_(1).sub_(self.scaler.found_inf)
         torch.expm1(self.steps * self._log_betas, out=self.corrections)
         self.moments(self)
@@ -113,6 +105,7 @@ class Lamb:
         if self.world_size > 1:
             collectives.all_gather_(self._flat_params)
         torch._foreach_copy_(self.params, self._copies)
+        self.scaler.update()
 
     @torch.no_grad()
     def gather_ema(self) -> None:

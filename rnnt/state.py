@@ -35,7 +35,6 @@ class State:
         with torch.device(device):
             self.model = RNNT(config)
         self.model.to(self.dtype)
-        # A step calls these; a compiled variant replaces them.
         self.encoder, self.prediction, self.joint = self.model.encoder, self.model.prediction, self.model.joint
         flatten(self.model)
         initialise(self.model, config, SEED)

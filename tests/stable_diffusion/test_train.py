@@ -20,7 +20,7 @@ from tests.helpers.by_hand import trained
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
-HOST = ("eager_sync", "graph_networks", "graph_step")
+HOST = ("graph_networks", "graph_step")
 
 
 @pytest.fixture(autouse=True)
