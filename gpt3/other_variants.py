@@ -1,4 +1,4 @@
-"""GPT-3's layers otherwise: Transformer Engine's own graphs in three forms, torch.compile, parameterized launches.
+"""GPT-3's layers otherwise: Transformer Engine's own graphs in two forms, parameterized launches.
 
 Captured and left eager: the same as in gpt3/train.py.
 
@@ -33,7 +33,7 @@ from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Compiled, Unsupported, require_compiler
+from common.variant import Unsupported
 from common.variant_parameterized import Parameterized
 from gpt3.config import FP8
 from gpt3.pipeline import stage as pipeline
@@ -120,19 +120,13 @@ class AsSubmitted(ByTransformerEngine):
         shared = {"amax_reduction_group": collectives.process_group(state.groups.tensor)} if state.config.tp > 1 else {}
         capture.strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
         capture.warm_up(eager_step)
-        samples, order = self._sample_inputs(num_slots), [1, -1] * num_slots
+        # (x,) of each layer in the first microbatch, then of each in the second. No two layers may share memory, two
+        # microbatches may: Transformer Engine would share it then anyway.
+        sample = state.embedding(state.inputs["tokens"][0]).detach()
+        samples = tuple((sample.clone().requires_grad_(),) for _ in state.layers) * num_slots
+        order = [1, -1] * num_slots
         self.make_callables(capture, make_graphed_callables, samples, order, num_layers, **shared, **self.flags)
         self.slots = [self.callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
-
-    def _sample_inputs(self, num_slots):
-        """(x,) for every slot: of each layer in the first microbatch, then of each in the second, and so on.
-
-        No two layers may share memory. Two microbatches may where TE reuses buffers, and would share it then anyway.
-        """
-        sample = self.state.embedding(self.state.inputs["tokens"][0]).detach()
-        num_shared = num_slots if self.flags.get("_reuse_graph_input_output_buffers") else 1
-        own = len(self.state.layers) * num_slots // num_shared
-        return tuple((sample.clone().requires_grad_(),) for _ in range(own)) * num_shared
 
     def step(self, index: int):
         state = self.state
@@ -207,69 +201,6 @@ class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
         return self.callables[start : start + self._num_layers]
 
 
-@variant(
-    "graph_layer_te_default",
-    kind="graph",
-    help="graph_layer_te with Transformer Engine's default flags: gradients cloned, no buffer reused",
-    graphs=lambda c: c.layer_passes,
-    parity="bitwise",
-    formerly="graph_te_default",
-    when=lambda c: not c.staged,
-)
-class Defaults(AsSubmitted):
-    """A slot for every microbatch with TE's default flags, on weights marked as Megatron-Core marks them.
-
-    Every slot keeps static inputs, outputs and output gradients of its own. By default TE clones each parameter
-    gradient that it returns. For weights with the mark `grad_added_to_main_grad` it returns one of the weight's shape
-    that holds nothing, so that hooks on gradients run: each backward of a layer then reads and writes as much memory
-    as its weights take, for nothing. Without the mark, as in the other variants, no parameter's gradient is returned,
-    and the default has nothing to clone.
-    """
-
-    name = "graph_layer_te_default"
-    flags: ClassVar = {}
-
-    def __init__(self, state: State, capture):
-        require(state, self.name)
-        self.state, self.hooks = state, []
-        self._mark()
-        try:
-            super().__init__(state, capture)
-        finally:
-            self._unmark()
-
-    def enter(self):
-        """Put in flag, marks and hooks."""
-        super().enter()
-        self._mark()
-
-    def leave(self):
-        """Take them out."""
-        self._unmark()
-        super().leave()
-
-    def _mark(self):
-        if self.hooks:
-            return
-        for weight in self.state.overwritten:
-            weight.grad_added_to_main_grad = False
-            self.hooks.append(weight.register_post_accumulate_grad_hook(_drop_placeholder))
-
-    def _unmark(self):
-        for weight, hook in zip(self.state.overwritten, self.hooks, strict=False):
-            hook.remove()
-            del weight.grad_added_to_main_grad
-        self.hooks = []
-
-
-def _drop_placeholder(weight):
-    from transformer_engine.pytorch.graph import is_graph_capturing
-
-    # In a capture TE still has to see it.
-    if not is_graph_capturing():
-        weight.grad = None
-
-
 def require(state: State, name: str):
     """te.make_graphed_callables; raises Unsupported where variant `name` cannot run."""
     if state.config.layer != "te" or state.device.type != "cuda":
@@ -277,32 +208,6 @@ def require(state: State, name: str):
     from transformer_engine.pytorch import make_graphed_callables
 
     return make_graphed_callables
-
-
-@variant(
-    "compile",
-    kind="compile",
-    help="torch.compile of the layers (default mode, no graphs)",
-    parity=1e-3,  # compiled kernels round otherwise
-    builds=("torch_bf16",),
-    when=lambda c: not c.staged,
-)
-def compiled(state: State, capture, mode="default"):
-    require_compiler(state.device)
-    return Compiled(state, eager_step, _layers(state), "each layer", mode, capture=capture)
-
-
-@variant(
-    "reduce_overhead",
-    kind="compile",
-    help="torch.compile(mode='reduce-overhead'): graphs as torch makes them",
-    graphs=None,
-    parity=1e-3,  # compiled kernels round otherwise
-    builds=("torch_bf16",),
-    when=lambda c: not c.staged,
-)
-def reduce_overhead(state: State, capture):
-    return compiled(state, capture, "reduce-overhead")
 
 
 @variant(
@@ -315,16 +220,12 @@ def reduce_overhead(state: State, capture):
     when=lambda c: not c.staged,
 )
 def parameterized(state: State, capture):
-    parameters = [list(layer.parameters()) for layer in state.layers]
-    return Parameterized(state, eager_step, _layers(state), "each layer", parameters, capture=capture)
-
-
-def _layers(state):
-    """The functions that the compiler takes."""
     if state.config.layer != "torch" or state.config.precision != "bf16":
         raise Unsupported(
             "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
         )
     if state.config.tp > 1:
         raise Unsupported("the layers are compiled whole, without the collectives of several tensor ranks: --tp 1")
-    return [(layer, "forward") for layer in state.layers]
+    functions = [(layer, "forward") for layer in state.layers]
+    parameters = [list(layer.parameters()) for layer in state.layers]
+    return Parameterized(state, eager_step, functions, "each layer", parameters, capture=capture)
