@@ -13,7 +13,7 @@ from common.variant import Unsupported
 from rnnt import config as rnnt_config
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
-from rnnt.data.batches import Batch, Inputs, Source
+from rnnt.data.batches import Batch, Inputs
 from rnnt.data.synthetic import Synthetic, typical_lengths
 from rnnt.decoding.word_error_rate import word_error_rate
 from rnnt.lamb import Lamb
@@ -51,9 +51,16 @@ class State:
         self.tally = buckets.Tally(*counts)
         # exact: ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
+        self.read_losses, self.read_grad_norms = self.report.read_losses, self.report.read_grad_norms
 
-    def open_source(self, rank: int, world_size: int, seed: int, training: bool) -> Source:
-        """Batches of --data. Raises ValueError that names the flag to change, or the packages to install."""
+    def open_source(self, rank: int, world_size: int, seed: int, training: bool):
+        """Return batches of --data without an end, the same for the same seed.
+
+        next(): the next batch, ready for work on the current stream. batch_shapes(): (T, U) of many batches, by which
+        buckets are chosen; reset() comes next. num_samples: utterances trained on. max_frames, max_tokens: longest
+        utterance. dropped: reasons why utterances are left out. period: batches after which the same lengths come
+        again; None: never. Raises ValueError that names the flag to change, or the packages to install.
+        """
         if self.config.data in GENERATED:
             pinned = self.device.type == "cuda"
             return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
@@ -140,13 +147,6 @@ class State:
         yield from zip(self.names, self.parameters, strict=True)
         yield from self.lamb.named_state()
         yield from self.scaler.named_state()
-
-    def read_losses(self, count: int) -> list[float]:
-        """Raises FloatingPointError where none of many steps trained."""
-        return self.report.read_losses(count)
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.report.read_grad_norms(count)
 
     def batch_class(self, index: int) -> int:
         """Batches of one class have the same lengths in each run.
