@@ -1,25 +1,21 @@
-"""Shards of VAE moments and text encodings: writing one, and reading the samples of a folder of them. No torch here.
+"""Shards of VAE moments and text encodings: reading the samples of a folder of them. No torch here.
 
 A shard is a safetensors file of n samples. It holds numbers and no code:
     moments   [n, 8, 64, 64]   from the VAE: 4 channels of means, 4 of log-variances
     context   [n, 77, 1024]    text encodings: OpenCLIP ViT-H-14, penultimate layer
-Both are float32 or float16. A sample is read by two reads at known places; nothing else of a shard is in memory.
+Both are float32 or float16. Only the sample that is read is in memory.
 MLPerf's encoded training set, tar files of pickles, is not read.
 """
 
 import copy
-import math
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from common.files import write_whole
 from common.training.data import safetensors_header
-from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, shown
+from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, first_line, shown
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
@@ -28,32 +24,6 @@ DTYPES = {"F32": "float32", "F16": "float16"}
 
 class BadSample(ValueError):
     """A sample that cannot be trained on; its text is the reason, in one line."""
-
-
-def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> None:
-    """Write a shard of samples, arrays by name, whole or not at all.
-
-    All moments have one shape and dtype, and so have all encodings. One sample at a time is in memory.
-    """
-    path, count, described = Path(path), 0, {}
-    with tempfile.TemporaryFile(dir=path.parent) as moments, tempfile.TemporaryFile(dir=path.parent) as context:
-        parts = dict(zip(NAMES, (moments, context), strict=True))
-        for arrays in samples:
-            count += 1
-            for name, part in parts.items():
-                array = arrays[name]
-                assert described.setdefault(name, (array.dtype, array.shape)) == (array.dtype, array.shape)
-                part.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
-        dtypes = {dtype: name for name, dtype in DTYPES.items()}
-        tensors = {name: (dtypes[dtype.name], (count, *shape)) for name, (dtype, shape) in described.items()}
-
-        def write(file):
-            file.write(safetensors_header.make(tensors))
-            for part in parts.values():
-                part.seek(0)
-                shutil.copyfileobj(part, file, 1 << 20)
-
-        write_whole(path, write)
 
 
 def find(folder) -> list[str]:
@@ -94,7 +64,6 @@ class Samples:
         self.dtypes = {}
         self.shards = find(folder)
         entries = [self._entries(shard) for shard in self.shards]
-        self._offsets = [{name: each[name].offset for name in NAMES} for each in entries]
         self._ends = np.cumsum([each["moments"].shape[0] for each in entries], dtype=np.int64)
         self._start, self._stop = 0, int(self._ends[-1])
         if self._stop > MAX_ROWS:
@@ -130,7 +99,7 @@ class Samples:
         return part
 
     def read(self, index: int) -> dict[str, np.ndarray]:
-        """The sample's arrays by name, read-only.
+        """The sample's arrays by name.
 
         Raises:
             BadSample: It cannot be read, or has NaN or infinity; one line that names shard and sample.
@@ -140,20 +109,12 @@ class Samples:
         place = index - (int(self._ends[number - 1]) if number else 0)
         path = self.folder / self.shards[number]
         try:
-            with open(path, "rb", buffering=0) as file:
-                arrays = {name: self._array(file, name, self._offsets[number][name], place) for name in NAMES}
+            with safe_open(path, "np") as file:
+                arrays = {name: file.get_slice(name)[place] for name in NAMES}
             for name, array in arrays.items():
                 if not np.isfinite(array).all():
                     raise BadSample(f"NaN or infinity in the {name}")
-        except (OSError, BadSample) as error:
-            reason = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+        except (OSError, SafetensorError, BadSample) as error:
+            reason = str(error) if isinstance(error, BadSample) else f"cannot be read ({first_line(error)})"
             raise BadSample(f"--data: sample {place} of {shown(path)}: {reason}") from None
         return arrays
-
-    def _array(self, file, name, offset, place):
-        dtype = np.dtype(self.dtypes[name]).newbyteorder("<")
-        size = dtype.itemsize * math.prod(self.shapes[name])
-        content = os.pread(file.fileno(), size, offset + place * size)
-        if len(content) < size:
-            raise BadSample("the shard has become shorter")
-        return np.frombuffer(content, dtype).reshape(self.shapes[name])
