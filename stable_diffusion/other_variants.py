@@ -9,15 +9,13 @@ from stable_diffusion.train import GraphedStep, eager_step
 
 @variant("eager_torch", kind="eager", parity=1e-3, headline=True, traits={"kernels": "torch's group norm and GEGLU"})
 class EagerTorch:
-    """Eager with torch's own group norm and GEGLU, as --kernels torch has them in all variants.
+    """Eager with torch's own group norm and GEGLU.
 
     It launches more kernels, each cheaper to launch than Triton's. The training is the same, but for rounding. Which of
     the two eagers is the faster depends on the host.
     """
 
     def __init__(self, state: State, capture):
-        if state.config.kernels == "torch":
-            raise Unsupported("--kernels torch: every variant has torch's kernels, eager_torch would be eager")
         self.state = state
         self.enter()
         try:
@@ -29,10 +27,10 @@ class EagerTorch:
         eager_step(self.state, index)
 
     def enter(self):
-        self.state.unet.use_kernels("torch")
+        self.state.unet.use_kernels(in_triton=False)
 
     def leave(self):
-        self.state.unet.use_kernels(self.state.config.kernels)
+        self.state.unet.use_kernels(in_triton=True)
 
 
 @variant("graph_step_lightning", kind="graph", graphs=1, parity="bitwise", headline=True, formerly="lightning_graph")
