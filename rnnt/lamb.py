@@ -32,7 +32,7 @@ class Lamb:
 
     lr: FP32 0-d on the device, to be filled before a step. grad_norm: FP32 0-d, of the averaged, unscaled gradients
     before clipping; infinite or NaN where the step was skipped. steps: FP32 0-d, steps that were not skipped. ema: FP32
-    averages in the shapes of params; with several ranks another rank's share is old until `gather_ema`.
+    averages in the shapes of params; with several ranks another rank's share is old until all call `gather_ema`.
     """
 
     BLOCK = 2048
@@ -109,7 +109,6 @@ class Lamb:
 
     @torch.no_grad()
     def gather_ema(self) -> None:
-        """Make `ema` whole on every rank. All ranks call it before they read `ema`."""
         if self.world_size > 1:
             collectives.all_gather_(self._flat_ema)
 
@@ -134,11 +133,8 @@ class Lamb:
         yield "optimizer.steps", self.steps
 
 
-# ------------------------------------------------------------------------------------------------
-# The two passes of a step in plain torch; rnnt/kernels/lamb.py has them for the GPU
-
-
 def _passes(device):
+    # Of the GPU, or the two below in plain torch.
     if device.type == "cuda":
         from rnnt.kernels import lamb as lamb_kernels
 

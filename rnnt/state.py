@@ -92,18 +92,14 @@ class State:
             part.reset()
 
     def close(self):
-        """End the data's threads. Returns steps skipped since the last reset and utterances dropped."""
+        """Return steps skipped since the last reset and utterances dropped."""
         self.source.close()
         return self.report.closing(self.source.dropped)
-
-    # -- one step
 
     def end_step(self, index: int):
         """Start the report's copy to the host. Raises FloatingPointError if an earlier step's report ends the run."""
         with section("report"):
             self.report.end_step(index)
-
-    # -- after steps
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -158,7 +154,6 @@ class State:
         return index % period if period else min(index, self.config.min_steps)
 
     def hyperparameters(self) -> dict:
-        """Keys and values of MLPerf's log."""
         c = self.config
         return {
             "seed": SEED,

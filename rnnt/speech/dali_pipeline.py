@@ -49,16 +49,10 @@ def _pipeline(noise, on_gpu):
 
 
 class DaliExtractor:
-    """Features of batches of FLAC files.
-
-    Args:
-        batch: largest number of utterances.
-        max_samples: longest utterance. Offsets into the dither's table are below it.
-        workers: threads that decode.
-        device: of the features, which CUDA makes on the current stream.
-    """
+    """Features of batches of FLAC files, on CUDA made on the current stream."""
 
     def __init__(self, batch: int, max_samples: int, workers: int, device: torch.device):
+        """max_samples: longest utterance, above all offsets into the dither's table. workers: threads that decode."""
         self.device = device
         on_gpu = device.type == "cuda"
         # One table of dither, from random offsets: two million numbers a batch would cost the host more than the rest.

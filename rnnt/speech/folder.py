@@ -37,10 +37,6 @@ class Utterance(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class BadAudio(Exception):
-    """An utterance that cannot be trained on; its text is the reason."""
-
-
 # ------------------------------------------------------------------------------------------------
 # Lengths
 
@@ -61,19 +57,19 @@ def resampled(num_samples: int, scale: float) -> int:
 
 
 def read_header(path) -> int:
-    """Samples of a FLAC file, from its header alone. Raises BadAudio."""
+    """Samples of a FLAC file, from its header alone. Raises ValueError with the reason."""
     # Else a pipe would be waited for.
     if not os.path.isfile(path):
-        raise BadAudio("not a regular file")
+        raise ValueError("not a regular file")
     try:
         found = soundfile.info(path)
     except soundfile.LibsndfileError as error:
-        raise BadAudio(f"cannot be read: {error.error_string}") from None
+        raise ValueError(f"cannot be read: {error.error_string}") from None
     if found.samplerate != SAMPLE_RATE:
-        raise BadAudio(f"{found.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
+        raise ValueError(f"{found.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
     # A length that the header does not tell is a number beyond all lengths.
     if not MIN_S <= found.frames / SAMPLE_RATE < 2**20:
-        raise BadAudio(f"{found.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
+        raise ValueError(f"{found.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
     return found.frames
 
 
@@ -107,10 +103,10 @@ def scan(config: Config) -> tuple[list[Utterance], list[str]]:
             num_samples, tokens = read_header(path), tuple(encode(text))
             frames = spliced(num_frames(resampled(num_samples, SLOWEST if config.speed_perturbation else 1.0)))
             if frames > config.max_frames:
-                raise BadAudio(f"up to {frames} frames of 30 ms, {config.max_frames} fit: raise --max-frames")
+                raise ValueError(f"up to {frames} frames of 30 ms, {config.max_frames} fit: raise --max-frames")
             if len(tokens) > config.max_tokens:
-                raise BadAudio(f"{len(tokens)} tokens, {config.max_tokens} fit: raise --max-tokens")
-        except (BadAudio, transcripts.UnknownText) as error:
+                raise ValueError(f"{len(tokens)} tokens, {config.max_tokens} fit: raise --max-tokens")
+        except ValueError as error:
             return f"{path.relative_to(folder)}: {error}"
         return Utterance(str(path), num_samples, text, tokens)
 

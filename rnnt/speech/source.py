@@ -23,12 +23,9 @@ from rnnt.speech.dali_pipeline import DaliExtractor
 from rnnt.speech.features import draw_masks, finish
 from rnnt.speech.folder import FASTEST, SLOWEST, num_frames, resampled, scan, spliced
 
-# Batches that are made, or being made, before they are asked for.
-AHEAD = 3
-# Batches that buckets are chosen by.
-NUM_SCANNED = 64
-# Dropped files that stderr names; `dropped` has all.
-MAX_NAMED = 10
+AHEAD = 3  # batches that are made, or being made, before they are asked for
+NUM_SCANNED = 64  # batches that buckets are chosen by
+MAX_NAMED = 10  # dropped files that stderr names; `dropped` has all
 
 
 class Speech:
@@ -92,7 +89,6 @@ class Speech:
         return batch
 
     def reset(self) -> None:
-        """Start again at batch 0; batches made ahead are thrown away."""
         for future in self._pending:
             future.cancel()
         concurrent.futures.wait(self._pending)
@@ -125,7 +121,7 @@ class Speech:
     # -- one batch
 
     def make(self, number: int) -> tuple[Batch, list[str]]:
-        """Batch `number` and its transcripts, from (seed, rank, number) and the files."""
+        """Batch `number` and its transcripts."""
         draws = np.random.default_rng([self.seed, self.rank, number])
         size = self.config.batch
         factors = draws.uniform(FASTEST, SLOWEST, size) if self.perturbed else np.ones(size)

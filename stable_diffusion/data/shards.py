@@ -22,16 +22,8 @@ NAMES = ("moments", "context")
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
-class BadSample(ValueError):
-    """A sample that cannot be trained on; its text is the reason, in one line."""
-
-
 def find(folder) -> list[str]:
-    """The names of a folder's shards, at least one. No shard is opened, so training can ask before it builds anything.
-
-    Raises:
-        ValueError: There is none; one line that names --data.
-    """
+    """The names of a folder's shards; ValueError where there is none. Opens none, so training can ask it first."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -46,16 +38,7 @@ class Samples:
     """Random access to the samples of all shards of a folder, in the order of names and places.
 
     `dtypes` has the dtype of the moments and of the encodings, "float32" or "float16". A `Samples` can be sent to
-    worker processes.
-
-    Args:
-        folder: As given to --data.
-        latent_size: Height and width of the moments.
-        context_tokens: Tokens of a text encoding.
-        context_dim: Width of a text encoding.
-
-    Raises:
-        ValueError: A shard is damaged, or does not fit the sizes or the other shards; one line that names it.
+    worker processes. ValueError in one line names a shard that is damaged, or does not fit the sizes or the others.
     """
 
     def __init__(self, folder, latent_size: int, context_tokens: int, context_dim: int):
@@ -70,7 +53,6 @@ class Samples:
             raise ValueError(f"--data {shown(folder)}: {self._stop:,} samples, at most {MAX_ROWS:,} are read")
 
     def _entries(self, shard):
-        """The entries of a shard's header, checked."""
         path = self.folder / shard
         entries = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
         for name in NAMES:
@@ -93,17 +75,12 @@ class Samples:
         return self._stop - self._start
 
     def part(self, start: int, stop: int) -> "Samples":
-        """Samples start to stop - 1, as a `Samples` of their own."""
         part = copy.copy(self)
         part._start, part._stop = self._start + start, self._start + stop
         return part
 
     def read(self, index: int) -> dict[str, np.ndarray]:
-        """The sample's arrays by name.
-
-        Raises:
-            BadSample: It cannot be read, or has NaN or infinity; one line that names shard and sample.
-        """
+        """The sample's arrays by name. Raises ValueError where it cannot be read, or has NaN or infinity."""
         index += self._start
         number = int(np.searchsorted(self._ends, index, side="right"))
         place = index - (int(self._ends[number - 1]) if number else 0)
@@ -111,10 +88,10 @@ class Samples:
         try:
             with safe_open(path, "np") as file:
                 arrays = {name: file.get_slice(name)[place] for name in NAMES}
-            for name, array in arrays.items():
-                if not np.isfinite(array).all():
-                    raise BadSample(f"NaN or infinity in the {name}")
-        except (OSError, SafetensorError, BadSample) as error:
-            reason = str(error) if isinstance(error, BadSample) else f"cannot be read ({first_line(error)})"
-            raise BadSample(f"--data: sample {place} of {shown(path)}: {reason}") from None
+        except (OSError, SafetensorError) as error:
+            reason = first_line(error)
+            raise ValueError(f"--data: sample {place} of {shown(path)}: cannot be read ({reason})") from None
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise ValueError(f"--data: sample {place} of {shown(path)}: NaN or infinity in the {name}")
         return arrays

@@ -15,7 +15,7 @@ import torch
 
 from stable_diffusion.data import shards
 from stable_diffusion.data.batches import Batches
-from stable_diffusion.data.shards import BadSample, Samples
+from stable_diffusion.data.shards import Samples
 from stable_diffusion.data.synthetic import ensure_generated, write
 from tests.helpers import contracts, forked
 
@@ -142,10 +142,10 @@ def test_a_bad_sample_ends_training_in_one_line_that_names_it(folder, num_worker
 def test_a_sample_that_cannot_be_read_any_more_is_named(folder):
     samples = Samples(folder, *SIZES)
     cut(4 * 16 * 4)(folder / "00001.safetensors")
-    with pytest.raises(BadSample, match=r"sample 7 of .*/00001.safetensors: cannot be read \(.*not fully covered\)$"):
+    with pytest.raises(ValueError, match=r"sample 7 of .*/00001.safetensors: cannot be read \(.*not fully covered\)$"):
         samples.read(15)
     (folder / "00001.safetensors").unlink()
-    with pytest.raises(BadSample, match=r"^--data: sample 0 of .*/00001.safetensors: cannot be read \(No such file"):
+    with pytest.raises(ValueError, match=r"^--data: sample 0 of .*/00001.safetensors: cannot be read \(No such file"):
         samples.read(8)
     assert samples.read(7)["moments"].max() == 7
 
