@@ -81,7 +81,6 @@ class Config(Parallel, Timing):
 
     @property
     def stage_layers(self) -> int:
-        """Layers of one stage."""
         return self.layers // self.pp
 
     @property
