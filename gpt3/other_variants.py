@@ -1,4 +1,4 @@
-"""GPT-3's layers otherwise: Transformer Engine's own graphs in two forms, parameterized launches.
+"""GPT-3's layers otherwise: Transformer Engine's own graphs in two forms, torch.compile, parameterized launches.
 
 Captured and left eager: the same as in gpt3/train.py.
 
@@ -31,7 +31,7 @@ from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Unsupported
+from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
 from gpt3.config import FP8
 from gpt3.pipeline import stage as pipeline
@@ -208,6 +208,32 @@ def require(state: State, name: str):
 
 
 @variant(
+    "compile",
+    kind="compile",
+    help="torch.compile of the layers (default mode, no graphs)",
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+    when=lambda c: not c.staged,
+)
+def compiled(state: State, capture, mode="default"):
+    require_compiler(state.device)
+    return Compiled(state, eager_step, _layers(state), "each layer", mode, capture=capture)
+
+
+@variant(
+    "reduce_overhead",
+    kind="compile",
+    help="torch.compile(mode='reduce-overhead'): graphs as torch makes them",
+    graphs=None,
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+    when=lambda c: not c.staged,
+)
+def reduce_overhead(state: State, capture):
+    return compiled(state, capture, "reduce-overhead")
+
+
+@variant(
     "graph_parameterized",
     kind="graph",
     help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
@@ -217,12 +243,16 @@ def require(state: State, name: str):
     when=lambda c: not c.staged,
 )
 def parameterized(state: State, capture):
+    parameters = [list(layer.parameters()) for layer in state.layers]
+    return Parameterized(state, eager_step, _layers(state), "each layer", parameters, capture=capture)
+
+
+def _layers(state):
+    """The functions that the compiler takes."""
     if state.config.layer != "torch" or state.config.precision != "bf16":
         raise Unsupported(
             "te and FP8 modules opt out of torch.compile: compare all variants with --layer torch --precision bf16"
         )
     if state.config.tp > 1:
         raise Unsupported("the layers are compiled whole, without the collectives of several tensor ranks: --tp 1")
-    functions = [(layer, "forward") for layer in state.layers]
-    parameters = [list(layer.parameters()) for layer in state.layers]
-    return Parameterized(state, eager_step, functions, "each layer", parameters, capture=capture)
+    return [(layer, "forward") for layer in state.layers]

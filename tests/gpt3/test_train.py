@@ -293,7 +293,7 @@ def test_close_releases_the_graphs_memory():
 
 def test_variants_that_need_a_gpu_say_so():
     state = State(replace(SHORT, precision="bf16"), CPU)
-    for name in TE_GRAPHS:
+    for name in ("compile", "reduce_overhead", *TE_GRAPHS):
         with pytest.raises(Unsupported, match="GPU"):
             made(name, state)
 
