@@ -9,7 +9,6 @@ from common.training.parallel.groups import Parallel, Ranks, require_divisible
 
 PRECISIONS = ("fp8", "fp8_current", "bf16", "fp32")
 FP8 = ("fp8", "fp8_current")
-UNITS = ("layer", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +26,7 @@ class Config(Parallel, Timing):
     microbatches: int = option(4, "microbatches in a step, accumulated into main_grad")
     chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     pp_rank: int = option(-1, "run this stage of the pipeline alone, its edges fed with fixed tensors (-1: all stages)")
-    graph_unit: str = option("layer", "of graph_layer: what one graph holds, forward or backward", UNITS)
-    graph_scope: str = option("layer", "another name of --graph-unit, which published runs have", UNITS)
+    graph_unit: str = option("layer", "of graph_layer: what one graph holds, forward or backward", ("layer", "chunk"))
     zero1: bool = option(False, "with data parallelism, split masters and moments over the data ranks (ZeRO-1)")
     precision: str = option(
         "fp8",
@@ -79,16 +77,10 @@ class Config(Parallel, Timing):
     @property
     def staged(self) -> bool:
         """Return whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or graphs of other units."""
-        return self.pp > 1 or self.chunks > 1 or self.alone or self.unit != "layer"
-
-    @property
-    def unit(self) -> str:
-        """Return the unit that is captured: layer or chunk."""
-        return "chunk" if "chunk" in (self.graph_unit, self.graph_scope) else "layer"
+        return self.pp > 1 or self.chunks > 1 or self.alone or self.graph_unit != "layer"
 
     @property
     def stage_layers(self) -> int:
-        """Layers of one stage."""
         return self.layers // self.pp
 
     @property
@@ -99,7 +91,7 @@ class Config(Parallel, Timing):
     @property
     def unit_passes(self) -> int:
         """Forward and backward passes of units in a step of one stage: a graph for each."""
-        return self.layer_passes if self.unit == "layer" else 2 * self.chunks * self.microbatches
+        return self.layer_passes if self.graph_unit == "layer" else 2 * self.chunks * self.microbatches
 
     def ranks(self, world_size: int) -> Ranks:
         if not self.alone:

@@ -1,4 +1,4 @@
-"""GPT-3's layers otherwise: Transformer Engine's own graphs in three forms, torch.compile, parameterized launches.
+"""GPT-3's layers otherwise: Transformer Engine's own graphs in two forms, torch.compile, parameterized launches.
 
 Captured and left eager: the same as in gpt3/train.py.
 
@@ -24,8 +24,6 @@ flag on the device remains: there is one in a process, and any later capture of 
 variants has a flag of its own, which is Transformer Engine's between `enter` and `leave` alone.
 """
 
-from typing import ClassVar
-
 import torch
 
 from common.capture.pool import Pool
@@ -39,6 +37,10 @@ from gpt3.config import FP8
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
 from gpt3.train import eager_step
+
+# Flags of make_graphed_callables: no gradient is cloned; slots share static inputs and output gradients, too.
+NOT_CLONED = {"clone_param_grads_on_return": False}
+REUSED = {**NOT_CLONED, "_reuse_graph_input_output_buffers": True}
 
 
 class ByTransformerEngine:
@@ -108,31 +110,23 @@ class AsSubmitted(ByTransformerEngine):
     Raises Unsupported without a GPU or Transformer Engine.
     """
 
-    name = "graph_layer_te"
-    one_slot = False
-    flags: ClassVar = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
-
-    def __init__(self, state: State, capture):
-        make_graphed_callables, num_layers = require(state, self.name), len(state.layers)
-        num_slots = 1 if self.one_slot else state.config.microbatches
+    def __init__(self, state: State, capture, one_slot: bool = False):
+        make_graphed_callables = require(state, "graph_layer_te_slot" if one_slot else "graph_layer_te")
+        num_layers, num_slots = len(state.layers), 1 if one_slot else state.config.microbatches
         self.state, self.pool = state, capture.pool()
-        # Named where there is one: Transformer Engine keeps amaxes by group.
-        shared = {"amax_reduction_group": collectives.process_group(state.groups.tensor)} if state.config.tp > 1 else {}
+        flags = NOT_CLONED if one_slot else REUSED
+        if state.config.tp > 1:
+            # Named where there is one: Transformer Engine keeps amaxes by group.
+            flags = {"amax_reduction_group": collectives.process_group(state.groups.tensor), **flags}
         capture.strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
         capture.warm_up(eager_step)
-        samples, order = self._sample_inputs(num_slots), [1, -1] * num_slots
-        self.make_callables(capture, make_graphed_callables, samples, order, num_layers, **shared, **self.flags)
+        # (x,) of each layer in the first microbatch, then of each in the second. No two layers may share memory, two
+        # microbatches may: Transformer Engine would share it then anyway.
+        sample = state.embedding(state.inputs["tokens"][0]).detach()
+        samples = tuple((sample.clone().requires_grad_(),) for _ in state.layers) * num_slots
+        order = [1, -1] * num_slots
+        self.make_callables(capture, make_graphed_callables, samples, order, num_layers, **flags)
         self.slots = [self.callables[slot * num_layers :][:num_layers] for slot in range(num_slots)]
-
-    def _sample_inputs(self, num_slots):
-        """(x,) for every slot: of each layer in the first microbatch, then of each in the second, and so on.
-
-        No two layers may share memory. Two microbatches may where TE reuses buffers, and would share it then anyway.
-        """
-        sample = self.state.embedding(self.state.inputs["tokens"][0]).detach()
-        num_shared = num_slots if self.flags.get("_reuse_graph_input_output_buffers") else 1
-        own = len(self.state.layers) * num_slots // num_shared
-        return tuple((sample.clone().requires_grad_(),) for _ in range(own)) * num_shared
 
     def step(self, index: int):
         state = self.state
@@ -164,16 +158,13 @@ class AsSubmitted(ByTransformerEngine):
     formerly="graph_te_slot",
     when=lambda c: not c.staged,
 )
-class OneSlot(AsSubmitted):
+def one_slot(state: State, capture):
     """One slot that every microbatch uses again, 2 x layers graphs, as Megatron-Core captures without a pipeline.
 
     It is right because a microbatch's backward is over before the next one's forward begins. It saves graphs and
     the time to capture them; kernels and replays of a step are those of `AsSubmitted`.
     """
-
-    name = "graph_layer_te_slot"
-    one_slot = True
-    flags: ClassVar = {"clone_param_grads_on_return": False}
+    return AsSubmitted(state, capture, one_slot=True)
 
 
 @variant("graph_layer_te", graphs=lambda c: c.layer_passes, when=lambda c: c.staged)
@@ -199,75 +190,12 @@ class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
         num_slots = len(state.layers) * state.config.microbatches
         samples = tuple((torch.zeros_like(state.empty_hidden()).requires_grad_(),) for _ in range(num_slots))
         group = collectives.process_group(state.groups.tensor)
-        flags = {"amax_reduction_group": group, **AsSubmitted.flags}
+        flags = {"amax_reduction_group": group, **REUSED}
         self.make_callables(capture, make_graphed_callables, samples, order, self._num_layers, **flags)
 
     def layers(self, chunk, microbatch):
         start = ((chunk - 1) * self.state.config.microbatches + microbatch) * self._num_layers
         return self.callables[start : start + self._num_layers]
-
-
-@variant(
-    "graph_layer_te_default",
-    kind="graph",
-    help="graph_layer_te with Transformer Engine's default flags: gradients cloned, no buffer reused",
-    graphs=lambda c: c.layer_passes,
-    parity="bitwise",
-    formerly="graph_te_default",
-    when=lambda c: not c.staged,
-)
-class Defaults(AsSubmitted):
-    """A slot for every microbatch with TE's default flags, on weights marked as Megatron-Core marks them.
-
-    Every slot keeps static inputs, outputs and output gradients of its own. By default TE clones each parameter
-    gradient that it returns. For weights with the mark `grad_added_to_main_grad` it returns one of the weight's shape
-    that holds nothing, so that hooks on gradients run: each backward of a layer then reads and writes as much memory
-    as its weights take, for nothing. Without the mark, as in the other variants, no parameter's gradient is returned,
-    and the default has nothing to clone.
-    """
-
-    name = "graph_layer_te_default"
-    flags: ClassVar = {}
-
-    def __init__(self, state: State, capture):
-        require(state, self.name)
-        self.state, self.hooks = state, []
-        self._mark()
-        try:
-            super().__init__(state, capture)
-        finally:
-            self._unmark()
-
-    def enter(self):
-        """Put in flag, marks and hooks."""
-        super().enter()
-        self._mark()
-
-    def leave(self):
-        """Take them out."""
-        self._unmark()
-        super().leave()
-
-    def _mark(self):
-        if self.hooks:
-            return
-        for weight in self.state.overwritten:
-            weight.grad_added_to_main_grad = False
-            self.hooks.append(weight.register_post_accumulate_grad_hook(_drop_placeholder))
-
-    def _unmark(self):
-        for weight, hook in zip(self.state.overwritten, self.hooks, strict=False):
-            hook.remove()
-            del weight.grad_added_to_main_grad
-        self.hooks = []
-
-
-def _drop_placeholder(weight):
-    from transformer_engine.pytorch.graph import is_graph_capturing
-
-    # In a capture TE still has to see it.
-    if not is_graph_capturing():
-        weight.grad = None
 
 
 def require(state: State, name: str):

@@ -288,7 +288,6 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
-    """Return the hyperparameters of this training for the MLPerf log."""
     samples = config.microbatches * config.microbatch * data_ranks
     return {
         "seed": SEED,

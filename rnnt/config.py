@@ -141,7 +141,6 @@ PRESETS = {
 }
 
 FACTS = {
-    "files": ["other_variants"],
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"], "buckets": ["buckets"]},
     "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(64, 8) if preset == "mlperf" else None),

@@ -32,7 +32,7 @@ class Lamb:
 
     lr: FP32 0-d on the device, to be filled before a step. grad_norm: FP32 0-d, of the averaged, unscaled gradients
     before clipping; infinite or NaN where the step was skipped. steps: FP32 0-d, steps that were not skipped. ema: FP32
-    averages in the shapes of params; with several ranks another rank's share is old until `gather_ema`.
+    averages in the shapes of params; with several ranks another rank's share is old until all call `gather_ema`.
     """
 
     BLOCK = 2048
@@ -79,15 +79,9 @@ class Lamb:
         self.moments, self.update = _passes(device)
         self.reset()
 
-    def step(self, grads) -> None:
-        """Check, unscale and apply the 16-bit gradients, then update the loss scale."""
-        self.check(grads)
-        self.apply()
-        self.scaler.update()
-
     @torch.no_grad()
-    def check(self, grads) -> None:
-        """Copy the gradients and average them over the ranks; fill grad_norm and the scaler's found_inf."""
+    def step(self, grads) -> None:
+        """Average the 16-bit gradients over the ranks, apply them unless one overflowed, and update the loss scale."""
         torch._foreach_copy_(self._grads, grads)
         if self.world_size > 1:
             collectives.reduce_scatter_mean_(self._flat_grads)
@@ -100,9 +94,7 @@ class Lamb:
         torch.ne(self.grad_norm * 0, 0, out=self.scaler.found_inf)
         self.grad_norm.div_(self.scaler.scale)
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Update masters, parameters and average by the gradients of `check`. Nothing changes where found_inf is 1."""
+        # From here nothing changes where found_inf is 1.
         self.steps.add_(1).sub_(self.scaler.found_inf)
         torch.expm1(self.steps * self._log_betas, out=self.corrections)
         self.moments(self)
@@ -113,10 +105,10 @@ class Lamb:
         if self.world_size > 1:
             collectives.all_gather_(self._flat_params)
         torch._foreach_copy_(self.params, self._copies)
+        self.scaler.update()
 
     @torch.no_grad()
     def gather_ema(self) -> None:
-        """Make `ema` whole on every rank. All ranks call it before they read `ema`."""
         if self.world_size > 1:
             collectives.all_gather_(self._flat_ema)
 
@@ -141,11 +133,8 @@ class Lamb:
         yield "optimizer.steps", self.steps
 
 
-# ------------------------------------------------------------------------------------------------
-# The two passes of a step in plain torch; rnnt/kernels/lamb.py has them for the GPU
-
-
 def _passes(device):
+    # Of the GPU, or the two below in plain torch.
     if device.type == "cuda":
         from rnnt.kernels import lamb as lamb_kernels
 

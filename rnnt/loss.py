@@ -40,7 +40,7 @@ def joint_hidden(f, g, dropout: float, training: bool) -> torch.Tensor:
     On CUDA it is one kernel. Its dropout is drawn from a seed of the default generator, with a probability rounded to a
     multiple of 2**-16, and is the same run after run and in a graph.
     """
-    if f.is_cuda and not torch.compiler.is_compiling():
+    if f.is_cuda:
         from rnnt.kernels.joint import JointHidden
 
         return JointHidden.apply(f, g, dropout if training else 0.0)

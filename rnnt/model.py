@@ -94,8 +94,7 @@ def _run_stack(layers, x, dropout):
     # cuDNN takes lengths from the host only, so it computes padding, too.
     for layer in layers:
         x = dropout(layer(x)[0])
-        if not torch.compiler.is_compiling():
-            mark(x)
+        mark(x)
     return x
 
 

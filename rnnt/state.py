@@ -13,7 +13,7 @@ from common.variant import Unsupported
 from rnnt import config as rnnt_config
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
-from rnnt.data.batches import Batch, Inputs, Source
+from rnnt.data.batches import Batch, Inputs
 from rnnt.data.synthetic import Synthetic, typical_lengths
 from rnnt.decoding.word_error_rate import word_error_rate
 from rnnt.lamb import Lamb
@@ -35,7 +35,6 @@ class State:
         with torch.device(device):
             self.model = RNNT(config)
         self.model.to(self.dtype)
-        # A step calls these; a compiled variant replaces them.
         self.encoder, self.prediction, self.joint = self.model.encoder, self.model.prediction, self.model.joint
         flatten(self.model)
         initialise(self.model, config, SEED)
@@ -52,9 +51,16 @@ class State:
         self.tally = buckets.Tally(*counts)
         # exact: ranks that stop must stop at the same step.
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
+        self.read_losses, self.read_grad_norms = self.report.read_losses, self.report.read_grad_norms
 
-    def open_source(self, rank: int, world_size: int, seed: int, training: bool) -> Source:
-        """Batches of --data. Raises ValueError that names the flag to change, or the packages to install."""
+    def open_source(self, rank: int, world_size: int, seed: int, training: bool):
+        """Return batches of --data without an end, the same for the same seed.
+
+        next(): the next batch, ready for work on the current stream. batch_shapes(): (T, U) of many batches, by which
+        buckets are chosen; reset() comes next. num_samples: utterances trained on. max_frames, max_tokens: longest
+        utterance. dropped: reasons why utterances are left out. period: batches after which the same lengths come
+        again; None: never. Raises ValueError that names the flag to change, or the packages to install.
+        """
         if self.config.data in GENERATED:
             pinned = self.device.type == "cuda"
             return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
@@ -86,18 +92,14 @@ class State:
             part.reset()
 
     def close(self):
-        """End the data's threads. Returns steps skipped since the last reset and utterances dropped."""
+        """Return steps skipped since the last reset and utterances dropped."""
         self.source.close()
         return self.report.closing(self.source.dropped)
-
-    # -- one step
 
     def end_step(self, index: int):
         """Start the report's copy to the host. Raises FloatingPointError if an earlier step's report ends the run."""
         with section("report"):
             self.report.end_step(index)
-
-    # -- after steps
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -142,13 +144,6 @@ class State:
         yield from self.lamb.named_state()
         yield from self.scaler.named_state()
 
-    def read_losses(self, count: int) -> list[float]:
-        """Raises FloatingPointError where none of many steps trained."""
-        return self.report.read_losses(count)
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.report.read_grad_norms(count)
-
     def batch_class(self, index: int) -> int:
         """Batches of one class have the same lengths in each run.
 
@@ -159,7 +154,6 @@ class State:
         return index % period if period else min(index, self.config.min_steps)
 
     def hyperparameters(self) -> dict:
-        """Keys and values of MLPerf's log."""
         c = self.config
         return {
             "seed": SEED,

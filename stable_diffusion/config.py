@@ -27,7 +27,6 @@ class Config(Timing):
     context_dim: int = option(1024, "width of a text encoding")
     head_dim: int = option(64, "size of one attention head")
     precision: str = option("fp16", "weights and activations; masters are FP32", ("fp16", "bf16"))
-    kernels: str = option("triton", "group norm and GEGLU on a GPU: this suite's, or torch's", ("triton", "torch"))
     zero_init: bool = option(False, "start with the benchmark's zero weights, which draw less power than training")
     lr: float = option(7.168e-5, "learning rate after warm-up")
     lr_warmup: int = option(1000, "steps of linear warm-up")

@@ -1,12 +1,6 @@
-"""Other ways to run Stable Diffusion's step: torch's kernels, host reads, torch.compile, parameterized launches,
-Lightning.
-"""
-
-import torch
-import torch.nn.functional as F
+"""Other ways to run Stable Diffusion's step: torch's kernels, torch.compile, parameterized launches, Lightning."""
 
 from common.contract import variant
-from common.measuring.marks import mark, section
 from common.variant import Compiled, Unsupported
 from common.variant_parameterized import Parameterized
 from stable_diffusion.state import State
@@ -15,15 +9,13 @@ from stable_diffusion.train import GraphedStep, eager_step
 
 @variant("eager_torch", kind="eager", parity=1e-3, headline=True, traits={"kernels": "torch's group norm and GEGLU"})
 class EagerTorch:
-    """Eager with torch's own group norm and GEGLU, as --kernels torch has them in all variants.
+    """Eager with torch's own group norm and GEGLU.
 
     It launches more kernels, each cheaper to launch than Triton's. The training is the same, but for rounding. Which of
     the two eagers is the faster depends on the host.
     """
 
     def __init__(self, state: State, capture):
-        if state.config.kernels == "torch":
-            raise Unsupported("--kernels torch: every variant has torch's kernels, eager_torch would be eager")
         self.state = state
         self.enter()
         try:
@@ -35,44 +27,10 @@ class EagerTorch:
         eager_step(self.state, index)
 
     def enter(self):
-        self.state.unet.use_kernels("torch")
+        self.state.unet.use_kernels(in_triton=False)
 
     def leave(self):
-        self.state.unet.use_kernels(self.state.config.kernels)
-
-
-@variant(
-    "eager_sync",
-    kind="eager",
-    parity="bitwise",
-    traits={"extra_work": "reads loss, overflow and loss scale on the host"},
-    warm_up=eager_step,
-)
-def reading_step(state: State, index: int) -> dict:
-    """Eager with the usual .item() calls: loss, overflow, loss scale.
-
-    Returns:
-        the values that the usual step would log.
-    """
-    state.begin_step(index)
-    with section("noise"):
-        x, t, target = state.noisy_latents(state.inputs["moments"])
-    with section("forward"):
-        loss = F.mse_loss(state.model(x, t, state.inputs["context"]), target)
-        logged = {"loss": loss.item()}
-    mark()
-    with section("backward"):
-        grads = state.reduce(torch.autograd.grad(loss * state.scaler.scale, state.parameters))
-    mark()
-    with section("optimizer"):
-        state.adam.check(grads)
-        if not state.scaler.found_inf.item():
-            state.adam.apply(grads)
-        logged["loss_scale"] = state.scaler.scale.item()
-        state.scaler.update()
-        state.report.fill(loss, state.adam.grad_norm)
-    state.end_step(index)
-    return logged
+        self.state.unet.use_kernels(in_triton=True)
 
 
 @variant("graph_step_lightning", kind="graph", graphs=1, parity="bitwise", headline=True, formerly="lightning_graph")

@@ -77,7 +77,6 @@ class State:
         self.report.reset()
 
     def close(self):
-        """End the data workers. Returns steps skipped since the last reset."""
         self.opened.close()
         self.batches.close()
         return {"num_skipped_steps": int(self.scaler.num_skipped)}
@@ -119,8 +118,6 @@ class State:
         """Start the report's copy to the host. Raises FloatingPointError where an earlier step's ends the run."""
         with section("report"):
             self.report.end_step(index)
-
-    # -- asked by a run, after steps
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -165,7 +162,6 @@ def _samples(config):
 
 
 def hyperparameters(config: Config, world_size: int) -> dict:
-    """The training's hyperparameters, as an MLPerf log names them."""
     return {
         "seed": SEED,
         "global_batch_size": config.batch * world_size,

@@ -46,13 +46,12 @@ class UNet(nn.Module):
         )
         self.widths = [2 * step.out_channels for step in self.plan if step.attention]
         self.to_kv = nn.Linear(config.context_dim, sum(self.widths), bias=False)
-        self.use_kernels(config.kernels)
 
-    def use_kernels(self, kernels: str) -> None:
-        """Group norm and GEGLU on a GPU from now on: "triton", those of this suite, or "torch", its own."""
+    def use_kernels(self, in_triton: bool) -> None:
+        """Set group norm and GEGLU on a GPU: this suite's kernels, as they are at first, or torch's own."""
         for module in self.modules():
             if isinstance(module, GroupNorm | Transformer):
-                module.in_triton = kernels == "triton"
+                module.in_triton = in_triton
 
     def forward(self, x, t, context):
         dtype = self.time_embed[0].weight.dtype

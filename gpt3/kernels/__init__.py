@@ -1,1 +1,0 @@
-"""A kernel for the gradient of the embedding."""

@@ -1,1 +1,0 @@
-"""One stage of a pipeline."""

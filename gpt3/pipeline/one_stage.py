@@ -25,15 +25,9 @@ class Edges:
 
     @torch.no_grad()
     def feed(self, sent, transfers, received) -> torch.Tensor:
-        """Stand in for an exchange: fill what is received, and return what is sent as one number.
+        """Stand in for an exchange: fill `received`, in the order of the receives among `transfers`.
 
-        Args:
-            sent: tensors that go to other stages.
-            transfers: of the exchange, sends and receives.
-            received: tensors to fill, in the order of the receives.
-
-        Returns:
-            The sum of the sent tensors' root mean squares over the number of microbatches.
+        Returns the sum of the sent tensors' root mean squares over the number of microbatches.
         """
         receives = (transfer for transfer in transfers if not transfer.sends)
         for tensor, transfer in zip(received, receives, strict=True):

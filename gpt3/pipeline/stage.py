@@ -35,7 +35,6 @@ class Stage:
         self.made, self._embedded, self._saved = {}, {}, {}
 
     def layers(self, chunk: int, microbatch: int):
-        """Callables for a chunk's layers, in order."""
         return self.state.chunks[chunk - 1]
 
     def run_forward(self, chunk: int, microbatch: int, x):

@@ -1,1 +1,0 @@
-"""Batches, buckets of lengths, and synthetic utterances."""

@@ -1,6 +1,6 @@
 """Input of a step: batches of utterances from a source, and the static buffers that they are copied to."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,27 +23,6 @@ class Batch(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(T, U)"""
         return len(self.features), self.tokens.shape[1]
-
-
-class Source(Protocol):
-    """An endless sequence of batches, set by its seed: rnnt/data/synthetic.py or rnnt/speech/source.py.
-
-    num_samples: utterances trained on. max_frames, max_tokens: longest utterance. dropped: reasons why utterances are
-    left out. period: number of batches after which the same lengths come again; None: never. next: the next batch,
-    ready for work on the current stream. reset: start again at batch 0. close: end its threads. batch_shapes: (T, U) of
-    many batches, by which buckets are chosen, to be called before a reset.
-    """
-
-    num_samples: int
-    max_frames: int
-    max_tokens: int
-    dropped: list
-    period: int | None
-
-    def next(self) -> Batch: ...
-    def reset(self) -> None: ...
-    def close(self) -> None: ...
-    def batch_shapes(self) -> list[tuple[int, int]]: ...
 
 
 class Inputs:

@@ -1,9 +1,4 @@
-"""Buckets: the few lengths that batches are padded to, so that a graph of that length can run them. Imports no torch.
-
-ladder(4, 641)                       [161, 321, 481, 641]
-plan = make_plan("auto", ...)        buckets of both networks, and the pairs of buckets that occur
-plan.fit(409, 56)                    the shape that a batch of 409 frames and 56 tokens is padded to
-"""
+"""Buckets: the few lengths that batches are padded to, so that graphs can run them. Imports no torch."""
 
 import bisect
 import functools
@@ -21,7 +16,7 @@ def require_kind(kind: str) -> None:
 
 
 def ladder(count: int, max_length: int) -> list[int]:
-    """Ascending buckets, evenly spaced down from max_length as in the submission.
+    """Ascending buckets, evenly spaced down from max_length: ladder(4, 641) is [161, 321, 481, 641].
 
     Source: rnnt/rnnt_graph.py of MLPerf v3.1: max - i * max // n.
     """
@@ -47,7 +42,7 @@ def auto_pairs(maxima, max_frames: int, max_tokens: int, cost_of) -> list[tuple[
 
     maxima = numpy.array(maxima)
     frames, tokens = (
-        sorted({*numpy.quantile(maxima[:, column], _shares(count), method="higher").tolist(), most})
+        sorted({*numpy.quantile(maxima[:, column], numpy.arange(1, count + 1) / count, method="higher").tolist(), most})
         for column, count, most in ((0, 32, max_frames), (1, 16, max_tokens))
     )
     candidates = numpy.array([(a, t) for a in frames for t in tokens])
@@ -60,10 +55,6 @@ def auto_pairs(maxima, max_frames: int, max_tokens: int, cost_of) -> list[tuple[
         chosen.append(int(numpy.minimum(cost, executed).sum(1).argmin()))
         executed = numpy.minimum(executed, cost[chosen[-1]])
     return sorted({tuple(candidates[index].tolist()) for index in chosen})
-
-
-def _shares(count):
-    return [(index + 1) / count for index in range(count)]
 
 
 class Plan:
@@ -114,12 +105,10 @@ def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> P
 
 
 class Tally:
-    """Shapes and padding of a run's steps.
-
-    flops(frames, tokens): FLOP of one utterance. time_steps(frames, tokens): sequential LSTM steps of a batch.
-    """
+    """Shapes and padding of a run's steps."""
 
     def __init__(self, flops, time_steps):
+        """flops(frames, tokens): FLOP of one utterance. time_steps(frames, tokens): LSTM steps of a batch."""
         self.flops, self.time_steps = functools.cache(flops), time_steps
         self.reset()
 
@@ -156,7 +145,6 @@ class Tally:
         return useful / len(self.steps), executed / len(self.steps)
 
     def report(self) -> list[str]:
-        """Lines for a person."""
         padding = ", ".join(f"{name} {100 * share:.1f} %" for name, share in self.padding().items())
         useful, executed = self.flops_per_step()
         num_shapes = len({padded for _, padded, _, _ in self.steps})

@@ -24,7 +24,7 @@ NUM_SCANNED = 4096
 
 
 class Synthetic:
-    """A source of synthetic batches for one rank, set by the seed.
+    """Synthetic batches for one rank, see `rnnt.state.State.open_source`.
 
     Lengths repeat after `period` batches, so that a run meets each length several times. Features and tokens repeat
     with --data synthetic; with --data lengths they are cut anew from the tape.
@@ -54,7 +54,6 @@ class Synthetic:
         self.reset()
 
     def reset(self) -> None:
-        """Start again at batch 0."""
         self._index = 0
 
     def close(self) -> None:

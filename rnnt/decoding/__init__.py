@@ -1,1 +1,0 @@
-"""Greedy decoding and the word error rate."""

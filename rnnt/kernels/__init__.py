@@ -1,1 +1,0 @@
-"""Kernels of the joint, the loss and LAMB."""

@@ -1,1 +1,0 @@
-"""Real speech: folders, transcripts, features and batches."""

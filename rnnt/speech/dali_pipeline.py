@@ -15,7 +15,7 @@ from nvidia.dali import fn, pipeline_def, types
 from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from rnnt.speech.features import NUM_MELS
-from rnnt.speech.folder import HOP, SAMPLE_RATE, BadAudio, num_frames
+from rnnt.speech.folder import HOP, SAMPLE_RATE, num_frames, require_decodable
 
 FFT_SIZE = 512
 WINDOW = 320
@@ -49,57 +49,42 @@ def _pipeline(noise, on_gpu):
 
 
 class DaliExtractor:
-    """Features of batches of FLAC files.
-
-    Args:
-        batch: largest number of utterances.
-        max_samples: longest utterance. Offsets into the dither's table are below it.
-        workers: threads that decode.
-        device: of the features, which CUDA makes on the current stream.
-    """
+    """Features of batches of FLAC files, on CUDA made on the current stream."""
 
     def __init__(self, batch: int, max_samples: int, workers: int, device: torch.device):
+        """max_samples: longest utterance, above all offsets into the dither's table. workers: threads that decode."""
         self.device = device
-        self._on_gpu = device.type == "cuda"
+        on_gpu = device.type == "cuda"
         # One table of dither, from random offsets: two million numbers a batch would cost the host more than the rest.
         table = np.random.default_rng(0).standard_normal(2 * max_samples, dtype=np.float32)
-        self._noise = np.float32(DITHER) * table
-        self._options = {
-            "batch_size": batch,
-            "num_threads": workers,
-            "device_id": device.index or 0 if self._on_gpu else None,
-            # The caller's thread makes batches ahead.
-            "prefetch_queue_depth": 1,
-        }
-        self._build()
-
-    def _build(self):
-        self._pipe = _pipeline(self._noise, self._on_gpu, **self._options)
+        self._pipe = _pipeline(
+            np.float32(DITHER) * table,
+            on_gpu,
+            batch_size=batch,
+            num_threads=workers,
+            device_id=device.index or 0 if on_gpu else None,
+            prefetch_queue_depth=1,  # the caller's thread makes batches ahead
+        )
         self._pipe.build()
 
     def __call__(self, paths: list[str], scales: list[float], offsets: list[int]):
         """(features FP32 [B, 80, frames of 10 ms] on the device, frames of each utterance).
 
-        scales: new sample rate over old. offsets: into the dither. Raises BadAudio if any file cannot be read or is
-        silent.
+        scales: new sample rate over old. offsets: into the dither. A file that cannot be decoded or is silent ends the
+        run: ValueError that names it.
         """
+        inputs = {"scale": np.float32(scales), "offset": np.int32(offsets)}
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             encoded = [np.fromfile(path, np.uint8) for path in paths]
-        except OSError as error:
-            raise BadAudio(f"cannot be read: {error.strerror}") from None
-        inputs = {"encoded": encoded, "scale": np.float32(scales), "offset": np.int32(offsets)}
-        stream = torch.cuda.current_stream(self.device) if self._on_gpu else None
-        try:
-            found, *others = self._pipe.run(stream, **inputs)
-        except RuntimeError as error:
-            # DALI: a pipeline that failed is invalid.
-            self._build()
-            if "fn.decoders.audio" not in str(error):
-                raise
-            raise BadAudio("cannot be decoded") from None
+            found, *others = self._pipe.run(stream, encoded=encoded, **inputs)
+        except (OSError, RuntimeError):
+            for path in paths:
+                require_decodable(path)  # DALI does not name the file
+            raise
         lengths, loudness = ([values.at(row).item() for row in range(len(paths))] for values in others)
         if not all(loudness):
-            raise BadAudio("nothing but silence")
+            raise ValueError(f"--data: {paths[loudness.index(0.0)]} holds nothing but silence")
         out = torch.empty([len(paths), *found.shape()[0]], device=self.device)
         feed_ndarray(found.as_tensor(), out, cuda_stream=stream)
         return out, [num_frames(length) for length in lengths]

@@ -3,8 +3,8 @@
     SPEAKER/CHAPTER/SPEAKER-CHAPTER-0000.flac          16 kHz
     SPEAKER/CHAPTER/SPEAKER-CHAPTER.trans.txt          lines of SPEAKER-CHAPTER-0000 THE WORDS OF THIS RECORDING
 
-Folders may have any depth: a transcript is for audio files beside it. Only the headers of audio are read here;
-rnnt/speech/source.py drops files that cannot be decoded. Needs soundfile: ./setup.sh speech.
+Folders may have any depth: a transcript is for audio files beside it. Only the headers of audio are read here. Needs
+soundfile: ./setup.sh speech.
 """
 
 import concurrent.futures
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import soundfile
 
+from rnnt.config import Config
 from rnnt.speech import transcripts
 
 SAMPLE_RATE = 16000
@@ -28,17 +29,12 @@ TRANSCRIPT = ".trans.txt"
 
 
 class Utterance(NamedTuple):
-    """A recording and its transcript. name: of the file, below the corpus."""
+    """A recording and its transcript."""
 
-    name: str
     path: str
     num_samples: int
     text: str
     tokens: tuple[int, ...]
-
-
-class BadAudio(Exception):
-    """An utterance that cannot be trained on; its text is the reason."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -61,20 +57,28 @@ def resampled(num_samples: int, scale: float) -> int:
 
 
 def read_header(path) -> int:
-    """Samples of a FLAC file, from its header alone. Raises BadAudio."""
+    """Samples of a FLAC file, from its header alone. Raises ValueError with the reason."""
     # Else a pipe would be waited for.
     if not os.path.isfile(path):
-        raise BadAudio("not a regular file")
+        raise ValueError("not a regular file")
     try:
         found = soundfile.info(path)
     except soundfile.LibsndfileError as error:
-        raise BadAudio(f"cannot be read: {error.error_string}") from None
+        raise ValueError(f"cannot be read: {error.error_string}") from None
     if found.samplerate != SAMPLE_RATE:
-        raise BadAudio(f"{found.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
+        raise ValueError(f"{found.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
     # A length that the header does not tell is a number beyond all lengths.
     if not MIN_S <= found.frames / SAMPLE_RATE < 2**20:
-        raise BadAudio(f"{found.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
+        raise ValueError(f"{found.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
     return found.frames
+
+
+def require_decodable(path) -> None:
+    """ValueError that names a FLAC file that cannot be decoded."""
+    try:
+        soundfile.read(path)
+    except soundfile.LibsndfileError as error:
+        raise ValueError(f"--data: {path} cannot be decoded: {error.error_string}") from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -82,38 +86,29 @@ def read_header(path) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def scan(folder, tokenizer, vocab: int, max_frames: int, max_tokens: int, perturbed: bool):
-    """(utterances to train on, reasons of those dropped), both in the order of their names.
+def scan(config: Config) -> tuple[list[Utterance], list[str]]:
+    """(utterances of --data to train on, reasons of those dropped), both in the order of their names.
 
-    Args:
-        folder: of --data.
-        tokenizer: of --tokenizer.
-        vocab: classes of the model.
-        max_frames: longest utterance, in frames of 30 ms, at its slowest if `perturbed`.
-        max_tokens: longest transcript.
-        perturbed: True if training changes the speed.
-
-    Raises:
-        ValueError: names --data where no utterance is left, --tokenizer where it cannot be opened.
+    Raises ValueError that names --data where no utterance is left, --tokenizer where it cannot be opened.
     """
-    folder = Path(folder)
+    folder = Path(config.data)
     if not folder.is_dir():
         raise ValueError(f"--data {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
-    encode = transcripts.open_tokenizer(tokenizer, vocab).encode
+    encode = transcripts.open_tokenizer(config.tokenizer, config.vocab).encode
     pairs, reasons = _pairs(folder)
 
     def examine(pair):
         path, text = pair
         try:
             num_samples, tokens = read_header(path), tuple(encode(text))
-            frames = spliced(num_frames(resampled(num_samples, SLOWEST if perturbed else 1.0)))
-            if frames > max_frames:
-                raise BadAudio(f"up to {frames} frames of 30 ms, {max_frames} fit: raise --max-frames")
-            if len(tokens) > max_tokens:
-                raise BadAudio(f"{len(tokens)} tokens, {max_tokens} fit: raise --max-tokens")
-        except (BadAudio, transcripts.UnknownText) as error:
+            frames = spliced(num_frames(resampled(num_samples, SLOWEST if config.speed_perturbation else 1.0)))
+            if frames > config.max_frames:
+                raise ValueError(f"up to {frames} frames of 30 ms, {config.max_frames} fit: raise --max-frames")
+            if len(tokens) > config.max_tokens:
+                raise ValueError(f"{len(tokens)} tokens, {config.max_tokens} fit: raise --max-tokens")
+        except ValueError as error:
             return f"{path.relative_to(folder)}: {error}"
-        return Utterance(str(path.relative_to(folder)), str(path), num_samples, text, tokens)
+        return Utterance(str(path), num_samples, text, tokens)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         found = list(threads.map(examine, pairs))

@@ -1,17 +1,8 @@
-"""Transcripts: normalising them, text to tokens and back. Imports no torch.
-
-tokenizer = open_tokenizer("chars", vocab=1024)
-tokenizer.encode("the red boat")             [20, 8, 5, 0, 18, ...]
-tokenizer.decode([20, 8, 5])                 "the"
-"""
+"""Transcripts: normalising them, text to tokens and back. Imports no torch."""
 
 from pathlib import Path
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz'"
-
-
-class UnknownText(Exception):
-    """A transcript that the tokenizer has no tokens for; its text is the reason."""
 
 
 def normalise(text: str) -> str:
@@ -25,10 +16,10 @@ class Chars:
     num_tokens = len(LETTERS)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a normalised text. Raises UnknownText."""
+        """The ids of a normalised text. Raises ValueError for other characters."""
         unknown = sorted(set(text) - set(LETTERS))
         if unknown:
-            raise UnknownText(f"characters outside the vocabulary: {''.join(unknown[:10])!a}")
+            raise ValueError(f"characters outside the vocabulary: {''.join(unknown[:10])!a}")
         return [LETTERS.index(letter) for letter in text]
 
     def decode(self, ids) -> str:
@@ -53,10 +44,10 @@ class Pieces:
         self.num_tokens = self._model.vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a normalised text. Raises UnknownText."""
+        """The ids of a normalised text. Raises ValueError for other characters."""
         ids = self._model.encode(text, add_bos=False, add_eos=False)
         if self._model.unk_id() in ids:
-            raise UnknownText(f"characters outside the vocabulary of --tokenizer: {text[:40]!a}")
+            raise ValueError(f"characters outside the vocabulary of --tokenizer: {text[:40]!a}")
         return ids
 
     def decode(self, ids) -> str:
@@ -65,10 +56,7 @@ class Pieces:
 
 
 def open_tokenizer(name: str, vocab: int) -> Chars | Pieces:
-    """The tokenizer of --tokenizer. vocab: classes of the model, the last of which is the blank.
-
-    Raises ValueError that names --tokenizer or --vocab.
-    """
+    """The tokenizer of --tokenizer. Raises ValueError that names --tokenizer or --vocab."""
     tokenizer = Chars() if name == "chars" else Pieces(name)
     if tokenizer.num_tokens > vocab - 1:
         raise ValueError(

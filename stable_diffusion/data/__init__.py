@@ -1,1 +1,0 @@
-"""Shards of latents: made and read."""

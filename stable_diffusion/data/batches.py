@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from stable_diffusion.data.shards import NAMES, BadSample, Samples
+from stable_diffusion.data.shards import NAMES, Samples
 
 WORKER_TIMEOUT_S = 300
 
@@ -19,10 +19,8 @@ class Batches:
 
     Every epoch is shuffled anew from (seed, epoch). Step k of all ranks together takes the next batch * world_size
     samples of the epoch, each rank its own. Samples that do not fill a step are left out. `dtypes` has the torch.dtype
-    of each tensor by name. num_workers: processes that read, 0 for none. pin_memory needs a GPU.
-
-    Raises:
-        ValueError: The samples do not fill one step.
+    of each tensor by name. num_workers: processes that read, 0 for none. Raises ValueError where the samples do not
+    fill one step.
     """
 
     def __init__(self, samples: Samples, batch, rank=0, world_size=1, num_workers=0, pin_memory=False, seed=0):
@@ -49,8 +47,7 @@ class Batches:
     def next(self) -> dict:
         """The next batch: "moments" [batch, 8, size, size] and "context" [batch, tokens, dim] in the stored dtypes.
 
-        Raises:
-            ValueError: A sample is bad; one line that names it.
+        Raises ValueError that names a bad sample.
         """
         batch = next(self._iterator)
         if isinstance(batch, str):
@@ -84,6 +81,6 @@ class _BatchReader:
         start = (step * self.world_size + self.rank) * self.batch
         try:
             rows = [self.samples.read(index) for index in self._permutation[start : start + self.batch].tolist()]
-        except BadSample as error:
+        except ValueError as error:
             return str(error)
         return {name: np.stack([row[name] for row in rows]) for name in NAMES}

@@ -1,67 +1,29 @@
-"""Shards of VAE moments and text encodings: writing one, and reading the samples of a folder of them. No torch here.
+"""Shards of VAE moments and text encodings: reading the samples of a folder of them. No torch here.
 
 A shard is a safetensors file of n samples. It holds numbers and no code:
     moments   [n, 8, 64, 64]   from the VAE: 4 channels of means, 4 of log-variances
     context   [n, 77, 1024]    text encodings: OpenCLIP ViT-H-14, penultimate layer
-Both are float32 or float16. A sample is read by two reads at known places; nothing else of a shard is in memory.
+Both are float32 or float16. Only the sample that is read is in memory.
 MLPerf's encoded training set, tar files of pickles, is not read.
 """
 
 import copy
-import math
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from common.files import write_whole
 from common.training.data import safetensors_header
-from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, shown
+from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, first_line, shown
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
 DTYPES = {"F32": "float32", "F16": "float16"}
 
 
-class BadSample(ValueError):
-    """A sample that cannot be trained on; its text is the reason, in one line."""
-
-
-def write_shard(path, samples: Iterable[dict[str, np.ndarray]]) -> None:
-    """Write a shard of samples, arrays by name, whole or not at all.
-
-    All moments have one shape and dtype, and so have all encodings. One sample at a time is in memory.
-    """
-    path, count, described = Path(path), 0, {}
-    with tempfile.TemporaryFile(dir=path.parent) as moments, tempfile.TemporaryFile(dir=path.parent) as context:
-        parts = dict(zip(NAMES, (moments, context), strict=True))
-        for arrays in samples:
-            count += 1
-            for name, part in parts.items():
-                array = arrays[name]
-                assert described.setdefault(name, (array.dtype, array.shape)) == (array.dtype, array.shape)
-                part.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
-        dtypes = {dtype: name for name, dtype in DTYPES.items()}
-        tensors = {name: (dtypes[dtype.name], (count, *shape)) for name, (dtype, shape) in described.items()}
-
-        def write(file):
-            file.write(safetensors_header.make(tensors))
-            for part in parts.values():
-                part.seek(0)
-                shutil.copyfileobj(part, file, 1 << 20)
-
-        write_whole(path, write)
-
-
 def find(folder) -> list[str]:
-    """The names of a folder's shards, at least one. No shard is opened, so training can ask before it builds anything.
-
-    Raises:
-        ValueError: There is none; one line that names --data.
-    """
+    """The names of a folder's shards; ValueError where there is none. Opens none, so training can ask it first."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -76,16 +38,7 @@ class Samples:
     """Random access to the samples of all shards of a folder, in the order of names and places.
 
     `dtypes` has the dtype of the moments and of the encodings, "float32" or "float16". A `Samples` can be sent to
-    worker processes.
-
-    Args:
-        folder: As given to --data.
-        latent_size: Height and width of the moments.
-        context_tokens: Tokens of a text encoding.
-        context_dim: Width of a text encoding.
-
-    Raises:
-        ValueError: A shard is damaged, or does not fit the sizes or the other shards; one line that names it.
+    worker processes. ValueError in one line names a shard that is damaged, or does not fit the sizes or the others.
     """
 
     def __init__(self, folder, latent_size: int, context_tokens: int, context_dim: int):
@@ -94,14 +47,12 @@ class Samples:
         self.dtypes = {}
         self.shards = find(folder)
         entries = [self._entries(shard) for shard in self.shards]
-        self._offsets = [{name: each[name].offset for name in NAMES} for each in entries]
         self._ends = np.cumsum([each["moments"].shape[0] for each in entries], dtype=np.int64)
         self._start, self._stop = 0, int(self._ends[-1])
         if self._stop > MAX_ROWS:
             raise ValueError(f"--data {shown(folder)}: {self._stop:,} samples, at most {MAX_ROWS:,} are read")
 
     def _entries(self, shard):
-        """The entries of a shard's header, checked."""
         path = self.folder / shard
         entries = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
         for name in NAMES:
@@ -124,36 +75,23 @@ class Samples:
         return self._stop - self._start
 
     def part(self, start: int, stop: int) -> "Samples":
-        """Samples start to stop - 1, as a `Samples` of their own."""
         part = copy.copy(self)
         part._start, part._stop = self._start + start, self._start + stop
         return part
 
     def read(self, index: int) -> dict[str, np.ndarray]:
-        """The sample's arrays by name, read-only.
-
-        Raises:
-            BadSample: It cannot be read, or has NaN or infinity; one line that names shard and sample.
-        """
+        """The sample's arrays by name. Raises ValueError where it cannot be read, or has NaN or infinity."""
         index += self._start
         number = int(np.searchsorted(self._ends, index, side="right"))
         place = index - (int(self._ends[number - 1]) if number else 0)
         path = self.folder / self.shards[number]
         try:
-            with open(path, "rb", buffering=0) as file:
-                arrays = {name: self._array(file, name, self._offsets[number][name], place) for name in NAMES}
-            for name, array in arrays.items():
-                if not np.isfinite(array).all():
-                    raise BadSample(f"NaN or infinity in the {name}")
-        except (OSError, BadSample) as error:
-            reason = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
-            raise BadSample(f"--data: sample {place} of {shown(path)}: {reason}") from None
+            with safe_open(path, "np") as file:
+                arrays = {name: file.get_slice(name)[place] for name in NAMES}
+        except (OSError, SafetensorError) as error:
+            reason = first_line(error)
+            raise ValueError(f"--data: sample {place} of {shown(path)}: cannot be read ({reason})") from None
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():
+                raise ValueError(f"--data: sample {place} of {shown(path)}: NaN or infinity in the {name}")
         return arrays
-
-    def _array(self, file, name, offset, place):
-        dtype = np.dtype(self.dtypes[name]).newbyteorder("<")
-        size = dtype.itemsize * math.prod(self.shapes[name])
-        content = os.pread(file.fileno(), size, offset + place * size)
-        if len(content) < size:
-            raise BadSample("the shard has become shorter")
-        return np.frombuffer(content, dtype).reshape(self.shapes[name])

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from stable_diffusion.config import LATENT_SCALE
-from stable_diffusion.data.shards import write_shard
 
 GENERATOR_VERSION = 3
 # A choice. Stable Diffusion's VAE is known to be nearly deterministic (madebyollin/taesd issue 37).
@@ -44,12 +44,10 @@ def write(folder, shards, samples, seed, latent_size, context_tokens, context_di
     vocabulary = generator.standard_normal((512, context_dim))
     positions = 0.3 * generator.standard_normal((context_tokens, context_dim))
     for shard in range(shards):
-        generators = (np.random.default_rng([seed, 1, shard * samples + place]) for place in range(samples))
-        made = (
-            {"moments": _moments(each, latent_size), "context": _context(each, vocabulary, positions)}
-            for each in generators
-        )
-        write_shard(Path(folder) / f"{shard:05d}.safetensors", made)
+        generators = [np.random.default_rng([seed, 1, shard * samples + place]) for place in range(samples)]
+        moments = np.stack([_moments(each, latent_size) for each in generators])
+        context = np.stack([_context(each, vocabulary, positions) for each in generators])
+        save_file({"moments": moments, "context": context}, Path(folder) / f"{shard:05d}.safetensors")
 
 
 @functools.cache

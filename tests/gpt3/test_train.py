@@ -31,7 +31,7 @@ WIDE = replace(TINY, hidden=128, head_dim=32, ffn=256, sequence=64)
 # A history that six steps go round twice.
 SHORT = replace(SMALL, layers=2, microbatches=2, amax_history=3, batches=3, lr=1e-3)
 GRAPHED = ("graph_layer", "graph_layer_optimizer")
-TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot", "graph_layer_te_default")
+TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot")
 
 
 def made(name, state):

@@ -31,8 +31,8 @@ from tests.helpers.followed import difference, follow
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot")
 CONFIG = replace(PRESETS["tiny"], layer="torch", layers=2, microbatches=3)
-FORMS = ("graph_layer_te", "graph_layer_te_slot", "graph_layer_te_default")
 NOT_CLONED = {"clone_param_grads_on_return": False}
 REUSED = NOT_CLONED | {"_reuse_graph_input_output_buffers": True}
 
@@ -181,8 +181,7 @@ def require_eager(state, variant, step):
         ("graph_layer_te", "fp8", 3, REUSED),
         ("graph_layer_te", "fp8_current", 3, REUSED),
         ("graph_layer_te_slot", "fp8", 1, NOT_CLONED),
-        ("graph_layer_te_default", "bf16", 3, {}),
-        ("graph_layer_te_default", "fp8", 3, {}),
+        ("graph_layer_te_slot", "bf16", 1, NOT_CLONED),
     ],
 )
 def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(
@@ -193,10 +192,9 @@ def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(
     assert asked.order == [1, -1] * num_slots and asked.cached is fp8
     assert asked.flags == {"enabled": fp8, "recipe": "the recipe" if fp8 else None, **flags}
     assert variant.pool.adopted and variant.capture.pools == [variant.pool]
-    # Layers never share an input; microbatches do where buffers are reused.
+    # Layers never share an input, microbatches do.
     addresses = [args[0].data_ptr() for args in asked.sample_args]
-    num_inputs = CONFIG.layers * (1 if flags == REUSED else num_slots)
-    assert len(addresses) == CONFIG.layers * num_slots and len(set(addresses)) == num_inputs
+    assert len(addresses) == CONFIG.layers * num_slots and len(set(addresses)) == CONFIG.layers
     assert len(set(addresses[: CONFIG.layers])) == CONFIG.layers
     require_eager(state, variant, train.eager_step)
     # One slot is run by each microbatch; with a slot for each a step is the order as it was captured.
@@ -211,13 +209,10 @@ def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(
 def test_variants_take_turns_on_one_state(monkeypatch):
     """Each with the flag of its own graphs, while eager steps and other captures see none."""
     state, graphs, variant = make("graph_layer_te", monkeypatch)
-    made, flags = [variant], {graphs.flag}
-    for name in ("graph_layer_te_slot", "graph_layer_te_default"):
-        graphs = Graphs(state)
-        monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)  # noqa: B023
-        made.append(construct(name, state))
-        flags.add(graphs.flag)
-    assert len(flags) == 3 and None not in flags
+    other = Graphs(state)
+    monkeypatch.setattr(other_variants, "require", lambda state, asked: other)
+    made = [variant, construct("graph_layer_te_slot", state)]
+    assert graphs.flag is not other.flag and None not in (graphs.flag, other.flag)
     monkeypatch.setattr(common_variant, "Pool", Pool)
     made.append(construct("graph_layer", state))
 
@@ -229,7 +224,7 @@ def test_variants_take_turns_on_one_state(monkeypatch):
         enter(variant)
         assert difference(follow(state, variant.step, 2), expected, state) == ""
         leave(variant)
-        assert flag() is None and not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
+        assert flag() is None
     assert difference(follow(state, eager, 2), expected, state) == ""
     for variant in made:
         # A run that ends leaves what it has left already.
@@ -237,8 +232,7 @@ def test_variants_take_turns_on_one_state(monkeypatch):
         variant.close()
 
 
-@pytest.mark.parametrize("name", FORMS[1:])
-def test_a_capture_that_fails_leaves_nothing(name, monkeypatch):
+def test_a_capture_that_fails_leaves_nothing(monkeypatch):
     state = State(CONFIG, CPU)
     graphs = Graphs(state)
     layer_class = type(state.layers[0])
@@ -253,32 +247,8 @@ def test_a_capture_that_fails_leaves_nothing(name, monkeypatch):
     put_in(monkeypatch, state, graphs)
     monkeypatch.setattr(other_variants, "require", lambda state, asked: fails)
     with pytest.raises(torch.OutOfMemoryError):
-        construct(name, state)
+        construct("graph_layer_te_slot", state)
     assert layer_class.__call__ is call and not graphs.capturing and flag() is None
-    assert not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
-
-
-def test_the_default_marks_weights_and_drops_the_placeholders_outside_of_captures(monkeypatch):
-    """A weight without the mark would have no gradient to clone; one that kept it would hold its memory."""
-    state, graphs, variant = make("graph_layer_te_default", monkeypatch)
-    weight = state.overwritten[0]
-    assert len(state.overwritten) == 4 * CONFIG.layers
-    assert not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
-    variant.enter()
-    assert all(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
-
-    def returns_a_gradient():
-        weight.grad = None
-        (weight.float().sum() * 1.0).backward()
-        return weight.grad is not None
-
-    graphs.capturing = True
-    assert returns_a_gradient(), "Transformer Engine finds it in the capture"
-    graphs.capturing = False
-    assert not returns_a_gradient()
-    variant.leave()
-    assert not any(hasattr(each, "grad_added_to_main_grad") for each in state.overwritten)
-    assert returns_a_gradient(), "the hook is gone"
 
 
 # --- over a stage of a pipeline
@@ -368,10 +338,10 @@ def test_scales_of_a_stage_are_updated_once_a_step(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*FORMS, "graph_layer_optimizer"])
+@pytest.mark.parametrize("name", [*TE_GRAPHS, "graph_layer_optimizer"])
 def test_on_a_gpu_twenty_steps_equal_eager_bit_for_bit(name):
     """--parity counts graphs and replays, too, and fails where they are not the promised ones."""
-    if name in FORMS and importlib.util.find_spec("transformer_engine") is None:
+    if name in TE_GRAPHS and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("no Transformer Engine: make te")
     eager, graphs = hashes_of("eager"), hashes_of(name)
     assert len(set(eager)) == 20 and eager == graphs

@@ -7,13 +7,14 @@ import pytest
 
 pytest.importorskip("soundfile", reason="soundfile is not installed: ./setup.sh speech")
 
+from rnnt.config import Config
 from rnnt.speech import folder as speech_folder
 from tests.helpers.speech_files import encode, tone, write_speech
 
 
-def scan(folder, max_frames=641, max_tokens=125, perturbed=True):
+def scan(folder, **fields):
     speech_folder.scan.cache_clear()
-    return speech_folder.scan(str(folder), "chars", 1024, max_frames, max_tokens, perturbed)
+    return speech_folder.scan(Config(data=str(folder), **fields))
 
 
 def test_utterances_have_their_own_transcripts(tmp_path):
@@ -22,7 +23,7 @@ def test_utterances_have_their_own_transcripts(tmp_path):
     (tmp_path / "flat.FLAC").write_bytes(encode(tone(0.5)))
     (tmp_path / "all.trans.txt").write_bytes(b"\xef\xbb\xbfflat\tHELLO\r\n\n../1/7/1-7-0000 not here\n")
     utterances, dropped = scan(tmp_path)
-    assert [(one.name, one.num_samples, one.text) for one in utterances] == [
+    assert [(os.path.relpath(one.path, tmp_path), one.num_samples, one.text) for one in utterances] == [
         ("1/7/1-7-0000.flac", 16000, "first one"),
         ("1/7/1-7-0001.flac", 24000, "second one"),
         ("2/7/2-7-0000.flac", 32000, "other speaker"),
@@ -78,7 +79,7 @@ def test_longest_utterance_is_that_of_the_benchmark(tmp_path):
     # 16.7 s are 1671 frames of 10 ms; the benchmark's bucket of 641 frames holds them slowed down by 1.15.
     write_speech(tmp_path, [(encode(np.full(267200, 0.1)), "fits"), (encode(np.full(267200 + 500, 0.1)), "does not")])
     assert [one.text for one in scan(tmp_path)[0]] == ["fits"]
-    assert len(scan(tmp_path, perturbed=False)[0]) == 2
+    assert len(scan(tmp_path, speed_perturbation=False)[0]) == 2
 
 
 def test_folders_without_speech_name_the_flag(tmp_path):

@@ -20,7 +20,7 @@ from tests.helpers.by_hand import trained
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
-HOST = ("eager_sync", "graph_networks", "graph_step")
+HOST = ("graph_networks", "graph_step")
 
 
 @pytest.fixture(autouse=True)
@@ -262,9 +262,6 @@ def test_eager_torch_asks_for_torchs_kernels_alone_and_leaves_the_state_as_it_wa
         eager_step(state, 1)
         assert asked == {"group_norm": {in_triton, True}, "geglu": {in_triton, True}}
         made.close()
-    state.config = replace(TINY, kernels="torch")
-    with pytest.raises(Unsupported, match="--kernels torch: every variant has torch's kernels"):
-        make("eager_torch", state)
     state.close()
 
 
