@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from common.capture.pool import CaptureError, Pool
 from common.measuring import torch_settings
 from common.your_step import user_file
 from common.your_step.errors import explained
-from common.your_step.state import StepState, signature_of
+from common.your_step.parts import Call, first_calls, tensors_in
+from common.your_step.state import StepState
 
 ROOT = Path(__file__).resolve().parents[2]
 # Exit status of a child that has met a failure, after which it captures no more.
@@ -32,27 +33,6 @@ GOES_ON = 3
 MOST_CHILDREN = 4
 LIMIT_S = 60.0
 ENDED = "its capture ended the process"
-
-
-@dataclass
-class Call:
-    """The first call of a module in a step.
-
-    Attributes:
-        path: of the module; of a whole model the name of its class.
-        module: itself.
-        arguments: (args, kwargs).
-        has_grad: autograd was on.
-        casts_to: dtype of the autocast that it ran under, or None.
-        key: equal for modules that are alike.
-    """
-
-    path: str
-    module: torch.nn.Module
-    arguments: tuple
-    has_grad: bool
-    casts_to: torch.dtype | None
-    key: tuple
 
 
 @dataclass
@@ -100,11 +80,11 @@ def alone(state: StepState, in_children: bool) -> Alone:
     results: dict[str, str | None] = {}
     trouble = ""
     try:
-        calls = _calls(state)
+        calls = first_calls(state)
         if in_children:
             # Children need the memory that the activations of this process hold.
             for call in calls:
-                call.arguments = ()
+                call.args, call.kwargs = (), {}
             if state.device.type == "cuda":
                 torch.cuda.empty_cache()
             with tempfile.TemporaryDirectory() as folder:
@@ -149,34 +129,6 @@ def folded(calls: list[Call], results: dict[str, str | None]) -> Alone:
     return found
 
 
-def _calls(state: StepState) -> list[Call]:
-    """The first call of each module in one step, in the order in which they end: inner ones first."""
-    calls: dict[int, Call] = {}
-    kind = state.device.type
-    names = {
-        id(part): name or type(module).__name__ for module in state.modules for name, part in module.named_modules()
-    }
-
-    def note(module, args, kwargs, output):
-        if id(module) not in calls:
-            casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            needs = [leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            key = (type(module), repr(module), signature_of((args, kwargs)), *needs)
-            calls[id(module)] = Call(
-                names[id(module)], module, (args, kwargs), torch.is_grad_enabled(), casts_to, tuple(map(str, key))
-            )
-
-    parts = {id(part): part for module in state.modules for part in module.modules()}
-    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in parts.values()]
-    try:
-        state.reset()
-        state.step(state.batch(0))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(calls.values())
-
-
 # ------------------------------------------------------------------------------------------------
 # Trials
 
@@ -199,8 +151,8 @@ def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict]
 
 def _failure(call: Call, state: StepState) -> str | None:
     """The cause of a module's failed capture, "" where there is none, None where the module does not run alone."""
-    leaves = tree_map(_static, call.arguments)
-    static = [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_map(_static, (call.args, call.kwargs))
+    static = tensors_in(leaves)
     wanted = [each for each in [*static, *call.module.parameters()] if each.requires_grad]
 
     def forward():
@@ -209,8 +161,7 @@ def _failure(call: Call, state: StepState) -> str | None:
         return call.module(*args, **kwargs)
 
     def differentiable(output):
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        return [tensor for tensor in tensors if tensor.requires_grad]
+        return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
     def backward(needed, incoming):
         return torch.autograd.grad(needed, wanted, incoming, allow_unused=True)
@@ -294,7 +245,7 @@ def main(argv=None) -> int:
             file.write(json.dumps(fact) + "\n")
             file.flush()
 
-        return 0 if _try_all(state, _calls(state), _read(path), tell) else GOES_ON
+        return 0 if _try_all(state, first_calls(state), _read(path), tell) else GOES_ON
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_fi
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep
+from common.your_step.parts import is_inside
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
 from common.your_step.uninitialised import filled_with_zeros
@@ -256,7 +257,7 @@ def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
     def share(path):
         if found.waits is not None:
             return found.waits.inside(path)
-        return sum(_is_in(name, path) for name in inside) / len(inside)
+        return sum(is_inside(name, path) for name in inside) / len(inside)
 
     parts = [part for module in state.modules for part in _largest("", module, bad, set(inside))]
     found.parts = sorted(((path, share(path)) for path in parts), key=lambda part: -part[1])
@@ -274,17 +275,13 @@ def _changing(steps: list[Watched]) -> set[str]:
 
 def _largest(path, module, bad, called):
     """Paths of the largest modules that run and have nothing bad inside."""
-    if not any(_is_in(name, path) for name in called):
+    if not any(is_inside(name, path) for name in called):
         return
-    if path and not any(_is_in(name, path) for name in bad):
+    if path and not any(is_inside(name, path) for name in bad):
         yield path
         return
     for name, child in module.named_children():
         yield from _largest(f"{path}.{name}" if path else name, child, bad, called)
-
-
-def _is_in(name, path):
-    return not path or name == path or name.startswith(f"{path}.")
 
 
 def _of_users_file(text: str, device: torch.device) -> Diagnosis:

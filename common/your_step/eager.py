@@ -9,12 +9,12 @@ import itertools
 import os
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.snapshot import storage_id
 from common.your_step import compare, host_values, memory, ranks, user_file
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
+from common.your_step.parts import tensors_in
 from common.your_step.source import Source
 from common.your_step.state import StepState
 from common.your_step.uninitialised import read_before_written
@@ -55,7 +55,7 @@ class EagerSteps:
         for index in self.batches[:NUM_STEPS]:
             self.watched.append(self._step(index))
             self._look()
-        self.of_batches = {storage_id(leaf) for leaf in tree_leaves(state.batches) if _is_tensor(leaf)}
+        self.of_batches = set(map(storage_id, tensors_in(state.batches)))
         self.capturing, self.objection = None, ""
         if ranks.first(self.first.asked_capturing is not None):
             try:
@@ -145,8 +145,7 @@ class EagerSteps:
         return self.source.at(line) if line else place.own
 
     def _batch_storages(self):
-        leaves = tree_leaves(self.state.batch(self.batches[0]))
-        return {storage_id(leaf) for leaf in leaves if _is_tensor(leaf)}
+        return set(map(storage_id, tensors_in(self.state.batch(self.batches[0]))))
 
     def _streams(self):
         for text, place in self.first.unjoined:
@@ -328,7 +327,7 @@ class EagerSteps:
         known |= {address for watched in self.watched for address in watched.exchanged}
         # Put back through load_state_dict, as a loss scaler's.
         own = [each for holder in self.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
-        known |= {storage_id(each) for each in own if _is_tensor(each)}
+        known |= {storage_id(each) for each in own if isinstance(each, torch.Tensor)}
         names = {storage_id(tensor): name for name, tensor in self.tensors[-1].items()}
         names |= {
             storage_id(tensor): f"{name}.{path}"
@@ -373,10 +372,6 @@ def _number(rate) -> float | None:
 
 def _identity(generator) -> int:
     return generator._cdata
-
-
-def _is_tensor(leaf) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _address(tensor) -> int | None:

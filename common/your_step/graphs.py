@@ -8,7 +8,8 @@ from common.contract import variant
 from common.training.snapshot import own_part
 from common.variant import Capture, Unsupported
 from common.your_step.compiled import CompiledModules
-from common.your_step.state import StepState, copy_batch, static_copy
+from common.your_step.parts import copy_batch, static_copy, tensors_in
+from common.your_step.state import StepState
 
 
 @variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
@@ -42,8 +43,7 @@ class GraphedStep:
         """Return (graph, what it reads, its loss, calls that follow a replay) for the shape of batch `index`."""
         self.state.reset()
         static = static_copy(self.state.batch(index), self.state.device)
-        tensors = [leaf for leaf in tree_leaves(static) if isinstance(leaf, torch.Tensor)]
-        graph, loss = self.pool.capture(lambda: self.trace(static), tensors)
+        graph, loss = self.pool.capture(lambda: self.trace(static), tensors_in(static))
         return graph, static, loss, []
 
     def trace(self, static):

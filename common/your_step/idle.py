@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of
+from common.your_step.parts import hooked, is_inside, named_parts
 
 _MODULE, _STEP = "module ", "whole step"
 _NODE = "autograd::engine::evaluate_function"
@@ -35,7 +36,7 @@ class Idle:
 
     def inside(self, path: str) -> float:
         """Return the share of a module and those inside of it."""
-        return sum(own for name, own in self.of_modules.items() if name == path or name.startswith(f"{path}."))
+        return sum(own for name, own in self.of_modules.items() if is_inside(name, path))
 
 
 def measured(state) -> Idle | None:
@@ -56,51 +57,29 @@ def profiled(state) -> list[dict]:
     kinds = torch.profiler.ProfilerActivity
     on_gpu = state.device.type == "cuda"
     state.reset()
-    names = _Names(state.modules)
-    try:
-        with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])]) as profiler:
-            # The first step under the profiler is slower.
-            for index in range(2):
-                with torch.profiler.record_function(_STEP):
-                    state.step(state.batch(index))
-                if on_gpu:
-                    torch.cuda.synchronize()
-    finally:
-        names.remove()
+    opened: list = []
+
+    def enter(name):
+        opened.append(torch.profiler.record_function(_MODULE + name))
+        opened[-1].__enter__()
+
+    def leave(*_):
+        opened.pop().__exit__(None, None, None)
+
+    profiler = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
+    with hooked(named_parts(state.modules), leave, enter), profiler:
+        # The first step under the profiler is slower.
+        for index in range(2):
+            with torch.profiler.record_function(_STEP):
+                state.step(state.batch(index))
+            if on_gpu:
+                torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     begins = [event["ts"] for event in events if event.get("name") == _STEP and event.get("cat") == "user_annotation"]
     return [event for event in events if event.get("ph") == "X" and event["ts"] >= max(begins)]
-
-
-class _Names:
-    """Ranges of the profiler around the forward of each module."""
-
-    def __init__(self, modules):
-        self._open: list = []
-        self._handles = [
-            handle
-            for module in modules
-            for name, part in module.named_modules()
-            if name
-            for handle in (part.register_forward_pre_hook(self._enter(name)), part.register_forward_hook(self._leave))
-        ]
-
-    def remove(self):
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, name):
-        def hook(module, args):
-            self._open.append(torch.profiler.record_function(_MODULE + name))
-            self._open[-1].__enter__()
-
-        return hook
-
-    def _leave(self, module, args, output):
-        self._open.pop().__exit__(None, None, None)
 
 
 def idle_of(events: list[dict]) -> Idle | None:

@@ -4,14 +4,15 @@ One more training tells causes apart: the step runs eagerly on the copies of bat
 training differs from eager as well, the copies are wrong, and not the capture.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from common.your_step.state import StepState, copy_batch, static_copy
+from common.your_step.parts import copy_batch, hooked, named_parts, static_copy, tensors_in
+from common.your_step.state import StepState
 
 # Of all memory, for copies of the state.
 MOST_SHARE = 0.25
@@ -111,56 +112,40 @@ def through_copies(state: StepState) -> Callable[[int], None]:
     return make_step
 
 
-class Outputs:
-    """The outputs of modules, kept as they are: in a capture, these are what each replay fills.
+@contextlib.contextmanager
+def keeping_outputs(state: StepState):
+    """Within it, the outputs of modules in the last call of `state.step` are kept as they are, with the modules' names.
 
-    Args:
-        modules: that are looked into.
+    In a capture these are what each replay fills.
     """
+    kept: list[tuple[str, list[torch.Tensor]]] = []
+    original, several = state.step, len(state.modules) > 1
+    named = {
+        f"{type(each).__name__}.{path}" if several else path: part
+        for each in state.modules
+        for path, part in named_parts([each])
+    }
 
-    def __init__(self, modules: list[torch.nn.Module]):
-        several = len(modules) > 1
-        self._named = {
-            f"{type(each).__name__}.{path}" if several else path: part
-            for each in modules
-            for path, part in each.named_modules()
-            if path
-        }
-        self.calls: list[tuple[str, list[torch.Tensor]]] = []
+    def keep(name, module, args, kwargs, output):
+        kept.append((name, tensors_in(output)))
 
-    def __enter__(self):
-        self._handles = [part.register_forward_hook(self._keeping(name)) for name, part in self._named.items()]
-        return self
+    def cleared(batch):
+        kept.clear()
+        return original(batch)
 
-    def __exit__(self, *_):
-        for handle in self._handles:
-            handle.remove()
-
-    def _keeping(self, name):
-        def hook(module, args, output):
-            self.calls.append((name, [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]))
-
-        return hook
-
-    def kept_of(self, step: Callable) -> Callable:
-        """Return the step, of whose last call alone the outputs are kept."""
-
-        def cleared(batch):
-            self.calls.clear()
-            return step(batch)
-
-        return cleared
-
-    def copies(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """Return (module, copies of its outputs) in the order of the calls."""
-        return [(name, [tensor.detach().clone() for tensor in tensors]) for name, tensors in self.calls]
+    state.step = cleared
+    try:
+        with hooked(named.items(), keep):
+            yield kept
+    finally:
+        state.step = original
 
 
 def first_module(eager: list, graph: list) -> str:
     """Return the module whose outputs differ first, inner modules before those around them; "" where none does.
 
     Args:
-        eager: of Outputs.copies.
+        eager: (module, its outputs) in the order of the calls.
         graph: the same of a replay of that step.
     """
     for (name, wanted), (other, found) in zip(eager, graph, strict=False):

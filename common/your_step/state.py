@@ -3,13 +3,13 @@
 import time
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from common import variant as variants
 from common.capture.pool import CaptureError
 from common.measuring import marks
 from common.training.snapshot import Snapshot
 from common.your_step import step_file, user_file
+from common.your_step.parts import signature_of, tensors_in
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3
@@ -141,32 +141,11 @@ class StepState:
         return self.classes[index % len(self.classes)]
 
 
-def signature_of(batch) -> tuple:
-    """Return what a graph holds of a batch: shapes, dtypes and strides of tensors, and values that are no tensors."""
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in tree_leaves(batch)
-    )
-
-
-def static_copy(batch, device: torch.device):
-    """Return the batch with copies of its tensors on the device, which a graph reads."""
-    return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-
-def copy_batch(static, batch) -> None:
-    """Copy a batch of the same shapes into the tensors that a graph reads."""
-    for own, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
-        if isinstance(own, torch.Tensor):
-            own.copy_(leaf, non_blocking=True)
-
-
 def marked(layers):
     """Return hooks that mark the end of each layer, forward and backward: places where the queue may be drained."""
 
     def hook(module, args, output):
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        marks.mark(tensors[0] if tensors else None)
+        marks.mark(next(iter(tensors_in(output)), None))
 
     return [layer.register_forward_hook(hook) for layer in layers]
 

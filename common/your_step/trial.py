@@ -164,28 +164,24 @@ class Trial:
         state = self.state
         if not isinstance(state, StepState) or ranks.several():
             return ""  # a variant of a model does not call state.step, and one rank alone makes no steps
-        original = state.step
         # Outputs that are kept lie where nothing else does: so this is a graph of its own, of the step that differs.
-        with parity.Outputs(state.modules) as outputs:
-            state.step = outputs.kept_of(original)
+        with parity.keeping_outputs(state) as kept:
             try:
-                eager = self._outputs_after(step, state.train, outputs)
+                eager = self._outputs_after(step, state.train, kept)
                 variant = make(state)
                 try:
-                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, outputs)
+                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, kept)
                 finally:
                     variant.close()
             except (CaptureError, torch.OutOfMemoryError):
                 return ""
-            finally:
-                state.step = original
         if not graph:
             return ""
         name = parity.first_module(eager, graph)
         return f"; the outputs of {name} differ first" if name else "; the outputs of all modules are eager's there"
 
-    def _outputs_after(self, step, make_step, outputs):
+    def _outputs_after(self, step, make_step, kept):
         self.state.reset()
         for index in range(step + 1):
             make_step(index)
-        return outputs.copies()
+        return [(name, [tensor.detach().clone() for tensor in tensors]) for name, tensors in kept]

@@ -5,10 +5,10 @@ Fresh memory often holds zeros. In a graph it holds what the graph's other kerne
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.capture.host_graph_rules import ALLOCATIONS
 from common.your_step import ranks
+from common.your_step.parts import tensors_in
 from common.your_step.place import Place, place_of_call
 
 
@@ -37,7 +37,7 @@ def filled_with_zeros() -> TorchDispatchMode:
 
 def _has_nan(state, loss) -> bool:
     tensors = [tensor for _, tensor in state.snapshot.tensors]
-    return any(_nan(leaf) for leaf in tree_leaves((loss, tensors)) if isinstance(leaf, torch.Tensor))
+    return any(map(_nan, tensors_in((loss, tensors))))
 
 
 def _nan(tensor) -> bool:
@@ -68,16 +68,12 @@ class _Filled(TorchDispatchMode):
         return result
 
     def _look(self, func, args, kwargs, result):
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_allocated(leaf)]
-        if not read:
-            return
-        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if any(not self._is_allocated(leaf) and _nan(leaf) for leaf in given):
+        read = list(filter(self._is_allocated, tensors_in((args, kwargs))))
+        if read and any(not self._is_allocated(tensor) and _nan(tensor) for tensor in tensors_in(result)):
             place, _ = self._allocated[read[0].untyped_storage()._cdata]
             name = str(func).removesuffix(".default")
             evidence = f"{name} at {place_of_call().own} reads memory that was allocated here and not written"
             self.found = place, evidence
 
-    def _is_allocated(self, leaf):
-        strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-        return strided and leaf.untyped_storage()._cdata in self._allocated
+    def _is_allocated(self, tensor):
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._allocated

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from common.your_step.parts import tensors_in
 from common.your_step.step_file import split
 
 FIRST_STEP_LIMIT_S = 60.0
@@ -93,7 +94,7 @@ def _checked(made, name, device):
         if hidden is not None:
             text = f"batch {index} has a {type(hidden).__name__}, whose tensors a graph's copy of the batch would miss"
             raise ValueError(f"{name}: {text}: make it a dict, a list or a tuple")
-        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)):
+        if not tensors_in(batch):
             raise ValueError(f"{name}: batch {index} has no tensor; a batch is a tensor or a nest of tensors")
     owned = list(owned) if isinstance(owned, (list, tuple)) else [owned]
     for each in owned:
@@ -111,7 +112,7 @@ def _hides_tensors(leaf) -> bool:
         return False
     inner = list(getattr(leaf, "__dict__", {}).values())
     inner += [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ()) if isinstance(name, str)]
-    return any(isinstance(each, torch.Tensor) for each in tree_leaves(inner))
+    return bool(tensors_in(inner))
 
 
 def _short(value):

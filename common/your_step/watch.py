@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
 from common.training.snapshot import storage_id, storage_of
+from common.your_step.parts import hooked, named_parts, tensors_in
 from common.your_step.place import Place, place_of_call
 from common.your_step.streams import StreamWatch
 
@@ -130,7 +131,7 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
         modules: those whose running parts are to be named.
         is_capturing: the answer to a step that asks whether the current stream captures.
     """
-    watcher = _Watcher(modules)
+    watcher = _Watcher()
     has_gpu = torch.cuda.is_available()
     patches = [
         (owner, name, watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason))
@@ -146,7 +147,8 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
             torch.cuda.set_sync_debug_mode("warn")
         try:
             opened = marks.opening_sections(watcher.section)
-            with opened, watcher.hooks(), _Functions(watcher), _Operators(watcher):
+            hooks = hooked(named_parts(modules), watcher.left, watcher.stack.append)
+            with opened, hooks, _Functions(watcher), _Operators(watcher):
                 step(batch)
         finally:
             if has_gpu:
@@ -174,14 +176,15 @@ class _patched:
 
 
 class _Watcher:
-    def __init__(self, modules):
-        self.found, self.stack, self.modules = Watched(), [], modules
+    def __init__(self):
+        self.found, self.stack = Watched(), []
         # Inside of a call that was noted, or in a part of the step that no graph holds.
         self.is_inside = self.is_on_host = self.stores_number = False
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
-    def hooks(self):
-        return _ModuleStack(self.modules, self.stack)
+    def left(self, *_):
+        if self.stack:
+            self.stack.pop()
 
     def place(self, has_callers=False) -> Place:
         return place_of_call(".".join(self.stack[-1:]), has_callers)
@@ -292,7 +295,8 @@ class _Operators(TorchDispatchMode):
                 found.exchanged.add(storage_id(leaf))
             if isinstance(leaf, torch.Generator):
                 found.generators.setdefault(id(leaf), (leaf, place))
-        outside = tuple(_outside(leaf, found) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        given = tensors_in(leaves)
+        outside = tuple(_outside(tensor, found) for tensor in given)
         if func._schema.name == "aten::lift_fresh":
             found.from_host.add(storage_id(args[0]))
         for tensor in () if is_exchange else _written(func, args, kwargs):
@@ -301,12 +305,11 @@ class _Operators(TorchDispatchMode):
                 found.written.setdefault(address, place)
         result = func(*args, **kwargs)
         self._note_copy(func, args, result, place)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        given = {storage_id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        tensors, taken = tensors_in(result), {storage_id(tensor) for tensor in given}
         for tensor in tensors:
             address = storage_id(tensor)
             # Not a view: this operator has made the storage, if perhaps where an earlier one was.
-            if address is not None and address not in found.kept and address not in given:
+            if address is not None and address not in found.kept and address not in taken:
                 found.made[address] = place
         numbers = tuple(leaf for leaf in leaves if isinstance(leaf, (int, float, complex)))
         found.operators.append(Operator(str(func), tuple(map(_shape, tensors)), numbers, outside, place))
@@ -357,13 +360,8 @@ def _written(func, args, kwargs) -> list[torch.Tensor]:
     if not func._schema.is_mutable:
         return []
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return [
-        leaf
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_leaves(values.get(argument.name))
-        if isinstance(leaf, torch.Tensor)
-    ]
+    aliases = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return tensors_in([values.get(name) for name, alias in aliases if alias is not None and alias.is_write])
 
 
 def _outside(tensor, found) -> int | None:
@@ -372,29 +370,3 @@ def _outside(tensor, found) -> int | None:
         return None
     found.kept.setdefault(address, storage_of(tensor))
     return address
-
-
-class _ModuleStack:
-    """The names of the modules whose forward runs, kept by hooks."""
-
-    def __init__(self, modules, stack):
-        self._handles, self._stack = [], stack
-        self._named = [(name, module) for each in modules for name, module in each.named_modules()]
-
-    def __enter__(self):
-        for name, module in self._named:
-            if name:
-                self._handles.append(module.register_forward_pre_hook(self._push(name)))
-                self._handles.append(module.register_forward_hook(self._pop))
-        return self
-
-    def __exit__(self, *_):
-        for handle in self._handles:
-            handle.remove()
-
-    def _push(self, name):
-        return lambda module, args: self._stack.append(name)
-
-    def _pop(self, module, args, output):
-        if self._stack:
-            self._stack.pop()
