@@ -29,7 +29,7 @@ from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_fi
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep
-from common.your_step.parts import is_inside
+from common.your_step.parts import has_several_ranks, is_inside
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
 from common.your_step.uninitialised import filled_with_zeros
@@ -189,7 +189,7 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         found.pace = own.text() if own else ""
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
-        if ranks.several():
+        if has_several_ranks():
             found.findings = ranks.merged(found.findings) + ranks.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in found.findings)
         if any(finding.level == STOPS for finding in found.findings):
@@ -247,7 +247,7 @@ def _is_explained(findings, of_graph):
 def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
     """Find the smallest modules that fail alone, and the largest ones that do not and that keep their shapes."""
     on_gpu = state.device.type == "cuda"
-    if ranks.several() or (on_gpu and not state.text):
+    if has_several_ranks() or (on_gpu and not state.text):
         return  # a child process can build neither a rank nor a model of the suite
     found.alone = bisect.alone(state, in_children=on_gpu)
     bad = {refused.place.module for refused in steps[0].refused if refused.place.module} | found.alone.bad

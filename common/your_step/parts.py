@@ -44,6 +44,11 @@ def named_parts(modules: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Modu
     return [(name, part) for module in modules for name, part in module.named_modules() if name]
 
 
+def has_several_ranks() -> bool:
+    """Return whether this process is one of several ranks."""
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 @contextlib.contextmanager
 def hooked(named: Iterable[tuple[str, torch.nn.Module]], after: Callable, before: Callable | None = None):
     """Within it, before(name) and after(name, module, args, kwargs, output) are called around each forward."""

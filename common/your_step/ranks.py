@@ -7,7 +7,7 @@ ranks. Without a process group every function here answers for the one process.
 from dataclasses import replace
 from typing import TypeVar
 
-from common.training.parallel.host_messages import is_distributed, of_all_ranks
+from common.training.parallel.host_messages import of_all_ranks
 from common.your_step import compare
 from common.your_step.findings import NOTE, SLOW, STOPS, Finding
 from common.your_step.parts import signature_of
@@ -17,11 +17,6 @@ from common.your_step.watch import Watched, is_collective
 
 KIND = "ranks differ"
 T = TypeVar("T")
-
-
-def several() -> bool:
-    """Return whether there are several ranks."""
-    return is_distributed() and len(of_all_ranks(None)) > 1
 
 
 def first(value: T) -> T:

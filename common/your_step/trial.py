@@ -15,6 +15,7 @@ from common.capture.pool import CaptureError
 from common.your_step import parity, ranks
 from common.your_step.errors import explained
 from common.your_step.findings import STOPS, WRONG, Finding
+from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState, lacks_deterministic_kernel
 
 EQUAL = "trains as eager does"
@@ -162,7 +163,7 @@ class Trial:
     def _module(self, make, step) -> str:
         """The module whose outputs differ first in the first step that differs, in words."""
         state = self.state
-        if not isinstance(state, StepState) or ranks.several():
+        if not isinstance(state, StepState) or has_several_ranks():
             return ""  # a variant of a model does not call state.step, and one rank alone makes no steps
         # Outputs that are kept lie where nothing else does: so this is a graph of its own, of the step that differs.
         with parity.keeping_outputs(state) as kept:

@@ -9,6 +9,7 @@ import contextlib
 import threading
 import warnings
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
 from common.training.snapshot import storage_id, storage_of
-from common.your_step.parts import hooked, named_parts, tensors_in
+from common.your_step.parts import has_several_ranks, hooked, named_parts, tensors_in
 from common.your_step.place import Place, place_of_call
 from common.your_step.streams import StreamWatch
 
@@ -43,8 +44,8 @@ KINDS = {
 }
 
 
-def calls_of_gpu() -> list:
-    """Return (owner, name, reason) of the calls that only a GPU knows, beside those of host graphs."""
+def _calls_of_gpu() -> list:
+    """(owner, name, reason) of the calls that only a GPU knows, beside those of host graphs."""
     stream, event = torch.cuda.Stream, torch.cuda.Event
     return [
         (torch.cuda, "synchronize", WAITS),
@@ -133,46 +134,26 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
     """
     watcher = _Watcher()
     has_gpu = torch.cuda.is_available()
-    patches = [
-        (owner, name, watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason))
-        for owner, name, reason in rules.PATCHED + (calls_of_gpu() if has_gpu else [])
-    ]
-    patches.append((torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
-    for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
-        patches.append((owner, name, watcher.starting(getattr(owner, name))))
-    with _patched(patches), watcher.streams, warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        for owner, name, reason in rules.PATCHED + (_calls_of_gpu() if has_gpu else []):
+            note = watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason)
+            stack.enter_context(mock.patch.object(owner, name, note))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
+        for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
+            stack.enter_context(mock.patch.object(owner, name, watcher.starting(getattr(owner, name))))
+        stack.enter_context(watcher.streams)
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
         warnings.showwarning = watcher.warned
         if has_gpu:
             torch.cuda.set_sync_debug_mode("warn")
-        try:
-            opened = marks.opening_sections(watcher.section)
-            hooks = hooked(named_parts(modules), watcher.left, watcher.stack.append)
-            with opened, hooks, _Functions(watcher), _Operators(watcher):
-                step(batch)
-        finally:
-            if has_gpu:
-                torch.cuda.set_sync_debug_mode("default")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        stack.enter_context(marks.opening_sections(watcher.section))
+        stack.enter_context(hooked(named_parts(modules), watcher.left, watcher.stack.append))
+        with _Functions(watcher), _Operators(watcher):
+            step(batch)
     watcher.found.unjoined = watcher.streams.unjoined()
     return watcher.found
-
-
-class _patched:
-    """Within it, attributes of modules and classes are others."""
-
-    def __init__(self, patches):
-        self._patches = [(owner, name, new, vars(owner).get(name)) for owner, name, new in patches]
-
-    def __enter__(self):
-        for owner, name, new, _ in self._patches:
-            setattr(owner, name, new)
-
-    def __exit__(self, *_):
-        for owner, name, _, original in reversed(self._patches):
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 class _Watcher:
@@ -193,25 +174,24 @@ class _Watcher:
         self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
 
     @contextlib.contextmanager
-    def section(self, name):
-        before = self.is_inside, self.is_on_host
-        if name in marks.ON_HOST:
-            self.is_inside = self.is_on_host = True
+    def flagged(self, **flags):
+        before = {name: getattr(self, name) for name in flags}
+        vars(self).update(flags)
         try:
             yield
         finally:
-            self.is_inside, self.is_on_host = before
+            vars(self).update(before)
+
+    def section(self, name):
+        return self.flagged(is_inside=True, is_on_host=True) if name in marks.ON_HOST else contextlib.nullcontext()
 
     def noting(self, original, name, reason):
         def note(*args, **kwargs):
             if self.is_inside or _is_for_host(reason, args):
                 return original(*args, **kwargs)
             self.refuse(name, reason)
-            self.is_inside = True
-            try:
+            with self.flagged(is_inside=True):
                 return original(*args, **kwargs)
-            finally:
-                self.is_inside = False
 
         return note
 
@@ -248,21 +228,11 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         watcher = self.watcher
-        name, reason = rules.FORBIDDEN_FUNCTIONS.get(func, ("", ""))
-        if reason and not watcher.is_inside and not _is_for_host(reason, args):
-            watcher.refuse(name, reason)
-            watcher.is_inside = True
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                watcher.is_inside = False
-        if func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex)):
-            watcher.stores_number = True
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                watcher.stores_number = False
-        return func(*args, **(kwargs or {}))
+        if func in rules.FORBIDDEN_FUNCTIONS:
+            func = watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])
+        is_store = func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex))
+        with watcher.flagged(stores_number=True) if is_store else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):
@@ -280,7 +250,7 @@ class _Operators(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         is_exchange = is_collective(str(func))
         reason = rules.reason_against(func, args, kwargs)
-        if is_exchange and (_num_ranks() > 1 or any(map(_is_cuda, leaves))):
+        if is_exchange and (has_several_ranks() or any(map(_is_cuda, leaves))):
             reason = None  # NCCL's are captured, and several ranks of a CPU stand for GPUs
         if func is torch.ops.aten.set_.source_Storage and storage_id(args[0]) in found.made:
             reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
@@ -312,7 +282,8 @@ class _Operators(TorchDispatchMode):
             if address is not None and address not in found.kept and address not in taken:
                 found.made[address] = place
         numbers = tuple(leaf for leaf in leaves if isinstance(leaf, (int, float, complex)))
-        found.operators.append(Operator(str(func), tuple(map(_shape, tensors)), numbers, outside, place))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        found.operators.append(Operator(str(func), shapes, numbers, outside, place))
         return result
 
     def _note_copy(self, func, args, result, place):
@@ -335,24 +306,12 @@ def _is_for_host(reason, values) -> bool:
 
 
 def is_collective(name: str) -> bool:
-    """Return whether an operator is one of torch.distributed or of this repository's collectives.
-
-    Args:
-        name: such as c10d.allreduce_.default.
-    """
+    """Return whether an operator, such as c10d.allreduce_.default, is a collective."""
     return name.partition(".")[0] in _COLLECTIVES
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _is_cuda(leaf):
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
-
-
-def _shape(tensor):
-    return tuple(tensor.shape)
 
 
 def _written(func, args, kwargs) -> list[torch.Tensor]:
