@@ -71,12 +71,7 @@ class Alone:
 
 
 def alone(state: StepState, in_children: bool) -> Alone:
-    """Capture the modules of a step one by one.
-
-    Args:
-        state: of the step. It is put back to its start.
-        in_children: in child processes, which build the step anew.
-    """
+    """Capture the modules of a step one by one, here or in child processes, which build the step anew."""
     results: dict[str, str | None] = {}
     trouble = ""
     try:
@@ -101,12 +96,7 @@ def alone(state: StepState, in_children: bool) -> Alone:
 
 
 def folded(calls: list[Call], results: dict[str, str | None]) -> Alone:
-    """Return what the results of trials come to.
-
-    Args:
-        calls: of the modules, inner ones before those around them.
-        results: path -> the failure's message, "" where there was none, None where the module does not run alone.
-    """
+    """Return what the results of trials come to: path -> message, "" for no failure, None for no run alone."""
     known = {call.key: call.path for call in reversed(calls) if call.path in results}
     bad_parts: set[int] = set()
     found = Alone()
@@ -213,18 +203,13 @@ def _of_children(step: str, path: Path) -> tuple[dict[str, str | None], str]:
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
             said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
         except subprocess.TimeoutExpired:
-            with path.open("a") as file:
-                file.writelines(json.dumps({"path": each, "failed": None}) + "\n" for each in _unfinished(path))
-            break
+            found = _read(path)
+            # The module at which the child was stopped counts as not tried.
+            return found | {each: None for each, failed in list(found.items())[-1:] if failed == ENDED}, said
         # A child that has told nothing cannot build the step beside this process, as for want of memory.
         if done.returncode == 0 or not path.is_file() or path.stat().st_size == before:
             break
     return _read(path), said
-
-
-def _unfinished(path: Path) -> list[str]:
-    """The module at which a child was stopped."""
-    return [each for each, failed in list(_read(path).items())[-1:] if failed == ENDED]
 
 
 def _read(path: Path) -> dict[str, str | None]:

@@ -13,12 +13,12 @@ import torch
 
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.snapshot import storage_id
-from common.your_step import compare, host_values, memory, ranks, user_file
+from common.your_step import compare, host_values, memory, ranks
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.parts import tensors_in
 from common.your_step.place import Place
 from common.your_step.source import Source
-from common.your_step.state import StepState
+from common.your_step.state import StepState, errors_with_lines
 from common.your_step.uninitialised import read_before_written
 from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
 
@@ -32,8 +32,7 @@ _WARNINGS = (("AccumulateGrad node's stream does not match", "gradient stream"),
 class EagerSteps:
     """Eager steps under watch, and what the host held before and after each.
 
-    Args:
-        state: of the step. It is at its start afterwards, but for what was not handed over.
+    The state is at its start afterwards, but for what was not handed over.
     """
 
     # Kinds that are harmless where a graph's numbers are eager's.
@@ -72,14 +71,8 @@ class EagerSteps:
         return self.watched[0]
 
     def _step(self, index, is_capturing=False) -> Watched:
-        state = self.state
-        try:
-            return watch(state.step, state.batch(index), state.modules, is_capturing)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            where = user_file.where(error, state.path)
-            raise ValueError(f"{where}: the step raised {user_file.said(error)}") from error
+        with errors_with_lines(self.state.path):
+            return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing)
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)

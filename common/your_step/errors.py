@@ -174,12 +174,7 @@ _KNOWN = (
 
 
 def explained(message: str, reason: str = "") -> tuple[str, str]:
-    """Return (cause, what to do) for a failed capture; two empty texts for an unknown one.
-
-    Args:
-        message: of a CaptureError or of torch.
-        reason: of a CaptureError.
-    """
+    """Return (cause, what to do) for the message and the reason of a failed capture; two empty texts if unknown."""
     if reason in _OF_RULES:
         return _OF_RULES[reason]
     for pattern, cause, remedy in _KNOWN:

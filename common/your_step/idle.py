@@ -40,20 +40,12 @@ class Idle:
 
 
 def measured(state) -> Idle | None:
-    """Return the shares of an eager step; None on a CPU, where nothing waits.
-
-    Args:
-        state: a StepState. It is changed by a step.
-    """
+    """Return the shares of an eager step, which changes the state; None on a CPU, where nothing waits."""
     return idle_of(profiled(state)) if state.device.type == "cuda" else None
 
 
 def profiled(state) -> list[dict]:
-    """Return the events, as of a Chrome trace, of one eager step whose modules are named.
-
-    Args:
-        state: a StepState. It is changed by two steps.
-    """
+    """Make two steps; return the events, as of a Chrome trace, of the second one, whose modules are named."""
     kinds = torch.profiler.ProfilerActivity
     on_gpu = state.device.type == "cuda"
     state.reset()
@@ -83,11 +75,7 @@ def profiled(state) -> list[dict]:
 
 
 def idle_of(events: list[dict]) -> Idle | None:
-    """Return the shares of a step from its events; None where no kernel ran.
-
-    Args:
-        events: of `profiled`.
-    """
+    """Return the shares of a step from the events of `profiled`; None where no kernel ran."""
     calls = {correlation_of(event): event for event in events if event.get("cat") in HOST_CALLS}
     work = sorted((event for event in events if event.get("cat") in GPU_WORK), key=lambda event: event["ts"])
     if not work:
@@ -105,11 +93,7 @@ def idle_of(events: list[dict]) -> Idle | None:
 
 
 class Owners:
-    """The innermost module at each moment of a host thread.
-
-    Args:
-        events: of `profiled`.
-    """
+    """The innermost module at each moment of a host thread, from the events of `profiled`."""
 
     def __init__(self, events: list[dict]):
         self._modules = _Spans(

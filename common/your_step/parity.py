@@ -42,12 +42,7 @@ class Difference:
 
 
 def course(state: StepState, make_step: Callable[[int], None]) -> Course:
-    """Train from the start.
-
-    Args:
-        state: of the step.
-        make_step: trains on the batch of an index.
-    """
+    """Train from the start; make_step(index) trains on a batch."""
     state.reset()
     (kept, device), states = _kept(state), []
     for index in range(state.parity_steps):
@@ -76,14 +71,7 @@ def scatter(eager: Course, again: Course) -> float:
 
 
 def difference(eager: Course, again: Course, other: Course, names: list[str]) -> Difference | None:
-    """Return where another training leaves two eager ones by more than these scatter.
-
-    Args:
-        eager: the reference.
-        again: a second one.
-        other: the training to judge.
-        names: of the tensors of the state.
-    """
+    """Return where another training leaves two eager ones by more than these scatter; names are the tensors'."""
     allowed = max(2 * scatter(eager, again), _ROUNDING)
     for index, loss in enumerate(eager.losses):
         place = eager.steps.index(index) if index in eager.steps else None
@@ -142,12 +130,7 @@ def keeping_outputs(state: StepState):
 
 
 def first_module(eager: list, graph: list) -> str:
-    """Return the module whose outputs differ first, inner modules before those around them; "" where none does.
-
-    Args:
-        eager: (module, its outputs) in the order of the calls.
-        graph: the same of a replay of that step.
-    """
+    """Return the module whose outputs differ first, inner modules before those around them; "" where none does."""
     for (name, wanted), (other, found) in zip(eager, graph, strict=False):
         if name != other or len(wanted) != len(found):
             return name

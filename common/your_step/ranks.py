@@ -42,12 +42,7 @@ def _named(ranks: list[int], finding: Finding, number: int) -> Finding:
 
 
 def parting(state: StepState, step: Watched) -> list[Finding]:
-    """Return findings where ranks have other batches, call other collectives or run other operators.
-
-    Args:
-        state: of the step.
-        step: its first step under watch.
-    """
+    """Return findings where ranks have other batches, call other collectives or run other operators."""
     source = Source(state.path)
     batches = of_all_ranks([_told(batch) for batch in state.batches])
     collectives = of_all_ranks([each for each in step.operators if is_collective(each.name)])

@@ -7,11 +7,7 @@ _CHANGING = ("append", "add", "pop", "update", "extend", "insert", "clear", "rem
 
 
 class Source:
-    """A file of the user's code.
-
-    Args:
-        path: of the file.
-    """
+    """A file of the user's code."""
 
     def __init__(self, path: Path):
         self.path = path

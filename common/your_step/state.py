@@ -1,6 +1,8 @@
 """The state of a step that somebody hands over: its batches, what it changes, and the losses that it gave."""
 
+import contextlib
 import time
+from pathlib import Path
 
 import torch
 
@@ -20,12 +22,7 @@ NUM_LOSSES = 4096
 
 
 class StepState:
-    """See `common.variant.State`.
-
-    Args:
-        text: FILE.py:FUNCTION of the step.
-        device: that it runs on.
-        prog: name of the program, for messages.
+    """The state of the step that FILE.py:FUNCTION names; messages name the program.
 
     Raises:
         ValueError: the file cannot be used, its step raises, or gives no loss.
@@ -41,7 +38,7 @@ class StepState:
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device
         self.path = step_file.split(text)[0]
-        with user_file.Watchdog(prog):
+        with user_file.watchdog(prog):
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
             self.losses: dict[int, torch.Tensor | float] = {}
@@ -80,20 +77,9 @@ class StepState:
         return self.batches[index % len(self.batches)]
 
     def train(self, index: int) -> None:
-        """Train on batch `index` as the file does.
-
-        Raises:
-            ValueError: the step raises; the text has the line of the user's file.
-        """
-        batch = self.batch(index)
-        try:
-            loss = self.step(batch)
-        except (CaptureError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if lacks_deterministic_kernel(error):
-                raise
-            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
+        """Train on batch `index` as the file does."""
+        with errors_with_lines(self.path):
+            loss = self.step(self.batch(index))
         self.keep_loss(index, loss)
 
     def marked_train(self, index: int) -> None:
@@ -104,18 +90,16 @@ class StepState:
             hook.remove()
 
     def keep_loss(self, index: int, loss) -> None:
-        """Remember the loss of a step without waiting for the device.
-
-        Raises:
-            ValueError: it is neither a tensor of one element nor a number.
-        """
+        """Remember the loss of a step, a tensor of one element or a number, without waiting for the device."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # What a graph returned, the next replay overwrites.
             self.losses[index % NUM_LOSSES] = loss.detach().clone()
         elif isinstance(loss, (int, float)):
             self.losses[index % NUM_LOSSES] = float(loss)
         else:
-            raise ValueError(f"{self.path.name}: the step returned a {_kind(loss)}; it has to return its loss")
+            is_tensor = isinstance(loss, torch.Tensor)
+            kind = f"tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+            raise ValueError(f"{self.path.name}: the step returned a {kind}; it has to return its loss")
 
     # --- what a run asks of a state
 
@@ -157,10 +141,17 @@ def _layers(modules):
     return inner or [child for module in modules for child in module.children()]
 
 
-def _kind(value):
-    if isinstance(value, torch.Tensor):
-        return f"tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
+@contextlib.contextmanager
+def errors_with_lines(path: Path):
+    """Within it, what a user's step raises is a ValueError with the line of the file, but for captures and memory."""
+    try:
+        yield
+    except (CaptureError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if lacks_deterministic_kernel(error):
+            raise
+        raise ValueError(f"{user_file.where(error, path)}: the step raised {user_file.said(error)}") from error
 
 
 def lacks_deterministic_kernel(error: BaseException) -> bool:

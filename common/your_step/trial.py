@@ -44,7 +44,6 @@ class Trial:
     """Graphs of a step beside two eager trainings.
 
     Args:
-        state: of the step.
         changes_host: the step changes what a reset does not put back, so that trainings differ for that reason.
         is_exact: kernels give the same bits each time.
         reference: the eager step of an index; the state's own unless told.
@@ -63,12 +62,7 @@ class Trial:
         self._eager: list[parity.Course] = []
 
     def of(self, make, obstacles: list[Finding]) -> Outcome:
-        """Return how a variant goes.
-
-        Args:
-            make: make(state) captures it.
-            obstacles: findings for which it is not tried.
-        """
+        """Return how a variant goes that make(state) captures, unless obstacles are known."""
         state = self.state
         if obstacles:
             return Outcome(f"not tried: {obstacles[0].kind} at {obstacles[0].where}")
@@ -83,10 +77,10 @@ class Trial:
         finally:
             state.reset()
         failed = ranks.first(failed)
-        if failed or variant is None:
+        if failed:
             if variant is not None:
                 variant.close()
-            return failed or Outcome("not possible")
+            return failed
         try:
             variants.enter(variant)
             return self._judged(make, variant)

@@ -13,12 +13,7 @@ from common.your_step.place import Place, place_of_call
 
 
 def read_before_written(state, index: int) -> tuple[Place, str] | None:
-    """Return (place of the allocation, evidence), or None where the step's result does not depend on such memory.
-
-    Args:
-        state: a StepState. It is changed by two steps.
-        index: of the batch.
-    """
+    """Make two steps on a batch; return (place of the allocation, evidence), None where no result depends on it."""
     state.reset()
     with filled_with_zeros():
         if ranks.first(_has_nan(state, state.step(state.batch(index)))):

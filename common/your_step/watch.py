@@ -124,13 +124,9 @@ class Watched:
 
 
 def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
-    """Make one step eagerly and note what it does.
+    """Make one step eagerly and note what it does, with the running parts of modules.
 
-    Args:
-        step: step(batch).
-        batch: of the step.
-        modules: those whose running parts are to be named.
-        is_capturing: the answer to a step that asks whether the current stream captures.
+    A step that asks whether the current stream captures gets `is_capturing`.
     """
     watcher = _Watcher()
     has_gpu = torch.cuda.is_available()
