@@ -33,7 +33,7 @@ from common.your_step.graphs import GraphedForwardBackward, GraphedStep
 from common.your_step.parts import has_several_ranks, is_inside
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
-from common.your_step.uninitialised import filled_with_zeros
+from common.your_step.uninitialised import Filled
 from common.your_step.watch import Watched
 
 __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
@@ -137,7 +137,7 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
         ValueError: the file cannot be used, or its step fails eagerly.
     """
     prepare(device)
-    with filled_with_zeros():
+    with Filled(0.0):
         state = StepState(text, device, "the doctor")
     minutes = NUM_STEPS_IN_ALL * state.step_s / 60
     if minutes > 1 and os.environ.get("RANK", "0") == "0":
@@ -174,13 +174,15 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
             _bisect(state, found, eager.watched)
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
+    levels = {finding.level for finding in found.findings}
     found.whole_is_right = WHOLE in graphs and outcomes[0].is_equal
     if found.whole_is_right or (WHOLE not in graphs and any(outcome.is_equal for outcome in outcomes)):
         # Its numbers are eager's: what changes on the host does not matter.
         noted = _HARMLESS if state.text else ()
         found.findings = [replace(each, level=NOTE) if each.kind in noted else each for each in found.findings]
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
-    elif failed and not _is_explained(found.findings, failed[0]):
+    elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
+        # The findings do not explain it.
         found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
     found.findings = ordered(found.findings)
     return found
@@ -202,12 +204,6 @@ def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
         # Two eager trainings say how much is noise.
         found = outcomes(is_exact=False)
     return found
-
-
-def _is_explained(findings, of_graph):
-    """Say whether a failed capture, or wrong numbers, have their cause among the findings."""
-    levels = {finding.level for finding in findings}
-    return of_graph.kind != "wrong copy" and (of_graph.level in levels or STOPS in levels)
 
 
 class _OneHotAsOnGpu(TorchFunctionMode):

@@ -20,7 +20,7 @@ from common.your_step.place import Place
 from common.your_step.source import Source
 from common.your_step.state import StepState, errors_with_lines
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import A_CUDA_OPERATION, Watched, watch
+from common.your_step.watch import A_CUDA_OPERATION, KINDS, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
@@ -126,7 +126,7 @@ class EagerSteps:
                 evidence += f" (at {place.line})"
             if place.callers:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
-            yield _at(place, refused.kind, STOPS, evidence)
+            yield _at(place, KINDS[refused.reason], STOPS, evidence)
         for text, place in self.first.warned:
             kinds = [kind for words, kind in _WARNINGS if words in text]
             if kinds:
@@ -159,9 +159,9 @@ class EagerSteps:
                 yield _at(place, "unpinned copy", STOPS, evidence)
         own = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())]
         # Each look at a generator may give another Python object of it.
-        known = {generator._cdata for generator in [*self.state.snapshot.generators, *own]}
+        known = {_identity(generator) for generator in [*self.state.snapshot.generators, *own]}
         for generator, place in self.first.generators.values():
-            if generator._cdata not in known:
+            if _identity(generator) not in known:
                 yield _at(place, "unknown generator", STOPS, "draws from a generator of its own")
 
     # --- one step beside another
@@ -312,13 +312,8 @@ class EagerSteps:
         own = [each for holder in self.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
         known |= {storage_id(each) for each in own if isinstance(each, torch.Tensor)}
         names = {storage_id(tensor): name for name, tensor in self.looks[-1].tensors.items()}
-        names |= {
-            storage_id(tensor): f"{name}.{path}"
-            for name, module in host_values.modules_not_handed_over(self.state.step, self.state.owned)
-            for path, tensor in [*module.named_parameters(), *module.named_buffers()]
-        }
-        states = host_values.states_not_handed_over(self.state.step, self.state.owned)
-        names |= {storage_id(tensor): words for words, tensor in states}
+        others = host_values.not_handed_over(self.state.step, self.state.owned)
+        names |= {storage_id(tensor): words for words, tensor in others}
         places: dict[str, str] = {}
         for watched in self.watched:
             for storage, place in watched.written.items():
@@ -346,6 +341,10 @@ class EagerSteps:
             if isinstance(each, torch.nn.parallel.DistributedDataParallel):
                 line = self.source.at(self.source.made("DistributedDataParallel", "DDP"))
                 yield Finding("data parallel", NOTE, line, "DDP prepares itself in its first ten steps")
+
+
+def _identity(generator) -> int:
+    return generator._cdata
 
 
 def _at(place: Place, kind: str, level: str, evidence: str) -> Finding:

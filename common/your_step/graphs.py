@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.contract import variant
 from common.training.snapshot import storage_id
-from common.variant import Capture, Unsupported
-from common.your_step.compiled import CompiledModules
+from common.variant import Capture, Compiled, Unsupported
+from common.your_step.compiled import deadline
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from common.your_step.state import StepState
 
@@ -151,6 +151,31 @@ def _is_stepped(each):
 
 
 @variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
-def reduce_overhead(state: StepState, capture: Capture) -> CompiledModules:
-    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
-    return CompiledModules(state, eager_step, capture)
+class CompiledModules(Compiled):
+    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself.
+
+    It draws eager's numbers, to be compared.
+    """
+
+    def __init__(self, state: StepState, capture: Capture):
+        if not state.modules:
+            raise Unsupported("no module was handed over, so there is nothing to compile")
+        self._limit_s = state.compile_limit_s
+        functions = [(module, "forward") for module in state.modules]
+        options = {"fullgraph": False, "options": {"fallback_random": True}}
+        super().__init__(
+            state, eager_step, functions, "the modules", mode="reduce-overhead", capture=capture, **options
+        )
+
+    def compile_steps(self) -> None:
+        """Make eager steps until nothing is compiled any more."""
+        try:
+            with deadline(self._limit_s):
+                super().compile_steps()
+        except Unsupported:
+            # Processes that still compile would take the cores of steps that are timed.
+            from torch._inductor.async_compile import shutdown_compile_workers
+
+            shutdown_compile_workers()
+            torch._dynamo.reset()
+            raise

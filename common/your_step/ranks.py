@@ -4,6 +4,7 @@ A rank that makes a step more than the others would wait for them for ever. So w
 ranks. Without a process group every function here answers for the one process.
 """
 
+import itertools
 from dataclasses import replace
 from typing import TypeVar
 
@@ -53,10 +54,11 @@ def parting(state: StepState, step: Watched) -> list[Finding]:
             place = compare.place(*different).own
             evidence = f"rank 0 and rank {rank} call other collectives, and would wait for each other for ever: "
             return [Finding(KIND, STOPS, place, evidence + compare.told(*different))]
-        index = _unlike(batches[0], batches[rank])
-        if index is not None:
-            text = [own[index] if index < len(own) else "none" for own in (batches[0], batches[rank])]
-            evidence = f"batch {index} is {text[0]} on rank 0 and {text[1]} on rank {rank}: each rank captures graphs "
+        pairs = enumerate(itertools.zip_longest(batches[0], batches[rank], fillvalue="none"))
+        for index, (mine, theirs) in pairs:
+            if mine == theirs:
+                continue
+            evidence = f"batch {index} is {mine} on rank 0 and {theirs} on rank {rank}: each rank captures graphs "
             evidence += "of its own shapes, and the slowest rank sets the pace"
             return [Finding(KIND, SLOW, source.at(source.changed("batches")), evidence)]
         different = compare.first_difference(operators[0], operators[rank])
@@ -65,12 +67,6 @@ def parting(state: StepState, step: Watched) -> list[Finding]:
             evidence = f"with batches of one shape, of rank 0 and rank {rank} {compare.told(*different)}"
             return [Finding(KIND, NOTE, place, evidence)]
     return []
-
-
-def _unlike(a: list[str], b: list[str]) -> int | None:
-    """The first index at which two lists differ, or None."""
-    index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return None if index == len(a) == len(b) else index
 
 
 def _told(batch) -> str:

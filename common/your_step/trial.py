@@ -7,6 +7,7 @@ wrong as well, the copies are at fault and not the capture. And a graph replays 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,7 +67,8 @@ class Trial:
         state = self.state
         if obstacles:
             return Outcome(f"not tried: {obstacles[0].kind} at {obstacles[0].where}")
-        variant, failed = None, None
+        variant: Any = None
+        failed = None
         try:
             variant = make(state)
         except (CaptureError, torch.OutOfMemoryError) as error:

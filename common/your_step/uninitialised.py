@@ -15,19 +15,14 @@ from common.your_step.place import Place, place_of_call
 def read_before_written(state, index: int) -> tuple[Place, str] | None:
     """Make two steps on a batch; return (place of the allocation, evidence), None where no result depends on it."""
     state.reset()
-    with filled_with_zeros():
+    with Filled(0.0):
         if ranks.first(_has_nan(state, state.step(state.batch(index)))):
             return None
     state.reset()
-    filled = _Filled(float("nan"))
+    filled = Filled(float("nan"))
     with filled:
         loss = state.step(state.batch(index))
     return filled.found if _has_nan(state, loss) else None
-
-
-def filled_with_zeros() -> TorchDispatchMode:
-    """Return a context in which fresh memory holds zeros, so that what reads it gives the same each time."""
-    return _Filled(0.0)
 
 
 def _has_nan(state, loss) -> bool:
@@ -41,8 +36,11 @@ def _nan(tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
-class _Filled(TorchDispatchMode):
-    """Fills what is allocated, and notes the first operator that takes NaN of it into a tensor of its own."""
+class Filled(TorchDispatchMode):
+    """Within it, fresh memory holds a value: zeros, so that what reads it gives the same each time, or NaN.
+
+    The first operator that takes NaN of it into a tensor of its own is noted.
+    """
 
     def __init__(self, value: float):
         super().__init__()

@@ -63,11 +63,6 @@ class Refused:
     reason: str
     place: Place
 
-    @property
-    def kind(self) -> str:
-        """The kind of finding."""
-        return KINDS[self.reason]
-
 
 @dataclass(frozen=True)
 class Operator:
