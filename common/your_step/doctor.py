@@ -195,8 +195,10 @@ def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
 
     def outcomes(is_exact):
         trials = {graph.reference: Trial(state, changes_host, is_exact, graph.reference) for graph in graphs}
-        obstacles = [[each for each in stops if each.kind not in graph.outside] for graph in graphs]
-        return [trials[graph.reference].of(graph.make, own) for graph, own in zip(graphs, obstacles, strict=True)]
+        return [
+            trials[graph.reference].of(graph.make, [each for each in stops if each.kind not in graph.outside])
+            for graph in graphs
+        ]
 
     with torch_settings.deterministic_kernels():
         found = outcomes(is_exact=True)

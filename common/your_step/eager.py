@@ -25,8 +25,8 @@ from common.your_step.watch import A_CUDA_OPERATION, KINDS, Watched, watch
 NUM_STEPS = 5
 FEW_SHAPES = 4
 MOST_CALLERS = 4
-# Words of torch's warnings, which have no class of their own -> kind of finding.
-_WARNINGS = (("AccumulateGrad node's stream does not match", "gradient stream"),)
+# Words of a warning of torch, which has no class of its own.
+_GRADIENT_STREAM = "AccumulateGrad node's stream does not match"
 
 
 class EagerSteps:
@@ -128,9 +128,8 @@ class EagerSteps:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
             yield _at(place, KINDS[refused.reason], STOPS, evidence)
         for text, place in self.first.warned:
-            kinds = [kind for words, kind in _WARNINGS if words in text]
-            if kinds:
-                yield Finding(kinds[0], STOPS, place.own, text.split(". ")[0])
+            if _GRADIENT_STREAM in text:
+                yield Finding("gradient stream", STOPS, place.own, text.split(". ")[0])
 
     def _made_at(self, place):
         """The line that makes the optimizer or scaler, since it has to change; else the line that calls it."""

@@ -123,17 +123,17 @@ class _Spans:
         by_thread = defaultdict(list)
         for event, value in pairs:
             by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"], value))
-        self._threads = {tid: sorted(own, key=lambda each: (each[0], -each[1])) for tid, own in by_thread.items()}
-        self._starts = {tid: [begin for begin, _, _ in own] for tid, own in self._threads.items()}
-        # The end of all intervals up to one, so that a search backwards knows when to stop.
-        self._ends = {
-            tid: list(itertools.accumulate((end for _, end, _ in own), max)) for tid, own in self._threads.items()
-        }
+        self._threads = {}
+        for tid, own in by_thread.items():
+            own.sort(key=lambda each: (each[0], -each[1]))
+            # The end of all intervals up to one, so that a search backwards knows when to stop.
+            ends = list(itertools.accumulate((end for _, end, _ in own), max))
+            self._threads[tid] = own, [begin for begin, _, _ in own], ends
 
     def at(self, tid, ts):
         """The value of the innermost interval around a time, or None."""
-        own, ends = self._threads.get(tid, ()), self._ends.get(tid, [])
-        index = bisect.bisect_right(self._starts.get(tid, []), ts) - 1
+        own, starts, ends = self._threads.get(tid, ((), (), ()))
+        index = bisect.bisect_right(starts, ts) - 1
         while index >= 0 and ends[index] > ts:
             if own[index][1] > ts:
                 return own[index][2]

@@ -27,7 +27,7 @@ class ModelState:
     Batches come in the order of the steps, so steps before the one that is asked for are made.
     """
 
-    binds_gradients, parity_steps, text = False, 4, ""
+    binds_gradients, parity_steps, text, warm_losses = False, 4, "", ()
 
     def __init__(self, training: Training, eager_step: Callable, device: torch.device, path: Path):
         self.training, self._eager_step, self.device, self.path = training, eager_step, device, path

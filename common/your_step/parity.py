@@ -29,8 +29,7 @@ class Course:
     """A training from the start: losses, and copies of the state after those steps for which there is memory."""
 
     losses: list[float]
-    steps: list[int]
-    states: list[list[torch.Tensor]]
+    states: dict[int, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,13 @@ class Difference:
 def course(state: StepState, make_step: Callable[[int], None]) -> Course:
     """Train from the start; make_step(index) trains on a batch."""
     state.reset()
-    (kept, device), states = _kept(state), []
+    kept, device = _kept(state)
+    states = {}
     for index in range(state.parity_steps):
         make_step(index)
         if index in kept:
-            states.append([tensor.detach().to(device, copy=True) for _, tensor in state.snapshot.tensors])
-    return Course(state.read_losses(state.parity_steps), kept, states)
+            states[index] = [tensor.detach().to(device, copy=True) for _, tensor in state.snapshot.tensors]
+    return Course(state.read_losses(state.parity_steps), states)
 
 
 def _kept(state) -> tuple[list[int], torch.device]:
@@ -66,7 +66,7 @@ def _kept(state) -> tuple[list[int], torch.device]:
 
 def scatter(eager: Course, again: Course) -> float:
     """Return the largest difference of two trainings, relative to each tensor's largest value."""
-    states = zip(eager.states, again.states, strict=True)
+    states = zip(eager.states.values(), again.states.values(), strict=True)
     return max((_relative(a, b) for x, y in states for a, b in zip(x, y, strict=True)), default=0.0)
 
 
@@ -74,9 +74,7 @@ def difference(eager: Course, again: Course, other: Course, names: list[str]) ->
     """Return where another training leaves two eager ones by more than these scatter; names are the tensors'."""
     allowed = max(2 * scatter(eager, again), _ROUNDING)
     for index, loss in enumerate(eager.losses):
-        place = eager.steps.index(index) if index in eager.steps else None
-        wanted, found = ([], []) if place is None else (eager.states[place], other.states[place])
-        for name, a, b in zip(names, wanted, found, strict=False):
+        for name, a, b in zip(names, eager.states.get(index, ()), other.states.get(index, ()), strict=False):
             if not torch.equal(a, b) and _relative(a, b) > allowed:
                 text = f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
                 return Difference(index, text)

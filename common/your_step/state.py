@@ -116,10 +116,6 @@ class StepState:
         """Return the losses of the first steps."""
         return [float(self.losses[index]) for index in range(min(count, NUM_LOSSES))]
 
-    def read_grad_norms(self, count: int) -> list[float]:
-        """Return no norms: a step returns its loss alone."""
-        return []
-
     def batch_class(self, index: int) -> int:
         """Return the number of the batch's shape."""
         return self.classes[index % len(self.classes)]

@@ -110,12 +110,13 @@ class Trial:
             self._eager = [parity.course(self.state, self._reference) for _ in range(2)]
             variants.enter(variant)
         eager, again = self._eager
-        bad = [f"eager's loss of step {i} is {loss}" for i, loss in enumerate(eager.losses) if not math.isfinite(loss)]
-        for i, loss in enumerate(getattr(self.state, "warm_losses", ()) if bad else ()):
-            if not math.isfinite(loss):
-                bad = [f"eager's loss of warm-up step {i}, of batch {i % len(self.state.batches)}, is {loss}"]
-                break
-        said = ranks.first(bad[0] if bad else "")
+        said = ""
+        if not all(map(math.isfinite, eager.losses)):
+            count = len(self.state.batches)
+            losses = [(f"warm-up step {i}, of batch {i % count},", x) for i, x in enumerate(self.state.warm_losses)]
+            losses += [(f"step {i}", x) for i, x in enumerate(eager.losses)]
+            said = next(f"eager's loss of {step} is {x}" for step, x in losses if not math.isfinite(x))
+        said = ranks.first(said)
         if said:
             return self._wrong("not finite", f"{said}: nothing is compared", "")
         unlike = parity.difference(eager, eager, again, self.names)
