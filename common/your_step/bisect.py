@@ -85,7 +85,7 @@ def alone(state: StepState, in_children: bool) -> Alone:
             with tempfile.TemporaryDirectory() as folder:
                 results, trouble = _of_children(state.text, Path(folder, "facts"))
         else:
-            _try_all(state, calls, results, lambda fact: None)
+            _try_all(state, calls, results, lambda path, failed: None)
         state.reset()
     except (RuntimeError, ValueError) as error:
         # A capture that has failed before may have spoiled the GPU for this process.
@@ -123,7 +123,7 @@ def folded(calls: list[Call], results: dict[str, str | None]) -> Alone:
 # Trials
 
 
-def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict], None]) -> bool:
+def _try_all(state, calls, results: dict[str, str | None], tell: Callable) -> bool:
     """Capture what has no result yet; whether it has come to the end. On a GPU the first failure ends it."""
     end_s = time.monotonic() + LIMIT_S
     for call in calls:
@@ -131,9 +131,9 @@ def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict]
         is_known = any(other.key == call.key and other.path in results for other in calls)
         if is_known or call.path in found.bad or time.monotonic() > end_s:
             continue
-        tell({"path": call.path, "failed": ENDED})
+        tell(call.path, ENDED)
         results[call.path] = _failure(call, state)
-        tell({"path": call.path, "failed": results[call.path]})
+        tell(call.path, results[call.path])
         if results[call.path] and state.device.type == "cuda":
             return False
     return True
@@ -214,7 +214,7 @@ def _of_children(step: str, path: Path) -> tuple[dict[str, str | None], str]:
 
 def _read(path: Path) -> dict[str, str | None]:
     lines = path.read_text().splitlines() if path.is_file() else []
-    return {fact["path"]: fact["failed"] for fact in map(json.loads, lines)}
+    return dict(map(json.loads, lines))
 
 
 def main(argv=None) -> int:
@@ -226,9 +226,8 @@ def main(argv=None) -> int:
     state = StepState(step, device, "the doctor")
     with path.open("a") as file:
 
-        def tell(fact):
-            file.write(json.dumps(fact) + "\n")
-            file.flush()
+        def tell(path, failed):
+            print(json.dumps([path, failed]), file=file, flush=True)
 
         return 0 if _try_all(state, first_calls(state), _read(path), tell) else GOES_ON
 

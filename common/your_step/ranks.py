@@ -32,14 +32,14 @@ def merged(findings: list[Finding]) -> list[Finding]:
     for rank, own in enumerate(every):
         for finding in own:
             found.setdefault((finding.kind, finding.level, finding.where), {})[rank] = finding
-    return [_named(list(own), next(iter(own.values())), len(every)) for own in found.values()]
-
-
-def _named(ranks: list[int], finding: Finding, number: int) -> Finding:
-    if len(ranks) == number:
-        return finding
-    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return replace(finding, evidence=f"on {which} of {number}: {finding.evidence}")
+    named = []
+    for by_rank in found.values():
+        finding = next(iter(by_rank.values()))
+        if len(by_rank) < len(every):
+            which = f"rank{'s' * (len(by_rank) > 1)} {', '.join(map(str, by_rank))}"
+            finding = replace(finding, evidence=f"on {which} of {len(every)}: {finding.evidence}")
+        named.append(finding)
+    return named
 
 
 def parting(state: StepState, step: Watched) -> list[Finding]:

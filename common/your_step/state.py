@@ -41,8 +41,10 @@ class StepState:
         with user_file.watchdog(prog):
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
+            self.modules = [each for each in self.owned if isinstance(each, torch.nn.Module)]
+            self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
             self.losses: dict[int, torch.Tensor | float] = {}
-            has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.owned)
+            has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
             for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
                 start = time.monotonic()
                 self.train(index)
@@ -61,16 +63,6 @@ class StepState:
                 f"{MOST_CLASSES}"
             )
         self.classes = [known.index(each) for each in signatures]
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        """The modules that were handed over."""
-        return [each for each in self.owned if isinstance(each, torch.nn.Module)]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that were handed over."""
-        return [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
 
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""
