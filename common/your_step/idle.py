@@ -7,12 +7,15 @@ node of autograd that runs. The profiler slows the host, so shares are told, and
 
 import bisect
 import itertools
+import json
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
-from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of, trace_steps
+from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of
 from common.your_step.parts import hooked, is_inside, named_parts
 
 _MODULE, _STEP = "module ", "whole step"
@@ -42,7 +45,8 @@ def measured(state) -> Idle | None:
 
 
 def profiled(state) -> list[dict]:
-    """Make steps under the profiler; return the Chrome trace's events of the last one, whose modules are named."""
+    """Make two steps; return the events, as of a Chrome trace, of the second one, whose modules are named."""
+    kinds = torch.profiler.ProfilerActivity
     on_gpu = state.device.type == "cuda"
     state.reset()
     opened: list = []
@@ -54,14 +58,18 @@ def profiled(state) -> list[dict]:
     def leave(*_):
         opened.pop().__exit__(None, None, None)
 
-    def step(index):
-        with torch.profiler.record_function(_STEP):
-            state.step(state.batch(index))
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    with hooked(named_parts(state.modules), leave, enter):
-        events = trace_steps(step, on_gpu)["traceEvents"]
+    profiler = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
+    with hooked(named_parts(state.modules), leave, enter), profiler:
+        # The first step under the profiler is slower.
+        for index in range(2):
+            with torch.profiler.record_function(_STEP):
+                state.step(state.batch(index))
+            if on_gpu:
+                torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
     begins = [event["ts"] for event in events if event.get("name") == _STEP and event.get("cat") == "user_annotation"]
     return [event for event in events if event.get("ph") == "X" and event["ts"] >= max(begins)]
 
