@@ -27,4 +27,4 @@ def test_a_step_of_another_project_ends_in_a_diagnosis(name):
         pytest.skip(f"needs {NEEDS[name]}")
     found = doctor.diagnose(f"examples/steps/{name}.py:build", torch.device("cpu"))
     assert {finding.level for finding in found.findings} & {STOPS, WRONG} == STEPS[name], found.text()
-    assert (found.without_optimizer == "trains as eager does") == (STEPS[name] != NO_CAPTURE)
+    assert (found.outcomes[doctor.UP_TO_OPTIMIZER.title] == "trains as eager does") == (STEPS[name] != NO_CAPTURE)

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from common.capture.pool import CaptureError, Pool
 from common.measuring import torch_settings
 from common.your_step import user_file
 from common.your_step.errors import explained
-from common.your_step.state import StepState, signature_of
+from common.your_step.parts import Call, first_calls, tensors_in
+from common.your_step.state import StepState
 
 ROOT = Path(__file__).resolve().parents[2]
 # Exit status of a child that has met a failure, after which it captures no more.
@@ -32,27 +33,6 @@ GOES_ON = 3
 MOST_CHILDREN = 4
 LIMIT_S = 60.0
 ENDED = "its capture ended the process"
-
-
-@dataclass
-class Call:
-    """The first call of a module in a step.
-
-    Attributes:
-        path: of the module; of a whole model the name of its class.
-        module: itself.
-        arguments: (args, kwargs).
-        has_grad: autograd was on.
-        casts_to: dtype of the autocast that it ran under, or None.
-        key: equal for modules that are alike.
-    """
-
-    path: str
-    module: torch.nn.Module
-    arguments: tuple
-    has_grad: bool
-    casts_to: torch.dtype | None
-    key: tuple
 
 
 @dataclass
@@ -91,26 +71,21 @@ class Alone:
 
 
 def alone(state: StepState, in_children: bool) -> Alone:
-    """Capture the modules of a step one by one.
-
-    Args:
-        state: of the step. It is put back to its start.
-        in_children: in child processes, which build the step anew.
-    """
+    """Capture the modules of a step one by one, here or in child processes, which build the step anew."""
     results: dict[str, str | None] = {}
     trouble = ""
     try:
-        calls = _calls(state)
+        calls = first_calls(state)
         if in_children:
             # Children need the memory that the activations of this process hold.
             for call in calls:
-                call.arguments = ()
+                call.args, call.kwargs = (), {}
             if state.device.type == "cuda":
                 torch.cuda.empty_cache()
             with tempfile.TemporaryDirectory() as folder:
                 results, trouble = _of_children(state.text, Path(folder, "facts"))
         else:
-            _try_all(state, calls, results, lambda fact: None)
+            _try_all(state, calls, results, lambda path, failed: None)
         state.reset()
     except (RuntimeError, ValueError) as error:
         # A capture that has failed before may have spoiled the GPU for this process.
@@ -121,12 +96,7 @@ def alone(state: StepState, in_children: bool) -> Alone:
 
 
 def folded(calls: list[Call], results: dict[str, str | None]) -> Alone:
-    """Return what the results of trials come to.
-
-    Args:
-        calls: of the modules, inner ones before those around them.
-        results: path -> the failure's message, "" where there was none, None where the module does not run alone.
-    """
+    """Return what the results of trials come to: path -> message, "" for no failure, None for no run alone."""
     known = {call.key: call.path for call in reversed(calls) if call.path in results}
     bad_parts: set[int] = set()
     found = Alone()
@@ -149,39 +119,11 @@ def folded(calls: list[Call], results: dict[str, str | None]) -> Alone:
     return found
 
 
-def _calls(state: StepState) -> list[Call]:
-    """The first call of each module in one step, in the order in which they end: inner ones first."""
-    calls: dict[int, Call] = {}
-    kind = state.device.type
-    names = {
-        id(part): name or type(module).__name__ for module in state.modules for name, part in module.named_modules()
-    }
-
-    def note(module, args, kwargs, output):
-        if id(module) not in calls:
-            casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            needs = [leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            key = (type(module), repr(module), signature_of((args, kwargs)), *needs)
-            calls[id(module)] = Call(
-                names[id(module)], module, (args, kwargs), torch.is_grad_enabled(), casts_to, tuple(map(str, key))
-            )
-
-    parts = {id(part): part for module in state.modules for part in module.modules()}
-    hooks = [part.register_forward_hook(note, with_kwargs=True) for part in parts.values()]
-    try:
-        state.reset()
-        state.step(state.batch(0))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(calls.values())
-
-
 # ------------------------------------------------------------------------------------------------
 # Trials
 
 
-def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict], None]) -> bool:
+def _try_all(state, calls, results: dict[str, str | None], tell: Callable) -> bool:
     """Capture what has no result yet; whether it has come to the end. On a GPU the first failure ends it."""
     end_s = time.monotonic() + LIMIT_S
     for call in calls:
@@ -189,9 +131,9 @@ def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict]
         is_known = any(other.key == call.key and other.path in results for other in calls)
         if is_known or call.path in found.bad or time.monotonic() > end_s:
             continue
-        tell({"path": call.path, "failed": ENDED})
+        tell(call.path, ENDED)
         results[call.path] = _failure(call, state)
-        tell({"path": call.path, "failed": results[call.path]})
+        tell(call.path, results[call.path])
         if results[call.path] and state.device.type == "cuda":
             return False
     return True
@@ -199,8 +141,8 @@ def _try_all(state, calls, results: dict[str, str | None], tell: Callable[[dict]
 
 def _failure(call: Call, state: StepState) -> str | None:
     """The cause of a module's failed capture, "" where there is none, None where the module does not run alone."""
-    leaves = tree_map(_static, call.arguments)
-    static = [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_map(_static, (call.args, call.kwargs))
+    static = tensors_in(leaves)
     wanted = [each for each in [*static, *call.module.parameters()] if each.requires_grad]
 
     def forward():
@@ -209,8 +151,7 @@ def _failure(call: Call, state: StepState) -> str | None:
         return call.module(*args, **kwargs)
 
     def differentiable(output):
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        return [tensor for tensor in tensors if tensor.requires_grad]
+        return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
     def backward(needed, incoming):
         return torch.autograd.grad(needed, wanted, incoming, allow_unused=True)
@@ -262,23 +203,18 @@ def _of_children(step: str, path: Path) -> tuple[dict[str, str | None], str]:
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=left_s, check=False)
             said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
         except subprocess.TimeoutExpired:
-            with path.open("a") as file:
-                file.writelines(json.dumps({"path": each, "failed": None}) + "\n" for each in _unfinished(path))
-            break
+            found = _read(path)
+            # The module at which the child was stopped counts as not tried.
+            return found | {each: None for each, failed in list(found.items())[-1:] if failed == ENDED}, said
         # A child that has told nothing cannot build the step beside this process, as for want of memory.
         if done.returncode == 0 or not path.is_file() or path.stat().st_size == before:
             break
     return _read(path), said
 
 
-def _unfinished(path: Path) -> list[str]:
-    """The module at which a child was stopped."""
-    return [each for each, failed in list(_read(path).items())[-1:] if failed == ENDED]
-
-
 def _read(path: Path) -> dict[str, str | None]:
     lines = path.read_text().splitlines() if path.is_file() else []
-    return {fact["path"]: fact["failed"] for fact in map(json.loads, lines)}
+    return dict(map(json.loads, lines))
 
 
 def main(argv=None) -> int:
@@ -290,11 +226,10 @@ def main(argv=None) -> int:
     state = StepState(step, device, "the doctor")
     with path.open("a") as file:
 
-        def tell(fact):
-            file.write(json.dumps(fact) + "\n")
-            file.flush()
+        def tell(path, failed):
+            print(json.dumps([path, failed]), file=file, flush=True)
 
-        return 0 if _try_all(state, _calls(state), _read(path), tell) else GOES_ON
+        return 0 if _try_all(state, first_calls(state), _read(path), tell) else GOES_ON
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""torch.compile of a step's modules, left out where it takes too long."""
+"""A limit on the time that torch.compile may take."""
 
 import contextlib
 import signal
-import threading
 
-import torch
-
-from common.variant import Capture, Compiled, Unsupported
-from common.your_step.state import StepState
+from common.variant import Unsupported
 
 
 class _TooLong(BaseException):
@@ -16,15 +12,8 @@ class _TooLong(BaseException):
 
 @contextlib.contextmanager
 def deadline(limit_s: float):
-    """Unsupported where the block takes longer. Without effect outside of the main thread.
-
-    Args:
-        limit_s: seconds; 0 for none.
-
-    Raises:
-        Unsupported: the block was interrupted.
-    """
-    if not limit_s or threading.current_thread() is not threading.main_thread():
+    """Interrupt a block of the main thread that takes more than limit_s seconds (0: no limit), which is Unsupported."""
+    if not limit_s:
         yield
         return
 
@@ -42,28 +31,3 @@ def deadline(limit_s: float):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-class CompiledModules(Compiled):
-    """torch.compile of the forward of each module that was handed over. It draws eager's numbers, to be compared."""
-
-    def __init__(self, state: StepState, step, capture: Capture):
-        if not state.modules:
-            raise Unsupported("no module was handed over, so there is nothing to compile")
-        self._limit_s = state.compile_limit_s
-        functions = [(module, "forward") for module in state.modules]
-        options = {"fullgraph": False, "options": {"fallback_random": True}}
-        super().__init__(state, step, functions, "the modules", mode="reduce-overhead", capture=capture, **options)
-
-    def compile_steps(self) -> None:
-        """Make eager steps until nothing is compiled any more."""
-        try:
-            with deadline(self._limit_s):
-                super().compile_steps()
-        except Unsupported:
-            # Processes that still compile would take the cores of steps that are timed.
-            from torch._inductor.async_compile import shutdown_compile_workers
-
-            shutdown_compile_workers()
-            torch._dynamo.reset()
-            raise

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from common.config import mistakes_in_one_line
 from common.files import write_text
@@ -25,13 +26,14 @@ from common.machine.memory import explain_oom
 from common.measuring import torch_settings
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
-from common.your_step import bisect, idle, memory, on_host, pace, ranks, step_file, user_file
+from common.your_step import bisect, idle, memory, pace, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep
+from common.your_step.parts import has_several_ranks, is_inside
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
-from common.your_step.uninitialised import filled_with_zeros
+from common.your_step.uninitialised import Filled
 from common.your_step.watch import Watched
 
 __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
@@ -48,7 +50,6 @@ class Graph:
     """A graph to try.
 
     Attributes:
-        title: of its line.
         make: make(state) captures it.
         outside: kinds of findings that concern what it leaves eager.
         reference: the eager step that it is compared with, where it is not the state's.
@@ -61,11 +62,7 @@ class Graph:
 
 
 def making(kind):
-    """Return make(state) of a class of captures.
-
-    Args:
-        kind: class or maker, called with (state, capture).
-    """
+    """Return make(state) of a class of captures, which is called with (state, capture)."""
 
     def make(state):
         capture = Capture(strategy="", state=state, device=state.device)
@@ -83,14 +80,12 @@ class Diagnosis:
     """The findings, and how the graphs went.
 
     Attributes:
-        findings: those that stop a capture come first.
         outcomes: title of each graph -> its result in one line.
         alone: modules captured one by one; None where the whole step can be captured.
         parts: the largest modules that can be captured, with their share of the time that the GPU waits, without a GPU
             of the forward pass's operators; the largest first.
-        waits: the time that the GPU waits in an eager step; None where it was not measured.
-        pace: whether the step is bound by its launches, in words; "" on a CPU.
-        memory: the graph's predicted memory beside the free one in words, or "".
+        pace: whether the step is bound by its launches; "" on a CPU.
+        memory: the graph's predicted memory beside the free one; "" on a CPU.
         whole_is_right: a graph of the whole step trains as eager does.
     """
 
@@ -102,16 +97,6 @@ class Diagnosis:
     pace: str = ""
     memory: str = ""
     whole_is_right: bool = False
-
-    @property
-    def whole(self) -> str:
-        """The result of a graph of the whole step."""
-        return self.outcomes[WHOLE.title]
-
-    @property
-    def without_optimizer(self) -> str:
-        """The result of a graph up to the optimizer."""
-        return self.outcomes[UP_TO_OPTIMIZER.title]
 
     @property
     def status(self) -> int:
@@ -146,24 +131,18 @@ class Diagnosis:
 
 
 def diagnose(text: str, device: torch.device) -> Diagnosis:
-    """Look at a step.
-
-    Args:
-        text: FILE.py:FUNCTION.
-        device: that the step runs on.
+    """Look at the step that FILE.py:FUNCTION names.
 
     Raises:
         ValueError: the file cannot be used, or its step fails eagerly.
     """
     prepare(device)
-    with filled_with_zeros():
+    with Filled(0.0):
         state = StepState(text, device, "the doctor")
     minutes = NUM_STEPS_IN_ALL * state.step_s / 60
     if minutes > 1 and os.environ.get("RANK", "0") == "0":
-        print(
-            f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}: about {minutes:.0f} minutes",
-            flush=True,
-        )
+        takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
+        print(f"{takes}: about {minutes:.0f} minutes", flush=True)
     return diagnosed(state, [WHOLE, UP_TO_OPTIMIZER])
 
 
@@ -175,20 +154,14 @@ def prepare(device: torch.device) -> None:
 
 
 def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
-    """Return the diagnosis of a step from its state.
-
-    Args:
-        state: of the step.
-        graphs: that are tried.
-    """
-    with on_host.one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
+    """Return the diagnosis of a step from its state and the graphs to try."""
+    with _OneHotAsOnGpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
         found = Diagnosis(findings=list(eager.findings()))
-        own = pace.measured(state)
-        found.pace = own.text() if own else ""
+        found.pace = pace.measured(state)
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
-        if ranks.several():
+        if has_several_ranks():
             found.findings = ranks.merged(found.findings) + ranks.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in found.findings)
         if any(finding.level == STOPS for finding in found.findings):
@@ -201,15 +174,15 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
         if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
             _bisect(state, found, eager.watched)
     found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
-    found.whole_is_right = any(
-        graph is WHOLE and outcome.is_equal for graph, outcome in zip(graphs, outcomes, strict=True)
-    )
-    if any(outcome.is_equal for outcome in outcomes if outcome is outcomes[0] or graphs[0] is not WHOLE):
+    levels = {finding.level for finding in found.findings}
+    found.whole_is_right = WHOLE in graphs and outcomes[0].is_equal
+    if found.whole_is_right or (WHOLE not in graphs and any(outcome.is_equal for outcome in outcomes)):
         # Its numbers are eager's: what changes on the host does not matter.
         noted = _HARMLESS if state.text else ()
         found.findings = [replace(each, level=NOTE) if each.kind in noted else each for each in found.findings]
         found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
-    elif failed and not _is_explained(found.findings, failed[0]):
+    elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
+        # The findings do not explain it.
         found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
     found.findings = ordered(found.findings)
     return found
@@ -222,8 +195,10 @@ def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
 
     def outcomes(is_exact):
         trials = {graph.reference: Trial(state, changes_host, is_exact, graph.reference) for graph in graphs}
-        obstacles = [[each for each in stops if each.kind not in graph.outside] for graph in graphs]
-        return [trials[graph.reference].of(graph.make, own) for graph, own in zip(graphs, obstacles, strict=True)]
+        return [
+            trials[graph.reference].of(graph.make, [each for each in stops if each.kind not in graph.outside])
+            for graph in graphs
+        ]
 
     with torch_settings.deterministic_kernels():
         found = outcomes(is_exact=True)
@@ -233,10 +208,19 @@ def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
     return found
 
 
-def _is_explained(findings, of_graph):
-    """Say whether a failed capture, or wrong numbers, have their cause among the findings."""
-    levels = {finding.level for finding in findings}
-    return of_graph.kind != "wrong copy" and (of_graph.level in levels or STOPS in levels)
+class _OneHotAsOnGpu(TorchFunctionMode):
+    """Within it, one_hot with a number of classes reads nothing on the host, as on a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.one_hot:
+            return func(*args, **kwargs)
+        values = kwargs.get("tensor", args[0] if args else None)
+        number = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        if number < 1:
+            return func(*args, **kwargs)
+        zeros = torch.zeros(*values.shape, number, dtype=torch.long, device=values.device)
+        return zeros.scatter_(-1, values.unsqueeze(-1), 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -246,7 +230,7 @@ def _is_explained(findings, of_graph):
 def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
     """Find the smallest modules that fail alone, and the largest ones that do not and that keep their shapes."""
     on_gpu = state.device.type == "cuda"
-    if ranks.several() or (on_gpu and not state.text):
+    if has_several_ranks() or (on_gpu and not state.text):
         return  # a child process can build neither a rank nor a model of the suite
     found.alone = bisect.alone(state, in_children=on_gpu)
     bad = {refused.place.module for refused in steps[0].refused if refused.place.module} | found.alone.bad
@@ -256,7 +240,7 @@ def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
     def share(path):
         if found.waits is not None:
             return found.waits.inside(path)
-        return sum(_is_in(name, path) for name in inside) / len(inside)
+        return sum(is_inside(name, path) for name in inside) / len(inside)
 
     parts = [part for module in state.modules for part in _largest("", module, bad, set(inside))]
     found.parts = sorted(((path, share(path)) for path in parts), key=lambda part: -part[1])
@@ -274,30 +258,13 @@ def _changing(steps: list[Watched]) -> set[str]:
 
 def _largest(path, module, bad, called):
     """Paths of the largest modules that run and have nothing bad inside."""
-    if not any(_is_in(name, path) for name in called):
+    if not any(is_inside(name, path) for name in called):
         return
-    if path and not any(_is_in(name, path) for name in bad):
+    if path and not any(is_inside(name, path) for name in bad):
         yield path
         return
     for name, child in module.named_children():
         yield from _largest(f"{path}.{name}" if path else name, child, bad, called)
-
-
-def _is_in(name, path):
-    return not path or name == path or name.startswith(f"{path}.")
-
-
-def _of_users_file(text: str, device: torch.device) -> Diagnosis:
-    """`diagnose`, where an error of a later step of the user's file is a ValueError with its line."""
-    try:
-        return diagnose(text, device)
-    except (ValueError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        place = user_file.where(error, step_file.split(text)[0])
-        if ":" not in place:
-            raise
-        raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
 
 
 def main(argv=None) -> int:
@@ -310,7 +277,7 @@ def main(argv=None) -> int:
     with mistakes_in_one_line("benchmarks", "measure"):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
-        step_file.split(words[0])
+        path, _ = step_file.split(words[0])
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         rank, local_rank, world_size = collectives.init(kind)
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -318,15 +285,20 @@ def main(argv=None) -> int:
             torch_settings.prepare(device)
             if rank == 0:
                 print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
-            try:
-                found = _of_users_file(words[0], device)
-            except torch.OutOfMemoryError as error:
-                print(
-                    f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr
-                )
-                return 1
+            found = diagnose(words[0], device)
             if rank == 0:
                 _tell(found, words[1:])
+        except torch.OutOfMemoryError as error:
+            print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
+            return 1
+        except ValueError:
+            raise
+        except Exception as error:
+            # An error of a later step of the user's file.
+            place = user_file.where(error, path)
+            if ":" not in place:
+                raise
+            raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
         finally:
             collectives.shutdown()
     return found.status if world_size == 1 else 0

@@ -85,21 +85,6 @@ _KNOWN = (
         "warm up on the stream of the capture, build DDP under it, and keep no loss from before",
     ),
     (
-        r"must be captured on a non-default stream",
-        "the capture began on the default stream",
-        "torch.cuda.graph(graph), or a stream of your own",
-    ),
-    (
-        r"already owns a captured graph",
-        "one CUDAGraph was captured twice",
-        "a new torch.cuda.CUDAGraph for each capture, or reset() before",
-    ),
-    (
-        r"without a preceding successful capture",
-        "a graph was replayed whose capture had failed or never ended",
-        "let the error of the capture through",
-    ),
-    (
         r"captures_underway|only one capture may be underway",
         "another capture of this process was still running, or has failed before",
         "capture one after the other, and begin a new process after a failed one",
@@ -108,11 +93,6 @@ _KNOWN = (
         r"output of CUDAGraphs that has been overwritten",
         "an output was read after the next replay",
         "clone() it before, or torch.compiler.cudagraph_mark_step_begin() at the start of each step",
-    ),
-    (
-        r"does not support the autocast caching",
-        "autocast keeps casts of weights from before the capture",
-        "torch.autocast(..., cache_enabled=False)",
     ),
     # --- CUDA's
     (
@@ -174,12 +154,7 @@ _KNOWN = (
 
 
 def explained(message: str, reason: str = "") -> tuple[str, str]:
-    """Return (cause, what to do) for a failed capture; two empty texts for an unknown one.
-
-    Args:
-        message: of a CaptureError or of torch.
-        reason: of a CaptureError.
-    """
+    """Return (cause, what to do) for the message and the reason of a failed capture; two empty texts if unknown."""
     if reason in _OF_RULES:
         return _OF_RULES[reason]
     for pattern, cause, remedy in _KNOWN:

@@ -68,15 +68,10 @@ class Finding:
     evidence: str
     module: str = ""
 
-    @property
-    def remedy(self) -> str:
-        """The remedy for this kind of finding."""
-        return REMEDIES[self.kind]
-
     def text(self) -> str:
         """Return the finding in two lines."""
         inside = f" in {self.module}" if self.module else ""
-        return f"{self.where}{inside}: {self.kind}, {self.level}: {self.evidence}\n    {self.remedy}"
+        return f"{self.where}{inside}: {self.kind}, {self.level}: {self.evidence}\n    {REMEDIES[self.kind]}"
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

@@ -19,21 +19,16 @@ _PRODUCTS |= {"attention", "rnn", "lstm", "gru", "linalg", "fft", "cdist"}
 MOST_NAMES = 4
 
 
-def of_step(state: StepState, index: int = 0) -> tuple[float, list[str]]:
+def of_step(state: StepState) -> tuple[float, list[str]]:
     """Return the FLOP of one eager step of this rank, and a note where there is work that was not counted.
 
-    Args:
-        state: of the step; it is put back to its start.
-        index: of the batch.
-
-    Returns:
-        0.0 where the step does not run under the counter; the note says why.
+    Where the step does not run under the counter it is 0.0, and the note says why. The state is put back to its start.
     """
     unknown = _Uncounted()
     try:
         # The counter takes some operators apart. What comes out of it is what was counted, or not.
         with unknown, FlopCounterMode(display=False) as counter:
-            state.train(index)
+            state.train(0)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -1,14 +1,18 @@
 """The ways to run a step that somebody hands over: as it is, in one graph, up to the optimizer, and compiled."""
 
+import contextlib
+import functools
+from unittest import mock
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.contract import variant
-from common.training.snapshot import own_part
-from common.variant import Capture, Unsupported
-from common.your_step.compiled import CompiledModules
-from common.your_step.state import StepState, copy_batch, static_copy
+from common.training.snapshot import storage_id
+from common.variant import Capture, Compiled, Unsupported
+from common.your_step.compiled import deadline
+from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
+from common.your_step.state import StepState
 
 
 @variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
@@ -25,7 +29,7 @@ class GraphedStep:
     """
 
     def __init__(self, state: StepState, capture: Capture):
-        if state.device.type == "cpu" and _num_ranks() > 1:
+        if state.device.type == "cpu" and has_several_ranks():
             raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
         self.state, self.pool = state, capture.pool()
         for generator in state.snapshot.generators:
@@ -42,8 +46,7 @@ class GraphedStep:
         """Return (graph, what it reads, its loss, calls that follow a replay) for the shape of batch `index`."""
         self.state.reset()
         static = static_copy(self.state.batch(index), self.state.device)
-        tensors = [leaf for leaf in tree_leaves(static) if isinstance(leaf, torch.Tensor)]
-        graph, loss = self.pool.capture(lambda: self.trace(static), tensors)
+        graph, loss = self.pool.capture(lambda: self.trace(static), tensors_in(static))
         return graph, static, loss, []
 
     def trace(self, static):
@@ -73,95 +76,73 @@ class GraphedForwardBackward(GraphedStep):
     def __init__(self, state: StepState, capture: Capture):
         if not state.optimizers:
             raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
-        self._noted: _Noted | None = None
+        self._parameters = [p for each in state.optimizers for group in each.param_groups for p in group["params"]]
         super().__init__(state, capture)
 
     def trace(self, static):
         """See GraphedStep."""
-        with _Seen(self._noted):
+        with self._noted:
             return super().trace(static)
 
     def captured(self, index: int) -> tuple:
         """See GraphedStep."""
-        calls: list = []
-        parameters = [
-            p for optimizer in self.state.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
-        with _Noted(self.state.owned, parameters, calls) as self._noted:
-            graph, static, loss, _ = super().captured(index)
-            if self._noted.uses:
-                raise Unsupported(f"the step reads its parameters after its optimizer's step, in {self._noted.uses}")
-        gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._noted = _Noted(self.state.owned, self._parameters)
+        graph, static, loss, _ = super().captured(index)
+        if self._noted.uses:
+            raise Unsupported(f"the step reads its parameters after its optimizer's step, in {self._noted.uses}")
+        gradients = [(parameter, parameter.grad) for parameter in self._parameters]
 
         def give_gradients():
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-        return graph, static, loss, [give_gradients, *calls]
+        return graph, static, loss, [give_gradients, *self._noted.calls]
 
 
-class _Noted:
+class _Noted(TorchDispatchMode):
     """Within it, calls of optimizers, schedules and scalers are noted and not made.
 
     Attributes:
+        calls: those that were noted.
         uses: the first operator that reads a parameter after the first of these calls, or "".
     """
 
-    def __init__(self, owned, parameters, calls):
+    def __init__(self, owned, parameters):
+        super().__init__()
+        self.calls: list = []
         self.uses = ""
-        self._addresses = {own_part(parameter).untyped_storage()._cdata for parameter in parameters}
-        self._calls, self._originals = calls, []
-        for each in owned:
-            names = ("step", "update", "zero_grad", "unscale_") if _is_stepped(each) else ()
-            self._originals += [(each, name, vars(each).get(name)) for name in names if hasattr(each, name)]
-        self._is_over = False
+        self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
+        self._stepped = [each for each in owned if _is_stepped(each)]
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self):
-        for each, name, _ in self._originals:
-            setattr(each, name, self._noting(name, getattr(each, name)))
-        return self
+        for each in self._stepped:
+            for name in ("step", "update", "zero_grad", "unscale_"):
+                if hasattr(each, name):
+                    noting = self._noting(name, getattr(each, name))
+                    self._patches.enter_context(mock.patch.object(each, name, noting))
+        return super().__enter__()
 
-    def __exit__(self, *_):
-        for each, name, original in self._originals:
-            if original is None:
-                delattr(each, name)
-            else:
-                setattr(each, name, original)  # a schedule has put its own there
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._patches.close()
 
-    def see(self, func, leaves):
-        """Look at an operator of the step."""
-        if self._is_over and not self.uses:
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
-            if any(own_part(tensor).untyped_storage()._cdata in self._addresses for tensor in tensors):
-                self.uses = str(func)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.calls and not self.uses and not self._addresses.isdisjoint(map(storage_id, tensors_in((args, kwargs)))):
+            self.uses = str(func)
+        return func(*args, **kwargs)
 
     def _noting(self, name, original):
         def note(*args, **kwargs):
             if name == "unscale_":
                 raise Unsupported("unscale_ comes before what a graph up to the optimizer holds, such as clipping")
-            if name == "zero_grad" and not self._is_over:
+            if name == "zero_grad" and not self.calls:
                 return original(*args, **kwargs)
-            self._is_over = True
-            self._calls.append(lambda: original(*args, **kwargs))
+            self.calls.append(functools.partial(original, *args, **kwargs))
             return None
 
         return note
-
-
-class _Seen(TorchDispatchMode):
-    """Shows each operator to a _Noted."""
-
-    def __init__(self, noted):
-        super().__init__()
-        self._noted = noted
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._noted.see(func, tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _is_stepped(each):
@@ -170,6 +151,31 @@ def _is_stepped(each):
 
 
 @variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
-def reduce_overhead(state: StepState, capture: Capture) -> CompiledModules:
-    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
-    return CompiledModules(state, eager_step, capture)
+class CompiledModules(Compiled):
+    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself.
+
+    It draws eager's numbers, to be compared.
+    """
+
+    def __init__(self, state: StepState, capture: Capture):
+        if not state.modules:
+            raise Unsupported("no module was handed over, so there is nothing to compile")
+        self._limit_s = state.compile_limit_s
+        functions = [(module, "forward") for module in state.modules]
+        options = {"fullgraph": False, "options": {"fallback_random": True}}
+        super().__init__(
+            state, eager_step, functions, "the modules", mode="reduce-overhead", capture=capture, **options
+        )
+
+    def compile_steps(self) -> None:
+        """Make eager steps until nothing is compiled any more."""
+        try:
+            with deadline(self._limit_s):
+                super().compile_steps()
+        except Unsupported:
+            # Processes that still compile would take the cores of steps that are timed.
+            from torch._inductor.async_compile import shutdown_compile_workers
+
+            shutdown_compile_workers()
+            torch._dynamo.reset()
+            raise

@@ -32,23 +32,17 @@ def look(step, owned: list) -> tuple[dict, dict]:
     return values, tensors
 
 
-def modules_not_handed_over(step, owned: list) -> list[tuple[str, torch.nn.Module]]:
-    """Return (name, module) of modules that the step reaches and that were not handed over."""
+def not_handed_over(step, owned: list):
+    """Yield (words, tensor) of the modules and optimizers that the step reaches and that were not handed over."""
     known = {id(part) for each in owned if isinstance(each, torch.nn.Module) for part in each.modules()}
-    return [(name, each) for name, each in _roots(step) if isinstance(each, torch.nn.Module) and id(each) not in known]
-
-
-def states_not_handed_over(step, owned: list) -> list[tuple[str, torch.Tensor]]:
-    """Return (words, tensor) of what optimizers keep that the step reaches and that were not handed over."""
-    known = {id(each) for each in owned}
-    found = [(n, each) for n, each in _roots(step) if isinstance(each, torch.optim.Optimizer) and id(each) not in known]
-    return [
-        (f"the state of {name}", tensor)
-        for name, optimizer in found
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor)
-    ]
+    known |= {id(each) for each in owned}
+    for name, each in _roots(step):
+        if isinstance(each, torch.nn.Module) and id(each) not in known:
+            for path, tensor in [*each.named_parameters(), *each.named_buffers()]:
+                yield f"{name}.{path}", tensor
+        elif isinstance(each, torch.optim.Optimizer) and id(each) not in known:
+            values = [value for state in each.state.values() for value in state.values()]
+            yield from ((f"the state of {name}", value) for value in values if isinstance(value, torch.Tensor))
 
 
 def random_states() -> dict:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of
+from common.your_step.parts import hooked, is_inside, named_parts
 
 _MODULE, _STEP = "module ", "whole step"
 _NODE = "autograd::engine::evaluate_function"
@@ -35,38 +36,36 @@ class Idle:
 
     def inside(self, path: str) -> float:
         """Return the share of a module and those inside of it."""
-        return sum(own for name, own in self.of_modules.items() if name == path or name.startswith(f"{path}."))
+        return sum(own for name, own in self.of_modules.items() if is_inside(name, path))
 
 
 def measured(state) -> Idle | None:
-    """Return the shares of an eager step; None on a CPU, where nothing waits.
-
-    Args:
-        state: a StepState. It is changed by a step.
-    """
+    """Return the shares of an eager step, which changes the state; None on a CPU, where nothing waits."""
     return idle_of(profiled(state)) if state.device.type == "cuda" else None
 
 
 def profiled(state) -> list[dict]:
-    """Return the events, as of a Chrome trace, of one eager step whose modules are named.
-
-    Args:
-        state: a StepState. It is changed by two steps.
-    """
+    """Make two steps; return the events, as of a Chrome trace, of the second one, whose modules are named."""
     kinds = torch.profiler.ProfilerActivity
     on_gpu = state.device.type == "cuda"
     state.reset()
-    names = _Names(state.modules)
-    try:
-        with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])]) as profiler:
-            # The first step under the profiler is slower.
-            for index in range(2):
-                with torch.profiler.record_function(_STEP):
-                    state.step(state.batch(index))
-                if on_gpu:
-                    torch.cuda.synchronize()
-    finally:
-        names.remove()
+    opened: list = []
+
+    def enter(name):
+        opened.append(torch.profiler.record_function(_MODULE + name))
+        opened[-1].__enter__()
+
+    def leave(*_):
+        opened.pop().__exit__(None, None, None)
+
+    profiler = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
+    with hooked(named_parts(state.modules), leave, enter), profiler:
+        # The first step under the profiler is slower.
+        for index in range(2):
+            with torch.profiler.record_function(_STEP):
+                state.step(state.batch(index))
+            if on_gpu:
+                torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -75,40 +74,8 @@ def profiled(state) -> list[dict]:
     return [event for event in events if event.get("ph") == "X" and event["ts"] >= max(begins)]
 
 
-class _Names:
-    """Ranges of the profiler around the forward of each module."""
-
-    def __init__(self, modules):
-        self._open: list = []
-        self._handles = [
-            handle
-            for module in modules
-            for name, part in module.named_modules()
-            if name
-            for handle in (part.register_forward_pre_hook(self._enter(name)), part.register_forward_hook(self._leave))
-        ]
-
-    def remove(self):
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, name):
-        def hook(module, args):
-            self._open.append(torch.profiler.record_function(_MODULE + name))
-            self._open[-1].__enter__()
-
-        return hook
-
-    def _leave(self, module, args, output):
-        self._open.pop().__exit__(None, None, None)
-
-
 def idle_of(events: list[dict]) -> Idle | None:
-    """Return the shares of a step from its events; None where no kernel ran.
-
-    Args:
-        events: of `profiled`.
-    """
+    """Return the shares of a step from the events of `profiled`; None where no kernel ran."""
     calls = {correlation_of(event): event for event in events if event.get("cat") in HOST_CALLS}
     work = sorted((event for event in events if event.get("cat") in GPU_WORK), key=lambda event: event["ts"])
     if not work:
@@ -126,11 +93,7 @@ def idle_of(events: list[dict]) -> Idle | None:
 
 
 class Owners:
-    """The innermost module at each moment of a host thread.
-
-    Args:
-        events: of `profiled`.
-    """
+    """The innermost module at each moment of a host thread, from the events of `profiled`."""
 
     def __init__(self, events: list[dict]):
         self._modules = _Spans(
@@ -160,17 +123,17 @@ class _Spans:
         by_thread = defaultdict(list)
         for event, value in pairs:
             by_thread[event["tid"]].append((event["ts"], event["ts"] + event["dur"], value))
-        self._threads = {tid: sorted(own, key=lambda each: (each[0], -each[1])) for tid, own in by_thread.items()}
-        self._starts = {tid: [begin for begin, _, _ in own] for tid, own in self._threads.items()}
-        # The end of all intervals up to one, so that a search backwards knows when to stop.
-        self._ends = {
-            tid: list(itertools.accumulate((end for _, end, _ in own), max)) for tid, own in self._threads.items()
-        }
+        self._threads = {}
+        for tid, own in by_thread.items():
+            own.sort(key=lambda each: (each[0], -each[1]))
+            # The end of all intervals up to one, so that a search backwards knows when to stop.
+            ends = list(itertools.accumulate((end for _, end, _ in own), max))
+            self._threads[tid] = own, [begin for begin, _, _ in own], ends
 
     def at(self, tid, ts):
         """The value of the innermost interval around a time, or None."""
-        own, ends = self._threads.get(tid, ()), self._ends.get(tid, [])
-        index = bisect.bisect_right(self._starts.get(tid, []), ts) - 1
+        own, starts, ends = self._threads.get(tid, ((), (), ()))
+        index = bisect.bisect_right(starts, ts) - 1
         while index >= 0 and ends[index] > ts:
             if own[index][1] > ts:
                 return own[index][2]

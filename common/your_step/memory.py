@@ -7,12 +7,7 @@ from common.your_step.findings import STOPS, Finding
 
 
 def peak_of(state, index: int) -> int | None:
-    """Return the bytes that an eager step takes beside what was there before; None on a CPU.
-
-    Args:
-        state: a StepState. It is changed by a step.
-        index: of the batch.
-    """
+    """Make the step of a batch; return the bytes that it takes beside what was there before, None on a CPU."""
     if state.device.type != "cuda":
         return None
     state.reset()
@@ -27,28 +22,15 @@ def peak_of(state, index: int) -> int | None:
 
 
 def predicted(state, peak_bytes: int | None) -> tuple[str, list[Finding]]:
-    """Return a line on the graph's memory, and the finding where it will not fit; ("", []) on a CPU.
-
-    Args:
-        state: of the step.
-        peak_bytes: of peak_of.
-    """
+    """Return a line on the graph's memory, and the finding where it will not fit; ("", []) on a CPU."""
     if peak_bytes is None:
         return "", []
     # What torch has cached it gives back before the first capture.
     cached = torch.cuda.memory_reserved(state.device) - torch.cuda.memory_allocated(state.device)
-    free = torch.cuda.mem_get_info(state.device)[0] + cached
-    return beside_free(peak_bytes, free, str(state.path))
+    return beside_free(peak_bytes, torch.cuda.mem_get_info(state.device)[0] + cached, str(state.path))
 
 
 def beside_free(need_bytes: int, free_bytes: int, where: str) -> tuple[str, list[Finding]]:
-    """Return (line, findings) for the bytes that a graph will need and those that are free.
-
-    Args:
-        need_bytes: peak of an eager step, which a graph keeps for itself.
-        free_bytes: on the GPU, torch's cache included.
-        where: place of the finding.
-    """
+    """Return (line, findings) for the bytes that a graph will need and those that are free, torch's cache included."""
     text = f"a graph of the whole step will keep about {gib(need_bytes)}, {gib(free_bytes)} are free"
-    finding = Finding("memory", STOPS, where, text)
-    return f"memory: {text}", [finding] if need_bytes > free_bytes else []
+    return f"memory: {text}", [Finding("memory", STOPS, where, text)] if need_bytes > free_bytes else []

@@ -5,33 +5,18 @@ rest of the step runs as it does eagerly.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 
 from common.capture.pool import Pool
 from common.contract import variant
 from common.variant import Capture, Unsupported
+from common.your_step.parts import Call, first_calls, is_inside
 from common.your_step.state import StepState
 from common.your_step.watch import watch
 
 # A module of fewer operators costs more in copies than its graph gains.
 LEAST_OPERATORS = 8
-
-
-@dataclass
-class Call:
-    """The call of a module in one step.
-
-    Attributes:
-        arguments: its tensors, or None where it has others, or gives others.
-        casts_to: dtype of the autocast that it runs under, or None.
-        number: calls in the step.
-    """
-
-    arguments: tuple[torch.Tensor, ...] | None
-    casts_to: torch.dtype | None = None
-    number: int = 1
 
 
 @variant("graph_modules", kind="graph", graphs=None, headline=True)
@@ -54,10 +39,10 @@ class GraphedModules:
         chosen = _chosen(state)
         if not chosen:
             raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
-        capture.strategy = f"forward and backward of {', '.join(name for name, _, _ in chosen)}"
+        capture.strategy = f"forward and backward of {', '.join(call.path for call in chosen)}"
         state.reset()
         with capture.capturing():
-            self._graphs = [(module, _Graphs(self.pool, module, call)) for _, module, call in chosen]
+            self._graphs = [(call.module, _Graphs(self.pool, call)) for call in chosen]
             # The last forward is the first backward: memory that one frees, the next may use.
             for _, graphs in reversed(self._graphs):
                 graphs.capture_backward(self.pool)
@@ -90,11 +75,10 @@ class GraphedModules:
 class _Graphs:
     """The graphs of one module; called in the place of its forward."""
 
-    def __init__(self, pool: Pool, module: torch.nn.Module, call: Call):
-        assert call.arguments is not None, "only calls with tensors are captured"
-        self.forward = module.forward
-        self.static = [each.detach().clone().requires_grad_(each.requires_grad) for each in call.arguments]
-        self.parameters = [each for each in module.parameters() if each.requires_grad]
+    def __init__(self, pool: Pool, call: Call):
+        self.forward = call.module.forward
+        self.static = [each.detach().clone().requires_grad_(each.requires_grad) for each in call.args]
+        self.parameters = [each for each in call.module.parameters() if each.requires_grad]
         # Casts of an eager step that are cached would be missing in a graph.
         cast = torch.autocast(pool.device.type, call.casts_to, call.casts_to is not None, cache_enabled=False)
         with torch.enable_grad(), cast:
@@ -146,60 +130,28 @@ class _Replay(torch.autograd.Function):
         return None, None, *(next(made) if each.requires_grad else None for each in inputs)
 
 
-def _chosen(state: StepState) -> list[tuple[str, torch.nn.Module, Call]]:
+def _chosen(state: StepState) -> list[Call]:
     """The largest modules that a graph can hold, in the order of their calls."""
-    calls, order = _calls(state)
+    calls = first_calls(state)
+    of_module = {call.module: call for call in calls}
     state.reset()
     watched = watch(state.step, state.batch(0), state.modules)
     bad = {refused.place.module for refused in watched.refused if refused.place.module}
-    sizes: Counter[str] = Counter(each.place.module for each in watched.operators if each.place.module)
-    chosen: list[tuple[str, torch.nn.Module, Call]] = []
+    sizes = Counter(each.place.module for each in watched.operators if each.place.module)
+    chosen: set[torch.nn.Module] = set()
 
     def visit(path, module):
-        inside = sum(count for name, count in sizes.items() if _is_in(name, path))
-        call = calls.get(module)
-        is_whole = call is not None and call.arguments is not None and call.number == 1
-        is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
-        if path and inside < LEAST_OPERATORS:
+        if path and sum(count for name, count in sizes.items() if is_inside(name, path)) < LEAST_OPERATORS:
             return
-        if path and call is not None and is_whole and not is_frozen and not any(_is_in(name, path) for name in bad):
-            chosen.append((path, module, call))
+        call = of_module.get(module)
+        is_whole = call is not None and call.is_plain and call.number == 1
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if path and is_whole and is_trained and not any(is_inside(name, path) for name in bad):
+            chosen.add(module)
             return
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child)
 
     for module in state.modules:
         visit("", module)
-    return sorted(chosen, key=lambda each: order.index(each[1]))
-
-
-def _calls(state: StepState) -> tuple[dict, list]:
-    """(module -> its call, modules in the order of their calls) of one step."""
-    calls: dict[torch.nn.Module, Call] = {}
-    order: list[torch.nn.Module] = []
-
-    def noted(module, arguments, keywords, output):
-        order.append(module)
-        if module in calls:
-            calls[module].number += 1
-            return
-        results = [output] if isinstance(output, torch.Tensor) else output
-        held = [*arguments, *(results if isinstance(results, (list, tuple)) else [None])]
-        is_plain = not keywords and bool(arguments) and all(isinstance(each, torch.Tensor) for each in held)
-        kind = state.device.type
-        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        calls[module] = Call(tuple(arguments) if is_plain else None, casts_to)
-
-    parts = dict.fromkeys(part for module in state.modules for part in module.modules())
-    hooks = [part.register_forward_hook(noted, with_kwargs=True) for part in parts]
-    try:
-        state.reset()
-        state.step(state.batch(0))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls, order
-
-
-def _is_in(name, path) -> bool:
-    return not path or name == path or name.startswith(f"{path}.")
+    return [call for call in calls if call.module in chosen]

@@ -25,15 +25,9 @@ class ModelState:
     """The state of a model, as the doctor needs it; see `common.your_step.state.StepState`.
 
     Batches come in the order of the steps, so steps before the one that is asked for are made.
-
-    Args:
-        training: of the model.
-        eager_step: eager_step(index).
-        device: that the step runs on.
-        path: of the model's train.py.
     """
 
-    binds_gradients, parity_steps, text = False, 4, ""
+    binds_gradients, parity_steps, text, warm_losses = False, 4, "", ()
 
     def __init__(self, training: Training, eager_step: Callable, device: torch.device, path: Path):
         self.training, self._eager_step, self.device, self.path = training, eager_step, device, path
@@ -67,19 +61,11 @@ class ModelState:
         self._eager_step(index)
         self._next = index + 1
 
-    train = step
+    train = marked_train = step
 
 
 def run(model, prog: str) -> int:
-    """Print the diagnosis of a model's eager step.
-
-    Args:
-        model: `common.session.Model`, not built.
-        prog: name of the program.
-
-    Returns:
-        the exit status.
-    """
+    """Print the diagnosis of the eager step of a `common.session.Model`, not built; return the exit status."""
     prepare(model.device)
     torch_settings.prepare(model.device)
     try:

@@ -4,14 +4,15 @@ One more training tells causes apart: the step runs eagerly on the copies of bat
 training differs from eager as well, the copies are wrong, and not the capture.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from common.your_step.state import StepState, copy_batch, static_copy
+from common.your_step.parts import copy_batch, hooked, named_parts, static_copy, tensors_in
+from common.your_step.state import StepState
 
 # Of all memory, for copies of the state.
 MOST_SHARE = 0.25
@@ -28,8 +29,7 @@ class Course:
     """A training from the start: losses, and copies of the state after those steps for which there is memory."""
 
     losses: list[float]
-    steps: list[int]
-    states: list[list[torch.Tensor]]
+    states: dict[int, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,15 @@ class Difference:
 
 
 def course(state: StepState, make_step: Callable[[int], None]) -> Course:
-    """Train from the start.
-
-    Args:
-        state: of the step.
-        make_step: trains on the batch of an index.
-    """
+    """Train from the start; make_step(index) trains on a batch."""
     state.reset()
-    (kept, device), states = _kept(state), []
+    kept, device = _kept(state)
+    states = {}
     for index in range(state.parity_steps):
         make_step(index)
         if index in kept:
-            states.append([tensor.detach().to(device, copy=True) for _, tensor in state.snapshot.tensors])
-    return Course(state.read_losses(state.parity_steps), kept, states)
+            states[index] = [tensor.detach().to(device, copy=True) for _, tensor in state.snapshot.tensors]
+    return Course(state.read_losses(state.parity_steps), states)
 
 
 def _kept(state) -> tuple[list[int], torch.device]:
@@ -70,24 +66,15 @@ def _kept(state) -> tuple[list[int], torch.device]:
 
 def scatter(eager: Course, again: Course) -> float:
     """Return the largest difference of two trainings, relative to each tensor's largest value."""
-    states = zip(eager.states, again.states, strict=True)
+    states = zip(eager.states.values(), again.states.values(), strict=True)
     return max((_relative(a, b) for x, y in states for a, b in zip(x, y, strict=True)), default=0.0)
 
 
 def difference(eager: Course, again: Course, other: Course, names: list[str]) -> Difference | None:
-    """Return where another training leaves two eager ones by more than these scatter.
-
-    Args:
-        eager: the reference.
-        again: a second one.
-        other: the training to judge.
-        names: of the tensors of the state.
-    """
+    """Return where another training leaves two eager ones by more than these scatter; names are the tensors'."""
     allowed = max(2 * scatter(eager, again), _ROUNDING)
     for index, loss in enumerate(eager.losses):
-        place = eager.steps.index(index) if index in eager.steps else None
-        wanted, found = ([], []) if place is None else (eager.states[place], other.states[place])
-        for name, a, b in zip(names, wanted, found, strict=False):
+        for name, a, b in zip(names, eager.states.get(index, ()), other.states.get(index, ()), strict=False):
             if not torch.equal(a, b) and _relative(a, b) > allowed:
                 text = f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
                 return Difference(index, text)
@@ -111,58 +98,37 @@ def through_copies(state: StepState) -> Callable[[int], None]:
     return make_step
 
 
-class Outputs:
-    """The outputs of modules, kept as they are: in a capture, these are what each replay fills.
+@contextlib.contextmanager
+def keeping_outputs(state: StepState):
+    """Within it, the outputs of modules in the last call of `state.step` are kept as they are, with the modules' names.
 
-    Args:
-        modules: that are looked into.
+    In a capture these are what each replay fills.
     """
+    kept: list[tuple[str, list[torch.Tensor]]] = []
+    original, several = state.step, len(state.modules) > 1
+    named = {
+        f"{type(each).__name__}.{path}" if several else path: part
+        for each in state.modules
+        for path, part in named_parts([each])
+    }
 
-    def __init__(self, modules: list[torch.nn.Module]):
-        several = len(modules) > 1
-        self._named = {
-            f"{type(each).__name__}.{path}" if several else path: part
-            for each in modules
-            for path, part in each.named_modules()
-            if path
-        }
-        self.calls: list[tuple[str, list[torch.Tensor]]] = []
+    def keep(name, module, args, kwargs, output):
+        kept.append((name, tensors_in(output)))
 
-    def __enter__(self):
-        self._handles = [part.register_forward_hook(self._keeping(name)) for name, part in self._named.items()]
-        return self
+    def cleared(batch):
+        kept.clear()
+        return original(batch)
 
-    def __exit__(self, *_):
-        for handle in self._handles:
-            handle.remove()
-
-    def _keeping(self, name):
-        def hook(module, args, output):
-            self.calls.append((name, [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]))
-
-        return hook
-
-    def kept_of(self, step: Callable) -> Callable:
-        """Return the step, of whose last call alone the outputs are kept."""
-
-        def cleared(batch):
-            self.calls.clear()
-            return step(batch)
-
-        return cleared
-
-    def copies(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """Return (module, copies of its outputs) in the order of the calls."""
-        return [(name, [tensor.detach().clone() for tensor in tensors]) for name, tensors in self.calls]
+    state.step = cleared
+    try:
+        with hooked(named.items(), keep):
+            yield kept
+    finally:
+        state.step = original
 
 
 def first_module(eager: list, graph: list) -> str:
-    """Return the module whose outputs differ first, inner modules before those around them; "" where none does.
-
-    Args:
-        eager: of Outputs.copies.
-        graph: the same of a replay of that step.
-    """
+    """Return the module whose outputs differ first, inner modules before those around them; "" where none does."""
     for (name, wanted), (other, found) in zip(eager, graph, strict=False):
         if name != other or len(wanted) != len(found):
             return name

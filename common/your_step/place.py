@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -42,12 +41,7 @@ class Place:
 
 
 def place_of_call(module: str = "", has_callers: bool = False) -> Place:
-    """Return the place in the user's code that is running.
-
-    Args:
-        module: path of the innermost module that is running.
-        has_callers: look for the callers, too.
-    """
+    """Return the place in the user's code that is running, with its callers where they are asked for."""
     place = _place_above(sys._getframe(1), module, has_callers)
     if place.line == UNKNOWN:
         # The backward pass of a GPU runs in a thread of its own, while the user's code waits in the main one.
@@ -57,31 +51,24 @@ def place_of_call(module: str = "", has_callers: bool = False) -> Place:
 
 def _place_above(frame: FrameType | None, module, has_callers) -> Place:
     line = own = through = ""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_OPTIM) and path != _AVERAGES:
+    callers = []
+    while frame is not None and (has_callers or not own):
+        path, here = frame.f_code.co_filename, frame.f_lineno
+        is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
+        if own:
+            if _is_outside(path) and not is_installed and not path.startswith(_STANDARD_LIBRARY):
+                callers.append(f"{path}:{here}")
+        elif path.startswith(_OPTIM) and path != _AVERAGES:
             through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
-        elif not path.startswith((_TORCH, _HERE)) and os.sep in path:
-            is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
-            if path.startswith(_STANDARD_LIBRARY) and not is_installed:
-                frame = frame.f_back
-                continue
-            line = line or f"{path}:{frame.f_lineno}"
-            if not is_installed:
-                own = f"{path}:{frame.f_lineno}"
-                break
+        elif _is_outside(path) and (is_installed or not path.startswith(_STANDARD_LIBRARY)):
+            line = line or f"{path}:{here}"
+            own = "" if is_installed else f"{path}:{here}"
         frame = frame.f_back
-    callers = tuple(_callers(frame.f_back)) if has_callers and frame is not None else ()
-    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module, callers)
+    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module, tuple(callers))
 
 
-def _callers(frame: FrameType | None) -> Iterator[str]:
-    """The user's frames from a frame on outwards."""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        is_others = path.startswith((_TORCH, _HERE, _COMMON, _STANDARD_LIBRARY)) or any(p in path for p in _PACKAGES)
-        if os.sep in path and not is_others:
-            yield f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
+def _is_outside(path: str) -> bool:
+    """Say whether a file is neither torch's nor the doctor's."""
+    return os.sep in path and not path.startswith((_TORCH, _HERE))

@@ -4,23 +4,20 @@ A rank that makes a step more than the others would wait for them for ever. So w
 ranks. Without a process group every function here answers for the one process.
 """
 
+import itertools
 from dataclasses import replace
 from typing import TypeVar
 
-from common.training.parallel.host_messages import is_distributed, of_all_ranks
+from common.training.parallel.host_messages import of_all_ranks
 from common.your_step import compare
 from common.your_step.findings import NOTE, SLOW, STOPS, Finding
+from common.your_step.parts import signature_of
 from common.your_step.source import Source
-from common.your_step.state import StepState, signature_of
+from common.your_step.state import StepState
 from common.your_step.watch import Watched, is_collective
 
 KIND = "ranks differ"
 T = TypeVar("T")
-
-
-def several() -> bool:
-    """Return whether there are several ranks."""
-    return is_distributed() and len(of_all_ranks(None)) > 1
 
 
 def first(value: T) -> T:
@@ -35,23 +32,18 @@ def merged(findings: list[Finding]) -> list[Finding]:
     for rank, own in enumerate(every):
         for finding in own:
             found.setdefault((finding.kind, finding.level, finding.where), {})[rank] = finding
-    return [_named(list(own), next(iter(own.values())), len(every)) for own in found.values()]
-
-
-def _named(ranks: list[int], finding: Finding, number: int) -> Finding:
-    if len(ranks) == number:
-        return finding
-    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return replace(finding, evidence=f"on {which} of {number}: {finding.evidence}")
+    named = []
+    for by_rank in found.values():
+        finding = next(iter(by_rank.values()))
+        if len(by_rank) < len(every):
+            which = f"rank{'s' * (len(by_rank) > 1)} {', '.join(map(str, by_rank))}"
+            finding = replace(finding, evidence=f"on {which} of {len(every)}: {finding.evidence}")
+        named.append(finding)
+    return named
 
 
 def parting(state: StepState, step: Watched) -> list[Finding]:
-    """Return findings where ranks have other batches, call other collectives or run other operators.
-
-    Args:
-        state: of the step.
-        step: its first step under watch.
-    """
+    """Return findings where ranks have other batches, call other collectives or run other operators."""
     source = Source(state.path)
     batches = of_all_ranks([_told(batch) for batch in state.batches])
     collectives = of_all_ranks([each for each in step.operators if is_collective(each.name)])
@@ -62,10 +54,11 @@ def parting(state: StepState, step: Watched) -> list[Finding]:
             place = compare.place(*different).own
             evidence = f"rank 0 and rank {rank} call other collectives, and would wait for each other for ever: "
             return [Finding(KIND, STOPS, place, evidence + compare.told(*different))]
-        index = _unlike(batches[0], batches[rank])
-        if index is not None:
-            text = [own[index] if index < len(own) else "none" for own in (batches[0], batches[rank])]
-            evidence = f"batch {index} is {text[0]} on rank 0 and {text[1]} on rank {rank}: each rank captures graphs "
+        pairs = enumerate(itertools.zip_longest(batches[0], batches[rank], fillvalue="none"))
+        for index, (mine, theirs) in pairs:
+            if mine == theirs:
+                continue
+            evidence = f"batch {index} is {mine} on rank 0 and {theirs} on rank {rank}: each rank captures graphs "
             evidence += "of its own shapes, and the slowest rank sets the pace"
             return [Finding(KIND, SLOW, source.at(source.changed("batches")), evidence)]
         different = compare.first_difference(operators[0], operators[rank])
@@ -74,12 +67,6 @@ def parting(state: StepState, step: Watched) -> list[Finding]:
             evidence = f"with batches of one shape, of rank 0 and rank {rank} {compare.told(*different)}"
             return [Finding(KIND, NOTE, place, evidence)]
     return []
-
-
-def _unlike(a: list[str], b: list[str]) -> int | None:
-    """The first index at which two lists differ, or None."""
-    index = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return None if index == len(a) == len(b) else index
 
 
 def _told(batch) -> str:

@@ -7,19 +7,11 @@ _CHANGING = ("append", "add", "pop", "update", "extend", "insert", "clear", "rem
 
 
 class Source:
-    """A file of the user's code.
-
-    Args:
-        path: of the file.
-    """
+    """A file of the user's code."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._tree = ast.parse(path.read_text(errors="replace"))
-        self._in_init: set[int] = set()
-        for node in ast.walk(self._tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                self._in_init |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        self._nodes = list(ast.walk(ast.parse(path.read_text(errors="replace"))))
 
     def at(self, line: int | None) -> str:
         """Return FILE:LINE, or the file where there is no line."""
@@ -30,24 +22,25 @@ class Source:
 
         Lines in functions inside of others count before those in the file's own code and in __init__.
         """
-        word = _last(name)
-        lines = [
-            (_depth(node.lineno, self._tree), node.lineno)
-            for node in ast.walk(self._tree)
-            if isinstance(node, (ast.stmt, ast.expr)) and _changes(node, word)
-        ]
-        lines = [(depth, line) for depth, line in lines if line not in self._in_init] or lines
-        return max(lines)[1] if lines else None
+        scopes = [each for each in self._nodes if isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
+        found = []
+        for node in self._nodes:
+            if isinstance(node, (ast.stmt, ast.expr)) and _changes(node, _last(name)):
+                line = node.lineno
+                around = [each for each in scopes if each.lineno <= line <= (each.end_lineno or each.lineno)]
+                is_in_init = any(getattr(each, "name", "") == "__init__" for each in around)
+                found.append((not is_in_init, len(around), line))
+        return max(found)[2] if found else None
 
     def branches(self, name: str) -> list[int]:
         """Return the lines of branches and loops whose condition reads the last part of a name."""
         kinds = (ast.If, ast.IfExp, ast.While)
-        tests = [node.test for node in ast.walk(self._tree) if isinstance(node, kinds)]
+        tests = [node.test for node in self._nodes if isinstance(node, kinds)]
         return [test.lineno for test in tests if any(_word(each) == _last(name) for each in ast.walk(test))]
 
     def made(self, *names: str) -> int | None:
         """Return the last line that calls one of these names, such as a class."""
-        lines = [n.lineno for n in ast.walk(self._tree) if isinstance(n, ast.Call) and _word(n.func) in names]
+        lines = [n.lineno for n in self._nodes if isinstance(n, ast.Call) and _word(n.func) in names]
         return max(lines, default=None)
 
     def draws(self, module: str) -> int | None:
@@ -55,13 +48,13 @@ class Source:
         last = module.split(".")[-1]
         imported = {
             alias.asname or alias.name
-            for node in ast.walk(self._tree)
+            for node in self._nodes
             if isinstance(node, ast.ImportFrom) and node.module == module
             for alias in node.names
         }
         lines = [
             node.lineno
-            for node in ast.walk(self._tree)
+            for node in self._nodes
             if isinstance(node, ast.Call) and (_is_of(node.func, last) or _word(node.func) in imported)
         ]
         return max(lines, default=None)
@@ -102,14 +95,3 @@ def _is_of(function, module):
         return False
     owner = function.value.value if isinstance(function.value, ast.Attribute) else None
     return owner is None or _word(owner) != "torch"
-
-
-def _depth(line, tree):
-    """Count the functions and classes around a line: code in the step lies deeper than build's own."""
-    inner = [
-        each
-        for each in ast.walk(tree)
-        if isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Lambda))
-        and each.lineno <= line <= (each.end_lineno or each.lineno)
-    ]
-    return len(inner)

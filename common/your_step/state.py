@@ -1,15 +1,17 @@
 """The state of a step that somebody hands over: its batches, what it changes, and the losses that it gave."""
 
+import contextlib
 import time
+from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from common import variant as variants
 from common.capture.pool import CaptureError
 from common.measuring import marks
 from common.training.snapshot import Snapshot
 from common.your_step import step_file, user_file
+from common.your_step.parts import signature_of, tensors_in
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3
@@ -20,12 +22,7 @@ NUM_LOSSES = 4096
 
 
 class StepState:
-    """See `common.variant.State`.
-
-    Args:
-        text: FILE.py:FUNCTION of the step.
-        device: that it runs on.
-        prog: name of the program, for messages.
+    """The state of the step that FILE.py:FUNCTION names; messages name the program.
 
     Raises:
         ValueError: the file cannot be used, its step raises, or gives no loss.
@@ -41,11 +38,13 @@ class StepState:
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device
         self.path = step_file.split(text)[0]
-        with user_file.Watchdog(prog):
+        with user_file.watchdog(prog):
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
+            self.modules = [each for each in self.owned if isinstance(each, torch.nn.Module)]
+            self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
             self.losses: dict[int, torch.Tensor | float] = {}
-            has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.owned)
+            has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
             for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
                 start = time.monotonic()
                 self.train(index)
@@ -65,35 +64,14 @@ class StepState:
             )
         self.classes = [known.index(each) for each in signatures]
 
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        """The modules that were handed over."""
-        return [each for each in self.owned if isinstance(each, torch.nn.Module)]
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that were handed over."""
-        return [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
-
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""
         return self.batches[index % len(self.batches)]
 
     def train(self, index: int) -> None:
-        """Train on batch `index` as the file does.
-
-        Raises:
-            ValueError: the step raises; the text has the line of the user's file.
-        """
-        batch = self.batch(index)
-        try:
-            loss = self.step(batch)
-        except (CaptureError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if lacks_deterministic_kernel(error):
-                raise
-            raise ValueError(f"{user_file.where(error, self.path)}: the step raised {user_file.said(error)}") from error
+        """Train on batch `index` as the file does."""
+        with errors_with_lines(self.path):
+            loss = self.step(self.batch(index))
         self.keep_loss(index, loss)
 
     def marked_train(self, index: int) -> None:
@@ -104,18 +82,16 @@ class StepState:
             hook.remove()
 
     def keep_loss(self, index: int, loss) -> None:
-        """Remember the loss of a step without waiting for the device.
-
-        Raises:
-            ValueError: it is neither a tensor of one element nor a number.
-        """
+        """Remember the loss of a step, a tensor of one element or a number, without waiting for the device."""
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # What a graph returned, the next replay overwrites.
             self.losses[index % NUM_LOSSES] = loss.detach().clone()
         elif isinstance(loss, (int, float)):
             self.losses[index % NUM_LOSSES] = float(loss)
         else:
-            raise ValueError(f"{self.path.name}: the step returned a {_kind(loss)}; it has to return its loss")
+            is_tensor = isinstance(loss, torch.Tensor)
+            kind = f"tensor of shape {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+            raise ValueError(f"{self.path.name}: the step returned a {kind}; it has to return its loss")
 
     # --- what a run asks of a state
 
@@ -132,41 +108,16 @@ class StepState:
         """Return the losses of the first steps."""
         return [float(self.losses[index]) for index in range(min(count, NUM_LOSSES))]
 
-    def read_grad_norms(self, count: int) -> list[float]:
-        """Return no norms: a step returns its loss alone."""
-        return []
-
     def batch_class(self, index: int) -> int:
         """Return the number of the batch's shape."""
         return self.classes[index % len(self.classes)]
-
-
-def signature_of(batch) -> tuple:
-    """Return what a graph holds of a batch: shapes, dtypes and strides of tensors, and values that are no tensors."""
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in tree_leaves(batch)
-    )
-
-
-def static_copy(batch, device: torch.device):
-    """Return the batch with copies of its tensors on the device, which a graph reads."""
-    return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-
-def copy_batch(static, batch) -> None:
-    """Copy a batch of the same shapes into the tensors that a graph reads."""
-    for own, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
-        if isinstance(own, torch.Tensor):
-            own.copy_(leaf, non_blocking=True)
 
 
 def marked(layers):
     """Return hooks that mark the end of each layer, forward and backward: places where the queue may be drained."""
 
     def hook(module, args, output):
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        marks.mark(tensors[0] if tensors else None)
+        marks.mark(next(iter(tensors_in(output)), None))
 
     return [layer.register_forward_hook(hook) for layer in layers]
 
@@ -178,10 +129,17 @@ def _layers(modules):
     return inner or [child for module in modules for child in module.children()]
 
 
-def _kind(value):
-    if isinstance(value, torch.Tensor):
-        return f"tensor of shape {tuple(value.shape)}"
-    return type(value).__name__
+@contextlib.contextmanager
+def errors_with_lines(path: Path):
+    """Within it, what a user's step raises is a ValueError with the line of the file, but for captures and memory."""
+    try:
+        yield
+    except (CaptureError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if lacks_deterministic_kernel(error):
+            raise
+        raise ValueError(f"{user_file.where(error, path)}: the step raised {user_file.said(error)}") from error
 
 
 def lacks_deterministic_kernel(error: BaseException) -> bool:

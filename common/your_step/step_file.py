@@ -11,10 +11,7 @@ FORM = "FILE.py:FUNCTION, as in my_step.py:build"
 
 
 def split(text: str) -> tuple[Path, str]:
-    """Return the file and the function that STEP names.
-
-    Args:
-        text: FILE.py:FUNCTION. Without a function it is `build`.
+    """Return the file and the function of FILE.py:FUNCTION; without a function it is `build`.
 
     Raises:
         ValueError: there is no such file, or no function of that name in it.

@@ -4,17 +4,15 @@ Each stream knows how many operators of each other stream are done when its next
 stream knew when it was recorded, and a stream that waits for the event knows that, too.
 """
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 
 
 class StreamWatch:
-    """Within it, operators and waits of streams are noted.
-
-    Args:
-        backend: that has current_stream, Stream and Event, or None where there are no streams.
-    """
+    """Within it, operators and waits of streams are noted; the backend is None where there are no streams."""
 
     def __init__(self, backend: Any = torch.cuda):
         self._backend = backend
@@ -23,7 +21,7 @@ class StreamWatch:
         self._kept: list = []
         self._places: dict[Any, Any] = {}
         self._late: dict[Any, Any] = {}
-        self._originals: list = []
+        self._patches = contextlib.ExitStack()
         self._main: Any = None
 
     def __enter__(self):
@@ -39,8 +37,7 @@ class StreamWatch:
         return self
 
     def __exit__(self, *_):
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
+        self._patches.close()
 
     def launched(self, place) -> None:
         """Note an operator on the current stream."""
@@ -73,8 +70,7 @@ class StreamWatch:
             after(result, *args, **kwargs)
             return result
 
-        self._originals.append((owner, name, original))
-        setattr(owner, name, wrapped)
+        self._patches.enter_context(mock.patch.object(owner, name, wrapped))
 
     def _recorded(self, result, stream, event=None):
         self._note(result if event is None else event, stream)

@@ -7,6 +7,7 @@ wrong as well, the copies are at fault and not the capture. And a graph replays 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from common.capture.pool import CaptureError
 from common.your_step import parity, ranks
 from common.your_step.errors import explained
 from common.your_step.findings import STOPS, WRONG, Finding
+from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState, lacks_deterministic_kernel
 
 EQUAL = "trains as eager does"
@@ -43,7 +45,6 @@ class Trial:
     """Graphs of a step beside two eager trainings.
 
     Args:
-        state: of the step.
         changes_host: the step changes what a reset does not put back, so that trainings differ for that reason.
         is_exact: kernels give the same bits each time.
         reference: the eager step of an index; the state's own unless told.
@@ -62,16 +63,12 @@ class Trial:
         self._eager: list[parity.Course] = []
 
     def of(self, make, obstacles: list[Finding]) -> Outcome:
-        """Return how a variant goes.
-
-        Args:
-            make: make(state) captures it.
-            obstacles: findings for which it is not tried.
-        """
+        """Return how a variant goes that make(state) captures, unless obstacles are known."""
         state = self.state
         if obstacles:
             return Outcome(f"not tried: {obstacles[0].kind} at {obstacles[0].where}")
-        variant, failed = None, None
+        variant: Any = None
+        failed = None
         try:
             variant = make(state)
         except (CaptureError, torch.OutOfMemoryError) as error:
@@ -82,10 +79,10 @@ class Trial:
         finally:
             state.reset()
         failed = ranks.first(failed)
-        if failed or variant is None:
+        if failed:
             if variant is not None:
                 variant.close()
-            return failed or Outcome("not possible")
+            return failed
         try:
             variants.enter(variant)
             return self._judged(make, variant)
@@ -113,12 +110,13 @@ class Trial:
             self._eager = [parity.course(self.state, self._reference) for _ in range(2)]
             variants.enter(variant)
         eager, again = self._eager
-        bad = [f"eager's loss of step {i} is {loss}" for i, loss in enumerate(eager.losses) if not math.isfinite(loss)]
-        for i, loss in enumerate(getattr(self.state, "warm_losses", ()) if bad else ()):
-            if not math.isfinite(loss):
-                bad = [f"eager's loss of warm-up step {i}, of batch {i % len(self.state.batches)}, is {loss}"]
-                break
-        said = ranks.first(bad[0] if bad else "")
+        said = ""
+        if not all(map(math.isfinite, eager.losses)):
+            count = len(self.state.batches)
+            losses = [(f"warm-up step {i}, of batch {i % count},", x) for i, x in enumerate(self.state.warm_losses)]
+            losses += [(f"step {i}", x) for i, x in enumerate(eager.losses)]
+            said = next(f"eager's loss of {step} is {x}" for step, x in losses if not math.isfinite(x))
+        said = ranks.first(said)
         if said:
             return self._wrong("not finite", f"{said}: nothing is compared", "")
         unlike = parity.difference(eager, eager, again, self.names)
@@ -162,30 +160,26 @@ class Trial:
     def _module(self, make, step) -> str:
         """The module whose outputs differ first in the first step that differs, in words."""
         state = self.state
-        if not isinstance(state, StepState) or ranks.several():
+        if not isinstance(state, StepState) or has_several_ranks():
             return ""  # a variant of a model does not call state.step, and one rank alone makes no steps
-        original = state.step
         # Outputs that are kept lie where nothing else does: so this is a graph of its own, of the step that differs.
-        with parity.Outputs(state.modules) as outputs:
-            state.step = outputs.kept_of(original)
+        with parity.keeping_outputs(state) as kept:
             try:
-                eager = self._outputs_after(step, state.train, outputs)
+                eager = self._outputs_after(step, state.train, kept)
                 variant = make(state)
                 try:
-                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, outputs)
+                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, kept)
                 finally:
                     variant.close()
             except (CaptureError, torch.OutOfMemoryError):
                 return ""
-            finally:
-                state.step = original
         if not graph:
             return ""
         name = parity.first_module(eager, graph)
         return f"; the outputs of {name} differ first" if name else "; the outputs of all modules are eager's there"
 
-    def _outputs_after(self, step, make_step, outputs):
+    def _outputs_after(self, step, make_step, kept):
         self.state.reset()
         for index in range(step + 1):
             make_step(index)
-        return outputs.copies()
+        return [(name, [tensor.detach().clone() for tensor in tensors]) for name, tensors in kept]

@@ -5,39 +5,29 @@ Fresh memory often holds zeros. In a graph it holds what the graph's other kerne
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from common.capture.host_graph_rules import ALLOCATIONS
 from common.your_step import ranks
+from common.your_step.parts import tensors_in
 from common.your_step.place import Place, place_of_call
 
 
 def read_before_written(state, index: int) -> tuple[Place, str] | None:
-    """Return (place of the allocation, evidence), or None where the step's result does not depend on such memory.
-
-    Args:
-        state: a StepState. It is changed by two steps.
-        index: of the batch.
-    """
+    """Make two steps on a batch; return (place of the allocation, evidence), None where no result depends on it."""
     state.reset()
-    with filled_with_zeros():
+    with Filled(0.0):
         if ranks.first(_has_nan(state, state.step(state.batch(index)))):
             return None
     state.reset()
-    filled = _Filled(float("nan"))
+    filled = Filled(float("nan"))
     with filled:
         loss = state.step(state.batch(index))
     return filled.found if _has_nan(state, loss) else None
 
 
-def filled_with_zeros() -> TorchDispatchMode:
-    """Return a context in which fresh memory holds zeros, so that what reads it gives the same each time."""
-    return _Filled(0.0)
-
-
 def _has_nan(state, loss) -> bool:
     tensors = [tensor for _, tensor in state.snapshot.tensors]
-    return any(_nan(leaf) for leaf in tree_leaves((loss, tensors)) if isinstance(leaf, torch.Tensor))
+    return any(map(_nan, tensors_in((loss, tensors))))
 
 
 def _nan(tensor) -> bool:
@@ -46,8 +36,11 @@ def _nan(tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
-class _Filled(TorchDispatchMode):
-    """Fills what is allocated, and notes the first operator that takes NaN of it into a tensor of its own."""
+class Filled(TorchDispatchMode):
+    """Within it, fresh memory holds a value: zeros, so that what reads it gives the same each time, or NaN.
+
+    The first operator that takes NaN of it into a tensor of its own is noted.
+    """
 
     def __init__(self, value: float):
         super().__init__()
@@ -68,16 +61,12 @@ class _Filled(TorchDispatchMode):
         return result
 
     def _look(self, func, args, kwargs, result):
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_allocated(leaf)]
-        if not read:
-            return
-        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if any(not self._is_allocated(leaf) and _nan(leaf) for leaf in given):
+        read = list(filter(self._is_allocated, tensors_in((args, kwargs))))
+        if read and any(not self._is_allocated(tensor) and _nan(tensor) for tensor in tensors_in(result)):
             place, _ = self._allocated[read[0].untyped_storage()._cdata]
             name = str(func).removesuffix(".default")
             evidence = f"{name} at {place_of_call().own} reads memory that was allocated here and not written"
             self.found = place, evidence
 
-    def _is_allocated(self, leaf):
-        strided = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-        return strided and leaf.untyped_storage()._cdata in self._allocated
+    def _is_allocated(self, tensor):
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._allocated

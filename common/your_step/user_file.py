@@ -1,16 +1,19 @@
 """Calling a file's build(device), and checking what it returns."""
 
+import contextlib
 import importlib.util
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from common.your_step.parts import tensors_in
 from common.your_step.step_file import split
 
 FIRST_STEP_LIMIT_S = 60.0
@@ -19,25 +22,15 @@ STARTS_NO_STEP = "no step has ended within 60 s: build smaller shapes or fewer l
 
 @dataclass
 class Handed:
-    """The values that build(device) returned.
+    """The values that build(device) returned: step(batch) -> loss, batches, and the objects that training changes."""
 
-    Attributes:
-        step: step(batch) trains on a batch and returns its loss.
-        batches: at least one; a batch is a tensor or a nest of tensors and plain values.
-        owned: the objects that training changes.
-    """
-
-    step: Any
+    step: Callable
     batches: list
     owned: list
 
 
 def load(text: str, device: torch.device) -> Handed:
-    """Import the file, call its function and check what it returns.
-
-    Args:
-        text: as for `common.your_step.step_file.split`.
-        device: that the step is to run on.
+    """Import the file of FILE.py:FUNCTION, call its function and check what it returns.
 
     Raises:
         ValueError: the file, the function or what it returns cannot be used; the text says why.
@@ -50,16 +43,14 @@ def load(text: str, device: torch.device) -> Handed:
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    words, sys.argv = sys.argv, [str(path)]
     try:
-        spec.loader.exec_module(module)
-        made = getattr(module, name)(device)
+        with mock.patch.object(sys, "argv", [str(path)]):
+            spec.loader.exec_module(module)
+            made = getattr(module, name)(device)
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit) as error:
-        sys.argv = words
         raise ValueError(f"{where(error, path)}: {name}(device) raised {said(error)}") from error
-    sys.argv = words
     return _checked(made, f"{path.name}: {name}(device)", device)
 
 
@@ -87,13 +78,14 @@ def _checked(made, name, device):
     if not callable(step):
         raise ValueError(f"{name}: the first value is a {type(step).__name__}, it has to be a function step(batch)")
     if not isinstance(batches, (list, tuple)) or not batches:
-        raise ValueError(f"{name}: the second value has to be a list of batches, at least one, not {_short(batches)}")
+        kind = type(batches).__name__ + (" of none" if isinstance(batches, (list, tuple)) else "")
+        raise ValueError(f"{name}: the second value has to be a list of batches, at least one, not {kind}")
     for index, batch in enumerate(batches):
         hidden = next((leaf for leaf in tree_leaves(batch) if _hides_tensors(leaf)), None)
         if hidden is not None:
             text = f"batch {index} has a {type(hidden).__name__}, whose tensors a graph's copy of the batch would miss"
             raise ValueError(f"{name}: {text}: make it a dict, a list or a tuple")
-        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)):
+        if not tensors_in(batch):
             raise ValueError(f"{name}: batch {index} has no tensor; a batch is a tensor or a nest of tensors")
     owned = list(owned) if isinstance(owned, (list, tuple)) else [owned]
     for each in owned:
@@ -111,28 +103,21 @@ def _hides_tensors(leaf) -> bool:
         return False
     inner = list(getattr(leaf, "__dict__", {}).values())
     inner += [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ()) if isinstance(name, str)]
-    return any(isinstance(each, torch.Tensor) for each in tree_leaves(inner))
+    return bool(tensors_in(inner))
 
 
-def _short(value):
-    return f"{type(value).__name__} of none" if isinstance(value, (list, tuple)) else type(value).__name__
+@contextlib.contextmanager
+def watchdog(prog: str, limit_s: float = FIRST_STEP_LIMIT_S):
+    """End the process where the block takes longer than a limit: the first step of a build that hangs."""
 
-
-class Watchdog:
-    """Ends the process where the block takes longer than a limit: the first step of a build that hangs."""
-
-    def __init__(self, prog: str, limit_s: float = FIRST_STEP_LIMIT_S):
-        self._timer = threading.Timer(limit_s, self._end)
-        self._timer.daemon = True
-        self._prog = prog
-
-    def _end(self):
-        os.write(2, f"{self._prog}: {STARTS_NO_STEP}\n".encode())
+    def end():
+        os.write(2, f"{prog}: {STARTS_NO_STEP}\n".encode())
         os._exit(2)
 
-    def __enter__(self):
-        self._timer.start()
-        return self
-
-    def __exit__(self, *_):
-        self._timer.cancel()
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

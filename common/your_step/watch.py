@@ -9,6 +9,7 @@ import contextlib
 import threading
 import warnings
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
 from common.training.snapshot import storage_id, storage_of
+from common.your_step.parts import has_several_ranks, hooked, named_parts, tensors_in
 from common.your_step.place import Place, place_of_call
 from common.your_step.streams import StreamWatch
 
@@ -42,8 +44,8 @@ KINDS = {
 }
 
 
-def calls_of_gpu() -> list:
-    """Return (owner, name, reason) of the calls that only a GPU knows, beside those of host graphs."""
+def _calls_of_gpu() -> list:
+    """(owner, name, reason) of the calls that only a GPU knows, beside those of host graphs."""
     stream, event = torch.cuda.Stream, torch.cuda.Event
     return [
         (torch.cuda, "synchronize", WAITS),
@@ -60,11 +62,6 @@ class Refused:
     name: str
     reason: str
     place: Place
-
-    @property
-    def kind(self) -> str:
-        """The kind of finding."""
-        return KINDS[self.reason]
 
 
 @dataclass(frozen=True)
@@ -122,66 +119,44 @@ class Watched:
 
 
 def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
-    """Make one step eagerly and note what it does.
+    """Make one step eagerly and note what it does, with the running parts of modules.
 
-    Args:
-        step: step(batch).
-        batch: of the step.
-        modules: those whose running parts are to be named.
-        is_capturing: the answer to a step that asks whether the current stream captures.
+    A step that asks whether the current stream captures gets `is_capturing`.
     """
-    watcher = _Watcher(modules)
+    watcher = _Watcher()
     has_gpu = torch.cuda.is_available()
-    patches = [
-        (owner, name, watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason))
-        for owner, name, reason in rules.PATCHED + (calls_of_gpu() if has_gpu else [])
-    ]
-    patches.append((torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
-    for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
-        patches.append((owner, name, watcher.starting(getattr(owner, name))))
-    with _patched(patches), watcher.streams, warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        for owner, name, reason in rules.PATCHED + (_calls_of_gpu() if has_gpu else []):
+            note = watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason)
+            stack.enter_context(mock.patch.object(owner, name, note))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
+        for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
+            stack.enter_context(mock.patch.object(owner, name, watcher.starting(getattr(owner, name))))
+        stack.enter_context(watcher.streams)
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
         warnings.showwarning = watcher.warned
         if has_gpu:
             torch.cuda.set_sync_debug_mode("warn")
-        try:
-            opened = marks.opening_sections(watcher.section)
-            with opened, watcher.hooks(), _Functions(watcher), _Operators(watcher):
-                step(batch)
-        finally:
-            if has_gpu:
-                torch.cuda.set_sync_debug_mode("default")
+            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        stack.enter_context(marks.opening_sections(watcher.section))
+        stack.enter_context(hooked(named_parts(modules), watcher.left, watcher.stack.append))
+        with _Functions(watcher), _Operators(watcher):
+            step(batch)
     watcher.found.unjoined = watcher.streams.unjoined()
     return watcher.found
 
 
-class _patched:
-    """Within it, attributes of modules and classes are others."""
-
-    def __init__(self, patches):
-        self._patches = [(owner, name, new, vars(owner).get(name)) for owner, name, new in patches]
-
-    def __enter__(self):
-        for owner, name, new, _ in self._patches:
-            setattr(owner, name, new)
-
-    def __exit__(self, *_):
-        for owner, name, _, original in reversed(self._patches):
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-
 class _Watcher:
-    def __init__(self, modules):
-        self.found, self.stack, self.modules = Watched(), [], modules
+    def __init__(self):
+        self.found, self.stack = Watched(), []
         # Inside of a call that was noted, or in a part of the step that no graph holds.
         self.is_inside = self.is_on_host = self.stores_number = False
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
-    def hooks(self):
-        return _ModuleStack(self.modules, self.stack)
+    def left(self, *_):
+        if self.stack:
+            self.stack.pop()
 
     def place(self, has_callers=False) -> Place:
         return place_of_call(".".join(self.stack[-1:]), has_callers)
@@ -190,25 +165,24 @@ class _Watcher:
         self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
 
     @contextlib.contextmanager
-    def section(self, name):
-        before = self.is_inside, self.is_on_host
-        if name in marks.ON_HOST:
-            self.is_inside = self.is_on_host = True
+    def flagged(self, **flags):
+        before = {name: getattr(self, name) for name in flags}
+        vars(self).update(flags)
         try:
             yield
         finally:
-            self.is_inside, self.is_on_host = before
+            vars(self).update(before)
+
+    def section(self, name):
+        return self.flagged(is_inside=True, is_on_host=True) if name in marks.ON_HOST else contextlib.nullcontext()
 
     def noting(self, original, name, reason):
         def note(*args, **kwargs):
             if self.is_inside or _is_for_host(reason, args):
                 return original(*args, **kwargs)
             self.refuse(name, reason)
-            self.is_inside = True
-            try:
+            with self.flagged(is_inside=True):
                 return original(*args, **kwargs)
-            finally:
-                self.is_inside = False
 
         return note
 
@@ -245,21 +219,11 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         watcher = self.watcher
-        name, reason = rules.FORBIDDEN_FUNCTIONS.get(func, ("", ""))
-        if reason and not watcher.is_inside and not _is_for_host(reason, args):
-            watcher.refuse(name, reason)
-            watcher.is_inside = True
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                watcher.is_inside = False
-        if func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex)):
-            watcher.stores_number = True
-            try:
-                return func(*args, **(kwargs or {}))
-            finally:
-                watcher.stores_number = False
-        return func(*args, **(kwargs or {}))
+        if func in rules.FORBIDDEN_FUNCTIONS:
+            func = watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])
+        is_store = func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex))
+        with watcher.flagged(stores_number=True) if is_store else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):
@@ -277,7 +241,7 @@ class _Operators(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         is_exchange = is_collective(str(func))
         reason = rules.reason_against(func, args, kwargs)
-        if is_exchange and (_num_ranks() > 1 or any(map(_is_cuda, leaves))):
+        if is_exchange and (has_several_ranks() or any(map(_is_cuda, leaves))):
             reason = None  # NCCL's are captured, and several ranks of a CPU stand for GPUs
         if func is torch.ops.aten.set_.source_Storage and storage_id(args[0]) in found.made:
             reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
@@ -292,7 +256,8 @@ class _Operators(TorchDispatchMode):
                 found.exchanged.add(storage_id(leaf))
             if isinstance(leaf, torch.Generator):
                 found.generators.setdefault(id(leaf), (leaf, place))
-        outside = tuple(_outside(leaf, found) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        given = tensors_in(leaves)
+        outside = tuple(_outside(tensor, found) for tensor in given)
         if func._schema.name == "aten::lift_fresh":
             found.from_host.add(storage_id(args[0]))
         for tensor in () if is_exchange else _written(func, args, kwargs):
@@ -301,15 +266,15 @@ class _Operators(TorchDispatchMode):
                 found.written.setdefault(address, place)
         result = func(*args, **kwargs)
         self._note_copy(func, args, result, place)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        given = {storage_id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        tensors, taken = tensors_in(result), {storage_id(tensor) for tensor in given}
         for tensor in tensors:
             address = storage_id(tensor)
             # Not a view: this operator has made the storage, if perhaps where an earlier one was.
-            if address is not None and address not in found.kept and address not in given:
+            if address is not None and address not in found.kept and address not in taken:
                 found.made[address] = place
         numbers = tuple(leaf for leaf in leaves if isinstance(leaf, (int, float, complex)))
-        found.operators.append(Operator(str(func), tuple(map(_shape, tensors)), numbers, outside, place))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        found.operators.append(Operator(str(func), shapes, numbers, outside, place))
         return result
 
     def _note_copy(self, func, args, result, place):
@@ -332,24 +297,12 @@ def _is_for_host(reason, values) -> bool:
 
 
 def is_collective(name: str) -> bool:
-    """Return whether an operator is one of torch.distributed or of this repository's collectives.
-
-    Args:
-        name: such as c10d.allreduce_.default.
-    """
+    """Return whether an operator, such as c10d.allreduce_.default, is a collective."""
     return name.partition(".")[0] in _COLLECTIVES
-
-
-def _num_ranks() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _is_cuda(leaf):
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
-
-
-def _shape(tensor):
-    return tuple(tensor.shape)
 
 
 def _written(func, args, kwargs) -> list[torch.Tensor]:
@@ -357,13 +310,8 @@ def _written(func, args, kwargs) -> list[torch.Tensor]:
     if not func._schema.is_mutable:
         return []
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return [
-        leaf
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_leaves(values.get(argument.name))
-        if isinstance(leaf, torch.Tensor)
-    ]
+    aliases = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return tensors_in([values.get(name) for name, alias in aliases if alias is not None and alias.is_write])
 
 
 def _outside(tensor, found) -> int | None:
@@ -372,29 +320,3 @@ def _outside(tensor, found) -> int | None:
         return None
     found.kept.setdefault(address, storage_of(tensor))
     return address
-
-
-class _ModuleStack:
-    """The names of the modules whose forward runs, kept by hooks."""
-
-    def __init__(self, modules, stack):
-        self._handles, self._stack = [], stack
-        self._named = [(name, module) for each in modules for name, module in each.named_modules()]
-
-    def __enter__(self):
-        for name, module in self._named:
-            if name:
-                self._handles.append(module.register_forward_pre_hook(self._push(name)))
-                self._handles.append(module.register_forward_hook(self._pop))
-        return self
-
-    def __exit__(self, *_):
-        for handle in self._handles:
-            handle.remove()
-
-    def _push(self, name):
-        return lambda module, args: self._stack.append(name)
-
-    def _pop(self, module, args, output):
-        if self._stack:
-            self._stack.pop()

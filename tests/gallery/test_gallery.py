@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.measuring import torch_settings
-from common.your_step.doctor import EQUAL, diagnose
+from common.your_step.doctor import EQUAL, UP_TO_OPTIMIZER, WHOLE, diagnose
 from common.your_step.findings import NOTE, REMEDIES
 
 FOLDER = Path(__file__).parent
@@ -61,11 +61,11 @@ def test_doctor_is_silent_on_a_sound_step(path, device):
     found = diagnose(f"{path}:build", device)
 
     assert not [finding for finding in found.findings if finding.level != NOTE], found.text()
-    assert found.whole == EQUAL
+    assert found.outcomes[WHOLE.title] == EQUAL
     if path.stem in GO_ON:
-        assert "after its optimizer's step" in found.without_optimizer
+        assert "after its optimizer's step" in found.outcomes[UP_TO_OPTIMIZER.title]
     else:
-        assert found.without_optimizer == EQUAL
+        assert found.outcomes[UP_TO_OPTIMIZER.title] == EQUAL
 
 
 def test_gallery_is_as_large_as_it_says_and_each_broken_step_names_its_thread():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.your_step import doctor
-from common.your_step.doctor import EQUAL, diagnose
+from common.your_step.doctor import EQUAL, UP_TO_OPTIMIZER, WHOLE, diagnose
 from common.your_step.findings import NOTE, STOPS, WRONG
 
 STEP = """
@@ -257,7 +257,7 @@ def test_a_sound_step_is_not(tmp_path, name):
     found, _ = diagnosed(tmp_path, SOUND[name])
 
     assert not [finding for finding in found.findings if finding.level != NOTE], found.text()
-    assert found.whole == EQUAL
+    assert found.outcomes[WHOLE.title] == EQUAL
 
 
 def test_a_step_that_knows_its_batch_is_told_apart_from_a_wrong_capture(tmp_path):
@@ -271,8 +271,8 @@ def test_wrong_numbers_name_step_tensor_and_module(tmp_path):
 
     found, _ = diagnosed(tmp_path, {"# more": hook})
 
-    assert "Sequential.0.weight differs from eager's after step 1" in found.whole
-    assert "the outputs of 1 differ first" in found.whole
+    assert "Sequential.0.weight differs from eager's after step 1" in found.outcomes[WHOLE.title]
+    assert "the outputs of 1 differ first" in found.outcomes[WHOLE.title]
     assert "python random" in {finding.kind for finding in found.findings}
 
 
@@ -346,7 +346,7 @@ def test_a_scaler_that_unscales_leaves_the_eager_step_as_it_was(tmp_path):
         "    return step, [torch.randn(8, 32)], [model, optimizer, scaler]\n"
     )
     found = diagnose(f"{path}:build", torch.device("cpu"))
-    assert found.whole == "trains as eager does" and "unscale_" in found.without_optimizer
+    assert found.outcomes[WHOLE.title] == "trains as eager does" and "unscale_" in found.outcomes[UP_TO_OPTIMIZER.title]
 
 
 def test_a_read_on_the_host_names_its_line_and_those_that_call_it(tmp_path):

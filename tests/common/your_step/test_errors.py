@@ -33,12 +33,8 @@ OTHERS = [
     ("Please ensure to utilize the CUDAGeneratorImpl::set_state_index method during capturing", "random state"),
     ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.", "pinned"),
     ("During CUDA graph capture, autograd node 'X' has a stale reference to the default stream", "gradients"),
-    ("CUDA graphs must be captured on a non-default stream. (However, after capture, ...)", "default stream"),
-    ("This CUDAGraph instance already owns a captured graph.", "twice"),
-    ("Called CUDAGraph::replay without a preceding successful capture.", "failed"),
     ("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp", "another capture"),
     ("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run", "next replay"),
-    ("make_graphed_callables does not support the autocast caching.", "casts of weights"),
     ("CUDA out of memory. Tried to allocate 2.00 GiB", "does not fit"),
     ("CUDA error: an illegal memory access was encountered", "given back"),
 ]

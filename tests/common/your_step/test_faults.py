@@ -112,7 +112,7 @@ def test_memory_that_is_free_between_replays_is_filled(step_file):
     found = doctor.diagnose(step_file("loss.backward()", f"{reads}\n        loss.backward()"), torch.device("cpu"))
 
     (finding,) = [each for each in found.findings if each.kind == "uninitialised memory"]
-    assert "free between them" in finding.evidence and "the capture is at fault" in found.whole
+    assert "free between them" in finding.evidence and "the capture is at fault" in found.outcomes[doctor.WHOLE.title]
 
 
 def test_a_step_that_is_right_on_copies_of_its_batches_leaves_the_fault_to_the_capture(step_file):

@@ -5,7 +5,7 @@ import torch
 
 from common.variant import Unsupported, enter, leave
 from common.your_step.doctor import making
-from common.your_step.graphs import eager_step, reduce_overhead
+from common.your_step.graphs import CompiledModules, eager_step
 from common.your_step.modules import GraphedModules
 from common.your_step.state import StepState
 
@@ -93,7 +93,7 @@ def test_compiled_modules_drop_what_eager_drops(tmp_path):
     path = tmp_path / "step.py"
     path.write_text(STEP.replace("TWICE", "self.layers[2](x)").replace(", 0.1,", ", 0.5,"))
     state = StepState(f"{path}:build", torch.device("cuda", 0), "test")
-    compiled = making(reduce_overhead)(state)
+    compiled = making(CompiledModules)(state)
     expected, _ = course(state, lambda index: eager_step(state, index))
     enter(compiled)
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.your_step import step_file, user_file
-from common.your_step.doctor import diagnose
+from common.your_step.doctor import WHOLE, diagnose
 from common.your_step.state import StepState
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_a_batch_that_breaks_the_warm_up_is_named(tmp_path):
 
     found = diagnose(written(tmp_path, text), CPU)
 
-    assert "warm-up step 1, of batch 1, is nan" in found.whole
+    assert "warm-up step 1, of batch 1, is nan" in found.outcomes[WHOLE.title]
 
 
 def test_an_update_of_several_steps_names_the_count_that_decides(tmp_path):
@@ -100,11 +100,11 @@ def test_an_update_of_several_steps_names_the_count_that_decides(tmp_path):
     found = diagnose(written(tmp_path, text), CPU)
 
     finding = next(finding for finding in found.findings if finding.kind == "gradient")
-    assert "count goes from 3 to 8 at" in finding.evidence and "microbatches" in finding.remedy
+    assert "count goes from 3 to 8 at" in finding.evidence and "microbatches" in finding.text()
 
 
 def _hangs():
-    with user_file.Watchdog("doctor", 0.2):
+    with user_file.watchdog("doctor", 0.2):
         time.sleep(600)
 
 

@@ -1,0 +1,111 @@
+"""What a step is made of: tensors in nests such as its batches, and the parts of its modules with their calls."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def tensors_in(tree) -> list[torch.Tensor]:
+    """Return the tensors of a nest."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def signature_of(batch) -> tuple:
+    """Return what a graph holds of a batch: shapes, dtypes and strides of tensors, and values that are no tensors."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in tree_leaves(batch)
+    )
+
+
+def static_copy(batch, device: torch.device):
+    """Return the batch with copies of its tensors on the device, which a graph reads."""
+    return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def copy_batch(static, batch) -> None:
+    """Copy a batch of the same shapes into the tensors that a graph reads."""
+    for own, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
+        if isinstance(own, torch.Tensor):
+            own.copy_(leaf, non_blocking=True)
+
+
+def is_inside(name: str, path: str) -> bool:
+    """Return whether a module is the one at a path, "" for a whole model, or lies inside of it."""
+    return not path or name == path or name.startswith(f"{path}.")
+
+
+def named_parts(modules: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """Return (path, module) of all modules inside of these."""
+    return [(name, part) for module in modules for name, part in module.named_modules() if name]
+
+
+def has_several_ranks() -> bool:
+    """Return whether this process is one of several ranks."""
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def hooked(named: Iterable[tuple[str, torch.nn.Module]], after: Callable, before: Callable | None = None):
+    """Within it, before(name) and after(name, module, args, kwargs, output) are called around each forward."""
+    handles: list = []
+    try:
+        for name, module in named:
+            if before is not None:
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: before(name)))
+            handles.append(module.register_forward_hook(functools.partial(after, name), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Call:
+    """The first call of a module in a step.
+
+    Attributes:
+        path: of the module; of a whole model the name of its class.
+        has_grad: autograd was on.
+        casts_to: dtype of the autocast that it ran under, or None.
+        is_plain: its arguments, at least one, and its results are tensors.
+        key: equal for modules that are alike.
+        number: calls in the step.
+    """
+
+    path: str
+    module: torch.nn.Module
+    args: tuple
+    kwargs: dict
+    has_grad: bool
+    casts_to: torch.dtype | None
+    is_plain: bool
+    key: tuple[str, ...]
+    number: int = 1
+
+
+def first_calls(state) -> list[Call]:
+    """Make one step; return the first call of each module in the order in which they end: inner ones first."""
+    calls: dict[torch.nn.Module, Call] = {}
+    kind = state.device.type
+    names = {part: name or type(module).__name__ for module in state.modules for name, part in module.named_modules()}
+
+    def note(path, module, args, kwargs, output):
+        if module in calls:
+            calls[module].number += 1
+            return
+        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        results = output if isinstance(output, (list, tuple)) else [output]
+        is_plain = bool(args) and not kwargs and all(isinstance(each, torch.Tensor) for each in [*args, *results])
+        needs = [tensor.requires_grad for tensor in tensors_in((args, kwargs))]
+        key = tuple(map(str, (type(module), repr(module), signature_of((args, kwargs)), *needs)))
+        calls[module] = Call(path, module, args, kwargs, torch.is_grad_enabled(), casts_to, is_plain, key)
+
+    with hooked([(name, part) for part, name in names.items()], note):
+        state.reset()
+        state.step(state.batch(0))
+    return list(calls.values())
