@@ -42,9 +42,10 @@ class Change:
         if self.new is None:
             return f"{self.name}: {self.old.status} before, gone now"
         if self.change is None or self.bound is None:
-            why = f" ({self.new.reason})" if self.new.reason else ""
+            reason = self.new.newest.verdict.reason
+            why = f" ({reason})" if reason else ""
             return printable(f"{self.name}: {self.old.status} before, {self.new.status} now{why}")
-        hosts = "" if min(self.old.num_hosts, self.new.num_hosts) >= statistics.LEAST_HOSTS else ", on few hosts"
+        hosts = "" if min(len(self.old.hosts), len(self.new.hosts)) >= statistics.LEAST_HOSTS else ", on few hosts"
         numbers = f"{self.old.ratio:.3f}x before, {self.new.ratio:.3f}x now"
         chance = f"chance is {100 * self.bound:.1f} %" if self.bound < 10 else "too few cycles to tell"
         return f"{self.name}: {numbers}: {100 * self.change:+.1f} %, {chance}{hosts}"
@@ -77,11 +78,10 @@ def _change(old, new, both):
 
 def _spread(row):
     """(standard error of the logarithm of the ratio, degrees of freedom): of its runs, or of one run's cycles."""
-    ratios = [point.ratio for point in row.points if point.ratio is not None]
-    if len(ratios) > 1:
-        logs = [math.log(ratio.ratio) for ratio in ratios]
+    if len(row.ratios) > 1:
+        logs = [math.log(ratio.ratio) for ratio in row.ratios]
         return statistics.deviation(logs) / math.sqrt(len(logs)), len(logs) - 1
-    (ratio,) = ratios
+    (ratio,) = row.ratios
     if ratio.cycles < 2:
         return 50.0, 1
     freedom = ratio.cycles - 1

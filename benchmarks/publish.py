@@ -131,7 +131,7 @@ def added(path: Path, results: Path) -> list[str]:
             continue
         name, old = f"{row.workload.machine}, {row.workload.name} {row.variant}", before.get(_key(row))
         if row.base_ms is None or row.ms is None:
-            lines.append(f"{name}: {row.status} ({row.reason})")
+            lines.append(f"{name}: {row.status} ({row.newest.verdict.reason})")
             continue
         hosts = {host.host for host in old.hosts} if old else set()
         kind = "a host more" if row.hosts[0].host not in hosts else "a run more of a known host"

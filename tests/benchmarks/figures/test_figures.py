@@ -97,7 +97,7 @@ def test_hosts_of_the_archive_are_hollow():
     rows = front.shown_hosts(published())
     drawn = marks(page_of(ROOT / "results", "hosts"), "graph-host")
     hollow = sum(line.get_markerfacecolor() == "#ffffff" for line in drawn)
-    assert hollow == sum(len(row.archived) for row in rows) > 0 and len(drawn) == sum(row.num_hosts for row in rows)
+    assert hollow == sum(len(row.archived) for row in rows) > 0 and len(drawn) == sum(len(row.hosts) for row in rows)
 
 
 @pytest.mark.parametrize("root", ["made", "published"])
