@@ -4,15 +4,12 @@ import contextlib
 import io
 import re
 from functools import lru_cache
-from pathlib import Path
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-
-from common.files import write_text
 
 DPI = 120
 INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"
@@ -177,23 +174,13 @@ def _meet(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def save(page: Page, folder: Path, name: str, has_png: bool) -> None:
-    """Write NAME.svg, and NAME.png where wanted, each whole; equal pages give equal bytes.
-
-    Raises:
-        OSError: a file could not be written.
-    """
-    for kind, unset in (("svg", ("Date", "Creator")), ("png", ("Software",)))[: 2 if has_png else 1]:
-        drawing = io.BytesIO()
-        page.figure.savefig(drawing, format=kind, dpi=DPI, metadata=dict.fromkeys(unset))
-        data = drawing.getvalue()
-        write_text(folder / f"{name}.{kind}", for_pages(data.decode()) if kind == "svg" else data)
-
-
-def for_pages(svg: str) -> str:
-    """The same drawing, in the colours of a dark page where the reader has one, with coordinates to 0.01 points."""
+def as_svg(page: Page) -> str:
+    """The drawing, in the colours of a dark page where the reader has one; equal pages give equal text."""
+    drawing = io.StringIO()
+    page.figure.savefig(drawing, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
     # A control character in a name would make the file unreadable.
-    svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", svg)
+    svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", drawing.getvalue())
+    # Coordinates to 0.01 points.
     svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match.group()), svg)
     # matplotlib's styles stand in each element; only a rule with !important beats them.
     dark = "".join(
