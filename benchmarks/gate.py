@@ -88,14 +88,6 @@ def _spread(row):
     return math.log1p(ratio.half_width) / statistics.student_t((1 + statistics.CONFIDENCE) / 2, freedom), freedom
 
 
-def parse(argv=None):
-    """The command line."""
-    parser = command.parser_of("gate", "Newer runs against earlier ones.")
-    parser.add_argument("root", metavar="DIR", help="the newer runs")
-    parser.add_argument("--against", metavar="DIR", required=True, help="the earlier ones")
-    return parser.parse_args(argv)
-
-
 def judge(args) -> int:
     """Print each variant on both sides, changed ones first."""
     old, new = found_in(args.against), found_in(args.root)
@@ -114,8 +106,11 @@ def judge(args) -> int:
 
 
 def main(argv=None) -> int:
-    """The program."""
-    args = parse(argv)
+    """Run the program; return its exit status."""
+    parser = command.parser_of("gate", "Newer runs against earlier ones.")
+    parser.add_argument("root", metavar="DIR", help="the newer runs")
+    parser.add_argument("--against", metavar="DIR", required=True, help="the earlier ones")
+    args = parser.parse_args(argv)
     return command.exit_status("python -m benchmarks.gate", lambda: judge(args))
 
 

@@ -96,24 +96,25 @@ def _build_report(name: str, own: Judged) -> str:
 def _table(own: Judged, busy: bool) -> Iterator[str]:
     rows = [COLUMNS]
     for name in own.build.variants:
-        ratio = own.ratio_of(name, busy)
-        if not own.passed(name) or not own.blocks(name, busy) or (ratio is None and name != own.base):
-            continue
-        is_control = name == own.run.control
-        memory, rate = own.alone_bytes(name), own.tflops(name, busy)
-        cells = ratio_cells(ratio) if ratio else ("", milliseconds(own.ms(name, busy)), "base", "")
-        tail = (
-            times(None if is_control else own.ceiling(name, busy)),
-            "" if rate is None or is_control else f"{rate:,.0f}",
-            "" if memory is None else f"{memory / GIB:.1f}",
-            "" if is_control else own.verdicts[name].parity or _by_blocks(own),
-        )
-        rows.append((f"{name} (base again)" if is_control else name, *cells, *tail))
+        is_shown = own.passed(name) and own.blocks(name, busy)
+        if is_shown and (name == own.base or own.ratio_of(name, busy) is not None):
+            rows.append(tuple(cells_of(own, name, busy)[column] for column in COLUMNS))
     return aligned(rows, 1)
 
 
-def _by_blocks(own: Judged) -> str:
-    return "losses" if own.run.parity == "blocks" else ""
+def cells_of(own: Judged, name: str, busy: bool = False) -> dict[str, str]:
+    """Return the text of each column for a variant that passed, in the quiet cycles or in those beside processes."""
+    ratio, memory, rate = own.ratio_of(name, busy), own.alone_bytes(name), own.tflops(name, busy)
+    untimed = ("", milliseconds(own.ms(name, busy)), "base" if name == own.base else "", "")
+    found = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
+    found |= {"variant": name, "GiB": "" if memory is None else f"{memory / GIB:.1f}"}
+    if name == own.run.control:
+        return found | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": ""}
+    return found | {
+        "at most": times(own.ceiling(name, busy)),
+        "TFLOP/s": "" if rate is None else f"{rate:,.0f}",
+        "parity": own.verdicts[name].parity or ("losses" if own.run.parity == "blocks" else ""),
+    }
 
 
 def ratio_cells(ratio: statistics.Ratio) -> tuple[str, str, str, str]:
