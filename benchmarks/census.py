@@ -68,8 +68,8 @@ def _request(asked, machine) -> ask.Ask | str:
 
 
 def _graph_of(description) -> str:
-    names = [name for name in description.get("headline", []) if script.kind_of(description, name) == "graph"]
-    return USUAL if USUAL in names else script.first_graph(description)
+    is_usual = USUAL in description.get("headline", []) and script.kind_of(description, USUAL) == "graph"
+    return USUAL if is_usual else script.first_graph(description)
 
 
 def census(args: argparse.Namespace) -> int:

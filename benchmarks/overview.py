@@ -34,7 +34,7 @@ def page_of(found: runs.Found, page: Path) -> str:
     for machine, rows in runs.of_machines(found.rows).items():
         timed = [row for row in rows if row.status == PASS]
         parts += [f"## {machine}", tables.rows_as_markdown(timed, page)]
-        left = tables.not_timed_as_markdown(rows)
+        left = tables.as_list(tables.not_timed(rows))
         parts += ["Without a number:", left] if left else []
         parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
         parts += ["Parity, rate, energy, capture and memory:", tables.rows_as_markdown(timed, page, OTHER)]
@@ -42,9 +42,9 @@ def page_of(found: runs.Found, page: Path) -> str:
     parts += ["## Step / busy as a ceiling", readme.ceiling_text(found.rows)]
     if missed:
         parts.append("Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:")
-        parts.append("\n".join(f"- {line}" for line in missed))
+        parts.append(tables.as_list(missed))
     if found.faults:
-        parts += ["## Left out", "\n".join(f"- {fault}" for fault in found.faults)]
+        parts += ["## Left out", tables.as_list(found.faults)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -293,11 +293,10 @@ def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[Archive
 
 def _name_earlier_files(grouped) -> None:
     """Give a step of a user another name where a newer run measured another file of the same name."""
-    newest: dict[Workload, tuple[str, str]] = {}
+    newest: dict[Workload, tuple[str, str]] = defaultdict(lambda: ("", ""))
     for (where, _), points in grouped.items():
         latest = max(point.run.begin_utc for point in points), where.digest
-        plain_where = replace(where, digest="")
-        newest[plain_where] = max(newest.get(plain_where, latest), latest)
+        newest[replace(where, digest="")] = max(newest[replace(where, digest="")], latest)
     for where, variant in list(grouped):
         if where.digest != newest[replace(where, digest="")][1]:
             points = grouped.pop((where, variant))
@@ -347,6 +346,11 @@ def reached(rows: Sequence[Row]) -> list[Reached]:
         for point in row.timed
         if (ceiling := point.ceiling) is not None and (share := point.reached) is not None
     ]
+
+
+def on_gpus(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that no CPU measured."""
+    return [row for row in rows if row.workload.gpu != "CPU"]
 
 
 def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -115,7 +115,7 @@ def _named(marks: list[Reached]) -> dict[int, str]:
 
 def shown_hosts(rows: Sequence[Row]) -> list[Row]:
     """Return the best-measured graph of each model on a GPU, in the order of gains, and of each step of a user."""
-    on_gpus = [row for row in rows if row.workload.gpu != "CPU" and not row.workload.busy]
+    on_gpus = [row for row in runs.on_gpus(rows) if not row.workload.busy]
     best = runs.best_measured(on_gpus)
     own: dict[Workload, Row] = {}
     for row in on_gpus:

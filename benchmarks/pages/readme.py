@@ -73,13 +73,9 @@ def changed(rows: list[Row], root: Path = ROOT) -> dict[Path, str]:
 # The tables
 
 
-def _on_gpu(rows):
-    return [row for row in rows if not row.workload.machine.startswith("CPU")]
-
-
 def models(rows: list[Row], page: Path, argument: str = "") -> str:
     """The best-measured graph of each model; models that NVIDIA submitted stand there without a run, too."""
-    best = {row.workload.model: row for row in runs.best_measured(_on_gpu(rows))}
+    best = {row.workload.model: row for row in runs.best_measured(runs.on_gpus(rows))}
     if not best:
         return NOTHING
     lines = []
@@ -87,7 +83,7 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
         own, row = published.of_model(model), best.get(model)
         title = own.title if own else model
         if row is None:
-            graphs = [each for each in _on_gpu(rows) if (each.workload.model, each.kind) == (model, "graph")]
+            graphs = [each for each in runs.on_gpus(rows) if (each.workload.model, each.kind) == (model, "graph")]
             seen = [f"no graph has a time ({tables.linked(each.status, each, page)})" for each in graphs[:1]]
             lines.append([title, *(seen or ["not measured in blocks yet"]), *[""] * 5])
             continue
@@ -101,7 +97,7 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
 
 def _decide(rows, page, argument):
     """By step / busy of eager: what to do, and the best-measured row of such a step."""
-    best = runs.best_measured(_on_gpu(rows))
+    best = runs.best_measured(runs.on_gpus(rows))
     lines = []
     for low, high, name, advice in BANDS:
         seen = []
@@ -115,13 +111,13 @@ def _decide(rows, page, argument):
 
 
 def _model(rows, page, argument):
-    own = [row for row in _on_gpu(rows) if row.workload.model == argument]
+    own = [row for row in runs.on_gpus(rows) if row.workload.model == argument]
     timed = [row for row in own if row.status == PASS]
     if not timed:
         has_notes = (page.parents[1] / "results" / "archive" / f"notes-{argument}.md").is_file()
         earlier = "; [the archive](../results/archive/README.md) has earlier runs" if has_notes else ""
         return f"Not measured in blocks on a GPU yet{earlier}."
-    left = tables.not_timed_as_markdown(own)
+    left = tables.as_list(tables.not_timed(own))
     return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
@@ -130,7 +126,7 @@ def _nvidia(rows, page, argument):
     for own in published.published():
         found = [
             row
-            for row in _on_gpu(rows)
+            for row in runs.on_gpus(rows)
             if (row.workload.model, row.variant) == (own.model, own.variant)
             and not row.workload.busy
             and stem(row.workload.preset) in own.presets
@@ -141,10 +137,9 @@ def _nvidia(rows, page, argument):
             where = row.workload
             return not row.ratio, order.index(stem(where.preset)), where.ranks, -len(row.hosts), where.build
 
-        found.sort(key=rank)
         here, differs = "not measured yet", next(reversed(own.presets.values()))
         if found:
-            row = found[0]
+            row = min(found, key=rank)
             text = f"{tables.gain_and_interval(row)}, {row.hosts_text}" if row.ratio else row.status
             here = f"{tables.linked(row.workload.name, row, page)} {row.variant}: {text}"
             gpus = f"{row.workload.ranks} {row.workload.gpu.removeprefix('NVIDIA ')}"

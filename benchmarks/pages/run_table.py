@@ -1,6 +1,7 @@
 """A run's own table, as a screen shows it: one row a variant, at most 100 characters wide."""
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import statistics
@@ -140,10 +141,10 @@ def aligned(rows: Sequence[tuple[str, ...]], num_left: int) -> Iterator[str]:
 
 
 def _faults(own: Judged) -> str:
-    alike: dict = {}
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, verdict in own.verdicts.items():
         if verdict.reason:
-            alike.setdefault((verdict.status, verdict.reason), []).append(name)
+            alike[verdict.status, verdict.reason].append(name)
     lines = (f"{status}: {', '.join(names)} ({reason})" for (status, reason), names in alike.items())
     return "\n".join(map(printable, lines))
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ WIDE_SPREAD = 0.10
 TEXT = ("workload", "variant", "note", "parity", "hosts", "on hosts")
 
 
-def interval(row: Row) -> str:
+def _interval(row):
     """The 95 % interval of a row with one run; "" of others."""
     return f"{row.interval[0]:.3f} to {row.interval[1]:.3f}" if row.interval else ""
 
@@ -40,7 +41,7 @@ def gain(row: Row) -> str:
 
 def gain_and_interval(row: Row) -> str:
     """The gain of one host with its interval, or its range over hosts."""
-    return f"{gain(row)} ({interval(row)})" if row.interval else gain(row)
+    return f"{gain(row)} ({_interval(row)})" if row.interval else gain(row)
 
 
 def with_range(value: float | None, over: runs.Range | None) -> str:
@@ -52,11 +53,10 @@ def with_range(value: float | None, over: runs.Range | None) -> str:
 
 def note(row: Row) -> str:
     """All that a reader has to know beside the numbers. It rests on timed, passing runs alone."""
-    is_graph = bool(row.timed) and not row.control
     texts = [row.word if row.word in ("same", "unclear") else ""]
     texts.append("" if row.base in ("eager", "", row.variant) or row.control else f"against {row.base}")
     texts.append("no eager variant passed" if not row.base and row.kind != "eager" else "")
-    if is_graph:
+    if row.timed and not row.control:
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
         texts += [_control_beside(row), _spread(row), _added(row)]
@@ -139,7 +139,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "base ms over hosts": lambda row: with_range(row.base_ms, row.base_ms_range),
     "ms over hosts": lambda row: with_range(row.ms, row.ms_range) if row.status == PASS else "",
     "gain": lambda row: gain(row) if len(row.hosts) < 2 else "",
-    "95 % or range": lambda row: interval(row) if len(row.hosts) < 2 else gain(row),
+    "95 % or range": lambda row: _interval(row) if len(row.hosts) < 2 else gain(row),
     "most": lambda row: "" if row.control else _scaled(row.median("ceiling"), ".3f", "x"),
     "on hosts": _number_of_hosts,
     "gain over hosts": gain_and_interval,
@@ -176,13 +176,11 @@ def screen(rows: list[Row], wide: bool = False) -> str:
         shown = [row for row in own if row.status == PASS]
         table = [columns, *([CELLS[name](row) for name in columns] for row in shown)]
         place = columns.index("note")
-        widths = [max(len(line[index]) for line in table) for index in range(len(columns))]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(_line(table[0], columns, widths))
-        before = None
-        for row, line in zip(shown, table[1:], strict=True):
-            if row.workload != before:
+        for before, row, line in zip([None, *shown], shown, table[1:], strict=False):
+            if before is None or row.workload != before.workload:
                 lines.append(row.workload.name)
-                before = row.workload
             text = _line(line, columns, widths)
             if len(text) > SCREEN and not wide:
                 said, line[place] = line[place], ""
@@ -203,14 +201,12 @@ def _line(line, columns, widths):
 
 def not_timed(rows: list[Row]) -> list[str]:
     """Lines for what has no number, in all runs or in some, equal reasons together."""
-    alike: dict = {}
+    alike: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for row in rows:
-        some = any(point.verdict.status == PASS for point in row.points)
-        for point in row.points:
-            if point.verdict.status != PASS:
-                where = f"{row.workload.name}, {point.run.id}" if some else row.workload.name
-                names = alike.setdefault((where, point.verdict.status, point.verdict.reason), [])
-                names += [row.variant] if row.variant not in names else []
+        left = [point for point in row.points if point.verdict.status != PASS]
+        for point in left:
+            where = f"{row.workload.name}, {point.run.id}" if len(left) < len(row.points) else row.workload.name
+            alike[where, point.verdict.status, point.verdict.reason][row.variant] = None
     return [
         printable(f"{where}: {', '.join(names)}: {status}{f' ({reason})' if reason else ''}")
         for (where, status, reason), names in alike.items()
@@ -249,9 +245,9 @@ def linked(text: str, row: Row, page: Path) -> str:
     return f"[{text}]({Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()})"
 
 
-def not_timed_as_markdown(rows: list[Row]) -> str:
-    """A list of what has no number, and why; "" where all have."""
-    return "\n".join(f"- {line}" for line in not_timed(rows))
+def as_list(lines: list[str]) -> str:
+    """A list of Markdown."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 _CSV: dict[str, Callable[[Row], object]] = {
