@@ -90,10 +90,7 @@ def _anchor_of(build: Build) -> Variant | None:
 
 
 def _shows(flags: Sequence[bool], device: str) -> bool:
-    """Return whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three.
-
-    One or two blocks on a CPU show nothing: any other program may have taken the core in them.
-    """
+    """Return whether enough blocks show a fault: on a CPU another program may have taken the core in one or two."""
     return sum(flags) >= (1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(flags))))
 
 

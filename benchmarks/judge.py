@@ -62,15 +62,13 @@ class Verdict:
     Attributes:
         status: "pass", "failed", or what the worker raised: unsupported, oom, capture_failed, numerics_failed, timeout.
         fault, reason: why it did not pass; None and "" where it did.
-        parity, after: agreement with the reference before and after the blocks in a word or a number; "" where nothing
-            was compared.
+        parity: agreement with the reference before the blocks in a word or a number; "" where nothing was compared.
     """
 
     status: str
     fault: Fault | None = None
     reason: str = ""
     parity: str = ""
-    after: str = ""
 
     @property
     def is_wrong_numbers(self) -> bool:
@@ -237,35 +235,32 @@ def is_sound(run: Run) -> bool:
 def _verdict(run: Run, build: Build, name: str) -> Verdict:
     own = build.variants[name]
     before = after = None
-    texts = (own.sealed.parity, own.sealed.parity_after) if own.sealed else ("", "")
+    parity = own.sealed.parity if own.sealed else ""
     if own.sealed is None and name != run.control:
         before, after = _agreements(build, name)
-        texts = _text(before), _text(after)
+        parity = str(before or "")
     if own.raised:
         status = own.raised.kind if own.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
-        return Verdict(status, Fault.RAISED, own.raised.reason, *texts)
+        return Verdict(status, Fault.RAISED, own.raised.reason, parity)
     if own.sealed and own.sealed.status != PASS:
-        return Verdict(FAILED, Fault.SEALED, own.sealed.reason, *texts)
+        return Verdict(FAILED, Fault.SEALED, own.sealed.reason, parity)
     if name == run.control and not build.cycles:
         return Verdict(PASS)  # there was no base to repeat
     if not own.blocks:
-        return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", *texts)
+        return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", parity)
     found = _parity_fault(run, build, name, before, after) or fault_of(run, build, name)
-    return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
+    return Verdict(FAILED, found.fault, found.reason, parity) if found else Verdict(PASS, parity=parity)
 
 
-def _text(agreement: Agreement | None) -> str:
-    return "" if agreement is None else str(agreement)
-
-
-def _agreements(build, name) -> tuple[Agreement | None, Agreement | None]:
+def _agreements(build, name) -> list[Agreement | None]:
     """Before and after the blocks; a reference is compared with another run of itself."""
     own = build.variants[name]
     reference = build.variants.get(own.reference, own)
-    pairs = [(own.parity, reference.parity), (own.after, reference.after)]
-    if reference is own:
-        return tuple(agreement(a[0], a[-1]) if len(a) > 1 else None for a, _ in pairs)  # type: ignore[return-value]
-    return tuple(agreement(a[0], b[0]) if a and b else None for a, b in pairs)  # type: ignore[return-value]
+    found: list[Agreement | None] = []
+    for courses, others in ((own.parity, reference.parity), (own.after, reference.after)):
+        other = courses[1:][-1:] if reference is own else others[:1]
+        found.append(agreement(courses[0], other[0]) if courses and other else None)
+    return found
 
 
 def agreement(own: Course, other: Course) -> Agreement:

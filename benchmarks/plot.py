@@ -3,10 +3,8 @@
     python -m benchmarks.plot                    draws into results/figures
     python -m benchmarks.plot runs               one's own, into runs/figures
 
-`ceiling`: how much of its ceiling each graph reached. `hosts`: a step of eager and of a graph on each host. Only runs
-on a GPU are drawn. A figure whose data is not there is not drawn, which is said in a line; an earlier drawing of it is
-removed. The same runs give the same bytes. `python -m benchmarks.report` draws a single run. Exit status: 0; 1 where no
-figure could be drawn; 2 for a mistake on the command line.
+Only runs on a GPU are drawn. A figure whose data is not there is not drawn, which is said in a line; an earlier drawing
+of it is removed. The same runs give the same bytes. Exit status: 0; 1 where no figure could be drawn; 2 for a mistake.
 """
 
 import importlib.util
@@ -19,11 +17,7 @@ from common.files import write_text
 
 
 def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Write the figures as SVG.
-
-    Returns:
-        Name -> title of each figure that was drawn, and name -> reason of each that was not.
-    """
+    """Write the figures as SVG; return the title of each that was drawn, and the reason of each that was not."""
     from benchmarks.figures import front, style
 
     drawn, left_out = {}, {}

@@ -8,6 +8,7 @@ The page is one file without a link to anything, readable on a phone, light and 
 
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
@@ -26,13 +27,7 @@ NUM_TINTS = 4
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
-    """Return the page of a run.
-
-    Args:
-        run: of `benchmarks.files.run_file`.
-        findings: the doctor's text, or "".
-        verdict: in a sentence, in the place of the one that the run's numbers give.
-    """
+    """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=True)
     gpus = sorted({gpu.name for gpu in run.host.gpus})
     builds = judged(run)
@@ -48,10 +43,10 @@ def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
 
 def _build(name: str, own: Judged) -> dict:
     rows = [_row(own, each) for each in own.build.variants if own.passed(each) and own.blocks(each)]
-    tints: dict[str, int] = {}
+    tints: Counter[str] = Counter()
     for row in rows:
-        number = tints[row["kind"]] = tints.get(row["kind"], -1) + 1
-        row["color"] = "control" if row["kind"] == "control" else f"{row['kind']}{number % NUM_TINTS}"
+        row["color"] = "control" if row["kind"] == "control" else f"{row['kind']}{tints[row['kind']] % NUM_TINTS}"
+        tints[row["kind"]] += 1
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
         "title": build_title(name, own.build.fields),

@@ -26,12 +26,10 @@ class Ratio:
     """A variant's ratio to its base in one run on one host.
 
     Attributes:
-        ratio: base_ms / variant_ms, exactly. Above 1 the variant is faster.
+        ratio: base_ms / variant_ms, exactly.
         low, high: ends of the 95 % interval, ratio / (1 + half_width) and ratio * (1 + half_width).
-        half_width: half the width of the interval, relative to the ratio (0.004 is 0.4 %).
-        cycles: number of cycles. With one cycle low is 0, high and half_width are inf.
-        base_ms: geometric mean of the base's blocks in ms; each cycle has the same weight.
-        variant_ms: geometric mean of the variant's blocks in ms, over the same cycles.
+        cycles: number of cycles.
+        base_ms, variant_ms: geometric means of blocks over the same cycles, each of the same weight.
     """
 
     ratio: float
@@ -44,13 +42,10 @@ class Ratio:
 
 
 def ratio_of(cycles: Sequence[tuple[Sequence[float], float]]) -> Ratio:
-    """Return a variant's ratio over the cycles of a run.
+    """Return a variant's ratio over the cycles of a run, with its interval.
 
-    Args:
-        cycles: for each cycle the times of its base blocks and the time of the variant's block, all in ms.
-
-    Returns:
-        The ratio and its interval. One cycle shows no scatter, so its interval goes from 0 to inf.
+    `cycles`: for each cycle the times of its base blocks and of the variant's block in ms. One cycle shows no scatter,
+    so its interval goes from 0 to inf.
     """
     base_logs = [plain.fmean(map(math.log, bases)) for bases, _ in cycles]
     logs = [math.log(variant) for _, variant in cycles]
@@ -62,11 +57,9 @@ def ratio_of(cycles: Sequence[tuple[Sequence[float], float]]) -> Ratio:
 
 
 def word(ratio: Ratio) -> str:
-    """Return the word for a ratio.
+    """Return "same" where the interval lies within 0.5 % of 1, else "faster" or "slower" where it leaves 1 out.
 
-    Returns:
-        "same" where the interval lies within 0.5 % of 1, also where it leaves 1 out; else "faster" or "slower" where
-        the interval leaves 1 out; else "unclear". Exchanging base and variant exchanges "faster" and "slower" only.
+    Else "unclear". Exchanging base and variant exchanges "faster" and "slower" only.
     """
     if ratio.low >= 1 / (1 + SAME) and ratio.high <= 1 + SAME:
         return "same"

@@ -32,10 +32,6 @@ def name_of(workload: Workload) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 
-# ------------------------------------------------------------------------------------------------
-# How much of its ceiling each graph reached
-
-
 def ceiling_title(marks: list[Reached]) -> str:
     """Say how many graphs gained more than their ceiling, and how many of those that gained came near it."""
     above = [mark.share for mark in marks if mark.share > 1 + SAME]
@@ -50,11 +46,7 @@ def ceiling_title(marks: list[Reached]) -> str:
 
 
 def ceiling(rows: Sequence[Row]) -> Page:
-    """Draw the share of its ceiling that each graph reached, by ceiling.
-
-    Raises:
-        NotDrawn: no graph on a GPU has a ratio and a busy time of the uncaptured program.
-    """
+    """Draw the share of its ceiling that each graph reached, by ceiling; raise NotDrawn without any."""
     marks = runs.reached(rows)
     if not marks:
         raise NotDrawn("no graph on a GPU has a ratio and a busy time of the uncaptured program")
@@ -109,10 +101,6 @@ def _named(marks: list[Reached]) -> dict[int, str]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# A step of eager and of a graph on each host
-
-
 def shown_hosts(rows: Sequence[Row]) -> list[Row]:
     """Return the best-measured graph of each model on a GPU, in the order of gains, and of each step of a user."""
     on_gpus = [row for row in runs.on_gpus(rows) if not row.workload.busy]
@@ -133,11 +121,7 @@ def hosts_title(rows: list[Row]) -> str:
 
 
 def hosts(rows: Sequence[Row]) -> Page:
-    """Draw a step of eager and of the graph on each host, a pair of lines a workload.
-
-    Raises:
-        NotDrawn: no graph on a GPU has a ratio.
-    """
+    """Draw a step of eager and of the graph on each host, a pair of lines a workload; raise NotDrawn without any."""
     drawn = shown_hosts(rows)
     if not drawn:
         raise NotDrawn("no graph on a GPU has a ratio")
@@ -149,11 +133,14 @@ def hosts(rows: Sequence[Row]) -> Page:
     archived = {own.host for row in drawn for own in row.archived}
     more = f"; {runs.counted(len(archived), 'host')} of the archive" if archived else ""
     page = Page(hosts_title(drawn), note, _footer(used) + more, height + 0.55)
-    texts = [(_said(row.base, row.base_ms_range), _said("graph", row.ms_range)) for row in drawn]
-    left = page.MARGIN + max(style.width_of(text, 9.5, "bold") for row in drawn for text in [name_of(row.workload)])
+    texts = [(f"{row.base} {_span(row.base_ms_range)} ms", f"graph {_span(row.ms_range)} ms") for row in drawn]
+    left = page.MARGIN + max(style.width_of(name_of(row.workload), 9.5, "bold") for row in drawn)
     left = max(left, page.MARGIN + max(style.width_of(_where(row), SMALL) for row in drawn)) + 0.2
     room = max(style.width_of(text, SMALL) for pair in texts for text in pair) + 0.2
-    axes = style.rows_axes(page, left, page.WIDTH - left - room - page.MARGIN, height)
+    axes = page.axes(left, 0.1, page.WIDTH - left - room - page.MARGIN, height)
+    axes.set(ylim=(height, 0), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
     ends = [each / (row.ms or 1.0) for row in drawn for own in row.hosts for each in (own.ms, own.base_ms)]
     axes.set(xscale="log", xlim=(min(0.95, *ends) / 1.04, max(1.2, *ends) * 1.08))
     axes.set_xlabel("step / the graph's median step")
@@ -182,10 +169,6 @@ def _where(row: Row) -> str:
     return f"{runs.counted(len(row.hosts), 'host')}, {ranks}{gpu}"
 
 
-def _said(name: str, span: Range | None) -> str:
-    return f"{name} {_span(span)} ms"
-
-
 def _span(span: Range | None) -> str:
     """Return 38.54 to 38.79, or a single number where both ends read the same."""
     texts = [digits(value) for value in span or ()]
@@ -194,10 +177,6 @@ def _span(span: Range | None) -> str:
 
 def _spread(span: Range | None) -> float:
     return span[1] / span[0] if span else 1.0
-
-
-# ------------------------------------------------------------------------------------------------
-# Parts of both
 
 
 def _ticks(axes, values: Sequence[float], offset: int) -> None:

@@ -108,27 +108,15 @@ def wrap(text: str, room: float, size: float, weight: str = "normal") -> list[st
     return lines
 
 
-def rows_axes(page: Page, left: float, width: float, height: float):
-    """Axes for rows that stand at inches from the top, without a line on the left."""
-    axes = page.axes(left, 0.1, width, height)
-    axes.set(ylim=(height, 0), yticks=[])
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="x")
-    return axes
-
-
-def label_points(axes, points: list[tuple[float, float, str, str]], obstacles=()) -> list[str]:
+def label_points(axes, points: list[tuple[float, float, str, str]], obstacles) -> None:
     """Write a label beside each point, over no other label, point or obstacle; a far one has a thin line.
 
     Args:
         axes: with its final limits.
         points: x, y, text and colour of each; a point with empty text is kept free only.
-        obstacles: (x, y) of further places to keep free, such as those of a line.
-
-    Returns:
-        The texts that found a place.
+        obstacles: (x, y) of further places to keep free.
     """
-    scale, written = 72 / axes.figure.dpi, []
+    scale = 72 / axes.figure.dpi
     labels: list[tuple[float, float, float, float]] = []
     at = [axes.transData.transform((x, y)) * scale for x, y, *_ in points]
     taken = [_box(x, y, 4) for x, y in at]
@@ -151,9 +139,7 @@ def label_points(axes, points: list[tuple[float, float, str, str]], obstacles=()
                     axes.annotate("", (x, y), (end, dy - 4 * (dy > 0) + 4 * (dy < 0)), arrowprops=arrow, **place)
                 labels.append(box)
                 taken += [box, *(line if far else ())]
-                written.append(text)
                 break
-    return written
 
 
 def _offsets(width):

@@ -29,12 +29,9 @@ NAMES = {
 
 @dataclass(frozen=True)
 class ArchivedHost:
-    """A host of the archive.
+    """A host of the archive; variants have their names of today.
 
-    Attributes:
-        boot: of the host.
-        kernels: variant -> its kernels in a step, of the last run.
-        ms: variant, by its name of today -> mean step, over all its runs there.
+    `kernels`: variant -> its kernels in a step, of the last run. `ms`: variant -> mean step, over all its runs there.
     """
 
     boot: str

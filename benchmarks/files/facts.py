@@ -230,7 +230,6 @@ class Sealed(Struct, kw_only=True):
     status: Name
     reason: Text
     parity: Name
-    parity_after: Name
 
 
 class Variant(Struct, kw_only=True):

@@ -50,7 +50,6 @@ def _variant(own: dict) -> dict:
         "status": status,
         "reason": reason,
         "parity": parity.get("result", ""),
-        "parity_after": parity.get("after", ""),
     }
     return own | {
         "reference": parity.get("reference", "eager"),

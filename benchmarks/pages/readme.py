@@ -69,10 +69,6 @@ def changed(rows: list[Row], root: Path = ROOT) -> dict[Path, str]:
     return {path: text for path, text in new.items() if text != path.read_text()}
 
 
-# ------------------------------------------------------------------------------------------------
-# The tables
-
-
 def models(rows: list[Row], page: Path, argument: str = "") -> str:
     """The best-measured graph of each model; models that NVIDIA submitted stand there without a run, too."""
     best = {row.workload.model: row for row in runs.best_measured(runs.on_gpus(rows))}
@@ -114,9 +110,7 @@ def _model(rows, page, argument):
     own = [row for row in runs.on_gpus(rows) if row.workload.model == argument]
     timed = [row for row in own if row.status == PASS]
     if not timed:
-        has_notes = (page.parents[1] / "results" / "archive" / f"notes-{argument}.md").is_file()
-        earlier = "; [the archive](../results/archive/README.md) has earlier runs" if has_notes else ""
-        return f"Not measured in blocks on a GPU yet{earlier}."
+        return "Not measured in blocks on a GPU yet."
     left = tables.as_list(tables.not_timed(own))
     return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
@@ -148,10 +142,6 @@ def _nvidia(rows, page, argument):
     return tables.markdown(
         ["Workload", "NVIDIA's mechanism", "NVIDIA's gain", "Here, same scope", "What differs"], lines
     )
-
-
-# ------------------------------------------------------------------------------------------------
-# The ceiling
 
 
 def ceiling_text(rows: list[Row], page: Path | None = None, argument: str = "") -> str:

@@ -26,17 +26,16 @@ def report(run: Run) -> str:
 
 def on_a_cpu(builds: Iterable[Judged]) -> str:
     """Return what a run on a CPU shows, in a sentence or two."""
-    compared, failed = [], []
-    for each in builds:
-        for name, verdict in each.verdicts.items():
-            own = each.build.variants[name]
-            if own.kind == "eager" or name == each.run.control:
-                continue
-            compared += [name] if verdict.status == PASS else []
-            failed += [name] if verdict.is_wrong_numbers else []
+    verdicts = [
+        (name, verdict)
+        for own in builds
+        for name, verdict in own.verdicts.items()
+        if own.build.variants[name].kind != "eager" and name != own.run.control
+    ]
+    failed = [name for name, verdict in verdicts if verdict.is_wrong_numbers]
     if failed:
         return f"On a CPU this shows that not all variants train alike: {', '.join(failed)}. {NO_SPEED}"
-    if compared:
+    if any(verdict.status == PASS for _, verdict in verdicts):
         return f"On a CPU this shows that the variants train alike. {NO_SPEED}"
     return "Measured on a CPU, which says nothing about the speed of a GPU."
 
@@ -95,7 +94,7 @@ def _build_report(name: str, own: Judged) -> str:
 
 
 def _table(own: Judged, busy: bool) -> Iterator[str]:
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for name in own.build.variants:
         is_shown = own.passed(name) and own.blocks(name, busy)
         if is_shown and (name == own.base or own.ratio_of(name, busy) is not None):
@@ -166,12 +165,10 @@ def _meaning(own: Judged) -> str:
     """Say what the numbers mean: the ceiling, then a sentence for each graph."""
     if own.run.device == "cpu" or not own.base:
         return ""
-    lines, ceiling = [], own.ceiling(own.base)
+    lines, ceiling, issue = [], own.ceiling(own.base), own.issue_ms(own.base)
     if ceiling is not None:
         said = f"A step of {own.base} takes {milliseconds(own.ms(own.base))} ms and keeps the GPU busy for "
-        said += f"{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most."
-        lines.append(said)
-    issue = own.issue_ms(own.base)
+        lines.append(f"{said}{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most.")
     if issue is not None:
         lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
     for name, variant in own.build.variants.items():

@@ -163,10 +163,6 @@ CELLS: dict[str, Callable[[Row], str]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------
-# A screen
-
-
 def screen(rows: list[Row], wide: bool = False) -> str:
     """Each workload's rows below its name; no line is longer than 100 characters unless `wide`."""
     columns = [*ON_SCREEN, *(WIDE if wide else ())]
@@ -211,10 +207,6 @@ def not_timed(rows: list[Row]) -> list[str]:
         printable(f"{where}: {', '.join(names)}: {status}{f' ({reason})' if reason else ''}")
         for (where, status, reason), names in alike.items()
     ]
-
-
-# ------------------------------------------------------------------------------------------------
-# Markdown and CSV
 
 
 def markdown(columns: list[str], lines: list[list[str]]) -> str:

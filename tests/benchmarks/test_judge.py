@@ -63,7 +63,7 @@ def profiled(run, share):
     return run
 
 
-SEALED = Sealed(status="failed", reason="as sealed", parity="", parity_after="")
+SEALED = Sealed(status="failed", reason="as sealed", parity="")
 # Fault -> (a run with it, words of its reason). On a GPU one block of eight shows a fault of a block.
 CASES = {
     Fault.RAISED: (lambda run: facts(run, raised=Raised(kind="error", reason="broke")), "broke"),
@@ -351,10 +351,8 @@ def test_after_the_blocks_the_scatter_of_the_bases_blocks_counts_too():
     assert verdict(change(run, "eager", cycles=[1], losses=[1.0, 0.5005])).fault is None
 
 
-def test_a_verdict_says_how_near_both_parities_were():
-    run = made_run()
-    assert (verdict(run).parity, verdict(run).after) == ("bitwise", "bitwise")
-    assert (verdict(facts(run, after=course(1.000005))).parity, verdict(run).after) == ("bitwise", "5.0e-06")
+def test_a_verdict_says_how_near_parity_was():
+    assert verdict(made_run()).parity == "bitwise"
     run = facts(made_run(), promise=1e-2, parity=[Course(hashes=["h", "x", "y"], losses=[1.0, 1.0, 1.001])])
     facts(run, "eager", parity=[Course(hashes=["h", "h", "h"], losses=[1.0, 1.0, 1.0])])
     assert verdict(run).parity == "1.0e-03"
@@ -402,9 +400,9 @@ def test_what_a_worker_raised_is_the_status(kind, status, is_fine):
 def test_a_sealed_failure_stays_and_a_sealed_pass_is_still_checked():
     run = facts(made_run(), sealed=SEALED, parity=[])
     assert (verdict(run).fault, verdict(run).reason) == (Fault.SEALED, "as sealed")
-    passed = Sealed(status="pass", reason="", parity="bitwise", parity_after="1e-6")
+    passed = Sealed(status="pass", reason="", parity="bitwise")
     run = facts(made_run(), sealed=passed, parity=[], after=[])
-    assert (verdict(run).status, verdict(run).parity, verdict(run).after) == ("pass", "bitwise", "1e-6")
+    assert (verdict(run).status, verdict(run).parity) == ("pass", "bitwise")
     assert verdict(change(run, cycles=[5], late_ms=30.0)).fault == Fault.LATE_WORK
     passed.parity = ""
     assert verdict(run).fault == Fault.NOT_COMPARED
