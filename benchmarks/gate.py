@@ -58,8 +58,7 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
         {(row.workload, row.variant): row for row in reversed(rows) if not row.control} for rows in (old, new)
     )
     again = {workload for workload, _ in now}
-    pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again]
-    pairs = [(row, own) for row, own in pairs if own is not None or row.ratio is not None]
+    pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again and (key in now or row.ratio)]
     both = sum(own is not None and None not in (row.ratio, own.ratio) for row, own in pairs)
     return [_change(row, own, both) for row, own in pairs]
 

@@ -277,17 +277,15 @@ def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[Archive
     rows = []
     for where, variant in sorted(grouped, key=lambda key: key[0]):
         by_base: dict[str, list[Point]] = defaultdict(list)
-        points = grouped[where, variant]
-        for point in points:
+        untimed: list[Point] = []
+        for point in grouped[where, variant]:
             own = point.judged
-            by_base[own.build.anchor if variant == point.run.control else own.base].append(point)
+            base = own.build.anchor if variant == point.run.control else own.base
+            (by_base[base] if point.verdict.status == PASS else untimed).append(point)
         # A run without a time of the variant says nothing against a base: it stands with the others' row.
-        untimed = [point for point in points if point.verdict.status != PASS]
-        timed = {base: [each for each in points if each not in untimed] for base, points in by_base.items()}
-        kept = {base: each for base, each in timed.items() if each} or {"": []}
-        for index, (base, each) in enumerate(sorted(kept.items(), key=lambda item: -len(item[1]))):
-            row_points = (*each, *(untimed if index == 0 else ()))
-            rows.append(_with_archive(Row(where, variant, base, row_points), archived or {}))
+        ranked = sorted(by_base.items(), key=lambda item: -len(item[1])) or [("", [])]
+        ranked[0][1].extend(untimed)
+        rows += [_with_archive(Row(where, variant, base, tuple(each)), archived or {}) for base, each in ranked]
     return rows
 
 
@@ -306,7 +304,8 @@ def _name_earlier_files(grouped) -> None:
 def _with_archive(row: Row, archived: dict[Workload, list[ArchivedHost]]) -> Row:
     """Add the hosts of the archive where eager makes the same kernels."""
     where, base, variant = row.workload, row.base, row.variant
-    kernels = row.newest.judged.build.variants[base].profile.kernels if base in row.newest.judged.verdicts else None
+    facts = row.newest.judged.build.variants.get(base)
+    kernels = facts.profile.kernels if facts else None
     if not row.timed or not kernels or row.control:
         return row
     known = {host.host for host in row.hosts}
