@@ -62,13 +62,15 @@ class Verdict:
     Attributes:
         status: "pass", "failed", or what the worker raised: unsupported, oom, capture_failed, numerics_failed, timeout.
         fault, reason: why it did not pass; None and "" where it did.
-        parity: agreement with the reference before the blocks in a word or a number; "" where nothing was compared.
+        parity, after: agreement with the reference before and after the blocks in a word or a number; "" where nothing
+            was compared.
     """
 
     status: str
     fault: Fault | None = None
     reason: str = ""
     parity: str = ""
+    after: str = ""
 
     @property
     def is_wrong_numbers(self) -> bool:
@@ -235,21 +237,21 @@ def is_sound(run: Run) -> bool:
 def _verdict(run: Run, build: Build, name: str) -> Verdict:
     own = build.variants[name]
     before = after = None
-    parity = own.sealed.parity if own.sealed else ""
+    texts = (own.sealed.parity if own.sealed else "", "")
     if own.sealed is None and name != run.control:
         before, after = _agreements(build, name)
-        parity = str(before or "")
+        texts = str(before or ""), str(after or "")
     if own.raised:
         status = own.raised.kind if own.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
-        return Verdict(status, Fault.RAISED, own.raised.reason, parity)
+        return Verdict(status, Fault.RAISED, own.raised.reason, *texts)
     if own.sealed and own.sealed.status != PASS:
-        return Verdict(FAILED, Fault.SEALED, own.sealed.reason, parity)
+        return Verdict(FAILED, Fault.SEALED, own.sealed.reason, *texts)
     if name == run.control and not build.cycles:
         return Verdict(PASS)  # there was no base to repeat
     if not own.blocks:
-        return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", parity)
+        return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", *texts)
     found = _parity_fault(run, build, name, before, after) or fault_of(run, build, name)
-    return Verdict(FAILED, found.fault, found.reason, parity) if found else Verdict(PASS, parity=parity)
+    return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
 
 
 def _agreements(build, name) -> list[Agreement | None]:
