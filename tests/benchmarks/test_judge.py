@@ -351,8 +351,10 @@ def test_after_the_blocks_the_scatter_of_the_bases_blocks_counts_too():
     assert verdict(change(run, "eager", cycles=[1], losses=[1.0, 0.5005])).fault is None
 
 
-def test_a_verdict_says_how_near_parity_was():
-    assert verdict(made_run()).parity == "bitwise"
+def test_a_verdict_says_how_near_both_parities_were():
+    run = made_run()
+    assert (verdict(run).parity, verdict(run).after) == ("bitwise", "bitwise")
+    assert (verdict(facts(run, after=course(1.000005))).parity, verdict(run).after) == ("bitwise", "5.0e-06")
     run = facts(made_run(), promise=1e-2, parity=[Course(hashes=["h", "x", "y"], losses=[1.0, 1.0, 1.001])])
     facts(run, "eager", parity=[Course(hashes=["h", "h", "h"], losses=[1.0, 1.0, 1.0])])
     assert verdict(run).parity == "1.0e-03"
