@@ -32,20 +32,6 @@ STEPS = ("examples/steps/muon.py:build", "examples/steps/nanogpt.py:build")
 USUAL = "graph_step"
 
 
-def parse(argv=None) -> argparse.Namespace:
-    """Return the command line. Mistakes end the program with one line."""
-    parser = command.parser_of("census", "Eager and one graph of eight workloads, for hosts.")
-    add = parser.add_argument
-    add("--model", metavar="A,B", default=run.ALL, help="some of the models, without the steps (all)")
-    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
-    add("--cycles", metavar="N", type=positive, default=CYCLES, help=f"cycles ({CYCLES})")
-    add(
-        "--minutes", metavar="M", type=amount, default=LIMIT_MINUTES, help=f"begin no workload late ({LIMIT_MINUTES:g})"
-    )
-    add("--out", metavar="DIR", help="root of the runs (runs)")
-    return parser.parse_args(argv)
-
-
 def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask | str, Options]]:
     """Return (name, request or the reason why it is refused, options of the run) of each workload."""
     shared = {"cycles": args.cycles, "preset": args.preset, "out": args.out, "no_control": True, "is_census": True}
@@ -68,8 +54,8 @@ def _request(asked, machine) -> ask.Ask | str:
 
 
 def _graph_of(description) -> str:
-    names = [name for name in description.get("headline", []) if script.kind_of(description, name) == "graph"]
-    return USUAL if USUAL in names else script.first_graph(description)
+    is_usual = USUAL in description.get("headline", []) and script.kind_of(description, USUAL) == "graph"
+    return USUAL if is_usual else script.first_graph(description)
 
 
 def census(args: argparse.Namespace) -> int:
@@ -140,7 +126,16 @@ def _sealed(args, first, done, left_out, took_s) -> int:
 
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
-    args = parse(argv)
+    parser = command.parser_of("census", "Eager and one graph of eight workloads, for hosts.")
+    add = parser.add_argument
+    add("--model", metavar="A,B", default=run.ALL, help="some of the models, without the steps (all)")
+    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
+    add("--cycles", metavar="N", type=positive, default=CYCLES, help=f"cycles ({CYCLES})")
+    add(
+        "--minutes", metavar="M", type=amount, default=LIMIT_MINUTES, help=f"begin no workload late ({LIMIT_MINUTES:g})"
+    )
+    add("--out", metavar="DIR", help="root of the runs (runs)")
+    args = parser.parse_args(argv)
     return command.exit_status("python -m benchmarks.census", lambda: census(args), run.FAILURES)
 
 

@@ -9,7 +9,7 @@ import enum
 import itertools
 import math
 import statistics as plain
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.files.facts import Block, Build, Run, Variant
@@ -67,28 +67,21 @@ class Found:
 
 
 def fault_of(run: Run, build: Build, name: str) -> Found | None:
-    """Return the reason why the blocks of a variant do not count, or None.
-
-    Raises:
-        KeyError: the build has no variant of this name.
-    """
+    """Return the reason why the blocks of a variant do not count, or None."""
     variant = build.variants[name]
     base = _anchor_of(build) or variant
     reference = base if name == run.control else build.variants.get(variant.reference, base)
     if not reference.blocks:
         reference = base
-    checks: Iterator[Found | None] = iter(
-        (
-            _promise_fault(variant),
-            _share_fault(variant, run.device),
-            _clock_fault(variant, base, run),
-            _late_fault(variant, base, run.device),
-            _growth_fault(build, name, run.device),
-            _thread_fault(variant, base, run.device),
-            _training_fault(variant, reference, build, run.device),
-        )
+    return (
+        _promise_fault(variant)
+        or _share_fault(variant, run.device)
+        or _clock_fault(variant, base, run)
+        or _late_fault(variant, base, run.device)
+        or _growth_fault(build, name, run.device)
+        or _thread_fault(variant, base, run.device)
+        or _training_fault(variant, reference, build, run.device)
     )
-    return next(filter(None, checks), None)
 
 
 def _anchor_of(build: Build) -> Variant | None:
@@ -97,10 +90,7 @@ def _anchor_of(build: Build) -> Variant | None:
 
 
 def _shows(flags: Sequence[bool], device: str) -> bool:
-    """Return whether enough blocks show a fault: one on a GPU, three of eight on a CPU and no fewer than three.
-
-    One or two blocks on a CPU show nothing: any other program may have taken the core in them.
-    """
+    """Return whether enough blocks show a fault: on a CPU another program may have taken the core in one or two."""
     return sum(flags) >= (1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(flags))))
 
 
@@ -109,15 +99,11 @@ def _quiet(variant: Variant) -> list[Block]:
 
 
 def _promise_fault(variant: Variant) -> Found | None:
-    promised, replays, made = (
-        variant.capture.promised_graphs,
-        variant.capture.promised_replays,
-        variant.capture.graphs,
-    )
-    is_graph = variant.kind == "graph" and promised != 0
-    if promised is not None and made != promised:
-        return Found(Fault.GRAPHS, f"{made} graphs made, {promised} promised")
-    if is_graph and not made:
+    own = variant.capture
+    is_graph, replays = variant.kind == "graph" and own.promised_graphs != 0, own.promised_replays
+    if own.promised_graphs is not None and own.graphs != own.promised_graphs:
+        return Found(Fault.GRAPHS, f"{own.graphs} graphs made, {own.promised_graphs} promised")
+    if is_graph and not own.graphs:
         return Found(Fault.GRAPHS, "no graph made by a variant that promised some")
     for block in variant.blocks:
         wanted = block.expected_replays if replays is None else replays * block.steps
@@ -193,14 +179,10 @@ def _growth_fault(build, name, device) -> Found | None:
 
 
 def growth_over_cycles(build: Build, name: str = "") -> int:
-    """Return how memory in use grew from the begin of the second cycle to that of the last, in one process.
+    """Return by how many bytes memory in use grew from the begin of the second cycle to that of the last.
 
-    Args:
-        build: with blocks.
-        name: the part that grew from the begin of this variant's blocks to the begin of the next block; "" for all.
-
-    Returns:
-        Bytes; 0 where blocks do not tell.
+    `name`: the growth from the begin of this variant's blocks to the begin of the next block; "" for all. Only blocks
+    of one process that tell their memory count.
     """
     placed = [(block.cycle, block.place, each, block) for each, own in build.variants.items() for block in own.blocks]
     placed.sort(key=lambda item: item[:2])

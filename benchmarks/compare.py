@@ -15,16 +15,6 @@ from benchmarks.command import Mistake, shown
 from benchmarks.pages import tables
 
 
-def parse(argv=None):
-    """The command line."""
-    parser = command.parser_of("compare", "Tables of all runs below a folder.")
-    add = parser.add_argument
-    add("root", metavar="DIR", nargs="?", default="results", help="a root of runs, or a folder in one (results)")
-    add("--wide", action="store_true", help="more columns than fit on a screen")
-    add("--model", metavar="NAME", help="of this model alone")
-    return parser.parse_args(argv)
-
-
 def found_in(root: str) -> runs.Found:
     """The runs below a folder.
 
@@ -59,8 +49,13 @@ def report(args) -> int:
 
 
 def main(argv=None) -> int:
-    """The program."""
-    args = parse(argv)
+    """Run the program; return its exit status."""
+    parser = command.parser_of("compare", "Tables of all runs below a folder.")
+    add = parser.add_argument
+    add("root", metavar="DIR", nargs="?", default="results", help="a root of runs, or a folder in one (results)")
+    add("--wide", action="store_true", help="more columns than fit on a screen")
+    add("--model", metavar="NAME", help="of this model alone")
+    args = parser.parse_args(argv)
     return command.exit_status("python -m benchmarks.compare", lambda: report(args))
 
 

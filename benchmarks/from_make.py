@@ -31,7 +31,7 @@ TARGETS = {
     "submit": (["benchmarks.submit"], TABLES),
     "compare": (["benchmarks.compare", "OUT"], TABLES),
     "plots": (["benchmarks.plot", "OUT"], FIGURES),
-    "readme": (["benchmarks.overview", "--write"], FIGURES),
+    "readme": (["benchmarks.overview"], FIGURES),
     "test": ([*TESTS, "worksteal", "-n", "3", "-m", "not slow and not slurm and not gpu and not long"], TEST),
     "long": ([*TESTS, "loadfile", "-n", "2", "-m", "long"], TEST),
     "test-slow": ([*TESTS, "loadgroup", "-n", "3", "-m", "(slow or slurm) and not gpu and not long"], TEST),

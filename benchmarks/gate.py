@@ -42,9 +42,10 @@ class Change:
         if self.new is None:
             return f"{self.name}: {self.old.status} before, gone now"
         if self.change is None or self.bound is None:
-            why = f" ({self.new.reason})" if self.new.reason else ""
+            reason = self.new.newest.verdict.reason
+            why = f" ({reason})" if reason else ""
             return printable(f"{self.name}: {self.old.status} before, {self.new.status} now{why}")
-        hosts = "" if min(self.old.num_hosts, self.new.num_hosts) >= statistics.LEAST_HOSTS else ", on few hosts"
+        hosts = "" if min(len(self.old.hosts), len(self.new.hosts)) >= statistics.LEAST_HOSTS else ", on few hosts"
         numbers = f"{self.old.ratio:.3f}x before, {self.new.ratio:.3f}x now"
         chance = f"chance is {100 * self.bound:.1f} %" if self.bound < 10 else "too few cycles to tell"
         return f"{self.name}: {numbers}: {100 * self.change:+.1f} %, {chance}{hosts}"
@@ -57,8 +58,7 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
         {(row.workload, row.variant): row for row in reversed(rows) if not row.control} for rows in (old, new)
     )
     again = {workload for workload, _ in now}
-    pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again]
-    pairs = [(row, own) for row, own in pairs if own is not None or row.ratio is not None]
+    pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again and (key in now or row.ratio)]
     both = sum(own is not None and None not in (row.ratio, own.ratio) for row, own in pairs)
     return [_change(row, own, both) for row, own in pairs]
 
@@ -77,23 +77,14 @@ def _change(old, new, both):
 
 def _spread(row):
     """(standard error of the logarithm of the ratio, degrees of freedom): of its runs, or of one run's cycles."""
-    ratios = [point.ratio for point in row.points if point.ratio is not None]
-    if len(ratios) > 1:
-        logs = [math.log(ratio.ratio) for ratio in ratios]
+    if len(row.ratios) > 1:
+        logs = [math.log(ratio.ratio) for ratio in row.ratios]
         return statistics.deviation(logs) / math.sqrt(len(logs)), len(logs) - 1
-    (ratio,) = ratios
+    (ratio,) = row.ratios
     if ratio.cycles < 2:
         return 50.0, 1
     freedom = ratio.cycles - 1
     return math.log1p(ratio.half_width) / statistics.student_t((1 + statistics.CONFIDENCE) / 2, freedom), freedom
-
-
-def parse(argv=None):
-    """The command line."""
-    parser = command.parser_of("gate", "Newer runs against earlier ones.")
-    parser.add_argument("root", metavar="DIR", help="the newer runs")
-    parser.add_argument("--against", metavar="DIR", required=True, help="the earlier ones")
-    return parser.parse_args(argv)
 
 
 def judge(args) -> int:
@@ -114,8 +105,11 @@ def judge(args) -> int:
 
 
 def main(argv=None) -> int:
-    """The program."""
-    args = parse(argv)
+    """Run the program; return its exit status."""
+    parser = command.parser_of("gate", "Newer runs against earlier ones.")
+    parser.add_argument("root", metavar="DIR", help="the newer runs")
+    parser.add_argument("--against", metavar="DIR", required=True, help="the earlier ones")
+    args = parser.parse_args(argv)
     return command.exit_status("python -m benchmarks.gate", lambda: judge(args))
 
 

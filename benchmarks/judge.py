@@ -5,7 +5,6 @@ of schema 3 hold verdicts; their failures stay as they were sealed. Parity is co
 `benchmarks.checks`; docs/method.md lists all.
 """
 
-import math
 import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,34 +110,27 @@ class Judged:
         """Return whether a variant is there and passed."""
         return name in self.verdicts and self.verdicts[name].status == PASS
 
-    def is_headline(self, name: str) -> bool:
-        """Return whether a variant is a passing graph among those that `make bench` measures by default."""
-        own = self.build.variants[name]
-        return own.headline and own.kind != "eager" and self.passed(name)
-
     def blocks(self, name: str, busy: bool = False) -> list[Block]:
         """Return the blocks of a variant in quiet cycles, or in those beside busy processes."""
         own = self.build.variants.get(name)
         return [block for block in own.blocks if bool(block.busy_processes) == busy] if own else []
 
-    def ratio_of(self, name: str, busy: bool = False, without_last: int = 0) -> Ratio | None:
+    def ratio_of(self, name: str, busy: bool = False) -> Ratio | None:
         """Return the ratio of a variant to the base; of the control to the variant that it repeats.
 
-        Args:
-            name: of the variant.
-            busy: of the cycles beside busy processes, instead of the quiet ones.
-            without_last: so many last cycles do not count.
-
-        Returns:
-            None for the base, for a variant that did not pass, and where no cycle has both.
+        `busy`: in the cycles beside busy processes. None for the base, for a variant that did not pass, and where no
+        cycle has both.
         """
         base = self.build.anchor if name == self.run.control else self.base
         if not base or name == base or not self.passed(name) or not self.passed(base):
             return None
-        return self.ratio_to(base, name, busy, without_last)
+        return self.ratio_to(base, name, busy)
 
     def ratio_to(self, base: str, name: str, busy: bool = False, without_last: int = 0) -> Ratio | None:
-        """Return the ratio of two variants, whether they passed or not; None where no cycle has both."""
+        """Return the ratio of two variants, whether they passed or not; None where no cycle has both.
+
+        `without_last`: so many last cycles do not count.
+        """
         if base == name:
             return None
         bases: dict[int, list[float]] = {}
@@ -199,12 +191,9 @@ class Judged:
 
     def joules(self, name: str, busy: bool = False) -> float | None:
         """Return the energy of a step: power times the mean step, of the GPU that is sampled."""
-        found = [block for block in self.blocks(name, busy) if block.gpu and block.gpu.power_w]
-        if not found:
-            return None
-        return plain.fmean(
-            block.gpu.power_w * block.mean_ms / 1e3 for block in found if block.gpu and block.gpu.power_w
-        )
+        blocks = self.blocks(name, busy)
+        found = [each.gpu.power_w * each.mean_ms / 1e3 for each in blocks if each.gpu and each.gpu.power_w]
+        return plain.fmean(found) if found else None
 
     def sm_mhz(self, name: str, busy: bool = False) -> float | None:
         """Return the median clock over the blocks of a variant."""
@@ -248,10 +237,10 @@ def is_sound(run: Run) -> bool:
 def _verdict(run: Run, build: Build, name: str) -> Verdict:
     own = build.variants[name]
     before = after = None
-    texts = (own.sealed.parity, own.sealed.parity_after) if own.sealed else ("", "")
+    texts = (own.sealed.parity if own.sealed else "", "")
     if own.sealed is None and name != run.control:
         before, after = _agreements(build, name)
-        texts = _text(before), _text(after)
+        texts = str(before or ""), str(after or "")
     if own.raised:
         status = own.raised.kind if own.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
         return Verdict(status, Fault.RAISED, own.raised.reason, *texts)
@@ -265,18 +254,15 @@ def _verdict(run: Run, build: Build, name: str) -> Verdict:
     return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
 
 
-def _text(agreement: Agreement | None) -> str:
-    return "" if agreement is None else str(agreement)
-
-
-def _agreements(build, name) -> tuple[Agreement | None, Agreement | None]:
+def _agreements(build, name) -> list[Agreement | None]:
     """Before and after the blocks; a reference is compared with another run of itself."""
     own = build.variants[name]
     reference = build.variants.get(own.reference, own)
-    pairs = [(own.parity, reference.parity), (own.after, reference.after)]
-    if reference is own:
-        return tuple(agreement(a[0], a[-1]) if len(a) > 1 else None for a, _ in pairs)  # type: ignore[return-value]
-    return tuple(agreement(a[0], b[0]) if a and b else None for a, b in pairs)  # type: ignore[return-value]
+    found: list[Agreement | None] = []
+    for courses, others in ((own.parity, reference.parity), (own.after, reference.after)):
+        other = courses[1:][-1:] if reference is own else others[:1]
+        found.append(agreement(courses[0], other[0]) if courses and other else None)
+    return found
 
 
 def agreement(own: Course, other: Course) -> Agreement:
@@ -323,4 +309,4 @@ def _scatter(courses: Sequence[Course]) -> float:
 
 
 def _geometric(values: Sequence[float]) -> float | None:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
+    return plain.geometric_mean(values) if values else None

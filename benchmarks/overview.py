@@ -1,7 +1,6 @@
-"""results/overview.md and .csv, and the tables in READMEs, made from the run files.
+"""Write results/overview.md and .csv, and the tables in READMEs, from the run files: make readme.
 
-python -m benchmarks.overview              says what is not what the runs say; exit status 1 where something is not
-python -m benchmarks.overview --write      makes it so
+Exit status: 0; 1 where a run file could not be read, which is named.
 """
 
 import sys
@@ -17,13 +16,6 @@ from common.files import write_text
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")
 OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture s", "alone GiB")
-
-
-def parse(argv=None):
-    """The command line."""
-    parser = command.parser_of("overview", "Pages and tables in READMEs from the runs in results/.")
-    parser.add_argument("--write", action="store_true", help="write what is not what the runs say")
-    return parser.parse_args(argv)
 
 
 def page_of(found: runs.Found, page: Path) -> str:
@@ -42,20 +34,17 @@ def page_of(found: runs.Found, page: Path) -> str:
     for machine, rows in runs.of_machines(found.rows).items():
         timed = [row for row in rows if row.status == PASS]
         parts += [f"## {machine}", tables.rows_as_markdown(timed, page)]
-        left = tables.not_timed_as_markdown(rows)
+        left = tables.as_list(tables.not_timed(rows))
         parts += ["Without a number:", left] if left else []
         parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
         parts += ["Parity, rate, energy, capture and memory:", tables.rows_as_markdown(timed, page, OTHER)]
     missed = readme.misses(found.rows)
     parts += ["## Step / busy as a ceiling", readme.ceiling_text(found.rows)]
     if missed:
-        listed = "\n".join(f"- {line}" for line in missed)
-        parts += [
-            "Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:",
-            listed,
-        ]
+        parts.append("Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:")
+        parts.append(tables.as_list(missed))
     if found.faults:
-        parts += ["## Left out", "\n".join(f"- {fault}" for fault in found.faults)]
+        parts += ["## Left out", tables.as_list(found.faults)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -67,23 +56,21 @@ def wanted(found: runs.Found, root: Path = ROOT) -> dict[Path, str]:
     return own | readme.changed(found.rows, root)
 
 
-def work(args) -> int:
-    """Compare, or write."""
+def work() -> int:
+    """Write every file that is not what the runs say."""
     found = found_in(str(ROOT / "results"))
-    stale = wanted(found)
-    for path, text in stale.items():
-        if args.write:
-            write_text(path, text.encode())
-        print(f"{'wrote' if args.write else 'is not what the runs say:'} {shown(path)}")
+    for path, text in wanted(found).items():
+        write_text(path, text)
+        print(f"wrote {shown(path)}")
     for fault in found.faults:
         print(f"left out: {fault}")
-    return 1 if found.faults or (stale and not args.write) else 0
+    return 1 if found.faults else 0
 
 
 def main(argv=None) -> int:
-    """The program."""
-    args = parse(argv)
-    return command.exit_status("python -m benchmarks.overview", lambda: work(args), (readme.ReadmeError,))
+    """Run the program; return its exit status."""
+    command.parser_of("overview", "Pages and tables in READMEs from the runs in results/.").parse_args(argv)
+    return command.exit_status("python -m benchmarks.overview", work, (readme.ReadmeError,))
 
 
 if __name__ == "__main__":

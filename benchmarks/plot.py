@@ -1,39 +1,25 @@
 """Figures of all runs below a folder.
 
-    python -m benchmarks.plot                    draws into results/figures, as SVG
-    python -m benchmarks.plot runs               one's own, into runs/figures, as SVG and PNG
+    python -m benchmarks.plot                    draws into results/figures
+    python -m benchmarks.plot runs               one's own, into runs/figures
 
-`ceiling`: how much of its ceiling each graph reached. `hosts`: a step of eager and of a graph on each host. Only runs
-on a GPU are drawn. A figure whose data is not there is not drawn, which is said in a line; an earlier drawing of it is
-removed. The same runs give the same bytes. `python -m benchmarks.report` draws a single run. Exit status: 0; 1 where no
-figure could be drawn; 2 for a mistake on the command line.
+Only runs on a GPU are drawn. A figure whose data is not there is not drawn, which is said in a line; an earlier drawing
+of it is removed. The same runs give the same bytes. Exit status: 0; 1 where no figure could be drawn; 2 for a mistake.
 """
 
 import importlib.util
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, command, runs
+from benchmarks import command, runs
 from benchmarks.command import Mistake, shown
-
-
-def parse(argv=None):
-    """The command line."""
-    parser = command.parser_of("plot", "Figures of all runs below a folder.")
-    parser.add_argument("root", metavar="ROOT", nargs="?", default="results", help="a root of runs (results)")
-    parser.add_argument("--out", metavar="DIR", help="where the figures go (ROOT/figures)")
-    return parser.parse_args(argv)
+from common.files import write_text
 
 
 def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Write the figures: as SVG alone where the folder is results/figures of this repository, else as PNG, too.
-
-    Returns:
-        Name -> title of each figure that was drawn, and name -> reason of each that was not.
-    """
+    """Write the figures as SVG; return the title of each that was drawn, and the reason of each that was not."""
     from benchmarks.figures import front, style
 
-    has_png = folder.resolve() != (ROOT / "results" / "figures").resolve()
     drawn, left_out = {}, {}
     with style.applied():
         for name, make in front.FIGURES.items():
@@ -41,10 +27,9 @@ def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str
                 page = make(found.rows)
             except style.NotDrawn as reason:
                 left_out[name] = str(reason)
-                for kind in ("svg", "png"):
-                    (folder / f"{name}.{kind}").unlink(missing_ok=True)
+                (folder / f"{name}.svg").unlink(missing_ok=True)
                 continue
-            style.save(page, folder, name, has_png)
+            write_text(folder / f"{name}.svg", style.as_svg(page))
             drawn[name] = page.title
     return drawn, left_out
 
@@ -72,8 +57,11 @@ def work(args) -> int:
 
 
 def main(argv=None) -> int:
-    """The program."""
-    args = parse(argv)
+    """Run the program; return its exit status."""
+    parser = command.parser_of("plot", "Figures of all runs below a folder.")
+    parser.add_argument("root", metavar="ROOT", nargs="?", default="results", help="a root of runs (results)")
+    parser.add_argument("--out", metavar="DIR", help="where the figures go (ROOT/figures)")
+    args = parser.parse_args(argv)
     stopped = "\nstopped; figures that are there are whole"
     return command.exit_status("python -m benchmarks.plot", lambda: work(args), stopped=stopped)
 

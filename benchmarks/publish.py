@@ -36,14 +36,9 @@ class Refused(ValueError):
 
 
 def publish(path: Path, results: Path) -> Path:
-    """Copy a run file into results/<gpu>x<count>/<model>-<preset>[-<label>]/ under its own id.
+    """Copy a run file into results/<gpu>x<count>/<model>-<preset>[-<label>]/ under its own id; return the copy.
 
-    Args:
-        path: a sealed run file.
-        results: the folder of published runs.
-
-    Returns:
-        The copy. A file that is published already stays as it is.
+    A file that is published already stays as it is.
 
     Raises:
         run_file.Damaged: it is no whole run file of this schema.
@@ -129,19 +124,16 @@ def added(path: Path, results: Path) -> list[str]:
     for row in runs.rows_of(own):
         if row.kind == "eager" or row.control or not row.headline:
             continue
-        name, old = f"{row.workload.machine}, {row.workload.name} {row.variant}", before.get(_key(row))
+        name = f"{row.workload.machine}, {row.workload.name} {row.variant}"
+        old = before.get((row.workload, row.variant, row.base))
         if row.base_ms is None or row.ms is None:
-            lines.append(f"{name}: {row.status} ({row.reason})")
+            lines.append(f"{name}: {row.status} ({row.newest.verdict.reason})")
             continue
         hosts = {host.host for host in old.hosts} if old else set()
         kind = "a host more" if row.hosts[0].host not in hosts else "a run more of a known host"
         had = f"{old.hosts_text} before, {tables.gain(old)}" if old and old.hosts else "the first"
         lines.append(f"{name}: {kind} ({had}): {digits(row.base_ms)} / {digits(row.ms)} ms, {tables.gain(row)}")
     return lines
-
-
-def _key(row):
-    return row.workload, row.variant, row.base
 
 
 def is_committed(source: dict, root: Path = ROOT) -> bool:

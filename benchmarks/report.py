@@ -6,18 +6,18 @@
 The page is one file without a link to anything, readable on a phone, light and dark.
 """
 
-import argparse
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, select_autoescape
+from jinja2 import Environment, FileSystemLoader
 
 from benchmarks import command, statistics
 from benchmarks.files import run_file
 from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, judged
-from benchmarks.pages.run_table import GIB, build_title, milliseconds, on_a_cpu, rates
+from benchmarks.pages.run_table import build_title, cells_of, milliseconds, on_a_cpu, rates
 from common.files import write_text
 
 TEMPLATE = "report.html.j2"
@@ -27,16 +27,8 @@ NUM_TINTS = 4
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
-    """Return the page of a run.
-
-    Args:
-        run: of `benchmarks.files.run_file`.
-        findings: the doctor's text, or "".
-        verdict: in a sentence, in the place of the one that the run's numbers give.
-    """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=select_autoescape(default=True)
-    )
+    """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=True)
     gpus = sorted({gpu.name for gpu in run.host.gpus})
     builds = judged(run)
     facts = {
@@ -51,16 +43,16 @@ def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
 
 def _build(name: str, own: Judged) -> dict:
     rows = [_row(own, each) for each in own.build.variants if own.passed(each) and own.blocks(each)]
-    tints: dict[str, int] = {}
+    tints: Counter[str] = Counter()
     for row in rows:
-        number = tints[row["kind"]] = tints.get(row["kind"], -1) + 1
-        row["color"] = "control" if row["kind"] == "control" else f"{row['kind']}{number % NUM_TINTS}"
+        row["color"] = "control" if row["kind"] == "control" else f"{row['kind']}{tints[row['kind']] % NUM_TINTS}"
+        tints[row["kind"]] += 1
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
         "title": build_title(name, own.build.fields),
         "verdict": _verdict(own, best),
         "rows": rows,
-        "has_memory": any(row["alone"] for row in rows),
+        "has_memory": any(row["cells"]["GiB"] for row in rows),
         "faults": [(each, verdict) for each, verdict in own.verdicts.items() if verdict.reason],
         "why": _why(own, best["name"] if best else ""),
         "rates": rates(own),
@@ -71,37 +63,28 @@ def _build(name: str, own: Judged) -> dict:
 
 def _row(own: Judged, name: str) -> dict:
     """A variant that passed, as a row of the table. Times and ratios are of quiet cycles."""
-    variant, is_control, is_base = own.build.variants[name], name == own.run.control, name == own.base
-    ratio, memory = own.ratio_of(name), own.alone_bytes(name)
-    has_interval = ratio is not None and ratio.cycles > 1
-    ceiling = own.ceiling(name) if own.run.device == "cuda" and not is_control else None
+    variant, is_control, ratio = own.build.variants[name], name == own.run.control, own.ratio_of(name)
     return {
         "name": name,
-        "label": f"{name} (base again)" if is_control else name,
+        "cells": cells_of(own, name),
         "kind": "control" if is_control else variant.kind,
         "is_graph": ratio is not None and not is_control and variant.kind != "eager",
         "help": variant.help,
-        "ms": milliseconds(own.ms(name)),
         "typical": milliseconds(own.typical_ms(name)),
-        "ratio": "base" if is_base else f"{ratio.ratio:.3f}x" if ratio else "",
-        "interval": f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and has_interval else "",
-        "ceiling": f"{ceiling:.3f}x" if ceiling else "",
         "low": ratio.low if ratio else 0.0,
-        "word": statistics.word(ratio) if ratio and has_interval else "",
-        "parity": "" if is_control else own.verdicts[name].parity or ("losses" if own.run.parity == "blocks" else ""),
-        "alone": f"{memory / GIB:.1f}" if memory is not None else "",
+        "word": statistics.word(ratio) if ratio and ratio.cycles > 1 else "",
     }
 
 
 def _verdict(own: Judged, best: dict | None) -> str:
     if best is None:
         return "No graph has a time."
-    word = WORDS.get(best["word"])
-    said = (
-        f"{best['name']} {word} {own.base}" if word else f"Whether {best['name']} is faster than {own.base} is unclear"
-    )
-    interval = f", {best['interval']}" if best["interval"] else ""
-    return f"{said}: {best['ratio']}{interval}, on this host in these minutes."
+    name, cells = best["name"], best["cells"]
+    said = f"Whether {name} is faster than {own.base} is unclear"
+    if best["word"] in WORDS:
+        said = f"{name} {WORDS[best['word']]} {own.base}"
+    numbers = ", ".join(filter(None, [cells["ratio"], cells["95 %"]]))
+    return f"{said}: {numbers}, on this host in these minutes."
 
 
 def _why(own: Judged, best: str) -> dict | None:
@@ -145,7 +128,7 @@ def _series(own: Judged, rows: list[dict]) -> dict:
     for row in rows:
         points = sorted((where[(b.cycle, b.place)], 200 - 185 * b.mean_ms / top) for b in blocks[row["name"]])
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        lines.append({"label": row["label"], "points": points, "text": text, "color": row["color"]})
+        lines.append({"label": row["cells"]["variant"], "points": points, "text": text, "color": row["color"]})
     unit = 10 ** math.floor(math.log10(top))
     tick = next(unit * factor for factor in (5, 2, 1, 0.5) if unit * factor <= top / 1.5)
     marks = [{"y": 200 - 185 * n * tick / top, "text": f"{n * tick:g}"} for n in range(1, int(top / tick) + 1)]
@@ -167,7 +150,7 @@ def _timeline(own: Judged, row: dict) -> dict | None:
     if row["kind"] == "control" or not length_us or not spans:
         return None
     longest = max(each.profile.timeline_step_us or 0.0 for each in own.build.variants.values())
-    text = f"{row['name']}: {row['ms']} ms"
+    text = f"{row['name']}: {row['cells']['ms']} ms"
     if busy_ms and ms:
         text += f", the GPU is idle for {100 * max(0.0, 1 - busy_ms / ms):.0f} % of it"
     return {
@@ -183,9 +166,12 @@ def write(path: Path, out: Path | None = None, findings: str = "", verdict: str 
     """Write the page of a run file, beside it unless told, and return its path.
 
     Raises:
-        benchmarks.files.run_file.Damaged: the file is no run.
+        Mistake: the file is no run.
     """
-    page = page_of(run_file.read(path), findings, verdict)
+    try:
+        page = page_of(run_file.read(path), findings, verdict)
+    except run_file.Damaged as error:
+        raise command.Mistake(str(error)) from None
     target = out or path.with_suffix(".html")
     write_text(target, page)
     return target
@@ -196,13 +182,10 @@ def main(argv=None) -> int:
     parser = command.parser_of("report", "One page about a run, for a browser.")
     parser.add_argument("run", metavar="RUN.json", type=Path, help="a run file")
     parser.add_argument("--out", metavar="PAGE.html", type=Path, help="the page (beside the run file)")
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
 
     def work() -> int:
-        try:
-            print(command.shown(write(args.run, args.out).absolute()))
-        except run_file.Damaged as error:
-            raise command.Mistake(str(error)) from None
+        print(command.shown(write(args.run, args.out).absolute()))
         return 0
 
     return command.exit_status("python -m benchmarks.report", work)

@@ -4,11 +4,10 @@ A row never mixes bases. Several runs of one host count as one host. Hosts of th
 the same kernels there.
 """
 
-import math
 import statistics as plain
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -69,11 +68,6 @@ class Point:
         """The GPU's busy time in a step of the variant."""
         return self.judged.busy_ms(self.name)
 
-    @property
-    def base_busy_ms(self) -> float | None:
-        """The GPU's busy time in a step of the base."""
-        return self.judged.busy_ms(self.judged.base)
-
     @cached_property
     def ceiling(self) -> float | None:
         """The most that a graph can gain: step / busy time of the uncaptured program."""
@@ -100,7 +94,7 @@ class HostMeans:
         return self.base_ms / self.ms
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """A variant of a workload against one base, over all its runs.
 
@@ -127,6 +121,11 @@ class Row:
         return [point for point in self.points if point.ratio is not None]
 
     @property
+    def ratios(self) -> list[Ratio]:
+        """The ratio of each timed point."""
+        return [point.ratio for point in self.points if point.ratio is not None]
+
+    @property
     def kind(self) -> str:
         """eager, graph or compile."""
         return self.newest.variant.kind
@@ -146,37 +145,23 @@ class Row:
         """The status in the newest run; "pass" if the variant passed in any run."""
         return self.newest.verdict.status
 
-    @property
-    def reason(self) -> str:
-        """The reason why nothing was timed."""
-        return self.newest.verdict.reason
-
-    @cached_property
-    def own_hosts(self) -> list[HostMeans]:
-        """The hosts of published runs, each once."""
-        found: dict[str, list[Ratio]] = defaultdict(list)
-        for point in self.timed:
-            assert point.ratio is not None, "a timed point has a ratio"
-            found[point.host].append(point.ratio)
-        return [
-            HostMeans(host, geometric([own.base_ms for own in each]), geometric([own.variant_ms for own in each]))
-            for host, each in found.items()
-        ]
-
     @cached_property
     def hosts(self) -> list[HostMeans]:
-        """All hosts of the row, those of the archive last."""
-        return [*self.own_hosts, *self.archived]
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return len(self.hosts)
+        """All hosts of the row, each once, those of the archive last."""
+        found: dict[str, list[Ratio]] = defaultdict(list)
+        for point, ratio in zip(self.timed, self.ratios, strict=True):
+            found[point.host].append(ratio)
+        mean = plain.geometric_mean
+        own = [
+            HostMeans(host, mean([ratio.base_ms for ratio in each]), mean([ratio.variant_ms for ratio in each]))
+            for host, each in found.items()
+        ]
+        return [*own, *self.archived]
 
     @property
     def hosts_text(self) -> str:
         """One host, two hosts, or 7 hosts, 3 archived."""
-        text = NUMBER_WORDS.get(self.num_hosts, f"{self.num_hosts} hosts")
+        text = NUMBER_WORDS.get(len(self.hosts), f"{len(self.hosts)} hosts")
         return f"{text}, {len(self.archived)} archived" if self.archived else text
 
     @property
@@ -194,61 +179,49 @@ class Row:
     @property
     def ms_range(self) -> Range | None:
         """The step's range over hosts."""
-        return _range([host.ms for host in self.hosts])
+        return range_of([host.ms for host in self.hosts])
 
     @property
     def base_ms_range(self) -> Range | None:
         """The base's range over hosts."""
-        return _range([host.base_ms for host in self.hosts])
+        return range_of([host.base_ms for host in self.hosts])
 
     @property
     def gain_range(self) -> Range | None:
         """The gain's range over hosts."""
-        return _range([host.ratio for host in self.hosts])
+        return range_of([host.ratio for host in self.hosts])
 
     @cached_property
     def ratio(self) -> float | None:
         """The gain: of one host base ms / ms, of several the geometric mean over hosts; None without any."""
-        return geometric([host.ratio for host in self.hosts]) if self.hosts else None
+        return plain.geometric_mean([host.ratio for host in self.hosts]) if self.hosts else None
 
     @cached_property
     def interval(self) -> Range | None:
         """The 95 % interval of a row with one run on one host."""
-        if len(self.timed) != 1 or self.archived or self.timed[0].ratio is None or self.timed[0].ratio.cycles < 2:
+        if len(self.ratios) != 1 or self.archived or self.cycles < 2:
             return None
-        return self.timed[0].ratio.low, self.timed[0].ratio.high
+        return self.ratios[0].low, self.ratios[0].high
 
     @property
     def cycles(self) -> int:
         """Cycles of all runs."""
-        return sum(point.ratio.cycles for point in self.timed if point.ratio is not None)
+        return sum(ratio.cycles for ratio in self.ratios)
 
-    def range_of(self, name: str) -> Range | None:
-        """Return the range over passing runs of a number of `Point`, such as "ceiling"; None if none has it."""
+    def over_runs(self, name: str) -> list[float]:
+        """Return a number of `Point`, such as "ceiling", of each passing run that has it."""
         passed = [point for point in self.points if point.verdict.status == PASS]
-        return _range([value for point in passed if (value := getattr(point, name)) is not None])
+        return [value for point in passed if (value := getattr(point, name)) is not None]
 
     def median(self, name: str) -> float | None:
-        """Return the median over passing runs of a number of `Point`, such as "issue_ms"; None if none has it."""
-        passed = [point for point in self.points if point.verdict.status == PASS]
-        found = [value for point in passed if (value := getattr(point, name)) is not None]
+        """Return the median over passing runs of a number of `Point`; None if none has it."""
+        found = self.over_runs(name)
         return plain.median(found) if found else None
-
-    @property
-    def alone_gib(self) -> float | None:
-        """GiB that the variant needs as the only one of its process; None if unknown."""
-        size = self.newest.judged.alone_bytes(self.variant)
-        return None if size is None else size / 2**30
-
-    @property
-    def tflops(self) -> float | None:
-        """Useful TFLOP/s of the newest run; None if unknown, or if steps differ in kind."""
-        return self.newest.judged.tflops(self.variant, self.newest.is_busy)
 
     @property
     def word(self) -> str:
         """faster, slower, same or unclear on one host, "" without an interval."""
-        return statistics.word(self.timed[0].ratio) if self.interval and self.timed[0].ratio else ""
+        return statistics.word(self.ratios[0]) if self.interval else ""
 
     @property
     def is_committed(self) -> bool:
@@ -257,14 +230,14 @@ class Row:
         return all(path.is_relative_to(ROOT / "results") for path in dirty)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """The runs below a folder. `faults`: a line for each file that cannot be read; such files have no rows."""
 
     root: Path
-    runs: list[tuple[Path, Run]] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    runs: list[tuple[Path, Run]]
+    faults: list[str]
+    rows: list[Row]
 
 
 def read(root: Path) -> Found:
@@ -304,42 +277,38 @@ def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[Archive
     rows = []
     for where, variant in sorted(grouped, key=lambda key: key[0]):
         by_base: dict[str, list[Point]] = defaultdict(list)
-        points = grouped[where, variant]
-        for point in points:
-            by_base[_base_of(point)].append(point)
+        untimed: list[Point] = []
+        for point in grouped[where, variant]:
+            own = point.judged
+            base = own.build.anchor if variant == point.run.control else own.base
+            (by_base[base] if point.verdict.status == PASS else untimed).append(point)
         # A run without a time of the variant says nothing against a base: it stands with the others' row.
-        untimed = [point for point in points if point.verdict.status != PASS]
-        timed = {base: [each for each in points if each not in untimed] for base, points in by_base.items()}
-        kept = {base: each for base, each in timed.items() if each} or {"": []}
-        for index, (base, each) in enumerate(sorted(kept.items(), key=lambda item: -len(item[1]))):
-            row_points = (*each, *(untimed if index == 0 else ()))
-            rows.append(_with_archive(where, variant, base, row_points, archived or {}))
+        ranked = sorted(by_base.items(), key=lambda item: -len(item[1])) or [("", [])]
+        ranked[0][1].extend(untimed)
+        rows += [_with_archive(Row(where, variant, base, tuple(each)), archived or {}) for base, each in ranked]
     return rows
 
 
 def _name_earlier_files(grouped) -> None:
     """Give a step of a user another name where a newer run measured another file of the same name."""
-    newest: dict[Workload, tuple[str, str]] = {}
+    newest: dict[Workload, tuple[str, str]] = defaultdict(lambda: ("", ""))
     for (where, _), points in grouped.items():
         latest = max(point.run.begin_utc for point in points), where.digest
-        plain_where = replace(where, digest="")
-        newest[plain_where] = max(newest.get(plain_where, latest), latest)
+        newest[replace(where, digest="")] = max(newest[replace(where, digest="")], latest)
     for where, variant in list(grouped):
         if where.digest != newest[replace(where, digest="")][1]:
             points = grouped.pop((where, variant))
             grouped[replace(where, label=f"{where.label}, earlier file"), variant] = points
 
 
-def _base_of(point: Point) -> str:
-    return point.judged.build.anchor if point.name == point.run.control else point.judged.base
-
-
-def _with_archive(where, variant, base, points, archived) -> Row:
-    row = Row(workload=where, variant=variant, base=base, points=points)
-    kernels = row.newest.judged.build.variants[base].profile.kernels if base in row.newest.judged.verdicts else None
+def _with_archive(row: Row, archived: dict[Workload, list[ArchivedHost]]) -> Row:
+    """Add the hosts of the archive where eager makes the same kernels."""
+    where, base, variant = row.workload, row.base, row.variant
+    facts = row.newest.judged.build.variants.get(base)
+    kernels = facts.profile.kernels if facts else None
     if not row.timed or not kernels or row.control:
         return row
-    known = {host.host for host in row.own_hosts}
+    known = {host.host for host in row.hosts}
     # The archive's builds are of one preset.
     of_archive = Workload(where.gpu, where.ranks, where.model, where.preset, where.label, "", where.busy)
     hosts = tuple(
@@ -350,7 +319,37 @@ def _with_archive(where, variant, base, points, archived) -> Row:
         and base in host.kernels
         and abs(host.kernels[base] / kernels - 1) <= archive.SAME_KERNELS
     )
-    return Row(workload=where, variant=variant, base=base, points=points, archived=hosts)
+    return replace(row, archived=hosts)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A graph in one run beside its ceiling; `share`: gain / ceiling."""
+
+    row: Row
+    point: Point
+    ceiling: float
+    share: float
+
+    @property
+    def gain(self) -> float:
+        """Base ms / ms."""
+        return self.ceiling * self.share
+
+
+def reached(rows: Sequence[Row]) -> list[Reached]:
+    """Return each graph in each run on a GPU that has a gain and a ceiling, contended cycles apart."""
+    return [
+        Reached(row, point, ceiling, share)
+        for row in rows
+        for point in row.timed
+        if (ceiling := point.ceiling) is not None and (share := point.reached) is not None
+    ]
+
+
+def on_gpus(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that no CPU measured."""
+    return [row for row in rows if row.workload.gpu != "CPU"]
 
 
 def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -371,20 +370,15 @@ def best_measured(rows: Sequence[Row]) -> list[Row]:
     graphs = [row for row in timed if row.workload.model != OWN_STEP]
     hosts: Counter = Counter()
     for row in graphs:
-        hosts[row.workload] = max(hosts[row.workload], row.num_hosts)
+        hosts[row.workload] = max(hosts[row.workload], len(row.hosts))
 
     def rank(row):
         where = row.workload
         is_other = stem(where.preset) != "bench", where.label != "", where.ranks > 1, where.preset != stem(where.preset)
-        return *is_other, -hosts[where], where.build, not row.headline, -row.num_hosts, row.ms
+        return *is_other, -hosts[where], where.build, not row.headline, -len(row.hosts), row.ms
 
     best = {row.workload.model: row for row in sorted(graphs, key=rank, reverse=True)}
     return [best[model] for model in sorted(best)]
-
-
-def geometric(values: Sequence[float]) -> float:
-    """Return the geometric mean of positive numbers."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def counted(number: int, word: str) -> str:
@@ -392,5 +386,6 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
-def _range(values) -> Range | None:
+def range_of(values: Sequence[float]) -> Range | None:
+    """Return the smallest and the largest number; None without any."""
     return (min(values), max(values)) if values else None

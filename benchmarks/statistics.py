@@ -9,6 +9,7 @@ A ratio above 1 means that the variant is faster than its base.
 """
 
 import math
+import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ SAME = 0.005  # two programs whose times differ by less are the same for our pur
 SMALL_EFFECT = 0.01  # beside a smaller one stands what two equal programs differed by
 NEAR = 0.05  # a graph that stays further below its ceiling missed it
 LEAST_CYCLES = 8  # before `auto` ends a run
-LEAST_HOSTS = 3  # for an interval over hosts
+LEAST_HOSTS = 3  # the gate names rows with fewer
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,10 @@ class Ratio:
     """A variant's ratio to its base in one run on one host.
 
     Attributes:
-        ratio: base_ms / variant_ms, exactly. Above 1 the variant is faster.
+        ratio: base_ms / variant_ms, exactly.
         low, high: ends of the 95 % interval, ratio / (1 + half_width) and ratio * (1 + half_width).
-        half_width: half the width of the interval, relative to the ratio (0.004 is 0.4 %).
-        cycles: number of cycles. With one cycle low is 0, high and half_width are inf.
-        base_ms: geometric mean of the base's blocks in ms; each cycle has the same weight.
-        variant_ms: geometric mean of the variant's blocks in ms, over the same cycles.
+        cycles: number of cycles.
+        base_ms, variant_ms: geometric means of blocks over the same cycles, each of the same weight.
     """
 
     ratio: float
@@ -42,57 +41,25 @@ class Ratio:
     variant_ms: float
 
 
-@dataclass(frozen=True)
-class HostsRatio:
-    """A variant's ratio over hosts: geometric mean, and from three hosts on the ends of its 95 % interval."""
-
-    ratio: float
-    low: float | None
-    high: float | None
-
-
 def ratio_of(cycles: Sequence[tuple[Sequence[float], float]]) -> Ratio:
-    """Return a variant's ratio over the cycles of a run.
+    """Return a variant's ratio over the cycles of a run, with its interval.
 
-    Args:
-        cycles: for each cycle the times of its base blocks and the time of the variant's block, all in ms.
-
-    Returns:
-        The ratio and its interval. One cycle shows no scatter, so its interval goes from 0 to inf.
-
-    Raises:
-        ValueError: there is no cycle, a cycle has no base block, or a time is not positive and finite.
+    `cycles`: for each cycle the times of its base blocks and of the variant's block in ms. One cycle shows no scatter,
+    so its interval goes from 0 to inf.
     """
-    if not cycles:
-        raise ValueError("a ratio needs at least one cycle")
-    base_logs, logs = [_mean_log(bases) for bases, _ in cycles], [_mean_log([variant]) for _, variant in cycles]
-    base_ms, variant_ms = math.exp(_mean(base_logs)), math.exp(_mean(logs))
+    base_logs = [plain.fmean(map(math.log, bases)) for bases, _ in cycles]
+    logs = [math.log(variant) for _, variant in cycles]
+    base_ms, variant_ms = math.exp(plain.fmean(base_logs)), math.exp(plain.fmean(logs))
     ratio = base_ms / variant_ms
     half_width = math.expm1(_half_width([base - log for base, log in zip(base_logs, logs, strict=True)]))
     low, high = ratio / (1 + half_width), ratio * (1 + half_width)
     return Ratio(ratio, low, high, half_width, len(cycles), base_ms, variant_ms)
 
 
-def across_hosts(ratios: Sequence[Ratio]) -> HostsRatio:
-    """Combine the ratios of several hosts, one of each, at least one.
-
-    The interval is Student's t with hosts - 1 degrees of freedom. It rests on how the hosts differ, not on the
-    intervals of the runs.
-    """
-    logs = [math.log(own.ratio) for own in ratios]
-    ratio = math.exp(_mean(logs))
-    if len(logs) < LEAST_HOSTS:
-        return HostsRatio(ratio, None, None)
-    factor = math.exp(_half_width(logs))
-    return HostsRatio(ratio, ratio / factor, ratio * factor)
-
-
 def word(ratio: Ratio) -> str:
-    """Return the word for a ratio.
+    """Return "same" where the interval lies within 0.5 % of 1, else "faster" or "slower" where it leaves 1 out.
 
-    Returns:
-        "same" where the interval lies within 0.5 % of 1, also where it leaves 1 out; else "faster" or "slower" where
-        the interval leaves 1 out; else "unclear". Exchanging base and variant exchanges "faster" and "slower" only.
+    Else "unclear". Exchanging base and variant exchanges "faster" and "slower" only.
     """
     if ratio.low >= 1 / (1 + SAME) and ratio.high <= 1 + SAME:
         return "same"
@@ -122,16 +89,6 @@ def enough(ratios: Sequence[Ratio]) -> bool:
     The rule looks at widths only, never at the ratios, so a run does not end because its result pleases.
     """
     return len(ratios) > 0 and all(own.cycles >= LEAST_CYCLES and own.half_width <= SAME for own in ratios)
-
-
-def _mean(values):
-    return math.fsum(values) / len(values)
-
-
-def _mean_log(times_ms):
-    if not len(times_ms) or not all(math.isfinite(ms) and ms > 0 for ms in times_ms):
-        raise ValueError(f"times must be positive and finite ms, at least one: {list(times_ms)}")
-    return _mean([math.log(ms) for ms in times_ms])
 
 
 def _half_width(logs):

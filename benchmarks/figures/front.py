@@ -12,20 +12,15 @@ from benchmarks.files import facts
 from benchmarks.files.facts import Run, digits
 from benchmarks.files.workload import Workload
 from benchmarks.pages import published
-from benchmarks.runs import Point, Range, Row
+from benchmarks.runs import Range, Reached, Row
+from benchmarks.statistics import NEAR, SAME
 
-# A graph has reached its ceiling if it lies this near. Graphs that gain less than this are counted apart.
-WITHIN = 0.05
-# Two equal programs differ by so much.
-EQUAL = 0.005
 # Ceilings are drawn on a log axis of what they leave to gain, from this on.
 LEAST = 0.005
 CEILING_TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
 GAIN_TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
 
 LONGEST = 24  # letters of a name
-
-Mark = tuple[Row, Point, float, float]
 
 
 def name_of(workload: Workload) -> str:
@@ -37,51 +32,32 @@ def name_of(workload: Workload) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
 
 
-# ------------------------------------------------------------------------------------------------
-# How much of its ceiling each graph reached
-
-
-def reached(rows: Sequence[Row]) -> list[Mark]:
-    """Return (row, point, ceiling, share of it) of each graph in each run on a GPU, contended cycles apart."""
-    return [
-        (row, point, ceiling, share)
-        for row in rows
-        if row.workload.gpu != "CPU"
-        for point in row.timed
-        if (ceiling := point.ceiling) is not None and (share := point.reached) is not None
-    ]
-
-
-def ceiling_title(marks: list[Mark]) -> str:
+def ceiling_title(marks: list[Reached]) -> str:
     """Say how many graphs gained more than their ceiling, and how many of those that gained came near it."""
-    above = [share for *_, share in marks if share > 1 + EQUAL]
-    near = [mark[-1] >= 1 - WITHIN for mark in marks if _gains(mark)]
+    above = [mark.share for mark in marks if mark.share > 1 + SAME]
+    near = [mark.share >= 1 - NEAR for mark in marks if mark.gain > 1 + NEAR]
     text = "No graph gains more than its ceiling, step / busy"
     if above:
         text = f"{len(above)} of {len(marks)} graphs gain up to {100 * (max(above) - 1):.1f} % more than step / busy"
-    percent = f"{100 * WITHIN:g} %"
+    percent = f"{100 * NEAR:g} %"
     if near:
         text += f"; of {len(near)} that gain over {percent}, {sum(near)} come within {percent} of it"
     return text
 
 
 def ceiling(rows: Sequence[Row]) -> Page:
-    """Draw the share of its ceiling that each graph reached, by ceiling.
-
-    Raises:
-        NotDrawn: no graph on a GPU has a ratio and a busy time of the uncaptured program.
-    """
-    marks = reached(rows)
+    """Draw the share of its ceiling that each graph reached, by ceiling; raise NotDrawn without any."""
+    marks = runs.reached(rows)
     if not marks:
         raise NotDrawn("no graph on a GPU has a ratio and a busy time of the uncaptured program")
-    gpus = sorted({row.workload.gpu for row, *_ in marks})
-    most, least = max(value for *_, value, _ in marks), min(share for *_, share in marks)
-    highest = max(share for *_, share in marks)
+    gpus = sorted({mark.row.workload.gpu for mark in marks})
+    most, shares = max(mark.ceiling for mark in marks), [mark.share for mark in marks]
+    least, highest = min(shares), max(shares)
     note = "Ceiling: a step of the uncaptured program / the GPU's busy time in it. A mark is a graph in one run. "
-    note += f"Grey: gains less than {100 * WITHIN:g} %. Shaded: within {100 * WITHIN:g} % of the ceiling. "
+    note += f"Grey: gains less than {100 * NEAR:g} %. Shaded: within {100 * NEAR:g} % of the ceiling. "
     note += f"Highest mark: {100 * highest:.1f} %."
-    note += " Hollow: beside busy processes." if any(point.is_busy for _, point, *_ in marks) else ""
-    page = Page(ceiling_title(marks), note, _footer([point.run for _, point, *_ in marks]), 4.3)
+    note += " Hollow: beside busy processes." if any(mark.point.is_busy for mark in marks) else ""
+    page = Page(ceiling_title(marks), note, _footer([mark.point.run for mark in marks]), 4.3)
     axes = page.axes(0.72, 0.37, page.WIDTH - 0.72 - page.MARGIN, 3.35)
     axes.set(xscale="log", xlim=(LEAST, 1.6 * max(most - 1, 0.2)), xlabel="ceiling: the most that a graph can gain")
     axes.set_ylim(min(0.88, least - 0.03), max(1.03, highest + 0.03))
@@ -89,17 +65,17 @@ def ceiling(rows: Sequence[Row]) -> Page:
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     _ticks(axes, CEILING_TICKS, 1)
     axes.grid(True)
-    axes.axhspan(1 - WITHIN, 1, color=BAND, linewidth=0, zorder=0.5)
+    axes.axhspan(1 - NEAR, 1, color=BAND, linewidth=0, zorder=0.5)
     axes.axhline(1, color=INK, linewidth=1.2, gid="ceiling")
     left, right = axes.get_xlim()
     line = [(left * (right / left) ** (step / 200), 1.0) for step in range(201)]
     named, labels = _named(marks), []
-    for index, (row, point, most, share) in enumerate(marks):
-        colour = KINDS[row.kind] if _gains(marks[index]) else FAINT
-        face = "none" if point.is_busy else colour
-        x, marker = max(most - 1, LEAST), MARKS[gpus.index(row.workload.gpu) % len(MARKS)]
-        axes.plot(x, share, color=colour, marker=marker, mfc=face, markersize=6, zorder=4, gid="point")
-        labels.append((x, share, named.get(index, ""), colour))
+    for index, mark in enumerate(marks):
+        colour = KINDS[mark.row.kind] if mark.gain > 1 + NEAR else FAINT
+        face = "none" if mark.point.is_busy else colour
+        x, marker = max(mark.ceiling - 1, LEAST), MARKS[gpus.index(mark.row.workload.gpu) % len(MARKS)]
+        axes.plot(x, mark.share, color=colour, marker=marker, mfc=face, markersize=6, zorder=4, gid="point")
+        labels.append((x, mark.share, named.get(index, ""), colour))
     style.label_points(axes, labels, line)
     for gpu, marker in zip(gpus, MARKS * len(gpus), strict=False):
         name = gpu.removeprefix("NVIDIA ")
@@ -108,64 +84,44 @@ def ceiling(rows: Sequence[Row]) -> Page:
     return page
 
 
-def _named(marks: list[Mark]) -> dict[int, str]:
+def _named(marks: list[Reached]) -> dict[int, str]:
     """Index -> label: of each model's graph that gains most, in its first build, and of each below the band."""
+    order = sorted(range(len(marks)), key=lambda index: (bool(marks[index].row.workload.build), -marks[index].gain))
     best: dict[str, int] = {}
-    for index, (row, point, *_) in enumerate(marks):
-        name = name_of(row.workload)
-        if not point.is_busy and (name not in best or _rank(marks[index]) > _rank(marks[best[name]])):
-            best[name] = index
+    for index in order:
+        if not marks[index].point.is_busy:
+            best.setdefault(name_of(marks[index].row.workload), index)
     found = {index: name for name, index in best.items()}
     for index, mark in enumerate(marks):
-        row, point, _, share = mark
-        if index not in found and _gains(mark) and share < 1 - WITHIN and point is row.newest:
+        row, is_below = mark.row, mark.gain > 1 + NEAR and mark.share < 1 - NEAR
+        if index not in found and is_below and mark.point is row.newest:
             is_own = row.workload.model == facts.OWN_STEP
             more = row.variant if is_own else row.workload.label or row.variant
             found[index] = f"{name_of(row.workload)} {more}"
     return found
 
 
-def _rank(mark: Mark) -> tuple[bool, float]:
-    return not mark[0].workload.build, _gain(mark)
-
-
-def _gains(mark: Mark) -> bool:
-    return _gain(mark) > 1 + WITHIN
-
-
-def _gain(mark: Mark) -> float:
-    return mark[2] * mark[3]
-
-
-# ------------------------------------------------------------------------------------------------
-# A step of eager and of a graph on each host
-
-
 def shown_hosts(rows: Sequence[Row]) -> list[Row]:
     """Return the best-measured graph of each model on a GPU, in the order of gains, and of each step of a user."""
-    on_gpus = [row for row in rows if row.workload.gpu != "CPU" and not row.workload.busy]
+    on_gpus = [row for row in runs.on_gpus(rows) if not row.workload.busy]
     best = runs.best_measured(on_gpus)
     own: dict[Workload, Row] = {}
     for row in on_gpus:
         if row.workload.model == facts.OWN_STEP and row.kind == "graph" and row.ratio is not None:
             own[row.workload] = max(own.get(row.workload, row), row, key=lambda each: each.ratio or 0.0)
-    return sorted([*best, *own.values()], key=lambda row: (-row.num_hosts, -(row.ratio or 0.0)))
+    return sorted([*best, *own.values()], key=lambda row: (-len(row.hosts), -(row.ratio or 0.0)))
 
 
 def hosts_title(rows: list[Row]) -> str:
     """Say the step of a graph and of eager over hosts, for the workload whose eager step differs most."""
     row = max(rows, key=lambda row: (_spread(row.base_ms_range), row.ratio or 0.0))
-    where = f" on {row.num_hosts} hosts" if row.num_hosts > 1 else ""
+    where = f" on {len(row.hosts)} hosts" if len(row.hosts) > 1 else ""
     text = f"{name_of(row.workload)}{where}: a step takes {_span(row.ms_range)} ms with a graph"
     return f"{text}, {_span(row.base_ms_range)} ms without"
 
 
 def hosts(rows: Sequence[Row]) -> Page:
-    """Draw a step of eager and of the graph on each host, a pair of lines a workload.
-
-    Raises:
-        NotDrawn: no graph on a GPU has a ratio.
-    """
+    """Draw a step of eager and of the graph on each host, a pair of lines a workload; raise NotDrawn without any."""
     drawn = shown_hosts(rows)
     if not drawn:
         raise NotDrawn("no graph on a GPU has a ratio")
@@ -177,11 +133,14 @@ def hosts(rows: Sequence[Row]) -> Page:
     archived = {own.host for row in drawn for own in row.archived}
     more = f"; {runs.counted(len(archived), 'host')} of the archive" if archived else ""
     page = Page(hosts_title(drawn), note, _footer(used) + more, height + 0.55)
-    texts = [(_said(row.base, row.base_ms_range), _said("graph", row.ms_range)) for row in drawn]
-    left = page.MARGIN + max(style.width_of(text, 9.5, "bold") for row in drawn for text in [name_of(row.workload)])
+    texts = [(f"{row.base} {_span(row.base_ms_range)} ms", f"graph {_span(row.ms_range)} ms") for row in drawn]
+    left = page.MARGIN + max(style.width_of(name_of(row.workload), 9.5, "bold") for row in drawn)
     left = max(left, page.MARGIN + max(style.width_of(_where(row), SMALL) for row in drawn)) + 0.2
     room = max(style.width_of(text, SMALL) for pair in texts for text in pair) + 0.2
-    axes = style.rows_axes(page, left, page.WIDTH - left - room - page.MARGIN, height)
+    axes = page.axes(left, 0.1, page.WIDTH - left - room - page.MARGIN, height)
+    axes.set(ylim=(height, 0), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
     ends = [each / (row.ms or 1.0) for row in drawn for own in row.hosts for each in (own.ms, own.base_ms)]
     axes.set(xscale="log", xlim=(min(0.95, *ends) / 1.04, max(1.2, *ends) * 1.08))
     axes.set_xlabel("step / the graph's median step")
@@ -206,11 +165,8 @@ def hosts(rows: Sequence[Row]) -> Page:
 
 def _where(row: Row) -> str:
     gpu = row.workload.gpu.removeprefix("NVIDIA ").partition(" ")[0]
-    return f"{runs.counted(row.num_hosts, 'host')}, {f'{row.workload.ranks} x ' if row.workload.ranks > 1 else ''}{gpu}"
-
-
-def _said(name: str, span: Range | None) -> str:
-    return f"{name} {_span(span)} ms"
+    ranks = f"{row.workload.ranks} x " if row.workload.ranks > 1 else ""
+    return f"{runs.counted(len(row.hosts), 'host')}, {ranks}{gpu}"
 
 
 def _span(span: Range | None) -> str:
@@ -221,10 +177,6 @@ def _span(span: Range | None) -> str:
 
 def _spread(span: Range | None) -> float:
     return span[1] / span[0] if span else 1.0
-
-
-# ------------------------------------------------------------------------------------------------
-# Parts of both
 
 
 def _ticks(axes, values: Sequence[float], offset: int) -> None:

@@ -4,15 +4,12 @@ import contextlib
 import io
 import re
 from functools import lru_cache
-from pathlib import Path
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-
-from common.files import write_text
 
 DPI = 120
 INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"
@@ -111,27 +108,15 @@ def wrap(text: str, room: float, size: float, weight: str = "normal") -> list[st
     return lines
 
 
-def rows_axes(page: Page, left: float, width: float, height: float):
-    """Axes for rows that stand at inches from the top, without a line on the left."""
-    axes = page.axes(left, 0.1, width, height)
-    axes.set(ylim=(height, 0), yticks=[])
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="x")
-    return axes
-
-
-def label_points(axes, points: list[tuple[float, float, str, str]], obstacles=()) -> list[str]:
+def label_points(axes, points: list[tuple[float, float, str, str]], obstacles) -> None:
     """Write a label beside each point, over no other label, point or obstacle; a far one has a thin line.
 
     Args:
         axes: with its final limits.
         points: x, y, text and colour of each; a point with empty text is kept free only.
-        obstacles: (x, y) of further places to keep free, such as those of a line.
-
-    Returns:
-        The texts that found a place.
+        obstacles: (x, y) of further places to keep free.
     """
-    scale, written = 72 / axes.figure.dpi, []
+    scale = 72 / axes.figure.dpi
     labels: list[tuple[float, float, float, float]] = []
     at = [axes.transData.transform((x, y)) * scale for x, y, *_ in points]
     taken = [_box(x, y, 4) for x, y in at]
@@ -154,9 +139,7 @@ def label_points(axes, points: list[tuple[float, float, str, str]], obstacles=()
                     axes.annotate("", (x, y), (end, dy - 4 * (dy > 0) + 4 * (dy < 0)), arrowprops=arrow, **place)
                 labels.append(box)
                 taken += [box, *(line if far else ())]
-                written.append(text)
                 break
-    return written
 
 
 def _offsets(width):
@@ -177,23 +160,13 @@ def _meet(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def save(page: Page, folder: Path, name: str, has_png: bool) -> None:
-    """Write NAME.svg, and NAME.png where wanted, each whole; equal pages give equal bytes.
-
-    Raises:
-        OSError: a file could not be written.
-    """
-    for kind, unset in (("svg", ("Date", "Creator")), ("png", ("Software",)))[: 2 if has_png else 1]:
-        drawing = io.BytesIO()
-        page.figure.savefig(drawing, format=kind, dpi=DPI, metadata=dict.fromkeys(unset))
-        data = drawing.getvalue()
-        write_text(folder / f"{name}.{kind}", for_pages(data.decode()) if kind == "svg" else data)
-
-
-def for_pages(svg: str) -> str:
-    """The same drawing, in the colours of a dark page where the reader has one, with coordinates to 0.01 points."""
+def as_svg(page: Page) -> str:
+    """The drawing, in the colours of a dark page where the reader has one; equal pages give equal text."""
+    drawing = io.StringIO()
+    page.figure.savefig(drawing, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
     # A control character in a name would make the file unreadable.
-    svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", svg)
+    svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", drawing.getvalue())
+    # Coordinates to 0.01 points.
     svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match.group()), svg)
     # matplotlib's styles stand in each element; only a rule with !important beats them.
     dark = "".join(

@@ -6,7 +6,7 @@ step's time. They count as hosts of a row where eager made the same kernels as i
 
 import json
 import lzma
-import math
+import statistics as plain
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +25,13 @@ NAMES = {
     "rnnt": {"graph": "graph_networks", "full": "graph_step"},
     "stable_diffusion": {"graph": "graph_step", "lightning_graph": "graph_step_lightning"},
 }
-BUILDS = {"graph_layer_te": "te", "eager_te": "te"}
 
 
 @dataclass(frozen=True)
 class ArchivedHost:
-    """A host of the archive.
+    """A host of the archive; variants have their names of today.
 
-    Attributes:
-        boot: of the host.
-        kernels: variant -> its kernels in a step, of the last run.
-        ms: variant, by its name of today -> mean step, over all its runs there.
+    `kernels`: variant -> its kernels in a step, of the last run. `ms`: variant -> mean step, over all its runs there.
     """
 
     boot: str
@@ -75,10 +71,9 @@ def _hosts(records) -> dict[Workload, list[ArchivedHost]]:
         kernels = {_name(record): record["num_kernels"] for record in own if record["num_kernels"]}
         times: dict[str, list[float]] = defaultdict(list)
         for record in own:
-            times[_name(record)].append(math.fsum(record["steps"]["gpu_ms"]) / len(record["steps"]["gpu_ms"]))
+            times[_name(record)].append(plain.fmean(record["steps"]["gpu_ms"]))
         if "eager" in kernels:
-            means = {name: math.fsum(each) / len(each) for name, each in times.items()}
-            found[where].append(ArchivedHost(boot, kernels, means))
+            found[where].append(ArchivedHost(boot, kernels, {name: plain.fmean(each) for name, each in times.items()}))
     return dict(found)
 
 

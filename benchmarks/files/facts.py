@@ -4,7 +4,6 @@ Times of steps, losses, hashes, counts, and what a worker raised. There is no ve
 makes verdicts when a file is read. Names end in their unit. A value that could not be measured is None.
 """
 
-import math
 import statistics as plain
 from typing import Annotated, Literal
 
@@ -76,7 +75,6 @@ class Summary(Struct, kw_only=True):
     steps: Count
     mean_ms: Ms
     typical_ms: Ms
-    p95_ms: Ms
     num_classes: int
 
 
@@ -130,7 +128,7 @@ class Block(Struct, kw_only=True):
     @property
     def mean_ms(self) -> float:
         """Mean of the timed steps: what a step adds to the time of a job."""
-        return self.summary.mean_ms if self.summary else math.fsum(self.step_ms) / len(self.step_ms)
+        return self.summary.mean_ms if self.summary else plain.fmean(self.step_ms)
 
     @property
     def typical_ms(self) -> float:
@@ -143,13 +141,6 @@ class Block(Struct, kw_only=True):
         for kind, ms in zip(self.classes, self.step_ms, strict=False):
             times.setdefault(kind, []).append(ms)
         return plain.fmean(plain.median(own) for own in times.values())
-
-    @property
-    def p95_ms(self) -> float:
-        """95th percentile of the timed steps."""
-        if self.summary:
-            return self.summary.p95_ms
-        return sorted(self.step_ms)[math.ceil(0.95 * (len(self.step_ms) - 1))]
 
     @property
     def num_classes(self) -> int:
@@ -239,8 +230,6 @@ class Sealed(Struct, kw_only=True):
     status: Name
     reason: Text
     parity: Name
-    parity_after: Name
-    parity_steps: int
 
 
 class Variant(Struct, kw_only=True):

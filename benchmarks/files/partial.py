@@ -114,10 +114,10 @@ def seal(partial: Partial) -> Path:
 def folded(facts: list[dict]) -> Run:
     """Return the run that the facts make; `whole` says whether the run came to its end."""
     header, ends = facts[0], _of(facts, "end")
-    workers = _of(facts, "worker")
-    worker = workers[0] if workers else {}
+    workers = _of(facts, "worker") or [{}]
+    worker = workers[0]
     host = worker.get("host", header["host"])
-    if workers:
+    if worker:
         # A job may have gone on with the run of another one.
         host = host | {"slurm": workers[-1].get("host", {}).get("slurm", {})}
     seconds: dict[str, float] = {}
@@ -154,12 +154,8 @@ def _of(facts, fact, **values) -> list[dict]:
     return [each for each in facts if each["fact"] == fact and all(each.get(key) == values[key] for key in values)]
 
 
-def _first(facts, fact, **values) -> dict:
-    return next(iter(_of(facts, fact, **values)), {})
-
-
 def _build(declared, facts, control) -> Build:
-    worker, plans = _first(facts, "worker"), _of(facts, "plan")
+    worker, plans = (_of(facts, "worker") or [{}])[0], _of(facts, "plan")
     cycles = {each["cycle"]: each for each in _of(facts, "cycle")}
     anchor = plans[-1]["base"] if plans else ""
     # Where a base failed and another follows, the control repeated the first one so far: no control of the second.
@@ -182,17 +178,18 @@ def _build(declared, facts, control) -> Build:
 
 def _variant(name, declared, facts, cycles) -> Variant:
     own = [each for each in facts if each.get("variant") == name]
-    left_out, captures, profiles = _first(own, "left_out"), _of(own, "capture"), _of(own, "profile")
+    left_out, alone, profiles = _of(own, "left_out"), _of(own, "alone"), _of(own, "profile")
+    captures = _of(own, "capture") or _of(own, "parity") or [{}]
     # A cycle that is begun again, perhaps without a variant, replaces the first.
     of_cycles = [each for each in _of(own, "block") if _is_of_cycle(each, cycles)]
     blocks = {(each["cycle"], each["place"]): each for each in of_cycles}
     made = {
         **{key: declared[key] for key in OF_DECLARATION},
         "promise": declared["parity"],
-        "raised": _as(Raised, left_out) if left_out else None,
+        "raised": _as(Raised, left_out[0]) if left_out else None,
         "apart": bool(_of(facts, "apart")),
-        "capture": _as(Capture, (captures or _of(own, "parity") or [{}])[0]),
-        "alone": _as(Alone, _of(own, "alone")[-1]) if _of(own, "alone") else None,
+        "capture": _as(Capture, captures[0]),
+        "alone": _as(Alone, alone[-1]) if alone else None,
         "parity": [_as(Course, each) for each in _of(own, "parity")],
         "after": [_as(Course, each) for each in _of(own, "course")],
         "profile": _as(Profile, profiles[-1] if profiles else {}),

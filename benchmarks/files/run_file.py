@@ -26,11 +26,7 @@ class Damaged(ValueError):
 
 
 def read(path: Path) -> Run:
-    """Return the run in a file.
-
-    Raises:
-        Damaged: the file holds no run, or a census, is too large, or is of another schema.
-    """
+    """Return the run in a file; raise Damaged as `read_all` does, and for a census."""
     found = read_all(path)
     if isinstance(found, Census):
         raise Damaged(f"{path}: a census of {len(found.runs)} runs, not one run")

@@ -50,8 +50,6 @@ def _variant(own: dict) -> dict:
         "status": status,
         "reason": reason,
         "parity": parity.get("result", ""),
-        "parity_after": parity.get("after", ""),
-        "parity_steps": parity.get("steps", 0),
     }
     return own | {
         "reference": parity.get("reference", "eager"),
@@ -68,7 +66,6 @@ def _block(own: dict) -> dict:
         "steps": own["steps"],
         "mean_ms": own["mean_ms"],
         "typical_ms": own["ms"],
-        "p95_ms": own["p95_ms"],
         "num_classes": len(own["classes"]) or 1,
     }
     return {key: own[key] for key in _BLOCK if key in own} | {

@@ -16,14 +16,10 @@ class Published:
     """One MLPerf submission, or a documented recipe.
 
     Attributes:
-        model: folder of the suite's own version of it.
-        title: name of the model.
-        mechanism: NVIDIA's way to capture.
+        model: the folder here.
         variant: stands here for NVIDIA's mechanism.
-        gain_range: the gain in one cell of a table.
         source: address of the page.
-        presets: those of the model here that may stand beside the submission, the nearest first, and in words what is
-            different in each.
+        presets: preset of the model here, the nearest first -> its difference from the submission, in words.
         titles: names of other models, by the beginning of the presets that train them.
     """
 
@@ -40,11 +36,8 @@ class Published:
 @functools.cache
 def published() -> tuple[Published, ...]:
     """Return NVIDIA's figures of all models that declare one, by folder."""
-    return tuple(_read(path) for path in sorted(ROOT.glob("*/published.toml")))
-
-
-def _read(path):
-    return Published(model=path.parent.name, **tomllib.loads(path.read_text()))
+    paths = sorted(ROOT.glob("*/published.toml"))
+    return tuple(Published(model=path.parent.name, **tomllib.loads(path.read_text())) for path in paths)
 
 
 def of_model(model: str) -> Published | None:

@@ -22,6 +22,7 @@ from benchmarks.runs import Row
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
 SUBMITTED = "NVIDIA's submission: "
+FIGURES = ("ms over hosts", "base ms over hosts", "gain over hosts", "at most")
 NOTHING = "Nothing has been measured on a GPU yet."
 # Runs begun later show whether the rule on step / busy holds, which was found on earlier ones.
 RULE_WRITTEN = "2026-11-25T20:45:00Z"
@@ -68,17 +69,9 @@ def changed(rows: list[Row], root: Path = ROOT) -> dict[Path, str]:
     return {path: text for path, text in new.items() if text != path.read_text()}
 
 
-# ------------------------------------------------------------------------------------------------
-# The tables
-
-
-def _on_gpu(rows):
-    return [row for row in rows if not row.workload.machine.startswith("CPU")]
-
-
 def models(rows: list[Row], page: Path, argument: str = "") -> str:
     """The best-measured graph of each model; models that NVIDIA submitted stand there without a run, too."""
-    best = {row.workload.model: row for row in runs.best_measured(_on_gpu(rows))}
+    best = {row.workload.model: row for row in runs.best_measured(runs.on_gpus(rows))}
     if not best:
         return NOTHING
     lines = []
@@ -86,41 +79,39 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
         own, row = published.of_model(model), best.get(model)
         title = own.title if own else model
         if row is None:
-            graphs = [each for each in _on_gpu(rows) if (each.workload.model, each.kind) == (model, "graph")]
-            seen = [f"no graph has a time ([{each.status}]({tables.folder(each, page)}))" for each in graphs[:1]]
+            graphs = [each for each in runs.on_gpus(rows) if (each.workload.model, each.kind) == (model, "graph")]
+            seen = [f"no graph has a time ({tables.linked(each.status, each, page)})" for each in graphs[:1]]
             lines.append([title, *(seen or ["not measured in blocks yet"]), *[""] * 5])
             continue
         captured = f"{row.newest.variant.help.removeprefix(SUBMITTED)} (`{row.variant}`)"
-        numbers = [tables.cells(row, name) for name in ("ms over hosts", "base ms over hosts", "gain over hosts")]
+        numbers = [tables.CELLS[name](row) for name in FIGURES]
         hosts = f"{row.hosts_text} ({row.workload.gpu.removeprefix('NVIDIA ')})"
-        name = f"[{title}, {row.workload.preset}]({tables.folder(row, page)})"
-        lines.append([name, captured, *numbers, tables.cells(row, "at most"), hosts])
+        name = tables.linked(f"{title}, {row.workload.preset}", row, page)
+        lines.append([name, captured, *numbers, hosts])
     return tables.markdown(["Workload", "Captured", "graph ms", "eager ms", "gain", "at most", "hosts"], lines)
 
 
 def _decide(rows, page, argument):
     """By step / busy of eager: what to do, and the best-measured row of such a step."""
-    best = runs.best_measured(_on_gpu(rows))
+    best = runs.best_measured(runs.on_gpus(rows))
     lines = []
     for low, high, name, advice in BANDS:
         seen = []
         for row in best:
             ceiling = row.median("ceiling")
             if ceiling and low <= ceiling < high:
-                link = f"[{row.workload.name}]({tables.folder(row, page)})"
+                link = tables.linked(row.workload.name, row, page)
                 seen.append(f"{link} {ceiling:.2f}: {tables.gain_and_interval(row)}, {row.hosts_text}")
         lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
     return tables.markdown(["Step / busy", "What to do", "Measured here"], lines)
 
 
 def _model(rows, page, argument):
-    own = [row for row in _on_gpu(rows) if row.workload.model == argument]
+    own = [row for row in runs.on_gpus(rows) if row.workload.model == argument]
     timed = [row for row in own if row.status == PASS]
     if not timed:
-        has_notes = (page.parents[1] / "results" / "archive" / f"notes-{argument}.md").is_file()
-        earlier = "; [the archive](../results/archive/README.md) has earlier runs" if has_notes else ""
-        return f"Not measured in blocks on a GPU yet{earlier}."
-    left = tables.not_timed_as_markdown(own)
+        return "Not measured in blocks on a GPU yet."
+    left = tables.as_list(tables.not_timed(own))
     return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
@@ -129,7 +120,7 @@ def _nvidia(rows, page, argument):
     for own in published.published():
         found = [
             row
-            for row in _on_gpu(rows)
+            for row in runs.on_gpus(rows)
             if (row.workload.model, row.variant) == (own.model, own.variant)
             and not row.workload.busy
             and stem(row.workload.preset) in own.presets
@@ -138,14 +129,13 @@ def _nvidia(rows, page, argument):
 
         def rank(row, order=order):
             where = row.workload
-            return not row.ratio, order.index(stem(where.preset)), where.ranks, -row.num_hosts, where.build
+            return not row.ratio, order.index(stem(where.preset)), where.ranks, -len(row.hosts), where.build
 
-        found.sort(key=rank)
         here, differs = "not measured yet", next(reversed(own.presets.values()))
         if found:
-            row = found[0]
+            row = min(found, key=rank)
             text = f"{tables.gain_and_interval(row)}, {row.hosts_text}" if row.ratio else row.status
-            here = f"[{row.workload.name}]({tables.folder(row, page)}) {row.variant}: {text}"
+            here = f"{tables.linked(row.workload.name, row, page)} {row.variant}: {text}"
             gpus = f"{row.workload.ranks} {row.workload.gpu.removeprefix('NVIDIA ')}"
             differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
         lines.append([own.title, own.mechanism, f"[{own.gain_range}]({own.source})", here, differs])
@@ -154,38 +144,22 @@ def _nvidia(rows, page, argument):
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# The ceiling
-
-
-def ceilings(rows: list[Row]) -> list[tuple[Row, runs.Point]]:
-    """Each graph in each run on a GPU that has a gain and a ceiling, contended cycles too."""
-    return [
-        (row, point)
-        for row in _on_gpu(rows)
-        if row.kind in ("graph", "compile") and not row.control
-        for point in row.timed
-        if point.ceiling and point.reached
-    ]
-
-
-def ceiling_text(rows: list[Row]) -> str:
+def ceiling_text(rows: list[Row], page: Path | None = None, argument: str = "") -> str:
     """Return how many graphs reached step / busy, in a sentence or two."""
-    found = ceilings(rows)
+    found = runs.reached(rows)
     if not found:
         return NOTHING
-    hosts = {point.host for _, point in found}
-    most = max(point.reached or 0.0 for _, point in found) - 1
+    hosts = {each.point.host for each in found}
+    most = max(each.share for each in found) - 1
     text = f"In runs on {runs.counted(len(hosts), 'host')}, none of {len(found)} graphs gained over "
     text += f"{100 * max(most, 0.0):.1f} % more than step / busy of the uncaptured step."
-    after = [point for _, point in found if point.run.begin_utc > RULE_WRITTEN]
+    after = [each for each in found if each.point.run.begin_utc > RULE_WRITTEN]
     if not after:
         return text
-    gaining = [point for point in after if (point.ceiling or 0.0) > 1 + statistics.NEAR]
-    others = [point for point in after if point not in gaining]
     parts = []
-    for own, what in ((gaining, f"over {100 * statistics.NEAR:g} %"), (others, "less")):
-        near = sum((point.reached or 0.0) >= 1 - statistics.NEAR for point in own)
+    for gains, what in ((True, f"over {100 * statistics.NEAR:g} %"), (False, "less")):
+        own = [each for each in after if (each.ceiling > 1 + statistics.NEAR) == gains]
+        near = sum(each.share >= 1 - statistics.NEAR for each in own)
         parts += [f"{near} of {len(own)} graphs that could gain {what}"] if own else []
     return f"{text} In runs made after this rule was written, {' and '.join(parts)} reached it to within 5 %."
 
@@ -193,27 +167,19 @@ def ceiling_text(rows: list[Row]) -> str:
 def misses(rows: list[Row]) -> list[str]:
     """Return a line for each graph that stayed more than 5 % below its ceiling, with the cause."""
     lines = []
-    for row, point in ceilings(rows):
-        own = point.judged
-        base_busy, busy, ms = (
-            own.busy_ms(own.uncaptured(row.variant)),
-            point.busy_ms,
-            own.ms(row.variant, point.is_busy),
-        )
-        if (point.reached or 0.0) >= 1 - statistics.NEAR or not base_busy or not busy or not ms:
+    for each in runs.reached(rows):
+        variant, point, own = each.row.variant, each.point, each.point.judged
+        base_busy, busy, ms = own.busy_ms(own.uncaptured(variant)), point.busy_ms, own.ms(variant, point.is_busy)
+        if each.share >= 1 - statistics.NEAR or not base_busy or not busy or not ms:
             continue
-        clocks = own.sm_mhz(row.variant, point.is_busy), own.sm_mhz(own.base, point.is_busy)
+        clocks = own.sm_mhz(variant, point.is_busy), own.sm_mhz(own.base, point.is_busy)
         said = f"its kernels take {100 * (busy / base_busy - 1):+.1f} %"
         if None not in clocks:
             said += f" (GPU at {clocks[0]:,.0f} MHz, {own.base} at {clocks[1]:,.0f})"
         said += f", its GPU waits for {100 * max(0.0, 1 - busy / ms):.1f} % of the step"
-        name = f"{row.workload.name} {row.variant}, {point.run.id}"
-        lines.append(f"{name}: {100 * (point.reached or 0.0):.1f} % of {point.ceiling:.3f}x; {said}.")
+        name = f"{each.row.workload.name} {variant}, {point.run.id}"
+        lines.append(f"{name}: {100 * each.share:.1f} % of {each.ceiling:.3f}x; {said}.")
     return lines
 
 
-def _ceiling(rows, page, argument):
-    return ceiling_text(rows)
-
-
-_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "ceiling": _ceiling}
+_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "ceiling": ceiling_text}

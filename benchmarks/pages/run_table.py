@@ -1,6 +1,7 @@
 """A run's own table, as a screen shows it: one row a variant, at most 100 characters wide."""
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import statistics
@@ -25,17 +26,16 @@ def report(run: Run) -> str:
 
 def on_a_cpu(builds: Iterable[Judged]) -> str:
     """Return what a run on a CPU shows, in a sentence or two."""
-    compared, failed = [], []
-    for each in builds:
-        for name, verdict in each.verdicts.items():
-            own = each.build.variants[name]
-            if own.kind == "eager" or name == each.run.control:
-                continue
-            compared += [name] if verdict.status == PASS else []
-            failed += [name] if verdict.is_wrong_numbers else []
+    verdicts = [
+        (name, verdict)
+        for own in builds
+        for name, verdict in own.verdicts.items()
+        if own.build.variants[name].kind != "eager" and name != own.run.control
+    ]
+    failed = [name for name, verdict in verdicts if verdict.is_wrong_numbers]
     if failed:
         return f"On a CPU this shows that not all variants train alike: {', '.join(failed)}. {NO_SPEED}"
-    if compared:
+    if any(verdict.status == PASS for _, verdict in verdicts):
         return f"On a CPU this shows that the variants train alike. {NO_SPEED}"
     return "Measured on a CPU, which says nothing about the speed of a GPU."
 
@@ -94,26 +94,27 @@ def _build_report(name: str, own: Judged) -> str:
 
 
 def _table(own: Judged, busy: bool) -> Iterator[str]:
-    rows = [COLUMNS]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for name in own.build.variants:
-        ratio = own.ratio_of(name, busy)
-        if not own.passed(name) or not own.blocks(name, busy) or (ratio is None and name != own.base):
-            continue
-        is_control = name == own.run.control
-        memory, rate = own.alone_bytes(name), own.tflops(name, busy)
-        cells = ratio_cells(ratio) if ratio else ("", milliseconds(own.ms(name, busy)), "base", "")
-        tail = (
-            times(None if is_control else own.ceiling(name, busy)),
-            "" if rate is None or is_control else f"{rate:,.0f}",
-            "" if memory is None else f"{memory / GIB:.1f}",
-            "" if is_control else own.verdicts[name].parity or _by_blocks(own),
-        )
-        rows.append((f"{name} (base again)" if is_control else name, *cells, *tail))
+        is_shown = own.passed(name) and own.blocks(name, busy)
+        if is_shown and (name == own.base or own.ratio_of(name, busy) is not None):
+            rows.append(tuple(cells_of(own, name, busy)[column] for column in COLUMNS))
     return aligned(rows, 1)
 
 
-def _by_blocks(own: Judged) -> str:
-    return "losses" if own.run.parity == "blocks" else ""
+def cells_of(own: Judged, name: str, busy: bool = False) -> dict[str, str]:
+    """Return the text of each column for a variant that passed, in the quiet cycles or in those beside processes."""
+    ratio, memory, rate = own.ratio_of(name, busy), own.alone_bytes(name), own.tflops(name, busy)
+    untimed = ("", milliseconds(own.ms(name, busy)), "base" if name == own.base else "", "")
+    found = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
+    found |= {"variant": name, "GiB": "" if memory is None else f"{memory / GIB:.1f}"}
+    if name == own.run.control:
+        return found | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": ""}
+    return found | {
+        "at most": times(own.ceiling(name, busy)),
+        "TFLOP/s": "" if rate is None else f"{rate:,.0f}",
+        "parity": own.verdicts[name].parity or ("losses" if own.run.parity == "blocks" else ""),
+    }
 
 
 def ratio_cells(ratio: statistics.Ratio) -> tuple[str, str, str, str]:
@@ -139,10 +140,10 @@ def aligned(rows: Sequence[tuple[str, ...]], num_left: int) -> Iterator[str]:
 
 
 def _faults(own: Judged) -> str:
-    alike: dict = {}
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, verdict in own.verdicts.items():
         if verdict.reason:
-            alike.setdefault((verdict.status, verdict.reason), []).append(name)
+            alike[verdict.status, verdict.reason].append(name)
     lines = (f"{status}: {', '.join(names)} ({reason})" for (status, reason), names in alike.items())
     return "\n".join(map(printable, lines))
 
@@ -164,12 +165,10 @@ def _meaning(own: Judged) -> str:
     """Say what the numbers mean: the ceiling, then a sentence for each graph."""
     if own.run.device == "cpu" or not own.base:
         return ""
-    lines, ceiling = [], own.ceiling(own.base)
+    lines, ceiling, issue = [], own.ceiling(own.base), own.issue_ms(own.base)
     if ceiling is not None:
         said = f"A step of {own.base} takes {milliseconds(own.ms(own.base))} ms and keeps the GPU busy for "
-        said += f"{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most."
-        lines.append(said)
-    issue = own.issue_ms(own.base)
+        lines.append(f"{said}{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most.")
     if issue is not None:
         lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
     for name, variant in own.build.variants.items():

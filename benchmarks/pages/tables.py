@@ -3,13 +3,14 @@
 import csv
 import io
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import runs, statistics
 from benchmarks.files.facts import digits, printable
 from benchmarks.judge import PASS, judged
-from benchmarks.pages.run_table import milliseconds
+from benchmarks.pages.run_table import GIB, milliseconds
 from benchmarks.runs import Row
 
 SCREEN = 100
@@ -24,7 +25,7 @@ WIDE_SPREAD = 0.10
 TEXT = ("workload", "variant", "note", "parity", "hosts", "on hosts")
 
 
-def interval(row: Row) -> str:
+def _interval(row):
     """The 95 % interval of a row with one run; "" of others."""
     return f"{row.interval[0]:.3f} to {row.interval[1]:.3f}" if row.interval else ""
 
@@ -33,32 +34,29 @@ def gain(row: Row) -> str:
     """The gain of one host, or its range over hosts."""
     if row.gain_range is None:
         return "base" if row.variant == row.base else ""
-    if row.num_hosts == 1:
+    if len(row.hosts) == 1:
         return f"{row.ratio:.3f}x"
     return f"{row.gain_range[0]:.3f} to {row.gain_range[1]:.3f}x"
 
 
 def gain_and_interval(row: Row) -> str:
     """The gain of one host with its interval, or its range over hosts."""
-    return f"{gain(row)} ({interval(row)})" if row.interval else gain(row)
+    return f"{gain(row)} ({_interval(row)})" if row.interval else gain(row)
 
 
 def with_range(value: float | None, over: runs.Range | None) -> str:
     """Ms with the range over hosts, as in 127.0 (126.8 to 129.0); without it where there is one host."""
-    if value is None:
-        return ""
-    if over is None or over[0] == over[1]:
-        return digits(value)
+    if value is None or over is None or over[0] == over[1]:
+        return "" if value is None else digits(value)
     return f"{digits(value)} ({digits(over[0])} to {digits(over[1])})"
 
 
 def note(row: Row) -> str:
     """All that a reader has to know beside the numbers. It rests on timed, passing runs alone."""
-    is_graph = bool(row.timed) and not row.control
     texts = [row.word if row.word in ("same", "unclear") else ""]
     texts.append("" if row.base in ("eager", "", row.variant) or row.control else f"against {row.base}")
     texts.append("no eager variant passed" if not row.base and row.kind != "eager" else "")
-    if is_graph:
+    if row.timed and not row.control:
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
         texts += [_control_beside(row), _spread(row), _added(row)]
@@ -96,13 +94,8 @@ def _spread(row):
 
 def _added(row):
     """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
-    added = row.newest.judged.added_bytes(row.variant)
-    return f"adds {added / 2**30:.1f} GiB" if added is not None and added >= 2**29 else ""
-
-
-def cells(row: Row, column: str) -> str:
-    """The text of a column."""
-    return _CELLS[column](row)
+    added = row.newest.judged.added_bytes(row.variant) or 0
+    return f"adds {added / GIB:.1f} GiB" if added >= GIB / 2 else ""
 
 
 def _scaled(number, format_, unit=""):
@@ -118,61 +111,56 @@ def _times(over):
 
 
 def _number_of_hosts(row):
-    return f"{row.num_hosts} ({len(row.archived)})" if row.archived else str(row.num_hosts) if row.hosts else ""
+    return f"{len(row.hosts)} ({len(row.archived)})" if row.archived else str(len(row.hosts)) if row.hosts else ""
 
 
 def _parity(row):
     return "" if row.control else row.newest.verdict.parity
 
 
-def _of_judged(name):
-    return lambda row: getattr(row.newest.judged, name)(row.variant, row.newest.is_busy)
+def _of_newest(row, name):
+    """A number of `Judged` in the newest run."""
+    return getattr(row.newest.judged, name)(row.variant, row.newest.is_busy)
 
 
-def _added_gib(row):
-    added = row.newest.judged.added_bytes(row.variant)
-    return None if added is None else added / 2**30
+def _gib(size, places):
+    return "" if size is None else f"{size / GIB:.{places}f}"
 
 
 def _percent(share, places=0):
     return "" if share is None else f"{100 * share:.{places}f} %"
 
 
-_CELLS: dict[str, Callable[[Row], str]] = {
+CELLS: dict[str, Callable[[Row], str]] = {
     "workload": lambda row: row.workload.name,
     "variant": lambda row: f"{row.variant} (base again)" if row.control else row.variant,
     "base ms": lambda row: milliseconds(row.base_ms) if row.ratio else "",
     "ms": lambda row: milliseconds(row.ms) if row.status == PASS else "",
     "base ms over hosts": lambda row: with_range(row.base_ms, row.base_ms_range),
     "ms over hosts": lambda row: with_range(row.ms, row.ms_range) if row.status == PASS else "",
-    "gain": lambda row: gain(row) if row.num_hosts < 2 else "",
-    "95 % or range": lambda row: interval(row) if row.num_hosts < 2 else gain(row),
+    "gain": lambda row: gain(row) if len(row.hosts) < 2 else "",
+    "95 % or range": lambda row: _interval(row) if len(row.hosts) < 2 else gain(row),
     "most": lambda row: "" if row.control else _scaled(row.median("ceiling"), ".3f", "x"),
-    "on hosts": lambda row: _number_of_hosts(row),
+    "on hosts": _number_of_hosts,
     "gain over hosts": gain_and_interval,
-    "95 %": interval,
-    "at most": lambda row: "" if row.control else _times(row.range_of("ceiling")),
+    "at most": lambda row: "" if row.control else _times(runs.range_of(row.over_runs("ceiling"))),
     "hosts": lambda row: row.hosts_text if row.hosts else "",
     "note": lambda row: note(row) if row.status == PASS else row.status,
     "reached": lambda row: "" if row.control else _percent(row.median("reached"), 1),
-    "typical ms": lambda row: milliseconds(_of_judged("typical_ms")(row)) if row.status == PASS else "",
+    "typical ms": lambda row: milliseconds(_of_newest(row, "typical_ms")) if row.status == PASS else "",
     "issue ms": lambda row: _scaled(row.median("issue_ms"), ",.1f"),
     "busy ms": lambda row: _scaled(row.median("busy_ms"), ",.1f"),
     "kernels": lambda row: _scaled(row.newest.variant.profile.kernels, ",.0f"),
     "in graphs": lambda row: _percent(row.newest.variant.profile.graph_share),
     "parity": _parity,
-    "TFLOP/s": lambda row: _scaled(row.tflops, ".0f"),
-    "J a step": lambda row: _scaled(_of_judged("joules")(row), ".1f"),
-    "MHz": lambda row: _scaled(_of_judged("sm_mhz")(row), ".0f"),
+    "TFLOP/s": lambda row: _scaled(_of_newest(row, "tflops"), ".0f"),
+    "J a step": lambda row: _scaled(_of_newest(row, "joules"), ".1f"),
+    "MHz": lambda row: _scaled(_of_newest(row, "sm_mhz"), ".0f"),
     "capture s": lambda row: _scaled(row.newest.variant.capture.made_s, ".1f"),
-    "alone GiB": lambda row: _scaled(row.alone_gib, ".1f"),
-    "added GiB": lambda row: _scaled(_added_gib(row), ".2f"),
+    "alone GiB": lambda row: _gib(row.newest.judged.alone_bytes(row.variant), 1),
+    "added GiB": lambda row: _gib(row.newest.judged.added_bytes(row.variant), 2),
     "runs": lambda row: str(len(row.timed)),
 }
-
-
-# ------------------------------------------------------------------------------------------------
-# A screen
 
 
 def screen(rows: list[Row], wide: bool = False) -> str:
@@ -182,15 +170,13 @@ def screen(rows: list[Row], wide: bool = False) -> str:
     for machine, own in runs.of_machines(rows).items():
         lines = [machine]
         shown = [row for row in own if row.status == PASS]
-        table = [columns, *([cells(row, name) for name in columns] for row in shown)]
+        table = [columns, *([CELLS[name](row) for name in columns] for row in shown)]
         place = columns.index("note")
-        widths = [max(len(line[index]) for line in table) for index in range(len(columns))]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(_line(table[0], columns, widths))
-        before = None
-        for row, line in zip(shown, table[1:], strict=True):
-            if row.workload != before:
+        for before, row, line in zip([None, *shown], shown, table[1:], strict=False):
+            if before is None or row.workload != before.workload:
                 lines.append(row.workload.name)
-                before = row.workload
             text = _line(line, columns, widths)
             if len(text) > SCREEN and not wide:
                 said, line[place] = line[place], ""
@@ -211,22 +197,16 @@ def _line(line, columns, widths):
 
 def not_timed(rows: list[Row]) -> list[str]:
     """Lines for what has no number, in all runs or in some, equal reasons together."""
-    alike: dict = {}
+    alike: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for row in rows:
-        some = any(point.verdict.status == PASS for point in row.points)
-        for point in row.points:
-            if point.verdict.status != PASS:
-                where = f"{row.workload.name}, {point.run.id}" if some else row.workload.name
-                names = alike.setdefault((where, point.verdict.status, point.verdict.reason), [])
-                names += [row.variant] if row.variant not in names else []
+        left = [point for point in row.points if point.verdict.status != PASS]
+        for point in left:
+            where = f"{row.workload.name}, {point.run.id}" if len(left) < len(row.points) else row.workload.name
+            alike[where, point.verdict.status, point.verdict.reason][row.variant] = None
     return [
         printable(f"{where}: {', '.join(names)}: {status}{f' ({reason})' if reason else ''}")
         for (where, status, reason), names in alike.items()
     ]
-
-
-# ------------------------------------------------------------------------------------------------
-# Markdown and CSV
 
 
 def markdown(columns: list[str], lines: list[list[str]]) -> str:
@@ -245,22 +225,21 @@ def _plain(text):
 
 def rows_as_markdown(rows: list[Row], page: Path, columns=FEW) -> str:
     """Rows with links from `page` to the folders of their runs."""
-    lines = [[_linked(row, page) if name == "workload" else cells(row, name) for name in columns] for row in rows]
+    lines = []
+    for row in rows:
+        texts = {name: CELLS[name](row) for name in columns}
+        lines.append([*(texts | {"workload": linked(row.workload.name, row, page)}).values()])
     return markdown(list(columns), lines)
 
 
-def folder(row: Row, page: Path) -> str:
-    """The folder of a row's newest run, from a page."""
-    return Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()
+def linked(text: str, row: Row, page: Path) -> str:
+    """A text with a link from `page` to the folder of a row's newest run."""
+    return f"[{text}]({Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()})"
 
 
-def _linked(row, page):
-    return f"[{row.workload.name}]({folder(row, page)})"
-
-
-def not_timed_as_markdown(rows: list[Row]) -> str:
-    """A list of what has no number, and why; "" where all have."""
-    return "\n".join(f"- {line}" for line in not_timed(rows))
+def as_list(lines: list[str]) -> str:
+    """A list of Markdown."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 _CSV: dict[str, Callable[[Row], object]] = {
@@ -274,7 +253,7 @@ _CSV: dict[str, Callable[[Row], object]] = {
     "kind": lambda row: row.kind,
     "base": lambda row: row.base,
     "status": lambda row: row.status,
-    "reason": lambda row: row.reason,
+    "reason": lambda row: row.newest.verdict.reason,
     "base_ms": lambda row: row.base_ms,
     "base_ms_low": lambda row: row.base_ms_range and row.base_ms_range[0],
     "base_ms_high": lambda row: row.base_ms_range and row.base_ms_range[1],
@@ -289,7 +268,7 @@ _CSV: dict[str, Callable[[Row], object]] = {
     "ceiling": lambda row: row.median("ceiling"),
     "reached": lambda row: row.median("reached"),
     "cycles": lambda row: row.cycles,
-    "hosts": lambda row: row.num_hosts,
+    "hosts": lambda row: len(row.hosts),
     "archived_hosts": lambda row: len(row.archived),
     "runs": lambda row: len(row.timed),
     "issue_ms": lambda row: row.median("issue_ms"),

@@ -63,7 +63,7 @@ def profiled(run, share):
     return run
 
 
-SEALED = Sealed(status="failed", reason="as sealed", parity="", parity_after="", parity_steps=0)
+SEALED = Sealed(status="failed", reason="as sealed", parity="")
 # Fault -> (a run with it, words of its reason). On a GPU one block of eight shows a fault of a block.
 CASES = {
     Fault.RAISED: (lambda run: facts(run, raised=Raised(kind="error", reason="broke")), "broke"),
@@ -402,9 +402,9 @@ def test_what_a_worker_raised_is_the_status(kind, status, is_fine):
 def test_a_sealed_failure_stays_and_a_sealed_pass_is_still_checked():
     run = facts(made_run(), sealed=SEALED, parity=[])
     assert (verdict(run).fault, verdict(run).reason) == (Fault.SEALED, "as sealed")
-    passed = Sealed(status="pass", reason="", parity="bitwise", parity_after="1e-6", parity_steps=20)
+    passed = Sealed(status="pass", reason="", parity="bitwise")
     run = facts(made_run(), sealed=passed, parity=[], after=[])
-    assert (verdict(run).status, verdict(run).parity, verdict(run).after) == ("pass", "bitwise", "1e-6")
+    assert (verdict(run).status, verdict(run).parity) == ("pass", "bitwise")
     assert verdict(change(run, cycles=[5], late_ms=30.0)).fault == Fault.LATE_WORK
     passed.parity = ""
     assert verdict(run).fault == Fault.NOT_COMPARED

@@ -48,33 +48,6 @@ def test_one_cycle_has_an_interval_without_bounds():
     assert numbers.word(found) == "unclear"
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
-def test_times_that_are_not_positive_and_finite_are_refused(wrong):
-    calls = [
-        lambda: numbers.ratio_of([*CYCLES, ((1.0, 1.0), wrong)]),
-        lambda: numbers.ratio_of([*CYCLES, ((wrong, 1.0), 1.0)]),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="positive and finite"):
-            call()
-
-
-def test_nothing_measured_is_refused():
-    for cycles in ([], [((), 1.0)]):
-        with pytest.raises(ValueError, match="at least one"):
-            numbers.ratio_of(cycles)
-
-
-def test_hosts_are_a_geometric_mean_and_a_range_and_from_three_on_an_interval():
-    two = numbers.across_hosts([ratio(1.9, 2.1), ratio(7.9, 8.1)])
-    assert two.ratio == pytest.approx(math.sqrt(ratio(1.9, 2.1).ratio * ratio(7.9, 8.1).ratio))
-    assert (two.low, two.high) == (None, None)
-    hosts = [ratio(0.98, 1.0 / 0.98), ratio(1.2, 1.3), ratio(1.05, 1.1)]
-    three = numbers.across_hosts(hosts)
-    as_cycles = numbers.ratio_of([((host.ratio,), 1.0) for host in hosts])
-    assert (three.ratio, three.low, three.high) == pytest.approx((as_cycles.ratio, as_cycles.low, as_cycles.high))
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [
