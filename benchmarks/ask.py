@@ -32,7 +32,6 @@ class Options:
     Attributes:
         model: a name, some with commas, or all.
         flags: of the training script.
-        findings: the doctor's text, for the page about the run.
         is_census: eager and one graph, with the losses of the blocks as parity.
         end_s: time.monotonic() by which the last cycle is to end.
     """
@@ -55,7 +54,6 @@ class Options:
     rendezvous: str | None = None
     python: str | None = None
     flags: list[str] = field(default_factory=list)
-    findings: str = ""
     is_census: bool = False
     end_s: float | None = None
 
@@ -120,12 +118,11 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(gpus.names)}")
     number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
     script.require_world_size(description, preset, started.world_size, number)
-    flags = script.from_root(args.flags, description["flags"])
     asked = Ask(
         model=model,
         preset=preset,
-        flags=flags,
-        label=label_of([args.label] if args.label else flags, args.host_load),
+        flags=args.flags,
+        label=label_of([args.label] if args.label else args.flags, args.host_load),
         description=description,
         root=_root_of(args.out),
         launch=started,
@@ -137,7 +134,7 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
     # A build that changes nothing of what is asked for is measured with the preset. A build with the fields of an
     # earlier one (the preset has none) is not: it is there to have a worker of its own.
     config = description.get("presets", {}).get(preset, {})
-    unchanged = {name for name, fields in builds.items() if name and _changes_nothing(fields, flags, config)}
+    unchanged = {name for name, fields in builds.items() if name and _changes_nothing(fields, args.flags, config)}
     declared = list(builds.values())
     merged = {name for name in unchanged if declared.index(builds[name]) == list(builds).index(name)}
     for name, fields in builds.items():
@@ -148,7 +145,7 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         kinds = {script.kind_of(description, each) for each in own}
         is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
         # Eagers of a build alone say nothing that another build has not said.
-        is_undone = name not in unchanged and _chosen_already(fields, flags)
+        is_undone = name not in unchanged and _chosen_already(fields, args.flags)
         if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
             asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
     if not asked.builds:

@@ -250,7 +250,7 @@ def _measure_one(asked, args) -> tuple[Run, Path | None]:
     took = f"({time.monotonic() - start:.0f} s)"
     _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
     if args.report:
-        _say(str(shown(write_page(path, findings=args.findings))))
+        _say(str(shown(write_page(path))))
     _say("")
     return run, path
 

@@ -2,10 +2,8 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.command import Mistake
@@ -127,19 +125,3 @@ def first_graph(description: dict) -> str:
         if found:
             return found
     raise Mistake(f"{description.get('model')} has no variant of kind graph: name one, --variant")
-
-
-def from_root(flags: list[str], described: list[dict]) -> list[str]:
-    """Return flags with absolute paths: a script runs in the repository's root, which is not always here."""
-    if Path.cwd() == ROOT:
-        return flags
-    paths = {flag["flag"]: flag.get("words", ()) for flag in described if flag["type"] == "path"}
-    out = []
-    for previous, text in zip(["", *flags], flags, strict=False):
-        name, equals, value = text.partition("=")
-        if previous in paths and text and text not in paths[previous]:
-            text = os.path.abspath(text)
-        elif name in paths and value and value not in paths[name]:
-            text = name + equals + os.path.abspath(value)
-        out.append(text)
-    return out

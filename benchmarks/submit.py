@@ -97,8 +97,6 @@ class Plan:
             if args.over:
                 sweep.flags_of(args, model, description, args.preset)
             self.on_gpu = script.needs_gpu(description, args.preset)
-            # Jobs start in the repository's root, and this command may not.
-            self.flags = script.from_root(args.flags, description["flags"])
         self.items = [str(value) for value in args.values or []] or self.models
         self.base, self.runs = self._folders()
         self.folders = [Path(str(self.runs).replace("{}", item)) for item in self.items]
@@ -147,7 +145,7 @@ class Plan:
         else:
             words += ["benchmarks.run", *self.items, "--", "--model", "{}", "--preset", args.preset]
             words += ["--out", str(self.runs)]
-        return [*words, *self.asked, *(["--", *self.flags] if self.flags else [])]
+        return [*words, *self.asked, *(["--", *args.flags] if args.flags else [])]
 
     def sbatch_collate(self, job: str) -> list[str]:
         """Return the command that submits the job which prints the tables, after the job of this id."""
@@ -165,7 +163,7 @@ class Plan:
         """Return settings and commands as text."""
         args, unit = self.args, "GPUs" if self.on_gpu else "ranks, on the CPU"
         over = f"  over {args.over} {', '.join(self.items)}" if args.values else ""
-        asked = " ".join([*self.asked, *self.flags])
+        asked = " ".join([*self.asked, *args.flags])
         site = "  ".join(f"{name} {getattr(args, name) or 'default'}" for name in ("partition", "account", "time"))
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines = [

@@ -42,13 +42,12 @@ TRAITS = {
 # What concerns one run and not the model
 
 
-def option(default, help, choices=None, is_path=False, words=(), metavar=None):
+def option(default, help, choices=None, metavar=None):
     """A field of a Config: its default, what a user does with it, and the allowed values if they are few.
 
-    is_path: the text names a file or folder; the harness takes a relative one from where it was called. words: texts
-    that name none, though the field is a path. metavar: what --help calls the value, the type's name unless told.
+    metavar: what --help calls the value, the type's name unless told.
     """
-    metadata = {"help": help, "choices": choices, "is_path": is_path, "words": words, "metavar": metavar}
+    metadata = {"help": help, "choices": choices, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -207,10 +206,9 @@ def describe(model, config_class, presets, variants, about=None, asked=None) -> 
         "flags": [
             {
                 "flag": flag_of(field.name),
-                "type": "path" if field.metadata.get("is_path") else types[field.name].__name__,
+                "type": types[field.name].__name__,
                 "default": field.default,
                 "help": field.metadata["help"],
-                **({"words": list(field.metadata["words"])} if field.metadata.get("words") else {}),
             }
             for field in dataclasses.fields(config_class)
         ],

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.command import Mistake
-from benchmarks.processes import children, launch, supervisor
+from benchmarks.processes import launch, supervisor
 from common.measuring.channel import Channel, Closed
 
 START_LIMIT_S = 180.0
@@ -71,7 +71,7 @@ class Worker:
         self._channel: Channel | None = None
         words = [*command, "--worker", str(self._folder / "s")]
         with open(log, "ab") as file:
-            self._process = children.start(words, asks, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            self._process = supervisor.start(words, asks, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
     def wait(self) -> float:
         """Wait until it answers, and return the seconds that this took.
@@ -151,11 +151,8 @@ class Worker:
             self._channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
-        self._end_process()
-
-    def _end_process(self):
         try:
-            children.end(self._process, self._patience_s)
+            supervisor.end(self._process, self._patience_s)
         finally:
             self._listener.close()
             shutil.rmtree(self._folder, ignore_errors=True)

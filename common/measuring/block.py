@@ -16,7 +16,6 @@ import torch
 
 from common.measuring import marks
 from common.training.parallel.host_messages import barrier, of_all_ranks
-from common.variant import Reruns
 
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
@@ -60,26 +59,18 @@ class Watched:
     @staticmethod
     def moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[float | None]:
         """The norm of each tensor's movement; None where it is not finite. Waits for the device."""
-        return [finite(value) for value in _norms(before, after)]
-
-
-def _norms(before, after):
-    if not before:
-        return []
-    return torch.stack([(b - a).double().norm() for a, b in zip(before, after, strict=True)]).tolist()
+        norms = [(b - a).double().norm() for a, b in zip(before, after, strict=True)]
+        return [finite(value) for value in torch.stack(norms).tolist()] if norms else []
 
 
 def _few(tensor):
     """Evenly spaced elements of a tensor in memory order; of one with gaps, of its last dimension."""
-    if not any(tensor.is_contiguous(memory_format=each) for each in _formats(tensor)):
+    formats = [torch.contiguous_format] + [torch.channels_last] * (tensor.dim() == 4)
+    if not any(tensor.is_contiguous(memory_format=each) for each in formats):
         tensor = tensor[(0,) * (tensor.dim() - 1)]
         return tensor[:: max(1, tensor.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat[:: max(1, flat.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
-
-
-def _formats(tensor):
-    return [torch.contiguous_format] + [torch.channels_last] * (tensor.dim() == 4)
 
 
 def synchronize(device: torch.device) -> None:
@@ -113,10 +104,10 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
             if number == 0:
                 # A reset may have dropped gradients, which this step has made again.
                 held = held_bytes(device)
-        if isinstance(variant, Reruns):
+        if hasattr(variant, "counted"):
             variant.counted()
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
-        reruns = variant.counted() if isinstance(variant, Reruns) else None
+        reruns = variant.counted() if hasattr(variant, "counted") else None
         issue_ms = [ms for _ in range(steps.drained) if (ms := issue_ms_of(variant, next(index), device)) is not None]
         synchronize(device)
         after = watched.values()

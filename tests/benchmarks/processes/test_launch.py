@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.processes import children, launch
+from benchmarks.processes import launch, supervisor
 from tests.helpers.bench_process import bench, only_run, only_variants, only_verdicts
 from tests.helpers.processes import TWO_NODES, program
 from tests.helpers.slurm_cluster import free_ports
@@ -123,7 +123,7 @@ def test_nodes_that_differ_are_named(tmp_path, monkeypatch, rank, where, value, 
         log.touch()
         return 0
 
-    monkeypatch.setattr(children, "run_logged", answer)
+    monkeypatch.setattr(supervisor, "run_logged", answer)
     asked = arguments(nnodes=2, ngpu=2, launch="env", out=str(tmp_path))
     if expected is None:
         launch.machine(asked)
