@@ -68,7 +68,7 @@ def _request(asked, machine) -> ask.Ask | str:
 
 
 def _graph_of(description) -> str:
-    names = [name for name in description.get("headline", []) if script.kind_of(description, name) == "graph"]
+    names = [name for name in description["headline"] if description["kinds"][name] == "graph"]
     return USUAL if USUAL in names else script.first_graph(description)
 
 

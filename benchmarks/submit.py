@@ -69,18 +69,12 @@ def parse(argv=None) -> argparse.Namespace:
 class Plan:
     """The two jobs: settings, environment and commands.
 
-    Args:
-        args: of `parse`.
-
     Attributes:
         items: models, or values of a sweep, a task of the array each.
         base: the folder that --out names or stands for.
         runs: the root of a task's runs, with {} for its item.
         folders: the root of each item's runs.
         more: further options of sbatch.
-
-    Raises:
-        Mistake: something cannot be; the text names what can.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -179,7 +173,6 @@ class Plan:
 
 
 def _require_sense(args, models):
-    """Raises Mistake for flags that do not go together."""
     mistakes = {
         f"--model takes some of {', '.join(script.models())}": not models,
         "--over and --values belong together, as in --over batch --values 1,2,4": bool(args.over) != bool(args.values),
@@ -236,11 +229,7 @@ def _name(word):
 
 
 def submit(plan: Plan) -> int:
-    """Print the plan and submit both jobs, or with --dry-run ask Slurm whether it would take them.
-
-    Raises:
-        queue.Refused: Slurm does not take them.
-    """
+    """Print the plan and submit both jobs, or with --dry-run ask Slurm whether it would take them."""
     print(plan.card(), flush=True)
     is_dry = plan.args.dry_run
     if not shutil.which("sbatch"):

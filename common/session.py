@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from common import contract
-from common.config import mistakes_in_one_line
-from common.contract import Request, Training, variants_of
+from common.config import Arguments, mistakes_in_one_line
+from common.contract import Training, variants_of
 from common.measuring.marks import mark, section
 from common.script import by_hand
 from common.training.parallel import collectives
@@ -49,7 +49,7 @@ class Model:
 
     training: Training
 
-    def __init__(self, args: Request, build, device: torch.device, rank: int = 0, world_size: int = 1):
+    def __init__(self, args: Arguments, build, device: torch.device, rank: int = 0, world_size: int = 1):
         self.name, self.options, self.config = args.model, args.run, args.config
         self.device, self.rank, self.world_size = device, rank, world_size
         self.declared, self.path = args.variants, contract.path_of(f"{args.model}.train")
@@ -60,7 +60,7 @@ class Model:
         """Build the training. torch is seeded before it, so that two builds give one start.
 
         Raises:
-            Refused: a ValueError of `build`: it cannot run so.
+            Refused: a ValueError of `build`.
         """
         torch.manual_seed(0)
         try:
@@ -143,15 +143,11 @@ def _require_room(owned, device):
 
 
 @contextlib.contextmanager
-def session(args: Request, build):
+def session(args: Arguments, build):
     """Build, make the variant, and give (run, log) to the script's loop; then exit.
 
     The exit status is 0 where the run passed, or could not run here and says so; 1 where it failed; 2 for a mistake in
-    the arguments, which is one line on stderr. With --doctor it is the doctor's.
-
-    Args:
-        args: of `common.contract.parse`.
-        build: build(config, device, ranks) returns a `common.contract.Training`.
+    the arguments, which is one line on stderr. With --doctor it is the doctor's. build: as of `Model`.
     """
     with mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
         model = Model(args, build, device, rank, world_size)
@@ -172,12 +168,7 @@ def session(args: Request, build):
             status = (yield from by_hand.run(model))["status"]
     # At its end Python would look through all that was imported, which takes a second.
     gc.freeze()
-    sys.exit(exit_status(status))
-
-
-def exit_status(status: str) -> int:
-    """Return the exit status of a run by hand."""
-    return 0 if status in ("pass", "unsupported", "oom") else 1
+    sys.exit(0 if status in ("pass", "unsupported", "oom") else 1)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""Variants: what a script makes them with, what they may do, and the compiled one that models share.
-
-from common.variant import Compiled, Unsupported
-"""
+"""Variants: what a script makes them with, what they may do, and the compiled one that models share."""
 
 import contextlib
 import time
@@ -70,11 +67,7 @@ class Capture:
     report: dict = field(default_factory=dict)
 
     def pool(self, **options) -> Pool:
-        """Return a new pool, whose graphs and replays count as the variant's.
-
-        Args:
-            options: of `common.capture.pool.Pool`.
-        """
+        """Return a new pool (`common.capture.pool.Pool`), whose graphs and replays count as the variant's."""
         self.pools.append(Pool(self.device, **options))
         return self.pools[-1]
 
@@ -119,12 +112,9 @@ def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> An
     """Give an object that a script made the rest of a `Variant`, and a close that releases the pools of its capture.
 
     Args:
-        made: has `step`, and may have `replays_of` and `close`.
+        made: has `step`, and may have `replays_of` and `close`; it is returned.
         capture: with which it was made.
         replays: of each step, where it has no `replays_of`.
-
-    Returns:
-        the object.
     """
     if not hasattr(made, "capture"):
         made.capture = capture

@@ -17,7 +17,7 @@ def steps_of_block(paces: dict[str, dict], worker: dict, settings: Settings) -> 
 
     Args:
         paces: variant -> "ms" of a step and "reset_s" of a reset, from the pilot.
-        worker: facts of the worker: "period" of the batches, "least_steps", "gpus".
+        worker: its answer to "build".
         settings: of the run.
 
     Returns:

@@ -76,14 +76,7 @@ def add_arguments(parser) -> None:
 
 
 def parse(args) -> Launch:
-    """Return the launch that the flags ask for.
-
-    Args:
-        args: nnodes, ngpu, launch, rendezvous, python, out and host_load, as argparse gives them.
-
-    Raises:
-        Mistake: something cannot be; the text names the flag to change.
-    """
+    """Return the launch that the flags (`benchmarks.ask.Options`) ask for, or raise a Mistake."""
     try:
         prefix = tuple(shlex.split(args.launch or ""))
     except ValueError as error:
@@ -121,11 +114,7 @@ class NodesDiffer(RuntimeError):
 def machine(args) -> dict:
     """Return "name", "env" and "gpus" of this machine, which is node 0; with a launcher, ask every node first.
 
-    Args:
-        args: as for `parse`.
-
     Raises:
-        Mistake: the flags cannot be.
         NodesDiffer: a node does not answer through --out, does not get this environment, or has other source, versions
             or GPUs, or too few of them; or node 0 is not this machine, or does not see the folder of sockets.
     """

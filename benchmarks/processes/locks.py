@@ -31,9 +31,6 @@ def gpu_locks(uuids: Sequence[str], name: str) -> Iterator[list[str]]:
 
     Yields:
         The texts of other benchmarks that measure on GPUs of this host, sorted.
-
-    Raises:
-        GpuBusy: another benchmark holds one of the GPUs.
     """
     others = _owners()
     with contextlib.ExitStack() as stack:
@@ -60,7 +57,5 @@ def _bound(name):
 
 def _owners() -> list[str]:
     """The texts of all benchmarks that hold a GPU, from the list of sockets, where an abstract name begins with @."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-        return sorted(line.partition(f"@{OWNER}")[2] for line in lines if f"@{OWNER}" in line)
-    return []
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    return sorted(line.partition(f"@{OWNER}")[2] for line in lines if f"@{OWNER}" in line)

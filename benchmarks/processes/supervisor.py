@@ -31,13 +31,7 @@ class _Stop(Exception):
 
 
 def start(command: list[str], asks: bool, **options) -> subprocess.Popen:
-    """Start a command under a supervisor, in the repository's root.
-
-    Args:
-        command: words.
-        asks: the command gets a SIGTERM and ASK_S before it is killed.
-        options: of subprocess.Popen.
-    """
+    """Start a command under a supervisor, in the repository's root. asks: it gets a SIGTERM and ASK_S to end first."""
     ask = ["--ask"] if asks else []
     words = [sys.executable, "-m", "benchmarks.processes.supervisor", str(os.getpid()), *ask, "--", *command]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, **options)

@@ -86,10 +86,7 @@ class GpuSampler:
             self._child = None
 
     def state(self, t0: float, t1: float) -> dict | None:
-        """Return "sm_mhz" and "power_w", medians over t0 <= time.monotonic() <= t1, and "throttle", all reasons seen.
-
-        None without a sample.
-        """
+        """Medians "sm_mhz" and "power_w" over t0 <= time.monotonic() <= t1, and "throttle"; None without a sample."""
         found = [sample for sample in self.samples() if t0 <= sample.time_s <= t1]
         if not found:
             return None

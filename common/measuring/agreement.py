@@ -170,7 +170,8 @@ class Agreement:
 
     def _stopped(self, beat):
         """SIGTERM: torchrun stops the ranks that are left when one has failed, which the store says, or shows soon."""
-        until, seen = time.monotonic() + 2 * DEAD_WHEN_STOPPED_S, {}
+        until = time.monotonic() + 2 * DEAD_WHEN_STOPPED_S
+        seen: dict[int, tuple[bytes | None, float]] = {}
         while time.monotonic() < until and not self._ended.is_set() and _read(self._store) is None:
             beat += 1
             self._store.set(f"beat/{self.rank}", str(beat))

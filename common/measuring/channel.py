@@ -21,11 +21,7 @@ class Channel:
 
     @classmethod
     def connect(cls, path: str) -> "Channel":
-        """Connect to the process that listens at `path`.
-
-        Raises:
-            ConnectionError, FileNotFoundError: nobody listens there.
-        """
+        """Connect to the process that listens at `path`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(path)
         return cls(connection)

@@ -8,8 +8,7 @@ import torch
 def prepare(device: torch.device) -> None:
     """Seed, kernel choice and stream, before anything is built.
 
-    Args:
-        device: of this process. On a GPU everything runs on a side stream: captures need one, eager must not differ.
+    On a GPU everything runs on a side stream: captures need one, eager must not differ.
     """
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
@@ -21,11 +20,7 @@ def prepare(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def deterministic_kernels():
-    """Within it, kernels give the same bits each time.
-
-    Raises:
-        RuntimeError: in the block, where an operator has no such kernel.
-    """
+    """Within it, kernels give the same bits each time; RuntimeError where an operator has no such kernel."""
     benchmark = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     # As torch.use_deterministic_algorithms, which besides imports the compiler: seconds.

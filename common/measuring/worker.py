@@ -44,14 +44,7 @@ PROFILE_HEAT_S, LEAST_COURSE = 0.5, 3
 
 
 def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
-    """Answer commands until the other end hangs up.
-
-    Args:
-        model: `common.session.Model`, not built; model.options.worker is the path of the socket.
-        device: of this rank.
-        rank: of this process in the process group.
-        world_size: ranks of the process group.
-    """
+    """Answer commands until the other end hangs up. model: `common.session.Model`, not built."""
     channel = Channel.connect(model.options.worker) if rank == 0 else None
 
     def give_up(fault):
@@ -280,7 +273,6 @@ class Worker:
         block.synchronize(self.device)
         self._settle_memory()
         own: Capture = variant.capture
-        now: Any = block.reserved_bytes(self.device)
         graphs, replays = self.model.promises(name)
         return variant, {
             "strategy": own.strategy,
@@ -291,7 +283,7 @@ class Worker:
             "warmup_s": round(own.warmup_s, 3),
             "compile_s": round(own.compile_s, 3),
             "capture_s": round(own.capture_s, 3),
-            "bytes_added": None if None in (now, reserved) else now - reserved,
+            "bytes_added": block.reserved_bytes(self.device) - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "memory": own.memory,
             **({"report": own.report} if own.report else {}),

@@ -44,9 +44,6 @@ def run(model):
     Returns:
         The object that --record holds. "status" is pass, unsupported, oom, capture_failed, numerics_failed or failed;
         "message" says why.
-
-    Raises:
-        common.variant.Refused: the training cannot be built so.
     """
     result, rank = _blank(model), model.rank
     log = mllog.Log(model.options.mllog if rank == 0 else "")

@@ -28,8 +28,8 @@ def machine(monkeypatch):
 
 
 def arguments(**values):
-    given = {"nnodes": 1, "ngpu": 1, "launch": None, "rendezvous": None, "out": None, "host_load": 0, **values}
-    return argparse.Namespace(**given)
+    given = {"nnodes": 1, "ngpu": 1, "out": None, "host_load": 0, **values}
+    return argparse.Namespace(**dict.fromkeys(("launch", "rendezvous", "python")) | given)
 
 
 # ------------------------------------------------------------------------------------------------
