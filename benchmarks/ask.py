@@ -215,7 +215,6 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
         environment=environment,
         parity_environment=environment | parity if parity else None,
         eagers=[each for each in own if each in script.eagers_of(description)],
-        parity_steps=description.get("parity_steps", 0),
         asked_layers=int(layers) if layers.isdecimal() else None,
         ranks=asked.ranks,
     )

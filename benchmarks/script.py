@@ -30,11 +30,7 @@ def find_model(text: str) -> str:
 
 
 def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
-    """Return the script's description of itself. The script checks its flags on the way.
-
-    A flag that one preset allows, another may refuse, so `preset` says which one they change. The text of a Mistake is
-    the script's own.
-    """
+    """Return the script's description of itself. The script checks its flags, which may depend on the preset."""
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
     if reserved:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")

@@ -188,7 +188,7 @@ def describe(model, presets, variants, about, asked) -> dict:
     """Describe a script for the harness, as plain data: presets, variants, and the entries of `about`.
 
     asked: preset -> the config that flags made of it, for its needs. about, all optional: what `common.contract.about`
-    gives, and "parity_steps" (steps of parity), "sweeps" (quantity that benchmarks.sweep may vary -> its fields: the
+    gives, and "parity_variables" (environment), "sweeps" (quantity that benchmarks.sweep may vary -> its fields: the
     first takes the value, others keep their ratio to it), and "presets_need", a function of a preset's name and its
     config that gives `needs`.
     """

@@ -277,7 +277,7 @@ def parse(
         files: modules of the package besides train.py that declare variants, without the package's name.
         builds: name -> fields of the config, of builds beside the preset.
         argv: command line; the process's unless given.
-        facts: parity_steps, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
+        facts: parity_variables, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
             ValueError where they cannot run on any device; `build` comes later, when the ranks have met.
     """
     with command_line.mistakes_in_one_line(model):

@@ -57,11 +57,7 @@ class Model:
         self._build = build
 
     def build(self) -> Training:
-        """Build the training. torch is seeded before it, so that two builds give one start.
-
-        Raises:
-            Refused: a ValueError of `build`.
-        """
+        """Build the training, torch seeded, so that two builds give one start; Refused for a ValueError."""
         torch.manual_seed(0)
         try:
             ranks = SimpleNamespace(rank=self.rank, world_size=self.world_size, preset=self.options.preset)
@@ -76,11 +72,7 @@ class Model:
         return self.training
 
     def make(self, name: str) -> Any:
-        """Make a variant from the training: an object with `step`, `capture`, `replays_of` and `close`.
-
-        Raises:
-            Unsupported: it cannot run here. CaptureError: its capture failed.
-        """
+        """Make a variant (`common.variant.Variant`) from the training; Unsupported where it cannot run here."""
         declared, code = self.declared[name], self._code_of(name)
         capture = Capture(strategy=declared.help, state=self.training.state, device=self.device)
         if declared.takes_index:
@@ -115,11 +107,7 @@ class Model:
 
 
 def complete_training(training: Training, device: torch.device) -> Training:
-    """Derive results, named_state and reset where the script leaves them to us.
-
-    Raises:
-        ValueError: a copy of what training changes takes over half of the free memory.
-    """
+    """Derive results, named_state and reset where the script leaves them to us."""
     if not callable(training.results):
         kept = training.results
         training.results = lambda count: [float(kept[index]) for index in range(count)]

@@ -75,11 +75,7 @@ class Capture:
         """Make eager steps on the capture stream, on the first batches.
 
         Libraries initialise and choose their kernels in them, caches and optimizer state come to exist. Nothing of that
-        may happen for the first time in a capture.
-
-        Args:
-            step: step(state, index).
-            num_steps: number of steps.
+        may happen for the first time in a capture. step: step(state, index).
         """
         inputs = getattr(self.state, "inputs", None)
         if inputs is not None and hasattr(inputs, "reset"):

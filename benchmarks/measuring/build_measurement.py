@@ -95,7 +95,7 @@ class BuildMeasurement:
         if known:
             return {"steps": len(known[0]["hashes"]), "seconds": None}
         seconds = PARITY_S["short" if self.settings.is_short else "whole"]
-        return {"steps": self.request.parity_steps or PARITY_STEPS, "seconds": seconds}
+        return {"steps": PARITY_STEPS, "seconds": seconds}
 
     def _check_parity_afterwards(self):
         """Train past the steps of a block, on the graphs that were timed."""

@@ -23,14 +23,9 @@ class GpuBusy(RuntimeError):
 
 @contextlib.contextmanager
 def gpu_locks(uuids: Sequence[str], name: str) -> Iterator[list[str]]:
-    """Hold GPUs as long as the block lasts.
+    """Hold GPUs as long as the block lasts, and yield the texts of other benchmarks on GPUs of this host.
 
-    Args:
-        uuids: GPU-... of each GPU, empty on the CPU.
-        name: what runs, as in gpt3/bench.
-
-    Yields:
-        The texts of other benchmarks that measure on GPUs of this host, sorted.
+    uuids: GPU-... of each GPU, empty on the CPU. name: what runs, as in gpt3/bench.
     """
     others = _owners()
     with contextlib.ExitStack() as stack:

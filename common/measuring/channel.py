@@ -27,11 +27,7 @@ class Channel:
         return cls(connection)
 
     def send(self, message: dict) -> None:
-        """Send one message.
-
-        Raises:
-            Closed: the other end is gone. ValueError: the message holds NaN or infinity.
-        """
+        """Send one message; Closed where the other end is gone, ValueError where it holds NaN or infinity."""
         data = json.dumps(message, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         try:
             self._socket.sendall(data)
@@ -39,11 +35,7 @@ class Channel:
             raise Closed(str(error)) from None
 
     def receive(self, timeout_s: float | None = None) -> dict | None:
-        """The next message; None where none came within `timeout_s` (None: wait for ever).
-
-        Raises:
-            Closed: the other end is gone.
-        """
+        """The next message; None where none came within `timeout_s` (None: wait for ever), Closed as for `send`."""
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._socket], [], [], timeout_s)
             if not ready:

@@ -16,7 +16,7 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
 
     Args:
         step: step(index), which trains on a batch with its sections marked.
-        regions: with `launch`, `num_replays` and `nodes()`, as `common.capture.parameterized.backend.Region`.
+        regions: of `common.capture.parameterized.backend`.
         cuda: kernels, copies and memsets are counted, else operators.
 
     Returns:
@@ -25,8 +25,11 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
     """
     before = [region.num_replays for region in regions]
     if cuda:
+        events: dict = {}
         with marks.opening_sections(trace.named_range):
-            eager = trace.single_work(trace.trace_steps(step, True), SECTIONS)
+            for index in trace.traced_steps(events, cuda=True):
+                step(index)
+        eager = trace.single_work(events, SECTIONS)
     else:
         eager = _operators(step, regions)
     nodes = sum(

@@ -20,16 +20,13 @@ def compare_with_eager(training, variant, reference, device: torch.device) -> li
     A replay that ignores its input, or reads weights of the capture, would train on nonsense.
 
     Args:
-        training: `common.contract.Training` of the variant.
+        training: of the variant.
         variant: entered; it is left for eager's steps and entered again.
         reference: reference(index) makes an eager step.
         device: of the training.
 
     Returns:
         Lines for a person: why it was left out, where a GPU has no memory for eager steps beside the graphs; else none.
-
-    Raises:
-        CaptureError: the losses differ. FloatingPointError: eager's are not finite.
     """
     ours = _two_losses(training, variant.step)
     free = memory.free_bytes(device)
