@@ -16,7 +16,7 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
 
     Args:
         step: step(index), which trains on a batch with its sections marked.
-        regions: of `common.capture.parameterized.backend`.
+        regions: with `launch`, `num_replays` and `nodes()`, as `common.capture.parameterized.backend.Region`.
         cuda: kernels, copies and memsets are counted, else operators.
 
     Returns:
@@ -25,11 +25,8 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
     """
     before = [region.num_replays for region in regions]
     if cuda:
-        events: dict = {}
         with marks.opening_sections(trace.named_range):
-            for index in trace.traced_steps(events, cuda=True):
-                step(index)
-        eager = trace.single_work(events, SECTIONS)
+            eager = trace.single_work(trace.trace_steps(step, True), SECTIONS)
     else:
         eager = _operators(step, regions)
     nodes = sum(

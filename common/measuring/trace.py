@@ -251,6 +251,14 @@ def traced_steps(trace: dict, cuda: bool) -> Iterator[int]:
         trace.update(json.loads(path.read_text()))
 
 
+def trace_steps(step, cuda: bool) -> dict:
+    """Trace steps, step(index) from 0 on, and return the Chrome trace; see `traced_steps`."""
+    trace: dict = {}
+    for index in traced_steps(trace, cuda):
+        step(index)
+    return trace
+
+
 def sections(trace: dict) -> dict[str, float]:
     """Host ms a step of each of the script's sections, in order of appearance; # and : are in torch's own ranges."""
     times: dict[str, float] = {}

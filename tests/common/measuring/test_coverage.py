@@ -57,12 +57,13 @@ def test_launches_of_a_trace_count_in_their_sections_and_by_themselves_alone(mon
         of_kind("gpu_memset", "m", 100.0, 3),
     ] * trace.TRACED_STEPS
 
-    def traced_steps(traced, cuda):
+    def trace_steps(step, cuda):
         assert cuda
-        yield from range(trace.UNTRACED_STEPS + trace.TRACED_STEPS)
-        traced["traceEvents"] = [*events, {"ph": "M", "name": "process_name"}]
+        for index in range(trace.UNTRACED_STEPS + trace.TRACED_STEPS):
+            step(index)
+        return {"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}
 
-    monkeypatch.setattr(trace, "traced_steps", traced_steps)
+    monkeypatch.setattr(trace, "trace_steps", trace_steps)
     found = coverage.measure(lambda index: region.launch([torch.ones(1)]), [region], cuda=True)
     assert found == {"nodes": 2.0, "eager": 2.0, "coverage": 0.5}
 
