@@ -217,11 +217,18 @@ def doctor(asked: Options) -> tuple[int, str, bool]:
 
 
 def _check_root(asked: Options) -> None:
-    """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot."""
+    """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
+
+    Raises:
+        Mistake: nothing can be written there.
+    """
+    root = Path(asked.out).resolve() if asked.out else command.RUNS
     try:
-        (Path(asked.out) if asked.out else command.RUNS).mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Mistake(f"--out {asked.out}: {error.strerror}") from None
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise Mistake(f"--out {root}: nothing can be written there")
 
 
 def doctor_of_model(args: argparse.Namespace) -> int:
