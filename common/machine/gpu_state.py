@@ -12,7 +12,6 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-INTERVAL_MS = 100
 # Bits of clocks_event_reasons.active, by NVML. An idle GPU, and clocks that an application chose, are none of them.
 THROTTLE_REASONS = {
     0x04: "power cap",
@@ -47,14 +46,15 @@ class Sample(NamedTuple):
 
 
 class GpuSampler:
-    """Samples SM clock, power and throttle reasons of one GPU every INTERVAL_MS.
+    """Samples SM clock, power and throttle reasons of one GPU every `interval_ms`.
 
     gpu: UUID or index, as `nvidia-smi -i` takes it. Without nvidia-smi it stays idle and answers None.
     start() has to be called on a thread that lives as long as the run, since the child ends with it.
     """
 
-    def __init__(self, gpu):
+    def __init__(self, gpu, interval_ms=250):
         self.gpu = gpu
+        self.interval_ms = interval_ms
         self._child = None
         self._file = None
 
@@ -66,7 +66,7 @@ class GpuSampler:
             return
         query = "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
         command = [nvidia_smi, query, "--format=csv,noheader,nounits"]
-        command += ["-lms", str(INTERVAL_MS), "-i", str(self.gpu)]
+        command += ["-lms", str(self.interval_ms), "-i", str(self.gpu)]
         # The file has no name, so nothing is left behind; it is read by position, since the child's write position
         # is shared with it.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115

@@ -151,8 +151,9 @@ def facts(events: list[dict], num_steps: int) -> dict:
     """The GPU's work in a step, of a `Profile`'s events.
 
     Returns:
-        busy_ms; kernels; graph_share; kernels_hash, 16 hex digits over the names of all kernels and how often each
-        runs; top_kernels, the five that take most; and `timeline`.
+        busy_ms; gap_ms, in which the GPU does nothing, from the first kernel to the last; overlap_ms, by which kernels
+        together take longer than the GPU is busy; kernels; graph_share; kernels_hash, 16 hex digits over the names of
+        all kernels and how often each runs; top_kernels, the five that take most; and `timeline`.
     """
     work = gpu_work(events)
     if not work:
@@ -163,11 +164,15 @@ def facts(events: list[dict], num_steps: int) -> dict:
     ms: dict[str, float] = defaultdict(float)
     for event in work:
         ms[event["name"]] += event["duration_us"] / num_steps / 1e3
+    start_us = min(event["start_us"] for event in work)
+    span_ms = (max(event["start_us"] + event["duration_us"] for event in work) - start_us) / num_steps / 1e3
     names = "".join(f"{name} {count / num_steps:.6g}\n" for name, count in sorted(kernels.items()))
     largest = sorted(ms.items(), key=lambda item: -item[1])[:5]
     top = [{"name": name[:100], "num": num[name] / num_steps, "ms": round(own, 4)} for name, own in largest]
     return {
         "busy_ms": round(busy_ms, 4),
+        "gap_ms": round(span_ms - busy_ms, 4),
+        "overlap_ms": round(sum(ms.values()) - busy_ms, 4),
         "kernels": round(len(work) / num_steps, 2),
         "graph_share": graph_kernel_share(work),
         "kernels_hash": hashlib.sha256(names.encode()).hexdigest()[:16],

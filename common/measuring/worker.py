@@ -158,7 +158,7 @@ class Worker:
         self.watched = block.Watched(named(), self.device)
         host = describe_host(self.device)
         if self.device.type == "cuda":
-            self.sampler = GpuSampler(host["gpus"][0]["uuid"])
+            self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
             self.sampler.start()
         garbage.keep()
         self.flags = torch_settings.current()

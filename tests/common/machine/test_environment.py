@@ -149,7 +149,7 @@ def test_the_sampler_tells_the_median_clock_of_a_while(nvidia_smi, monkeypatch):
     assert sampler.state(t0, t1) == {"sm_mhz": 1500, "power_w": 450.25, "throttle": ["power cap", "software thermal"]}
     called, *command = (folder / "call").read_text().split()
     assert command[0] == "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
-    assert command[1:] == ["--format=csv,noheader,nounits", "-lms", "100", "-i", "GPU-1"]
+    assert command[1:] == ["--format=csv,noheader,nounits", "-lms", "250", "-i", "GPU-1"]
     sampler.stop()
     wait_until(lambda: not alive(int(called)))
     # A line that is not whole is no sample.
