@@ -24,12 +24,11 @@ from torch import distributed as dist
 from common.capture.pool import Pool
 from common.config import Run, Timing
 from common.contract import Training
-from common.measuring import agreement
 from common.training.parallel import collectives
 from common.variant import Capture, Unsupported
 from tests.helpers.by_hand import trained
 
-KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
+KINDS = ("killed", "oom", "refused", "raised", "none")
 PHASES = ("build", "capture", "steps", "profile")
 NUM_AT_ONCE = 8
 PORT_DIGITS = 5
@@ -49,8 +48,6 @@ def fail(kind):
         raise Unsupported("this GPU has no FP8")
     if kind == "raised":
         raise RuntimeError("a bug of this rank")
-    if kind == "stalled":
-        time.sleep(1000)
 
 
 class State:
@@ -146,8 +143,6 @@ def run_rank(job, folder):
 
     sys.argv = ["rank_job"] + (["--profile"] if phase == "profile" else [])
     torch.set_num_threads(1)
-    if kind == "stalled":
-        agreement.AGREE_S = 3.0
     run = {"profile": str(folder / "trace.json")} if phase == "profile" else {}
     collectives.init("cpu")
     options = Run(preset="tiny", variant="graph", record=str(folder / "graph.json"), **run)
