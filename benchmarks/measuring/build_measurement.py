@@ -120,6 +120,7 @@ class BuildMeasurement:
     def _measure_cycle(self, number):
         plan = self._plan()
         base, steps, start = plan["base"], plan["steps"], time.monotonic()
+        pace: dict = {}
         others = [name for name in self.worker.remaining() if name != base]
         others += [self.settings.control] if self.settings.control else []
         seed = f"{self.partial.facts[0]['id']} {self.request.name} {number}"
@@ -129,11 +130,12 @@ class BuildMeasurement:
             for place, name in enumerate(order):
                 runs = base if name == self.settings.control else name
                 self._hold(runs)
+                pace = pace or self.worker.ask(runs, {"do": "pace"})
                 command = {"do": "block", **steps, "reset": steps["resets_each"] or place == 0}
                 answer = self.worker.ask(runs, command)
                 self._add("block", name, cycle=number, place=place, busy=busy, **answer)
         took_s = time.monotonic() - start
-        fact = {"cycle": number, "order": order, "busy": busy, "seconds": round(took_s, 2)}
+        fact = {"cycle": number, "order": order, "busy": busy, "seconds": round(took_s, 2), **pace}
         self.partial.add("cycle", build=self.request.name, **fact)
         self.say(f"  {self._progress(number + 1, took_s)}")
 

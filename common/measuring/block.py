@@ -110,6 +110,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         "issue_ms": [round(ms, 4) for ms in issue_ms],
         "process": os.getpid(),
         "threads": num_threads(),
+        "reserved_bytes": reserved_bytes(device),
         "growth_bytes": growth_bytes,
         "expected_replays": sum(variant.replays_of(each) for each in timed),
         "moved": watched.moved(before, after),
@@ -124,12 +125,13 @@ def _timed(variant, index, count, device, tell):
     synchronize(device)
     barrier()
     tell("timed_begin")
-    start_s = time.monotonic()
+    start_s, start_cpu_s = time.monotonic(), time.process_time()
     step_ms = timed_steps(variant, index, count, device)
-    end_s = time.monotonic()
+    end_s, cpu_s = time.monotonic(), time.process_time() - start_cpu_s
     tell("timed_end")
     replays = variant.capture.num_replays - replays
     return step_ms, {
+        "cpu_ms": round(cpu_s * 1e3 / count, 5),
         "replays": replays,
         "begin_s": start_s,
         "end_s": end_s,

@@ -9,6 +9,7 @@ commands until that process hangs up. Each command is an object with "do", each 
                                                `keep` the kernels of blocks, for which the variant is kept
     capture  variant                           keeps it for blocks
     pilot    variant, steps                    ms of a step and of a reset
+    pace                                       the host's time for one small operator
     block    variant, untimed, timed, drained  see common/measuring/block.py
     profile  variant, steps                    kernels, busy time, share launched by graphs
     course   variant, first, steps             losses and hash of untimed steps from the seeded start
@@ -31,8 +32,10 @@ import torch
 from common import garbage
 from common import variant as variants
 from common.contract import Training
+from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
+from common.machine.host_pace import operator_us, pace_of_host
 from common.measuring import block, operators, shared_memory, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
@@ -40,7 +43,7 @@ from common.measuring.state_hash import StateHasher
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, Variant
 
-PROFILE_HEAT_S, LEAST_COURSE = 0.5, 3
+PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
 
 def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
@@ -146,6 +149,7 @@ class Worker:
         "share": eager steps take their memory from the graphs' pool. "parity": nothing but parity follows, so a model
         that chooses kernels when it is built takes deterministic ones.
         """
+        start = time.monotonic()
         torch_settings.prepare(self.device)
         if command.get("share") and self.device.type == "cuda":
             self.pool = shared_memory.share()
@@ -164,7 +168,8 @@ class Worker:
         self.flags = torch_settings.current()
         config = self.model.config
         return {
-            "host": host,
+            "build_s": round(time.monotonic() - start, 3),
+            "host": host | pace_of_host(),
             "gpus": [gpu for own in of_all_ranks(host["gpus"]) for gpu in own],
             "config": {key: value for key, value in vars(config).items() if _is_plain(value)},
             "card": list(own.card),
@@ -176,6 +181,7 @@ class Worker:
             "unit": own.unit,
             "period": block.period_of(own.batch_class),
             "least_steps": getattr(config, "min_steps", 0),
+            "free_bytes": memory.free_bytes(self.device),
         }
 
     def do_parity(self, command):
@@ -252,6 +258,10 @@ class Worker:
         with self._entered(command["variant"], variant):
             return self._course(variant, command["first"], command["steps"], every_step=False)
 
+    def do_pace(self, command):
+        """Sample the host's pace."""
+        return of_first_rank({"operator_us": operator_us(PACE_S)})
+
     def do_alone(self, command):
         """Make steps of a variant that nothing but the state was made beside, and tell the memory that it needs."""
         name = command["variant"]
@@ -267,7 +277,7 @@ class Worker:
     def _make(self, name):
         """(the variant, what its capture came to), the state as eager needs it."""
         self._settle_memory()
-        reserved, start = block.reserved_bytes(self.device), time.monotonic()
+        reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
         with self._memory_of(name):
             variant = self.model.make(name)
         block.synchronize(self.device)
@@ -286,6 +296,7 @@ class Worker:
             "bytes_added": block.reserved_bytes(self.device) - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "memory": own.memory,
+            "threads_added": block.num_threads() - threads,
             **({"report": own.report} if own.report else {}),
         }
 

@@ -62,6 +62,7 @@ def test_blocks_of_a_build(sound):
         assert order[0] == order[-1] == build.anchor
         assert sorted(order) == sorted([*build.variants, build.anchor])
     assert len(set(map(tuple, orders))) > 1 and [cycle.order for cycle in build.cycles] == orders
+    assert all(cycle.operator_us for cycle in build.cycles)
     blocks = [block for own in build.variants.values() for block in own.blocks]
     assert len({(b.steps, b.untimed_steps, b.drained_steps, b.process) for b in blocks}) == 1
     assert {(b.cycle, b.busy_processes) for b in blocks} == {(cycle, cycle % 2) for cycle in range(4)}

@@ -123,7 +123,7 @@ def made_run(
             issued = [issue[0] if name in eagers else 0.5] * 3 if issue else []
             fact = block(name, cycle, place, busy=beside, ms=taken, issue_ms=issued, **more)
             facts.append({"fact": "block", **fact})
-        facts.append(_fact("cycle", cycle=cycle, order=order, busy=beside))
+        facts.append(_fact("cycle", cycle=cycle, order=order, busy=beside, operator_us=9.0))
     facts.append(_fact("end", end_utc="2026-11-25T10:18:00Z"))
     run = partial.folded([{"fact": "header", **head, **header}, *facts])
     verdicts = judge.judged(run)[""].verdicts

@@ -75,6 +75,8 @@ class FakeWorker:
 
     def ask(self, variant, command):
         self.asked.append((variant, command))
+        if command["do"] == "pace":
+            return {"operator_us": 9.0}
         fact = block(variant, 0, 0)
         return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
 
@@ -115,10 +117,11 @@ def test_by_default_eight_cycles_have_the_control_and_another_order_each_time(ei
     assert [block.place for block in build.variants["eager"].blocks[:2]] == [0, 4]
 
 
-def test_the_control_is_blocks_of_the_base(eight_cycles):
-    _, worker = eight_cycles
+def test_the_control_is_blocks_of_the_base_and_the_hosts_pace_is_sampled_in_each_cycle(eight_cycles):
+    found, worker = eight_cycles
     blocks = [variant for variant, command in worker.asked if command["do"] == "block"]
     assert blocks.count("eager") == 24 and "control" not in blocks
+    assert [cycle.operator_us for cycle in found.builds[""].cycles] == [9.0] * 8
 
 
 def test_a_run_goes_on_with_another_base_where_its_base_fails_between_cycles(tmp_path):
