@@ -280,6 +280,7 @@ class Worker:
         reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
         with self._memory_of(name):
             variant = self.model.make(name)
+        self.ranks.note_steps_of(variant)
         block.synchronize(self.device)
         self._settle_memory()
         own: Capture = variant.capture

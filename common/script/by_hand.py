@@ -213,6 +213,7 @@ class Loop:
             self.variant = model.make(options.variant)
             variants.enter(self.variant)
             garbage.keep()
+        self.ranks.note_steps_of(self.variant)
         capture = self.variant.capture
         seconds = {name: round(getattr(capture, name), 4) for name in ("warmup_s", "compile_s", "capture_s")}
         self.result.update(strategy=capture.strategy, memory=capture.memory, capture_report=capture.report, **seconds)

@@ -28,7 +28,7 @@ from common.training.parallel import collectives
 from common.variant import Capture, Unsupported
 from tests.helpers.by_hand import trained
 
-KINDS = ("killed", "oom", "refused", "raised", "none")
+KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
 PHASES = ("build", "capture", "steps", "profile")
 NUM_AT_ONCE = 8
 PORT_DIGITS = 5
@@ -48,6 +48,8 @@ def fail(kind):
         raise Unsupported("this GPU has no FP8")
     if kind == "raised":
         raise RuntimeError("a bug of this rank")
+    if kind == "stalled":
+        time.sleep(1000)
 
 
 class State:

@@ -12,11 +12,13 @@ from tests.helpers.once import once
 from tests.helpers.rank_job import KINDS, PHASES
 
 ROOT = Path(__file__).resolve().parents[3]
+STALL_S = 15
 SAID = {
     "killed": ("failed", "died in"),
     "oom": ("oom", "out of memory: CUDA out of memory"),
     "refused": ("unsupported", "this GPU has no FP8"),
     "raised": ("failed", "RuntimeError: a bug of this rank"),
+    "stalled": ("failed", "stalled in"),
 }
 
 
@@ -27,14 +29,14 @@ def run_jobs(tmp_path_factory, name, jobs):
 
 
 def _run(folder, jobs):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"RANK_STALL_S": str(STALL_S), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.helpers.rank_job", str(folder), *jobs]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=600)
     return {job: json.loads((folder / f"{job}.json").read_text()) for job in jobs}
 
 
 FEW = ("none:steps:0:2", "killed:steps:1:2", "oom:capture:1:4", "raised:profile:0:2")
-ROOT_DIED = "killed:steps:0:2"
+ROOT_DIED, STALL = "killed:steps:0:2", "stalled:steps:2:4"
 FAULTS = [f"{kind}:{phase}:1:2" for kind in KINDS if kind != "none" for phase in PHASES]
 ALONE = ["killed:build:1:2:alone", "killed:steps:1:4:alone"]
 
@@ -46,7 +48,7 @@ def few(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    return run_jobs(tmp_path_factory, "many-ranks", [ROOT_DIED, *FAULTS, *ALONE])
+    return run_jobs(tmp_path_factory, "many-ranks", [ROOT_DIED, STALL, *FAULTS, *ALONE])
 
 
 def check(job, answer, path):
@@ -75,6 +77,12 @@ def test_rank_1_says_that_rank_0_died(many):
     answer, path = many[ROOT_DIED]
     assert not path.exists() and answer["statuses"] == [-9, 1]
     assert "python -m rank_job.train: rank 0: died in steps" in (path.parent / "1.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_stall_is_told_with_its_place(many):
+    message = json.loads(many[STALL][1].read_text())["message"]
+    assert message.startswith("rank 2: stalled in steps, step 3, at tests/helpers/rank_job.py:")
 
 
 def test_ranks_that_agree_pass_and_leave_one_result(few):
