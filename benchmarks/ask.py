@@ -32,7 +32,6 @@ class Options:
     Attributes:
         model: a name, some with commas, or all.
         flags: of the training script.
-        findings: the doctor's text, for the page about the run.
         is_census: eager and one graph, with the losses of the blocks as parity.
         end_s: time.monotonic() by which the last cycle is to end.
     """
@@ -55,7 +54,6 @@ class Options:
     rendezvous: str | None = None
     python: str | None = None
     flags: list[str] = field(default_factory=list)
-    findings: str = ""
     is_census: bool = False
     end_s: float | None = None
 
@@ -101,16 +99,7 @@ class Ask:
 
 
 def ask_of(args: Options, model: str, machine: dict) -> Ask:
-    """Return the request that options make of one model.
-
-    Args:
-        args: the options.
-        model: name of a folder.
-        machine: `launch.describe_here()`.
-
-    Raises:
-        Mistake: something cannot be; the text names what can.
-    """
+    """Return the request that options make of one model on a machine (`launch.describe_here()`), or raise a Mistake."""
     gpus, started = Gpus(**machine["gpus"]), launch.parse(args)
     preset = args.preset or ("bench" if gpus.names else "tiny")
     description = script.describe(model, args.flags, preset)
@@ -118,26 +107,32 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         raise Mistake(f"preset {preset} needs an NVIDIA GPU, and nvidia-smi -L lists none: PRESET=tiny runs here")
     if gpus.names and args.ngpu > len(gpus.names):
         raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(gpus.names)}")
+    root = Path(args.out).resolve() if args.out else RUNS
+    if root.is_relative_to(RESULTS):
+        raise Mistake(f"--out {args.out}: results/ grows by make publish RUN=... alone; take another folder")
     number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
     script.require_world_size(description, preset, started.world_size, number)
-    flags = script.from_root(args.flags, description["flags"])
     asked = Ask(
         model=model,
         preset=preset,
-        flags=flags,
-        label=label_of([args.label] if args.label else flags, args.host_load),
+        flags=args.flags,
+        label=label_of([args.label] if args.label else args.flags, args.host_load),
         description=description,
-        root=_root_of(args.out),
+        root=root,
         launch=started,
         gpus=gpus,
         host=machine,
     )
     chosen = chosen_variants(args.variants, description)
-    builds = description.get("builds", {"": {}})
+    builds = description["builds"]
     # A build that changes nothing of what is asked for is measured with the preset. A build with the fields of an
     # earlier one (the preset has none) is not: it is there to have a worker of its own.
-    config = description.get("presets", {}).get(preset, {})
-    unchanged = {name for name, fields in builds.items() if name and _changes_nothing(fields, flags, config)}
+    config = description["presets"][preset]
+    unchanged = {
+        name
+        for name, fields in builds.items()
+        if name and all(_asked(key, args.flags, config) == str(value) for key, value in fields.items())
+    }
     declared = list(builds.values())
     merged = {name for name in unchanged if declared.index(builds[name]) == list(builds).index(name)}
     for name, fields in builds.items():
@@ -145,20 +140,15 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
             continue
         names = {name} if name else {name, *merged}
         own = [each for each in chosen if names & set(_builds_of(each, description))]
-        kinds = {script.kind_of(description, each) for each in own}
+        kinds = {description["kinds"][each] for each in own}
         is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
         # Eagers of a build alone say nothing that another build has not said.
-        is_undone = name not in unchanged and _chosen_already(fields, flags)
+        is_undone = name not in unchanged and {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
         if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
             asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
     if not asked.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
     return asked
-
-
-def _changes_nothing(fields, flags, config):
-    """Return whether preset and command line have all values of a build."""
-    return all(_asked(name, flags, config) == str(value) for name, value in fields.items())
 
 
 def _asked(name, flags, config) -> str:
@@ -171,20 +161,11 @@ def _asked(name, flags, config) -> str:
     return str(value)
 
 
-def _chosen_already(fields, flags):
-    """Return whether the command line sets a field of a build."""
-    return any(text.split("=")[0] == flag_of(name) for name in fields for text in flags)
-
-
 def chosen_variants(asked: str | None, description: dict) -> list[str]:
-    """Return names in the model's order, eager first: the headline ones, those that are asked for, or all.
-
-    Raises:
-        Mistake: a name is unknown or has changed.
-    """
-    known, formerly = description["variants"], description.get("formerly", {})
+    """Return names in the model's order, eager first: the headline ones, those that are asked for, or all."""
+    known, formerly = description["variants"], description["formerly"]
     if asked is None:
-        names = description.get("headline") or list(known)
+        names = description["headline"] or list(known)
     elif asked.strip().lower() == "all":
         names = list(known)
     else:
@@ -195,7 +176,7 @@ def chosen_variants(asked: str | None, description: dict) -> list[str]:
         unknown = ", ".join(name for name in names if name not in known)
         if unknown or not names:
             raise Mistake(f"unknown variant {unknown!r}, --variants takes all, or some of {', '.join(known)}")
-    wanted = {"eager", *names, *(description.get("reference", {}).get(name, "eager") for name in names)}
+    wanted = {"eager", *names, *(description["reference"].get(name, "eager") for name in names)}
     # Each build needs an eager variant of its own.
     for build in {build for name in names for build in _builds_of(name, description)}:
         eagers = [each for each in script.eagers_of(description) if build in _builds_of(each, description)]
@@ -204,7 +185,7 @@ def chosen_variants(asked: str | None, description: dict) -> list[str]:
 
 
 def _builds_of(variant, description):
-    return description.get("variant_builds", {}).get(variant, [""])
+    return description["variant_builds"][variant]
 
 
 def _build(asked, name, fields, own, has_control) -> BuildRequest:
@@ -225,7 +206,7 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
         # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
         environment.setdefault("OMP_NUM_THREADS", "1")
     parity = description.get("parity_variables") if on_gpu else None
-    layers = _asked("layers", [*asked.flags, *options], description.get("presets", {}).get(asked.preset, {}))
+    layers = _asked("layers", [*asked.flags, *options], description["presets"][asked.preset])
     return BuildRequest(
         name=name,
         fields=fields,
@@ -234,7 +215,6 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
         environment=environment,
         parity_environment=environment | parity if parity else None,
         eagers=[each for each in own if each in script.eagers_of(description)],
-        parity_steps=description.get("parity_steps", 0),
         asked_layers=int(layers) if layers.isdecimal() else None,
         ranks=asked.ranks,
     )
@@ -242,16 +222,16 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
 
 def _declared(variant, own, description) -> dict:
     """The declaration of a variant, as the run file needs it. `own`: all variants of the build."""
-    tolerance = description.get("tolerance", {}).get(variant)
-    reference = description.get("reference", {}).get(variant, "eager")
+    tolerance = description["tolerance"].get(variant)
+    reference = description["reference"].get(variant, "eager")
     return {
-        "kind": script.kind_of(description, variant),
+        "kind": description["kinds"][variant],
         "help": description["variants"][variant],
         "reference": reference if reference in own else own[0],
-        "parity": "bitwise" if variant in description.get("bitwise", []) else tolerance,
+        "parity": "bitwise" if variant in description["bitwise"] else tolerance,
         "tolerance": tolerance,
-        "headline": variant in description.get("headline", []),
-        "traits": script.traits_of(description, variant),
+        "headline": variant in description["headline"],
+        "traits": description["traits"].get(variant, {}),
     }
 
 
@@ -275,10 +255,3 @@ def label_of(flags: list[str], host_load: int) -> str:
         digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
         label = f"{label[: LONGEST_LABEL - 9].rstrip('-.')}-{digest}"
     return "-".join(filter(None, [label, f"load{host_load}" if host_load else ""]))
-
-
-def _root_of(out) -> Path:
-    root = Path(out).resolve() if out else RUNS
-    if root.is_relative_to(RESULTS):
-        raise Mistake(f"--out {out}: results/ grows by make publish RUN=... alone; take another folder")
-    return root

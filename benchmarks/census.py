@@ -54,7 +54,7 @@ def _request(asked, machine) -> ask.Ask | str:
 
 
 def _graph_of(description) -> str:
-    is_usual = USUAL in description.get("headline", []) and script.kind_of(description, USUAL) == "graph"
+    is_usual = USUAL in description["headline"] and description["kinds"][USUAL] == "graph"
     return USUAL if is_usual else script.first_graph(description)
 
 

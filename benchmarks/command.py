@@ -68,7 +68,7 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
 
     Args:
         prog: name of the program.
-        work: the program; its result is the status, 2 for a Mistake or an unusable file.
+        work: its result is the status, 2 for a Mistake or an unusable file.
         failures: exceptions with status 1.
         stopped: text for Ctrl-C, SIGTERM and SIGHUP, whose status is 130.
     """

@@ -39,11 +39,7 @@ TARGETS = {
 
 
 def command_of(target: str, given: dict[str, str]) -> list[str]:
-    """Return words for the interpreter: each value is a flag, which the program may refuse.
-
-    Raises:
-        ValueError: CONTROL or ARGS cannot be read; the text says why.
-    """
+    """Return words for the interpreter: each value is a flag, which the program may refuse."""
     given = {name: value.strip() for name, value in sorted(given.items()) if value.strip()}
     control, args = given.pop("CONTROL", "1"), given.pop("ARGS", "")
     if control not in ("0", "1"):

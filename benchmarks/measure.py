@@ -6,16 +6,9 @@
     python -m benchmarks.measure --model rnnt --doctor                    the same of a model of this repository
     python -m benchmarks.measure --step my_step.py:build --python PATH    the step runs in that interpreter
 
-my_step.py imports nothing of this repository:
-
-    def build(device):
-        model, optimizer, batches = ...            # batches: a finite list
-        def step(batch): ...; return loss          # a whole eager step
-        return step, batches, [model, optimizer]   # what training changes
-
-The last line is a verdict. Exit status: 0 faster, 3 same, 4 unclear, 5 wrong numbers, 6 cannot be captured, 7 slower,
-8 not measured (--quick, or a CPU); 1 where the step itself fails; 2 for a mistake on the command line; 130 after
-Ctrl-C.
+docs/your_step.md shows the file. The last line is a verdict. Exit status: 0 faster, 3 same, 4 unclear, 5 wrong numbers,
+6 cannot be captured, 7 slower, 8 not measured (--quick, or a CPU); 1 where the step itself fails; 2 for a mistake on
+the command line; 130 after Ctrl-C.
 """
 
 import argparse
@@ -92,14 +85,7 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 def named_step(step: str) -> tuple[str, list[str]]:
-    """Return a label for a step, and the flags of its script.
-
-    Args:
-        step: FILE.py:FUNCTION.
-
-    Raises:
-        Mistake: there is no such file or function.
-    """
+    """Return a label for a step, FILE.py:FUNCTION, and the flags of its script."""
     try:
         path, function = step_file.split(step)
         digest = step_file.digest(step)
@@ -113,11 +99,7 @@ def named_step(step: str) -> tuple[str, list[str]]:
 
 
 def request(args: argparse.Namespace) -> Options:
-    """Return the options of the run that measures the step.
-
-    Raises:
-        Mistake: there is no such file or function, or no such interpreter.
-    """
+    """Return the options of the run that measures the step."""
     label, flags = named_step(args.step)
     handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
     asked = Options(model=MODEL, label=label, flags=flags, variants=args.variants, **handed_on)
@@ -205,9 +187,6 @@ def doctor(asked: Options) -> tuple[int, str, bool]:
 
     Returns:
         The doctor's exit status, its text, and whether a graph of the whole step trains as eager does.
-
-    Raises:
-        Mistake: the interpreter of the step has no torch.
     """
     launched = launch.parse(asked)
     python = launched.python
@@ -237,14 +216,6 @@ def doctor(asked: Options) -> tuple[int, str, bool]:
         return done.returncode or found["status"], text.read_text(), found["whole_is_right"]
 
 
-def _signal(number: int) -> str:
-    """Return the name of a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def _check_root(asked: Options) -> None:
     """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
 
@@ -260,18 +231,8 @@ def _check_root(asked: Options) -> None:
         raise Mistake(f"--out {root}: nothing can be written there")
 
 
-def _is_seen(measured: Run) -> bool:
-    """Say whether the run itself found the graph of the whole step wrong, so that the others may be trusted."""
-    (own,) = judged(measured).values()
-    return "graph_step" in own.verdicts and own.verdicts["graph_step"].status in ("failed", "numerics_failed")
-
-
 def doctor_of_model(args: argparse.Namespace) -> int:
-    """Let a model's script say what stands against a graph of its step; return its exit status.
-
-    Raises:
-        Mistake: there is no such model or preset, or no such interpreter.
-    """
+    """Let a model's script say what stands against a graph of its step; return its exit status."""
     model = script.find_model(args.model)
     preset = args.preset or ("bench" if gpus.find_gpus().names else "tiny")
     python = shutil.which(args.python or sys.executable)
@@ -292,12 +253,15 @@ def measure(args: argparse.Namespace) -> int:
         _check_root(asked)
     found, said, whole_is_right = (0, "", False) if is_left_out else doctor(asked)
     if args.doctor and found < 0:
-        print(f"{PROG}: the doctor was ended by {_signal(-found)}, perhaps out of host memory", file=sys.stderr)
+        print(
+            f"{PROG}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
+            file=sys.stderr,
+        )
         return 1
     if args.doctor or found == MISTAKE:
         return found
     if found not in (0, WRONG, NO_CAPTURE):
-        ended = f" (ended by {_signal(-found)})" if found < 0 else ""
+        ended = f" (ended by {signal.Signals(-found).name})" if found < 0 else ""
         print(f"The doctor itself failed{ended} and is left out.")
     if not args.variants and whole_is_right and gpus.find_gpus().names:
         print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
@@ -310,7 +274,11 @@ def measure(args: argparse.Namespace) -> int:
         print("The eager step failed, so nothing was timed.")
         return 1
     status, sentence = verdict(measured)
-    if found == WRONG and status != NO_CAPTURE and not _is_seen(measured):
+    (own,) = judged(measured).values()
+    whole = own.verdicts.get("graph_step")
+    # The others may be trusted where the run itself found the graph of the whole step wrong.
+    is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
+    if found == WRONG and status != NO_CAPTURE and not is_seen:
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
     if not args.quick:
         try:

@@ -163,7 +163,9 @@ def measure_run(asked: ask.Ask, args: Options, facts: Partial, log: Path) -> Non
         except OutOfVariants as end:
             measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
         except WorkerEnded as end:
-            measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
+            # 2: the script did not take its arguments, or said that they cannot run on this machine.
+            is_refusal = end.exit_status == 2
+            measurement.leave_out_rest(*(("unsupported", end.reason) if is_refusal else (end.kind, str(end))))
     facts.add("end", end_utc=partial.utc())
 
 
@@ -176,11 +178,7 @@ def _say(text):
 
 
 def chosen_models(text: str) -> list[str]:
-    """Return names of models between commas, or all.
-
-    Raises:
-        Mistake: there is no name, or an unknown one.
-    """
+    """Return names of models between commas, or all."""
     names = models() if text == ALL else list(dict.fromkeys(map(find_model, command.words_of(text))))
     if not names:
         raise Mistake(f"--model takes one of {', '.join(models())}, or all")
@@ -191,10 +189,7 @@ def measured(args: Options) -> tuple[list[tuple[Run, Path | None]], bool]:
     """Measure every model that the command line names.
 
     Returns:
-        The run of each, and its file, None where nothing could be timed; and whether a model was refused.
-
-    Raises:
-        Mistake: a model cannot be measured here, and it is the only one.
+        The run of each, and its file, None where nothing could be timed; and whether one of several was refused.
     """
     names, machine = chosen_models(args.model), launch.machine(args)
     asks, refused = [], []
@@ -250,7 +245,7 @@ def _measure_one(asked, args) -> tuple[Run, Path | None]:
     took = f"({time.monotonic() - start:.0f} s)"
     _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
     if args.report:
-        _say(str(shown(write_page(path, findings=args.findings))))
+        _say(str(shown(write_page(path))))
     _say("")
     return run, path
 

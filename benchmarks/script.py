@@ -2,10 +2,8 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.command import Mistake
@@ -23,11 +21,7 @@ def models() -> list[str]:
 
 
 def find_model(text: str) -> str:
-    """Return a model as Python names it: examples/minimal is examples.minimal.
-
-    Raises:
-        Mistake: there is no such model.
-    """
+    """Return a model as Python names it: examples/minimal is examples.minimal."""
     name = text.strip().rstrip("/").replace("/", ".")
     if all(part.isidentifier() for part in name.split(".")) and ROOT.joinpath(*name.split("."), "train.py").exists():
         return name
@@ -36,13 +30,7 @@ def find_model(text: str) -> str:
 
 
 def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
-    """Return the script's description of itself. The script checks its flags on the way.
-
-    A flag that one preset allows, another may refuse, so `preset` says which one they change.
-
-    Raises:
-        Mistake: the script refuses the flags; the text is its own.
-    """
+    """Return the script's description of itself. The script checks its flags, which may depend on the preset."""
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
     if reserved:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")
@@ -78,11 +66,7 @@ def submitted(description: dict, preset: str) -> tuple[int, int] | None:
 
 
 def require_world_size(description: dict, preset: str, world_size: int, asked: str) -> None:
-    """Require that a preset, with its flags, runs on the ranks that the flags `asked` chose.
-
-    Raises:
-        Mistake: it does not.
-    """
+    """Require that a preset, with its flags, runs on the ranks that the flags `asked` chose."""
     takes = description.get("presets_need", {}).get(preset, {}).get("world_size", {})
     multiple_of, at_most = takes.get("multiple_of", 1), takes.get("at_most")
     if world_size % multiple_of == 0 and (at_most is None or world_size <= at_most):
@@ -91,55 +75,15 @@ def require_world_size(description: dict, preset: str, world_size: int, asked: s
     raise Mistake(f"{description['model']}/{preset} runs on {words}, {asked} make {world_size}: change one of them")
 
 
-def kind_of(description: dict, variant: str) -> str:
-    """Return eager, graph or compile as the script declares it, or control.
-
-    Raises:
-        Mistake: the script declares no kind.
-    """
-    kinds = description.get("kinds", {}) | {CONTROL: CONTROL}
-    if variant not in kinds:
-        raise Mistake(f"{description.get('model')} declares no variant {variant!r}")
-    return kinds[variant]
-
-
-def traits_of(description: dict, variant: str) -> dict:
-    """Return how a variant differs, by the names of `common.config.TRAITS`; the control is eager."""
-    return description.get("traits", {}).get("eager" if variant == CONTROL else variant, {})
-
-
 def eagers_of(description: dict) -> list[str]:
     """Return the eager variants that may be the base: all but those that do extra work in each step."""
-    kinds = description.get("kinds", {})
-    names = [name for name in description.get("variants", {}) if kinds.get(name) == "eager"]
-    return [name for name in names if "extra_work" not in traits_of(description, name)]
+    kinds, traits = description["kinds"], description["traits"]
+    return [name for name in kinds if kinds[name] == "eager" and "extra_work" not in traits.get(name, {})]
 
 
 def first_graph(description: dict) -> str:
-    """Return the first variant of kind graph among the headline variants, else among all.
-
-    Raises:
-        Mistake: the script declares none.
-    """
-    kinds = description.get("kinds", {})
-    for names in (description.get("headline", []), description["variants"]):
-        found = next((name for name in names if kinds.get(name) == "graph"), None)
-        if found:
-            return found
+    """Return the first variant of kind graph among the headline variants, else among all."""
+    for name in (*description["headline"], *description["variants"]):
+        if description["kinds"][name] == "graph":
+            return name
     raise Mistake(f"{description.get('model')} has no variant of kind graph: name one, --variant")
-
-
-def from_root(flags: list[str], described: list[dict]) -> list[str]:
-    """Return flags with absolute paths: a script runs in the repository's root, which is not always here."""
-    if Path.cwd() == ROOT:
-        return flags
-    paths = {flag["flag"]: flag.get("words", ()) for flag in described if flag["type"] == "path"}
-    out = []
-    for previous, text in zip(["", *flags], flags, strict=False):
-        name, equals, value = text.partition("=")
-        if previous in paths and text and text not in paths[previous]:
-            text = os.path.abspath(text)
-        elif name in paths and value and value not in paths[name]:
-            text = name + equals + os.path.abspath(value)
-        out.append(text)
-    return out

@@ -69,18 +69,12 @@ def parse(argv=None) -> argparse.Namespace:
 class Plan:
     """The two jobs: settings, environment and commands.
 
-    Args:
-        args: of `parse`.
-
     Attributes:
         items: models, or values of a sweep, a task of the array each.
         base: the folder that --out names or stands for.
         runs: the root of a task's runs, with {} for its item.
         folders: the root of each item's runs.
         more: further options of sbatch.
-
-    Raises:
-        Mistake: something cannot be; the text names what can.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -97,8 +91,6 @@ class Plan:
             if args.over:
                 sweep.flags_of(args, model, description, args.preset)
             self.on_gpu = script.needs_gpu(description, args.preset)
-            # Jobs start in the repository's root, and this command may not.
-            self.flags = script.from_root(args.flags, description["flags"])
         self.items = [str(value) for value in args.values or []] or self.models
         self.base, self.runs = self._folders()
         self.folders = [Path(str(self.runs).replace("{}", item)) for item in self.items]
@@ -147,7 +139,7 @@ class Plan:
         else:
             words += ["benchmarks.run", *self.items, "--", "--model", "{}", "--preset", args.preset]
             words += ["--out", str(self.runs)]
-        return [*words, *self.asked, *(["--", *self.flags] if self.flags else [])]
+        return [*words, *self.asked, *(["--", *args.flags] if args.flags else [])]
 
     def sbatch_collate(self, job: str) -> list[str]:
         """Return the command that submits the job which prints the tables, after the job of this id."""
@@ -165,7 +157,7 @@ class Plan:
         """Return settings and commands as text."""
         args, unit = self.args, "GPUs" if self.on_gpu else "ranks, on the CPU"
         over = f"  over {args.over} {', '.join(self.items)}" if args.values else ""
-        asked = " ".join([*self.asked, *self.flags])
+        asked = " ".join([*self.asked, *args.flags])
         site = "  ".join(f"{name} {getattr(args, name) or 'default'}" for name in ("partition", "account", "time"))
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines = [
@@ -181,7 +173,6 @@ class Plan:
 
 
 def _require_sense(args, models):
-    """Raises Mistake for flags that do not go together."""
     mistakes = {
         f"--model takes some of {', '.join(script.models())}": not models,
         "--over and --values belong together, as in --over batch --values 1,2,4": bool(args.over) != bool(args.values),
@@ -238,11 +229,7 @@ def _name(word):
 
 
 def submit(plan: Plan) -> int:
-    """Print the plan and submit both jobs, or with --dry-run ask Slurm whether it would take them.
-
-    Raises:
-        queue.Refused: Slurm does not take them.
-    """
+    """Print the plan and submit both jobs, or with --dry-run ask Slurm whether it would take them."""
     print(plan.card(), flush=True)
     is_dry = plan.args.dry_run
     if not shutil.which("sbatch"):

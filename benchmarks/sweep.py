@@ -54,17 +54,7 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 def flags_of(args: argparse.Namespace, model: str, description: dict, preset: str) -> dict[int, list[str]]:
-    """Return the script's flags for each value: the quantity's first field takes it, others keep their ratio to it.
-
-    Args:
-        args: over, values and flags of the command line.
-        model: name of a folder.
-        description: the script's answer to --describe.
-        preset: the values of its fields are the start.
-
-    Raises:
-        Mistake: the quantity is unknown, `args.flags` sets one of its fields, or the script refuses a value.
-    """
+    """Return the script's flags for each value: the quantity's first field takes it, others keep their ratio to it."""
     sweeps = description.get("sweeps", {})
     if args.over not in sweeps:
         raise Mistake(f"unknown quantity {args.over!r}, --over takes one of {', '.join(sweeps) or 'none'}")
@@ -102,14 +92,7 @@ class Point:
 
 
 class Sweep:
-    """One call of the command.
-
-    Args:
-        args: of `parse`.
-
-    Raises:
-        Mistake: something cannot be; the text names what can.
-    """
+    """One call of the command."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.model = args, script.find_model(args.model)
@@ -174,10 +157,11 @@ class Sweep:
             over, _, value = own.label.rpartition("-")
             if over == self.args.over and value.isdecimal() and self._is_asked(own):
                 found[int(value)] = self._point(int(value), own)
-        return {value: each for value, each in found.items() if self._is_enough(each)}
-
-    def _is_enough(self, point):
-        return point.own is not None and len(point.own.build.cycles) >= self.least_cycles
+        return {
+            value: each
+            for value, each in found.items()
+            if each.own is not None and len(each.own.build.cycles) >= self.least_cycles
+        }
 
     def _is_asked(self, own: Run) -> bool:
         """Return whether a run is of this request; its label says which value its last flags set."""

@@ -42,13 +42,12 @@ TRAITS = {
 # What concerns one run and not the model
 
 
-def option(default, help, choices=None, is_path=False, words=(), metavar=None):
+def option(default, help, choices=None, metavar=None):
     """A field of a Config: its default, what a user does with it, and the allowed values if they are few.
 
-    is_path: the text names a file or folder; the harness takes a relative one from where it was called. words: texts
-    that name none, though the field is a path. metavar: what --help calls the value, the type's name unless told.
+    metavar: what --help calls the value, the type's name unless told.
     """
-    metadata = {"help": help, "choices": choices, "is_path": is_path, "words": words, "metavar": metavar}
+    metadata = {"help": help, "choices": choices, "metavar": metavar}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -82,10 +81,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """The parsed command line: `config` is the model's dataclass, `run` a `Run`."""
+    """The parsed command line: `config` is the model's dataclass, `variants` are those that `contract.scan` found."""
 
     config: typing.Any
     run: Run
+    model: str
+    variants: dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,9 @@ class Timing:
 def parse(model, config_class, presets, variants, argv=None, about=None) -> Arguments:
     """Parse `argv` (default: the process's own).
 
-    model: the package's name, as in `python -m gpt3.train`. presets: name -> config_class instance.
-    variants: of `common.contract.scan`. about: what else `--describe` tells the
-    harness, see `describe`. On `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr
-    that names what is allowed, and exit status 2.
+    presets: name -> config_class instance. variants: of `common.contract.scan`. about: see `describe`. On `--describe`
+    and `--help` it prints and exits with 0. Any mistake is one line on stderr that names what is allowed, and exit
+    status 2.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants))
@@ -120,18 +120,17 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
         require_known("preset", run.preset, presets)
         require_known("variant", run.variant, variants)
         config = dataclasses.replace(presets[run.preset], **overrides)
-        if hasattr(config, "min_steps"):
-            require_steps("--min-steps", config.min_steps)
-            require_fields(config, ("min_steps",), lambda steps: steps >= 1, "a number from 1 up")
+        require_steps("--min-steps", config.min_steps)
+        require_fields(config, ("min_steps",), lambda steps: steps >= 1, "a number from 1 up")
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
-        print(json.dumps(describe(model, config_class, presets, variants, about, {run.preset: config})))
+        print(json.dumps(describe(model, presets, variants, about or {}, {run.preset: config})))
         sys.exit(0)
     if argv is None:
         # The script's imports come next.
         garbage.hold()
-    return Arguments(config=config, run=run)
+    return Arguments(config=config, run=run, model=model, variants=variants)
 
 
 def parse_with_fields(parser, config_class, argv=None) -> tuple[dict, dict]:
@@ -185,37 +184,24 @@ def mistakes_in_one_line(model, command="train"):
         sys.exit(2)
 
 
-def describe(model, config_class, presets, variants, about=None, asked=None) -> dict:
-    """Describe a script for the harness, as plain data: presets, variants, flags, and the entries of `about`.
+def describe(model, presets, variants, about, asked) -> dict:
+    """Describe a script for the harness, as plain data: presets, variants, and the entries of `about`.
 
-    variants: as in `parse`. asked: preset -> the config that flags made of it, for its needs.
-    about, all optional: what `common.contract.about` gives, and "parity_steps" (steps of parity), "sweeps"
-    (quantity that benchmarks.sweep may vary -> its fields: the first takes the value, others keep their ratio to it; a
-    field that is text takes the value as it is), and "presets_need", a function of a preset's name and its config
-    that gives `needs`.
+    asked: preset -> the config that flags made of it, for its needs. about, all optional: what `common.contract.about`
+    gives, and "parity_variables" (environment), "sweeps" (quantity that benchmarks.sweep may vary -> its fields: the
+    first takes the value, others keep their ratio to it), and "presets_need", a function of a preset's name and its
+    config that gives `needs`.
     """
-    types = typing.get_type_hints(config_class)
-    about = dict(about or {})
-    configs = {**presets, **(asked or {})}
-    if "presets_need" in about:
-        of_preset = about["presets_need"]
-        about["presets_need"] = {name: of_preset(name, config) for name, config in configs.items()}
-    return {
+    described = {
         "model": model,
         "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},
-        "variants": texts_of(variants),
-        "flags": [
-            {
-                "flag": flag_of(field.name),
-                "type": "path" if field.metadata.get("is_path") else types[field.name].__name__,
-                "default": field.default,
-                "help": field.metadata["help"],
-                **({"words": list(field.metadata["words"])} if field.metadata.get("words") else {}),
-            }
-            for field in dataclasses.fields(config_class)
-        ],
+        "variants": {name: each.help for name, each in variants.items()},
         **about,
     }
+    if "presets_need" in about:
+        needed = {name: about["presets_need"](name, config) for name, config in {**presets, **asked}.items()}
+        described["presets_need"] = needed
+    return described
 
 
 def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:
@@ -273,14 +259,9 @@ def require_steps(flag, value):
         raise ValueError(f"{flag} {value}: takes at most {MAX_STEPS:,} steps")
 
 
-def texts_of(variants) -> dict[str, str]:
-    """Name -> help of variants as `parse` takes them."""
-    return {name: getattr(each, "help", each) for name, each in variants.items()}
-
-
 def _listed(variants):
     width = max(map(len, variants))
-    return "\n".join(["variants:", *(f"  {name:{width}}  {text}" for name, text in texts_of(variants).items())])
+    return "\n".join(["variants:", *(f"  {name:{width}}  {each.help}" for name, each in variants.items())])
 
 
 def require_known(what, name, table):
@@ -294,10 +275,7 @@ def require_known(what, name, table):
 
 
 def checked(kind, allowed, takes):
-    """A type for argparse: kind(text) where that is allowed(value), else a mistake; takes: what is, in words.
-
-    allowed: written as what must hold, as for `require_fields`.
-    """
+    """A type for argparse: kind(text) where that is allowed(value), else a mistake; takes: what is, in words."""
 
     def convert(text):
         try:

@@ -231,11 +231,7 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
 
 
 def path_of(module: str) -> Path:
-    """Return the file of a module, without importing it.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the file of a module, without importing it."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(f"there is no {module.replace('.', '/')}.py")
@@ -269,17 +265,9 @@ def _require_references(module, found):
 # Command line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(Arguments):
-    """`common.config.Arguments` with the model's name and the variants that `scan` found."""
-
-    model: str
-    variants: dict[str, Declared]
-
-
 def parse(
     model: str, config_class, presets: dict, files: Sequence[str] = (), builds=None, argv=None, **facts
-) -> Request:
+) -> Arguments:
     """Parse the command line; see `common.config.parse`.
 
     Args:
@@ -289,7 +277,7 @@ def parse(
         files: modules of the package besides train.py that declare variants, without the package's name.
         builds: name -> fields of the config, of builds beside the preset.
         argv: command line; the process's unless given.
-        facts: parity_steps, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
+        facts: parity_variables, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
             ValueError where they cannot run on any device; `build` comes later, when the ranks have met.
     """
     with command_line.mistakes_in_one_line(model):
@@ -301,7 +289,7 @@ def parse(
     if require is not None:
         with command_line.mistakes_in_one_line(model):
             require(args)
-    return Request(config=args.config, run=args.run, model=model, variants=found)
+    return args
 
 
 def _alias_main(model):
@@ -314,12 +302,10 @@ def _alias_main(model):
 
 
 def about(variants: dict[str, Declared], builds: dict[str, dict] | None = None) -> dict:
-    """The entries of --describe that follow from the variants; see `common.config.describe`.
+    """The entries of --describe that follow from the variants of `scan`; see `common.config.describe`.
 
-    Args:
-        variants: of `scan`.
-        builds: name -> {field of the config: value} of builds beside the preset itself. A build without fields, or with
-            those of an earlier build, is there to have a worker of its own.
+    builds: name -> {field of the config: value} of builds beside the preset itself. A build without fields, or with
+    those of an earlier build, is there to have a worker of its own.
     """
     own = variants.values()
     return {

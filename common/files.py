@@ -10,9 +10,7 @@ from pathlib import Path
 def write_whole(path, write) -> int:
     """Let `write(file)` fill a new binary file beside `path`, then move it there; returns its size in bytes.
 
-    Missing folders are made. Processes that write the same file at once each move a whole one. Raises OSError, whose
-    filename is `path`, where the disk is full, the folder cannot be written, or a device or pipe has that name; what
-    was there is then as it was.
+    Missing folders are made. The filename of an OSError is `path`; what was there is then as it was.
     """
     path, temporary = Path(path), None
     if path.exists() and not (path.is_file() or path.is_dir()):

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from common import contract
-from common.config import mistakes_in_one_line
-from common.contract import Request, Training, variants_of
+from common.config import Arguments, mistakes_in_one_line
+from common.contract import Training, variants_of
 from common.measuring.marks import mark, section
 from common.script import by_hand
 from common.training.parallel import collectives
@@ -49,7 +49,7 @@ class Model:
 
     training: Training
 
-    def __init__(self, args: Request, build, device: torch.device, rank: int = 0, world_size: int = 1):
+    def __init__(self, args: Arguments, build, device: torch.device, rank: int = 0, world_size: int = 1):
         self.name, self.options, self.config = args.model, args.run, args.config
         self.device, self.rank, self.world_size = device, rank, world_size
         self.declared, self.path = args.variants, contract.path_of(f"{args.model}.train")
@@ -57,11 +57,7 @@ class Model:
         self._build = build
 
     def build(self) -> Training:
-        """Build the training. torch is seeded before it, so that two builds give one start.
-
-        Raises:
-            Refused: a ValueError of `build`: it cannot run so.
-        """
+        """Build the training, torch seeded, so that two builds give one start; Refused for a ValueError."""
         torch.manual_seed(0)
         try:
             ranks = SimpleNamespace(rank=self.rank, world_size=self.world_size, preset=self.options.preset)
@@ -76,11 +72,7 @@ class Model:
         return self.training
 
     def make(self, name: str) -> Any:
-        """Make a variant from the training: an object with `step`, `capture`, `replays_of` and `close`.
-
-        Raises:
-            Unsupported: it cannot run here. CaptureError: its capture failed.
-        """
+        """Make a variant (`common.variant.Variant`) from the training; Unsupported where it cannot run here."""
         declared, code = self.declared[name], self._code_of(name)
         capture = Capture(strategy=declared.help, state=self.training.state, device=self.device)
         if declared.takes_index:
@@ -115,11 +107,7 @@ class Model:
 
 
 def complete_training(training: Training, device: torch.device) -> Training:
-    """Derive results, named_state and reset where the script leaves them to us.
-
-    Raises:
-        ValueError: a copy of what training changes takes over half of the free memory.
-    """
+    """Derive results, named_state and reset where the script leaves them to us."""
     if not callable(training.results):
         kept = training.results
         training.results = lambda count: [float(kept[index]) for index in range(count)]
@@ -142,24 +130,12 @@ def _require_room(owned, device):
         raise ValueError("a copy of the start takes over half of the free memory: Training needs a `reset`")
 
 
-class _NoSteps:
-    """The log of a loop whose steps the harness makes."""
-
-    def steps(self):
-        """Return no steps."""
-        return ()
-
-
 @contextlib.contextmanager
-def session(args: Request, build):
+def session(args: Arguments, build):
     """Build, make the variant, and give (run, log) to the script's loop; then exit.
 
     The exit status is 0 where the run passed, or could not run here and says so; 1 where it failed; 2 for a mistake in
-    the arguments, which is one line on stderr. With --doctor it is the doctor's.
-
-    Args:
-        args: of `common.contract.parse`.
-        build: build(config, device, ranks) returns a `common.contract.Training`.
+    the arguments, which is one line on stderr. With --doctor it is the doctor's. build: as of `Model`.
     """
     with mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
         model = Model(args, build, device, rank, world_size)
@@ -167,7 +143,8 @@ def session(args: Request, build):
             from common.measuring import worker
 
             worker.serve(model, device, rank, world_size)
-            yield None, _NoSteps()
+            # The harness makes the steps.
+            yield None, SimpleNamespace(steps=tuple)
             status = "pass"
         elif args.run.doctor:
             from common.your_step import of_model
@@ -179,12 +156,7 @@ def session(args: Request, build):
             status = (yield from by_hand.run(model))["status"]
     # At its end Python would look through all that was imported, which takes a second.
     gc.freeze()
-    sys.exit(exit_status(status))
-
-
-def exit_status(status: str) -> int:
-    """Return the exit status of a run by hand."""
-    return 0 if status in ("pass", "unsupported", "oom") else 1
+    sys.exit(0 if status in ("pass", "unsupported", "oom") else 1)
 
 
 @contextlib.contextmanager

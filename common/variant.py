@@ -1,14 +1,11 @@
-"""Variants: what a script makes them with, what they may do, and the compiled one that models share.
-
-from common.variant import Compiled, Unsupported
-"""
+"""Variants: what a script makes them with, what they may do, and the compiled one that models share."""
 
 import contextlib
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -70,22 +67,22 @@ class Capture:
     report: dict = field(default_factory=dict)
 
     def pool(self, **options) -> Pool:
-        """Return a new pool, whose graphs and replays count as the variant's.
-
-        Args:
-            options: of `common.capture.pool.Pool`.
-        """
+        """Return a new pool (`common.capture.pool.Pool`), whose graphs and replays count as the variant's."""
         self.pools.append(Pool(self.device, **options))
         return self.pools[-1]
 
     def warm_up(self, step, num_steps: int = 3) -> None:
-        """Make eager steps; see `warm_up`.
+        """Make eager steps on the capture stream, on the first batches.
 
-        Args:
-            step: step(state, index).
-            num_steps: number of steps.
+        Libraries initialise and choose their kernels in them, caches and optimizer state come to exist. Nothing of that
+        may happen for the first time in a capture. step: step(state, index).
         """
-        warm_up(self.state, self, step, num_steps)
+        inputs = getattr(self.state, "inputs", None)
+        if inputs is not None and hasattr(inputs, "reset"):
+            inputs.reset()
+        with eager_memory(), self.timed("warmup_s"):
+            for index in range(num_steps):
+                step(self.state, index)
 
     def capturing(self):
         """Count the seconds and the memory of a block as the capture's."""
@@ -107,31 +104,13 @@ class Capture:
         return sum(pool.num_replays for pool in self.pools)
 
 
-@runtime_checkable
-class Enters(Protocol):
-    """A variant that changes the state or torch for its steps, as torch.compile replaces functions of the model.
-
-    Its constructor leaves everything as eager needs it. `enter` puts the changes in before steps of the variant,
-    `leave` takes them out again: in one process variants alternate on one state.
-    """
-
-    def enter(self) -> None:
-        """Put the changes in."""
-
-    def leave(self) -> None:
-        """Take the changes out."""
-
-
 def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> Any:
     """Give an object that a script made the rest of a `Variant`, and a close that releases the pools of its capture.
 
     Args:
-        made: has `step`, and may have `replays_of` and `close`.
+        made: has `step`, and may have `replays_of` and `close`; it is returned.
         capture: with which it was made.
         replays: of each step, where it has no `replays_of`.
-
-    Returns:
-        the object.
     """
     if not hasattr(made, "capture"):
         made.capture = capture
@@ -153,32 +132,23 @@ def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> An
 
 def enter(variant) -> None:
     """Make ready for steps of the variant."""
-    if isinstance(variant, Enters):
+    if hasattr(variant, "enter"):
         variant.enter()
 
 
 def leave(variant) -> None:
     """Make ready for steps of any other variant."""
-    if isinstance(variant, Enters):
+    if hasattr(variant, "leave"):
         variant.leave()
 
 
-@runtime_checkable
-class Reruns(Protocol):
-    """A variant that runs some steps again in another way, as where a fixed buffer was too small."""
-
-    def counted(self) -> dict:
-        """Return what happened since the last call: "steps", how many were "reruns", and "rerun_ms", their mean.
-
-        rerun_ms is None where there were none. It may wait for the device.
-        """
-
-
-@runtime_checkable
 class Variant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 
-    One that changes state or model is one of `Enters` as well; one that captured the evaluation has `evaluate`.
+    One that changes the state or torch for its steps, as torch.compile replaces functions of the model, has `enter` and
+    `leave` as well: its constructor leaves everything as eager needs it, and variants alternate on one state. One that
+    runs some steps again in another way, as where a fixed buffer was too small, has `counted`: "steps" since the last
+    call, how many were "reruns", and "rerun_ms", their mean or None. One that captured the evaluation has `evaluate`.
     """
 
     capture: Capture
@@ -192,20 +162,6 @@ class Variant(Protocol):
 
     def close(self) -> None:
         """Release the graphs."""
-
-
-def warm_up(state, capture: Capture, step, num_steps: int = 3) -> None:
-    """Make eager steps on the capture stream, on the first batches.
-
-    Libraries initialise and choose their kernels in them, caches and optimizer state come to exist. Nothing of that may
-    happen for the first time in a capture. step: step(state, index).
-    """
-    inputs = getattr(state, "inputs", None)
-    if inputs is not None and hasattr(inputs, "reset"):
-        inputs.reset()
-    with eager_memory(), capture.timed("warmup_s"):
-        for index in range(num_steps):
-            step(state, index)
 
 
 class Compiled:
@@ -250,7 +206,7 @@ class Compiled:
 
     def compile_steps(self):
         """Make eager steps until nothing is compiled any more."""
-        warm_up(self.state, Capture(strategy=""), lambda state, index: self.step(index), 4)
+        Capture(strategy="", state=self.state).warm_up(lambda state, index: self.step(index), 4)
 
     def step(self, index: int):
         """Train on batch `index`."""

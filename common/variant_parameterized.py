@@ -4,7 +4,7 @@ import torch
 
 from common.capture.checks import CaptureError
 from common.measuring import coverage
-from common.variant import Capture, warm_up
+from common.variant import Capture
 
 
 class Parameterized:
@@ -43,7 +43,7 @@ class Parameterized:
         self.enter()
         try:
             with self.capture.timed("capture_s"), backend.collecting(self.regions):
-                warm_up(state, Capture(strategy=""), lambda _, index: self.step(index))
+                Capture(strategy="", state=state).warm_up(lambda _, index: self.step(index))
             if not self.regions.graphs:
                 reasons = sorted({region.reason for region in self.regions.all})
                 raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")

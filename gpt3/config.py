@@ -39,9 +39,7 @@ class Config(Parallel, Timing):
     )
     amax_history: int = option(1024, "steps in the amax history of delayed scaling")
     lr: float = option(2e-5, "learning rate of Adam")
-    data: str = option(
-        "", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)", is_path=True
-    )
+    data: str = option("", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)")
     batches: int = option(8, "different batches that rotate")
 
     def __post_init__(self):

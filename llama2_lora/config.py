@@ -62,10 +62,9 @@ class Config(Timing):
     data: str = option(
         "",
         "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)",
-        is_path=True,
     )
-    checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)", is_path=True)
-    save_adapter: str = option("", "new folder for the trained adapter, in PEFT's format (empty: none)", is_path=True)
+    checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)")
+    save_adapter: str = option("", "new folder for the trained adapter, in PEFT's format (empty: none)")
     batches: int = option(8, "different windows that rotate")
 
     def __post_init__(self):

@@ -69,10 +69,8 @@ class Config(Timing):
     rope_theta: float = option(1000000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-6, "epsilon of RMSNorm")
     lr: float = option(2e-6, "learning rate of Adam")
-    data: str = option(
-        "", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)", is_path=True
-    )
-    checkpoint: str = option("", "folder of a Hugging Face checkpoint (empty: random weights)", is_path=True)
+    data: str = option("", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)")
+    checkpoint: str = option("", "folder of a Hugging Face checkpoint (empty: random weights)")
     batches: int = option(8, "different batches that rotate")
 
     def __post_init__(self):

@@ -46,7 +46,6 @@ class Config(Timing):
     data: str = option(
         "synthetic",
         "synthetic: all utterances of one length; lengths: lengths spread as LibriSpeech's; or a folder of speech",
-        is_path=True,
         words=GENERATED,
     )
     frames: int = option(409, "frames of 30 ms in each utterance of --data synthetic")
@@ -54,7 +53,7 @@ class Config(Timing):
     max_frames: int = option(641, "longest utterance, in frames of 30 ms")
     max_tokens: int = option(125, "longest transcript, in tokens")
     buckets: str = option("auto", "shapes of graphs: auto, or how many per network, 1 to 50")
-    tokenizer: str = option("chars", "for speech: chars or a sentencepiece .model file", is_path=True, words=("chars",))
+    tokenizer: str = option("chars", "for speech: chars or a sentencepiece .model file")
     speed_perturbation: bool = option(True, "resample speech by a random factor from 0.85 to 1.15")
     spec_augment: bool = option(True, "mask mel bands and frames of speech at random")
     workers: int = option(2, "threads that decode speech")

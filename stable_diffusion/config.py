@@ -34,7 +34,7 @@ class Config(Timing):
     growth_interval: int = option(1000, "finite steps after which the loss scale doubles")
     hysteresis: int = option(2, "overflows in a row after which the loss scale halves")
     max_floor_overflows: int = option(20, "overflows in a row with the loss scale at 1 that end a run")
-    data: str = option("", "folder of shards (.safetensors) (empty: realistic ones are written once)", is_path=True)
+    data: str = option("", "folder of shards (.safetensors) (empty: realistic ones are written once)")
     workers: int = option(2, "processes that read data (0: none)")
 
     def __post_init__(self):

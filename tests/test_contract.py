@@ -139,8 +139,6 @@ def test_describe(model):
     assert {"tiny", "bench"} <= set(described["presets"])
     assert "eager" in described["variants"]
     assert all(isinstance(line, str) and line for line in described["variants"].values())
-    fields = {"--" + name.replace("_", "-") for name in described["presets"]["tiny"]}
-    assert fields == {flag["flag"] for flag in described["flags"]}
     swept = [field for fields in described.get("sweeps", {}).values() for field in fields]
     assert all(isinstance(described["presets"]["tiny"][field], int | str) for field in swept)
     assert set(described.get("reference", {}).values()) <= set(described["variants"])

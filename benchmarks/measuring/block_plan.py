@@ -15,13 +15,8 @@ FASTER_BASE = 1.01
 def steps_of_block(paces: dict[str, dict], worker: dict, settings: Settings) -> dict:
     """Return the steps of a block, the same for all variants: whole periods of batches.
 
-    Args:
-        paces: variant -> "ms" of a step and "reset_s" of a reset, from the pilot.
-        worker: facts of the worker: "period" of the batches, "least_steps", "gpus".
-        settings: of the run.
-
-    Returns:
-        Numbers of "untimed", "timed" and "drained" steps, and "resets_each": whether each block resets the state.
+    Numbers of "untimed", "timed" and "drained" steps, and "resets_each": whether each block resets the state. paces:
+    variant -> "ms" of a step and "reset_s" of a reset, from the pilot. worker: its answer to "build".
     """
     fastest, slowest = (pick(each["ms"] for each in paces.values()) for pick in (min, max))
     is_long, is_short, block_ms = slowest > LONG_STEP_MS, settings.is_short, settings.block_s * 1e3

@@ -42,23 +42,15 @@ class BuildMeasurement:
         self.began_s = time.monotonic()
 
     def measure(self) -> None:
-        """Measure the build.
-
-        Raises:
-            OutOfVariants: eager, or every eager variant, cannot run.
-            WorkerEnded: no worker can be started.
-        """
+        """Measure the build; OutOfVariants where eager, or every eager variant, cannot run."""
+        phases = [self._measure_cycles, self._profile]
+        if not self.settings.is_census:
+            phases = [self._check_parity, *phases, self._check_parity_afterwards, self._measure_alone]
         try:
-            for phase in self._phases():
+            for phase in phases:
                 self._finish(phase)
         finally:
             self.worker.close()
-
-    def _phases(self) -> list[Callable[[], None]]:
-        cycles = [self._measure_cycles, self._profile]
-        if self.settings.is_census:
-            return cycles
-        return [self._check_parity, *cycles, self._check_parity_afterwards, self._measure_alone]
 
     def kind_of_eagers(self) -> str:
         """Return the kind of `Raised` of the eager variants that were left out; "error" where they differ."""
@@ -103,7 +95,7 @@ class BuildMeasurement:
         if known:
             return {"steps": len(known[0]["hashes"]), "seconds": None}
         seconds = PARITY_S["short" if self.settings.is_short else "whole"]
-        return {"steps": self.request.parity_steps or PARITY_STEPS, "seconds": seconds}
+        return {"steps": PARITY_STEPS, "seconds": seconds}
 
     def _check_parity_afterwards(self):
         """Train past the steps of a block, on the graphs that were timed."""
@@ -161,7 +153,10 @@ class BuildMeasurement:
                 self._hold(variant)
                 paces[variant] = self.worker.paces[variant]
             steps = block_plan.steps_of_block(paces, self.worker.facts, self.settings)
-            self._foretell(paces, sum(steps[each] for each in ("untimed", "timed", "drained")))
+            steps_of_block = sum(steps[each] for each in ("untimed", "timed", "drained"))
+            minutes = self.settings.least_cycles * steps_of_block * sum(pace["ms"] for pace in paces.values()) / 60e3
+            if minutes > 5:
+                self.say(f"  {self.settings.least_cycles} cycles will take about {minutes:.0f} minutes")
             eagers = [name for name in remaining if self._is_eager(name)]
             candidates = [name for name in eagers if name in self.request.eagers] or eagers
             times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -176,12 +171,6 @@ class BuildMeasurement:
                         times[variant].append(math.fsum(answer["step_ms"]) / len(answer["step_ms"]))
         base = block_plan.choose_base(times)
         return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces)
-
-    def _foretell(self, paces, steps_of_block):
-        """Say before the first cycle how long the cycles will take, where steps are slow."""
-        minutes = self.settings.least_cycles * steps_of_block * sum(pace["ms"] for pace in paces.values()) / 60e3
-        if minutes > 5:
-            self.say(f"  {self.settings.least_cycles} cycles will take about {minutes:.0f} minutes")
 
     def _hold(self, variant):
         """Have a warm worker with all variants, or with this one where each block has a process of its own."""

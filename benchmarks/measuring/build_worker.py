@@ -4,6 +4,7 @@ A variant that fails or ends its worker is left out by name. Variants that do no
 graphs' memory first, then get a process for each block.
 """
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,12 +52,7 @@ class BuildWorker:
         self._restarts = 0
 
     def ask(self, variant: str, command: dict, parity: bool = False) -> dict:
-        """Return the worker's answer; start a worker where none runs.
-
-        Args:
-            variant: that the command is about.
-            command: "do" and its arguments, see common/measuring/worker.py.
-            parity: start the worker that the build has for parity.
+        """Return the worker's answer; start a worker where none runs, with `parity` the one that the build has for it.
 
         Raises:
             TryAgain: the variant is left out or gets another try.
@@ -68,8 +64,8 @@ class BuildWorker:
             answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
         except WorkerEnded as end:
             self.end()
-            if end.was_killed and variant not in self._killed:
-                # Perhaps by somebody else, so the variant gets a second chance.
+            if end.signal == signal.SIGKILL and variant not in self._killed:
+                # A program cannot send it to itself by mistake: perhaps somebody else, so there is a second chance.
                 self._killed.add(variant)
                 self._note("killed", variant, str(end))
                 self.say(f"  {end}; {variant} is tried once more")
@@ -119,11 +115,7 @@ class BuildWorker:
         return answer
 
     def _require_alike(self, answer) -> None:
-        """Every worker of a build has one model: what fits may differ where another program takes memory.
-
-        Raises:
-            WorkerEnded: the worker made another model than the first one.
-        """
+        """Every worker of a build has one model: what fits may differ where another program takes memory."""
         (first, *_) = self.partial.of("worker", build=self.request.name) or [answer]
         own, known = ({**each["config"], **{key: each[key] for key in SAME}} for each in (answer, first))
         odd = next((key for key in known if own.get(key) != known[key]), None)
@@ -132,10 +124,8 @@ class BuildWorker:
             raise WorkerEnded("error", f"{reason}; does another program use the GPU?")
 
     def start_ahead(self) -> None:
-        """Start a worker that will be needed: it imports while another one works, and waits to be told to build.
-
-        Of several ranks none: they would open their connections beside those at work.
-        """
+        """Start a worker that will be needed: it imports while another one works, and waits to be told to build."""
+        # Several ranks would open their connections beside those at work.
         if self._next is None and self.remaining() and self.request.ranks == 1:
             environment = self.request.environment
             self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)

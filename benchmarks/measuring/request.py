@@ -66,7 +66,6 @@ class BuildRequest:
         environment: of the worker.
         parity_environment: of a worker for parity only, where the model needs another one.
         eagers: eager variants that may be the base.
-        parity_steps: steps of the parity check that the model asks for; 0 for the default.
         asked_layers: layers of the preset and the flags; a GPU may hold fewer.
         ranks: number of ranks.
     """
@@ -78,6 +77,5 @@ class BuildRequest:
     environment: dict
     parity_environment: dict | None = None
     eagers: list[str] = field(default_factory=list)
-    parity_steps: int = 0
     asked_layers: int | None = None
     ranks: int = 1

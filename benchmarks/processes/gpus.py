@@ -2,8 +2,9 @@
 
 import os
 import re
-import subprocess
 from dataclasses import dataclass
+
+from common.machine.gpu_state import driver_version, nvidia_smi
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Gpus:
 
 def find_gpus() -> Gpus:
     """Return the GPUs that nvidia-smi -L lists and CUDA_VISIBLE_DEVICES shows; none without the command or a driver."""
-    listing = _output(["nvidia-smi", "-L"])
+    listing = nvidia_smi("-L") or ""
     found = re.findall(r"^GPU (\d+): (.*?)(?: \(UUID: (.*?)\))?$", listing, re.MULTILINE)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -35,12 +36,4 @@ def find_gpus() -> Gpus:
         found = [gpu for gpu in found if any(part == gpu[0] or (gpu[2] and gpu[2].startswith(part)) for part in wanted)]
     if not found:
         return Gpus()
-    driver = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split()
-    return Gpus(tuple(name for _, name, _ in found), tuple(uuid for _, _, uuid in found), driver[0] if driver else None)
-
-
-def _output(command):
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return Gpus(tuple(name for _, name, _ in found), tuple(uuid for _, _, uuid in found), driver_version())

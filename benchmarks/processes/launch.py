@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.command import Mistake, parser_of, positive
-from benchmarks.processes import children, gpus
+from benchmarks.processes import gpus, supervisor
 from common.machine import environment
 
 PORT = 29500
@@ -76,14 +76,7 @@ def add_arguments(parser) -> None:
 
 
 def parse(args) -> Launch:
-    """Return the launch that the flags ask for.
-
-    Args:
-        args: nnodes, ngpu, launch, rendezvous, python, out and host_load, as argparse gives them.
-
-    Raises:
-        Mistake: something cannot be; the text names the flag to change.
-    """
+    """Return the launch that the flags (`benchmarks.ask.Options`) ask for, or raise a Mistake."""
     try:
         prefix = tuple(shlex.split(args.launch or ""))
     except ValueError as error:
@@ -99,7 +92,7 @@ def parse(args) -> Launch:
         raise Mistake("--host-load with --nnodes > 1: only this node would be busy, so neither row would be true")
     if args.rendezvous and args.nnodes == 1:
         raise Mistake("--rendezvous is for several nodes, --nnodes is 1")
-    asked = getattr(args, "python", None) or sys.executable
+    asked = args.python or sys.executable
     python = shutil.which(asked)
     if python is None:
         raise Mistake(f"--python {asked}: no such command")
@@ -121,11 +114,7 @@ class NodesDiffer(RuntimeError):
 def machine(args) -> dict:
     """Return "name", "env" and "gpus" of this machine, which is node 0; with a launcher, ask every node first.
 
-    Args:
-        args: as for `parse`.
-
     Raises:
-        Mistake: the flags cannot be.
         NodesDiffer: a node does not answer through --out, does not get this environment, or has other source, versions
             or GPUs, or too few of them; or node 0 is not this machine, or does not see the folder of sockets.
     """
@@ -144,7 +133,7 @@ def _ask_nodes(launch, out):
         # A worker's socket will lie beside it.
         with tempfile.TemporaryDirectory(prefix="nodes-", dir=os.environ.get(SOCKET_DIR)) as seen:
             command = [*launch.prefix, sys.executable, "-m", "benchmarks.processes.launch", "--answer", str(folder)]
-            status = children.run_logged(command, log, ASK_LIMIT_S, os.environ | {SEEN: seen})
+            status = supervisor.run_logged(command, log, ASK_LIMIT_S, os.environ | {SEEN: seen})
         answers = _read_answers(folder, launch.nnodes if status == 0 else 0)
         said = " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:])
     finally:

@@ -23,17 +23,9 @@ class GpuBusy(RuntimeError):
 
 @contextlib.contextmanager
 def gpu_locks(uuids: Sequence[str], name: str) -> Iterator[list[str]]:
-    """Hold GPUs as long as the block lasts.
+    """Hold GPUs as long as the block lasts, and yield the texts of other benchmarks on GPUs of this host.
 
-    Args:
-        uuids: GPU-... of each GPU, empty on the CPU.
-        name: what runs, as in gpt3/bench.
-
-    Yields:
-        The texts of other benchmarks that measure on GPUs of this host, sorted.
-
-    Raises:
-        GpuBusy: another benchmark holds one of the GPUs.
+    uuids: GPU-... of each GPU, empty on the CPU. name: what runs, as in gpt3/bench.
     """
     others = _owners()
     with contextlib.ExitStack() as stack:
@@ -60,7 +52,5 @@ def _bound(name):
 
 def _owners() -> list[str]:
     """The texts of all benchmarks that hold a GPU, from the list of sockets, where an abstract name begins with @."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
-        return sorted(line.partition(f"@{OWNER}")[2] for line in lines if f"@{OWNER}" in line)
-    return []
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    return sorted(line.partition(f"@{OWNER}")[2] for line in lines if f"@{OWNER}" in line)

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import ROOT
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TERMINATE_S = 15.0
 # Slurm's srun waits for KillWait (30 s unless a site sets it) and two seconds more.
@@ -28,15 +30,38 @@ class _Stop(Exception):
     pass
 
 
-def command_of(command: list[str], asks: bool = False) -> list[str]:
-    """Return `command` under a supervisor of this process.
-
-    Args:
-        command: words.
-        asks: the command gets a SIGTERM and ASK_S before it is killed.
-    """
+def start(command: list[str], asks: bool, **options) -> subprocess.Popen:
+    """Start a command under a supervisor, in the repository's root. asks: it gets a SIGTERM and ASK_S to end first."""
     ask = ["--ask"] if asks else []
-    return [sys.executable, "-m", "benchmarks.processes.supervisor", str(os.getpid()), *ask, "--", *command]
+    words = [sys.executable, "-m", "benchmarks.processes.supervisor", str(os.getpid()), *ask, "--", *command]
+    return subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, **options)
+
+
+def end(process: subprocess.Popen, patience_s: float) -> None:
+    """End a command that `start` started, with SIGTERM, then with SIGKILL after `patience_s` seconds."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run_logged(command: list[str], log: Path, limit_s: float, environment: dict) -> int | None:
+    """Run a command that may start others on other machines, and that ends them on SIGTERM; append its output to `log`.
+
+    Returns:
+        The exit status, 128 + n where signal n ended it; None where it was ended after limit_s.
+    """
+    with open(log, "ab") as file:
+        process = start(command, asks=True, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end(process, TERMINATE_S + ASK_S)
 
 
 def set_parent_death_signal(number: int) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from benchmarks.command import Mistake
-from benchmarks.processes import children, launch, supervisor
+from benchmarks.processes import launch, supervisor
 from common.measuring.channel import Channel, Closed
 
 START_LIMIT_S = 180.0
@@ -28,7 +28,7 @@ class WorkerEnded(RuntimeError):
     """The worker is gone; the text says why.
 
     Args:
-        kind: "error" or "timeout", or what it said while it built its state, of `facts.Raised`.
+        kind: of `facts.Raised`: "error" or "timeout", or what it said while it built its state.
         reason: in one line.
         exit_status: of its process, where that ended by itself.
         signal: that ended it, or None.
@@ -38,16 +38,6 @@ class WorkerEnded(RuntimeError):
         super().__init__(reason if exit_status is None else f"{reason} (exit status {exit_status})")
         self.kind, self.reason, self.exit_status, self.signal = kind, reason, exit_status, signal
 
-    @property
-    def is_refusal(self) -> bool:
-        """Return whether the script did not take its arguments, or said that they cannot run on this machine."""
-        return self.exit_status == 2
-
-    @property
-    def was_killed(self) -> bool:
-        """Return whether signal 9 ended the worker; a program cannot send it to itself by mistake."""
-        return self.signal == signal.SIGKILL
-
 
 class Worker:
     """One worker process, from its start to `end`. It starts at once; the first call waits until it answers.
@@ -56,9 +46,6 @@ class Worker:
         command: words that start the script; the socket's path is appended as --worker.
         environment: of the worker.
         log: file that gets what the worker prints.
-
-    Raises:
-        Mistake: GRAPH_SOCKET_DIR, or TMPDIR, names no folder for sockets.
     """
 
     def __init__(self, command: list[str], environment: dict, log: Path):
@@ -71,14 +58,10 @@ class Worker:
         self._channel: Channel | None = None
         words = [*command, "--worker", str(self._folder / "s")]
         with open(log, "ab") as file:
-            self._process = children.start(words, asks, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            self._process = supervisor.start(words, asks, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
     def wait(self) -> float:
-        """Wait until it answers, and return the seconds that this took.
-
-        Raises:
-            WorkerEnded: it ended, or did not answer within START_LIMIT_S.
-        """
+        """Wait until it answers, and return the seconds that this took."""
         start_s = time.monotonic()
         while self._channel is None:
             with contextlib.suppress(TimeoutError):
@@ -91,18 +74,11 @@ class Worker:
         return time.monotonic() - start_s
 
     def call(self, command: dict, limit_s: float) -> dict:
-        """Send a command and wait for its answer.
-
-        Args:
-            command: an object with "do".
-            limit_s: longest time between two messages of the worker.
+        """Send a command and wait for its answer; WorkerEnded where it died, or sent nothing for limit_s.
 
         Returns:
             The last message, whose "say" is "done" or "failed". Where the worker marked the begin and the end of timed
             steps, "parent_s" is the time between the two by the clock of this process.
-
-        Raises:
-            WorkerEnded: it died, or sent nothing for limit_s.
         """
         self.wait()
         assert self._channel is not None, "it has answered"
@@ -151,11 +127,8 @@ class Worker:
             self._channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
-        self._end_process()
-
-    def _end_process(self):
         try:
-            children.end(self._process, self._patience_s)
+            supervisor.end(self._process, self._patience_s)
         finally:
             self._listener.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -180,10 +153,7 @@ def _listening():
 
 
 def _last_line(log: Path, start: int) -> str:
-    """The last line that a script said of itself after byte `start` of a log, else the last line of all, or "".
-
-    A script's own line begins with its name, which is left out.
-    """
+    """The last line that a script said of itself after byte `start` of a log, else the last line of all, or ""."""
     with open(log, "rb") as file:
         file.seek(start)
         lines = [line.strip() for line in file.read(2**20).decode(errors="replace").splitlines()]

@@ -40,7 +40,7 @@ def collate(folder: Path, job: str) -> tuple[list[Run], list[str]]:
 
 
 def main(argv=None) -> int:
-    """The program."""
+    """Run the program; return its exit status."""
     parser = parser_of("slurm.collate", "Tables of a batch job's runs.")
     parser.add_argument("job", metavar="JOB", help="id of the job that measured")
     parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="root of one task's runs")

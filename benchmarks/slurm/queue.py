@@ -25,11 +25,7 @@ def inherited(chosen: dict) -> dict:
 
 
 def check(*commands: list[str], environment: dict) -> None:
-    """Ask `sbatch --test-only` whether each command would be taken.
-
-    Raises:
-        Refused: one would not.
-    """
+    """Ask `sbatch --test-only` whether each command would be taken."""
     for command in commands:
         _call([*command[:2], "--test-only", *command[2:]], environment)
 
@@ -37,14 +33,12 @@ def check(*commands: list[str], environment: dict) -> None:
 def submit(bench: list[str], collate: Callable[[str], list[str]], environment: dict) -> tuple[str, str]:
     """Submit both jobs, the first held until the second is in the queue, and return their ids.
 
+    Both are cancelled where Slurm does not take one, and where the command is stopped.
+
     Args:
         bench: sbatch's command, with --hold.
         collate: gives the second command for the id of the first.
         environment: of both.
-
-    Raises:
-        Refused: Slurm does not take one, and both are cancelled.
-        KeyboardInterrupt: stopped, and both are cancelled.
     """
     jobs: list[str] = []
     try:

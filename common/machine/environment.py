@@ -32,16 +32,10 @@ _SLURM = {
 
 
 def describe_environment(device, world_size) -> dict:
-    """Describe machine, versions and code.
+    """Describe machine, versions and code; values of the GPU are None on the CPU.
 
-    Args:
-        device: "cpu", "cuda" or "cuda:1", text or torch.device; torch is imported for a CUDA device only.
-        world_size: ranks of the run.
-
-    Returns:
-        Names -> values; those of the GPU are None on the CPU. num_gpus counts the GPUs this process can see. host is a
-        hash of the machine's name, so that it can be published; slurm.nodelist is the scheduler's own text. variables
-        are the environment variables that change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do.
+    num_gpus counts the GPUs this process can see. host is a hash of the machine's name, so that it can be published.
+    variables are the environment variables that change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do.
     """
     git_sha, git_tree, git_dirty = git_state()
     in_job = "SLURM_JOB_ID" in os.environ
@@ -52,7 +46,7 @@ def describe_environment(device, world_size) -> dict:
         **(_gpu(str(device)) if str(device).startswith("cuda") else {}),
         "torch": _version("torch"),
         "transformer_engine": _version("transformer_engine"),
-        "dali": _dali_version(),
+        "dali": _version("nvidia-dali-cuda130"),
         "python": platform.python_version(),
         "host": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
@@ -82,7 +76,7 @@ def describe_host(device) -> dict:
         "boot": env["boot_id"],
         "host": env["host"],
         "cpu": env["cpu"],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "gpus": [{"name": env["gpu_name"], "uuid": env["gpu_uuid"]}] if env["num_gpus"] else [],
         "driver": env["driver"],
         "versions": versions,
@@ -121,13 +115,6 @@ def _version(distribution):
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _dali_version():
-    # The distribution's name carries the CUDA version: nvidia-dali-cuda120, nvidia-dali-cuda130. To read the names of
-    # all distributions takes 0.2 s.
-    found = (_version(f"nvidia-dali-cuda{major}0") for major in range(11, 30))
-    return next(filter(None, found), None)
 
 
 def _cpu_model():

@@ -85,16 +85,8 @@ class GpuSampler:
             self._child.wait()
             self._child = None
 
-    def sm_mhz(self, t0: float, t1: float) -> float | None:
-        """Median clock over t0 <= time.monotonic() <= t1; None without a sample."""
-        clocks = [sample.sm_mhz for sample in self.samples() if t0 <= sample.time_s <= t1]
-        return statistics.median(clocks) if clocks else None
-
     def state(self, t0: float, t1: float) -> dict | None:
-        """Return "sm_mhz" and "power_w", medians over t0 <= time.monotonic() <= t1, and "throttle", all reasons seen.
-
-        None without a sample.
-        """
+        """Medians "sm_mhz" and "power_w" over t0 <= time.monotonic() <= t1, and "throttle"; None without a sample."""
         found = [sample for sample in self.samples() if t0 <= sample.time_s <= t1]
         if not found:
             return None
@@ -125,11 +117,15 @@ def _sample(row: list[str]) -> Sample:
     return Sample(float(row[0]), float(row[1]), power, int(row[3], 16) if row[3].startswith("0x") else 0)
 
 
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, as in 580.65.06."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def nvidia_smi(*words: str) -> str | None:
+    """The output of nvidia-smi; None where there is no such command, or it fails."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, as in 580.65.06."""
+    answer = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or ""
     return next(iter(answer.split()), None)

@@ -32,11 +32,9 @@ def explain_oom(error: Exception, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def noted(facts: dict[str, dict[str, int]]) -> Iterator[None]:
-    """Put bytes of torch's allocator into `facts`, on a GPU.
+    """Put bytes of torch's allocator into `facts`, on a GPU: "before", "peak" and "after", "allocated" and "reserved".
 
-    Args:
-        facts: gets "before", "peak" and "after", each with "allocated" and "reserved" bytes. Of several blocks noted in
-            one place: before the first, the largest peak, after the last.
+    Of several blocks noted in one place: before the first, the largest peak, after the last.
     """
     if not torch.cuda.is_available():
         yield

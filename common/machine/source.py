@@ -101,11 +101,11 @@ def hash_files(files):
 
 
 def git_state(root: Path = ROOT) -> tuple[str | None, str | None, bool | None]:
-    """(sha of HEAD, hash of its tree, whether the files differ from it).
+    """(sha of HEAD, hash of its tree, whether the files differ from it). None: not known.
 
     Dirty means a changed tracked file outside results/, or a file that `is_code` counts and git does not track, ignored
     or not: it could be imported like any other. A copy of the files may lie beside no .git, or beside the .git of
-    another commit: SOURCE_SHA, SOURCE_TREE and SOURCE_DIRTY (0 or 1) of the environment come first. None: not known.
+    another commit: SOURCE_SHA, SOURCE_TREE and SOURCE_DIRTY (0 or 1) of the environment come first.
     """
     head = None
     if not os.environ.get("SOURCE_SHA", "").strip() and (root / ".git").exists():

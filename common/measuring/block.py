@@ -4,19 +4,18 @@ A block has three parts, on consecutive batches: a few untimed steps, the timed 
 drained at each mark, which give the host's issue time in the same seconds. Afterwards it looks at what training did.
 """
 
-import contextlib
 import gc
 import itertools
 import math
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from common.measuring import marks
 from common.training.parallel.host_messages import barrier, of_all_ranks
-from common.variant import Reruns
 
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
@@ -39,12 +38,7 @@ class Steps:
 
 
 class Watched:
-    """A fixed choice of elements of the training state, to say how far a block has moved it.
-
-    Args:
-        named_state: (name, tensor) of all that training carries from step to step, updated in place.
-        device: of the tensors that are watched.
-    """
+    """A fixed choice of elements of the training state on a device, to say how far a block has moved it."""
 
     def __init__(self, named_state, device: torch.device):
         self.device = device
@@ -60,26 +54,18 @@ class Watched:
     @staticmethod
     def moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> list[float | None]:
         """The norm of each tensor's movement; None where it is not finite. Waits for the device."""
-        return [finite(value) for value in _norms(before, after)]
-
-
-def _norms(before, after):
-    if not before:
-        return []
-    return torch.stack([(b - a).double().norm() for a, b in zip(before, after, strict=True)]).tolist()
+        norms = [(b - a).double().norm() for a, b in zip(before, after, strict=True)]
+        return [finite(value) for value in torch.stack(norms).tolist()] if norms else []
 
 
 def _few(tensor):
     """Evenly spaced elements of a tensor in memory order; of one with gaps, of its last dimension."""
-    if not any(tensor.is_contiguous(memory_format=each) for each in _formats(tensor)):
+    formats = [torch.contiguous_format] + [torch.channels_last] * (tensor.dim() == 4)
+    if not any(tensor.is_contiguous(memory_format=each) for each in formats):
         tensor = tensor[(0,) * (tensor.dim() - 1)]
         return tensor[:: max(1, tensor.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat[:: max(1, flat.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
-
-
-def _formats(tensor):
-    return [torch.contiguous_format] + [torch.channels_last] * (tensor.dim() == 4)
 
 
 def synchronize(device: torch.device) -> None:
@@ -89,17 +75,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
-    """Run one block and return its facts.
+    """Run one block of an entered variant and return its facts, JSON-able; times in ms.
 
-    Args:
-        variant: a `common.variant.Variant`, entered.
-        training: `common.contract.Training`, where the block begins.
-        watched: of its state.
-        steps: numbers of steps.
-        tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
-
-    Returns:
-        JSON-able facts; times in ms.
+    tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
     """
     device = watched.device
     gc.collect()
@@ -113,16 +91,16 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
             if number == 0:
                 # A reset may have dropped gradients, which this step has made again.
                 held = held_bytes(device)
-        if isinstance(variant, Reruns):
+        if hasattr(variant, "counted"):
             variant.counted()
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
-        reruns = variant.counted() if isinstance(variant, Reruns) else None
+        reruns = variant.counted() if hasattr(variant, "counted") else None
         issue_ms = [ms for _ in range(steps.drained) if (ms := issue_ms_of(variant, next(index), device)) is not None]
         synchronize(device)
         after = watched.values()
     finally:
         gc.enable()
-    now_held = held_bytes(device)
+    growth_bytes = held_bytes(device) - held
     timed = range(steps.untimed, steps.untimed + steps.timed)
     facts |= {
         "untimed_steps": steps.untimed,
@@ -133,7 +111,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         "process": os.getpid(),
         "threads": num_threads(),
         "reserved_bytes": reserved_bytes(device),
-        "growth_bytes": None if held is None or now_held is None else now_held - held,
+        "growth_bytes": growth_bytes,
         "expected_replays": sum(variant.replays_of(each) for each in timed),
         "moved": watched.moved(before, after),
         "reruns": reruns,
@@ -161,13 +139,7 @@ def _timed(variant, index, count, device, tell):
 
 
 def timed_steps(variant, index, count: int, device: torch.device) -> list[float]:
-    """Make `count` steps without waiting for the device in between.
-
-    Args:
-        variant: a `common.variant.Variant`, entered.
-        index: iterator over the numbers of the steps.
-        count: steps.
-        device: where the steps run.
+    """Make `count` steps without waiting for the device in between. index: iterator over their numbers.
 
     Returns:
         Ms of each step between boundaries: events on a GPU, wall time on the CPU. Of ranks the slowest at each step.
@@ -194,11 +166,6 @@ def issue_ms_of(variant, index: int, device: torch.device) -> float | None:
 
     The queue is drained at each mark, and the drains are not counted: it holds about 1,024 launches, and a host that
     runs further ahead waits for the GPU.
-
-    Args:
-        variant: a `common.variant.Variant`, entered.
-        index: of the step.
-        device: where it runs.
     """
     if device.type != "cuda":
         variant.step(index)
@@ -268,14 +235,12 @@ def finite(value: float) -> float | None:
 
 
 def num_threads() -> int:
-    """Threads of this process; 0 where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/task"))
-    return 0
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
 
 
-def held_bytes(device: torch.device) -> int | None:
-    """Bytes of live tensors on the GPU; on the CPU the resident set, None where it is not told."""
+def held_bytes(device: torch.device) -> int:
+    """Bytes of live tensors on the GPU; on the CPU the resident set."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else reserved_bytes(device)
 
 
@@ -288,9 +253,8 @@ def forget_peak(device: torch.device) -> None:
 def peak(device: torch.device) -> dict[str, int]:
     """Return the GPU's memory since `forget_peak`; {} on the CPU.
 
-    Returns:
-        peak_reserved_bytes: most that torch's allocator held; driver_bytes: what the driver says is taken now, by all
-        processes, with CUDA's context and the kernels that are loaded.
+    peak_reserved_bytes: most that torch's allocator held; driver_bytes: what the driver says is taken now, by all
+    processes, with CUDA's context and the kernels that are loaded.
     """
     if device.type != "cuda":
         return {}
@@ -298,12 +262,8 @@ def peak(device: torch.device) -> dict[str, int]:
     return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "driver_bytes": total - free}
 
 
-def reserved_bytes(device: torch.device) -> int | None:
-    """Bytes that torch's allocator has taken from the GPU; on the CPU the resident set, None where it is not told."""
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from the GPU; on the CPU the resident set."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

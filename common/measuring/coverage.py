@@ -40,10 +40,6 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
 def patching(step, regions) -> dict[str, float | None]:
     """Measure in untraced steps how many nodes get new addresses, and the host's time for them.
 
-    Args:
-        step: step(index), which trains on a batch.
-        regions: with `counts()`, as `common.capture.parameterized.backend.Region`.
-
     Returns:
         patched_per_launch: nodes changed in a launch of a region; patch_us_per_node: host microseconds for each of
         them, finding the changes included. None where there is nothing to divide by.

@@ -12,8 +12,7 @@ _nothing = contextlib.nullcontext()
 def mark(tensor=None) -> None:
     """A place, at most some 800 launches after the last one, where the GPU's queue may be drained to time the host.
 
-    Args:
-        tensor: also marks the point in the backward pass where the gradient of this tensor is ready.
+    tensor: also marks the point in the backward pass where the gradient of this tensor is ready.
     """
     if _mark is not None:
         _mark()

@@ -28,14 +28,9 @@ class Counter(TorchDispatchMode):
 
 
 def profile(variant, num_steps: int) -> dict:
-    """Operators a step, and the share that belongs to replays of host graphs.
+    """`kernels`, the operators of a step, and `graph_share`, the share in replays of host graphs.
 
-    Args:
-        variant: a `common.variant.Variant`, entered.
-        num_steps: steps that are counted, after one that is not.
-
-    Returns:
-        `kernels` (operators a step), `graph_share`; there is no busy time on a CPU.
+    num_steps: steps that are counted, after one that is not. There is no busy time on a CPU.
     """
     variant.step(0)
     graphs = [graph for pool in variant.capture.pools for graph in pool.graphs]

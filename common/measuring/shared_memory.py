@@ -15,13 +15,7 @@ from common import variant as variants
 
 
 def share() -> torch.cuda.MemPool:
-    """Let all graphs and eager steps from now on have one pool.
-
-    Backward passes run on the calling thread from now on.
-
-    Returns:
-        the pool, which must be kept.
-    """
+    """Let all graphs and eager steps from now on have one pool, which is returned and must be kept."""
     torch._C._set_multithreading_enabled(False)
     pool = torch.cuda.MemPool()
     torch.cuda.graph_pool_handle = lambda: pool.id  # type: ignore[assignment,return-value]
@@ -35,14 +29,7 @@ def share() -> torch.cuda.MemPool:
 
 
 def once_at_a_time(make):
-    """Return a maker of contexts of which one inside another does nothing: torch refuses a pool that is in use.
-
-    Args:
-        make: makes the context.
-
-    Returns:
-        the maker.
-    """
+    """Return a maker of contexts of which one inside another does nothing: torch refuses a pool that is in use."""
     is_in_use = False
 
     @contextlib.contextmanager

@@ -187,9 +187,6 @@ def timeline(events: list[dict]) -> dict:
     The step begins where an event of a timed run would: when the work issued before it is done, or when the host
     begins with it, whichever is later. It ends when its work is done and the host has issued it.
 
-    Args:
-        events: of `Profile`.
-
     Returns:
         timeline_us: [start, end] of each busy interval, us from the step's begin; gaps shorter than SHORTEST_GAP of the
         step are left out. timeline_step_us: length of the step. Empty where the trace does not show the step's begin.
@@ -239,9 +236,7 @@ def named_range(name: str):
 def traced_steps(trace: dict, cuda: bool) -> Iterator[int]:
     """Yield the numbers of steps, UNTRACED_STEPS and then TRACED_STEPS that are traced.
 
-    Args:
-        trace: gets the entries of the Chrome trace: host operators and, with CUDA, kernels.
-        cuda: whether the steps run on a GPU.
+    trace: gets the entries of the Chrome trace: host operators and, with CUDA, kernels.
     """
     import torch
 
@@ -279,15 +274,7 @@ def sections(trace: dict) -> dict[str, float]:
 
 
 def single_work(trace: dict, names: tuple[str, ...]) -> float:
-    """Return the GPU's work of a step that single launches started, not graphs.
-
-    Args:
-        trace: of `trace_steps`.
-        names: of the script's sections whose launches count.
-
-    Returns:
-        kernels, copies and memsets a step.
-    """
+    """Kernels, copies and memsets a step that single launches in sections of these names started, not graphs."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     windows = [
         (event["ts"], event["ts"] + event["dur"])

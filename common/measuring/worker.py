@@ -14,7 +14,6 @@ commands until that process hangs up. Each command is an object with "do", each 
     profile  variant, steps                    kernels, busy time, share launched by graphs
     course   variant, first, steps             losses and hash of untimed steps from the seeded start
     alone    variant, steps                    memory and times of steps, where it is the only variant of the process
-    drop     variant
 
 Rank 0 is told; the other ranks follow it. All variants share one training, so each is entered before its steps and left
 after them.
@@ -41,7 +40,6 @@ from common.measuring import block, operators, shared_memory, torch_settings, tr
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
 from common.measuring.state_hash import StateHasher
-from common.measuring.torch_flags import changes, torch_flags
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, Variant
 
@@ -49,14 +47,7 @@ PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
 
 def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
-    """Answer commands until the other end hangs up.
-
-    Args:
-        model: `common.session.Model`, not built; model.options.worker is the path of the socket.
-        device: of this rank.
-        rank: of this process in the process group.
-        world_size: ranks of the process group.
-    """
+    """Answer commands until the other end hangs up. model: `common.session.Model`, not built."""
     channel = Channel.connect(model.options.worker) if rank == 0 else None
 
     def give_up(fault):
@@ -64,7 +55,7 @@ def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> No
             with contextlib.suppress(Closed):
                 channel.send({"say": "failed", "kind": _kind(fault.status), "reason": str(fault), "fatal": True})
 
-    with Agreement(rank, world_size, give_up) as ranks:
+    with garbage.of_run(), Agreement(rank, world_size, give_up) as ranks:
         worker = Worker(model, device, channel, ranks)
         try:
             worker.run()
@@ -86,14 +77,12 @@ class Worker:
         self.kept: dict[str, Variant] = {}
         self.made: dict[str, dict] = {}
         self.places: dict[str, tuple[str, int]] = {}
-        self.settings = contextlib.ExitStack()
         self.flags: dict[str, str] = {}
 
     # --- commands
 
     def run(self) -> None:
         """Answer commands until the other end hangs up or a fault ends the worker."""
-        self.settings.enter_context(garbage.of_run())
         while True:
             command = of_first_rank(self._next())
             if command is None or not self._answer(command):
@@ -113,7 +102,7 @@ class Worker:
         try:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
-            changed, moved = changes(self.flags, torch_flags()), self._moved()
+            changed, moved = torch_settings.changes(self.flags, torch_settings.current()), self._moved()
             if changed or moved:
                 kind = "changed_settings" if changed else "moved_state"
                 reason = f"left torch changed: {changed}" if changed else f"moved the training state: {moved}"
@@ -176,7 +165,7 @@ class Worker:
             self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
             self.sampler.start()
         garbage.keep()
-        self.flags = torch_flags()
+        self.flags = torch_settings.current()
         config = self.model.config
         return {
             "build_s": round(time.monotonic() - start, 3),
@@ -283,13 +272,6 @@ class Worker:
             step_ms = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
         return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
 
-    def do_drop(self, command):
-        """Release a kept variant, where it is kept."""
-        variant = self.kept.pop(command["variant"], None)
-        if variant is not None:
-            self._release(variant)
-        return {}
-
     # --- parts
 
     def _make(self, name):
@@ -302,7 +284,6 @@ class Worker:
         block.synchronize(self.device)
         self._settle_memory()
         own: Capture = variant.capture
-        now: Any = block.reserved_bytes(self.device)
         graphs, replays = self.model.promises(name)
         return variant, {
             "strategy": own.strategy,
@@ -313,7 +294,7 @@ class Worker:
             "warmup_s": round(own.warmup_s, 3),
             "compile_s": round(own.compile_s, 3),
             "capture_s": round(own.capture_s, 3),
-            "bytes_added": None if None in (now, reserved) else now - reserved,
+            "bytes_added": block.reserved_bytes(self.device) - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "memory": own.memory,
             "threads_added": block.num_threads() - threads,
@@ -361,7 +342,8 @@ class Worker:
             block.synchronize(self.device)
             return {}
         profile = trace.profile(run_steps, num_steps, heat)
-        clock = self.sampler.sm_mhz(profile.start_s - 0.3, profile.end_s) if self.sampler else None
+        gpu = self.sampler.state(profile.start_s - 0.3, profile.end_s) if self.sampler else None
+        clock = gpu["sm_mhz"] if gpu else None
         return trace.facts(profile.events, num_steps) | {"sm_mhz": clock, "steps": num_steps}
 
     def _memory_of(self, name):
@@ -400,7 +382,6 @@ class Worker:
                 close()
         if self.sampler:
             self.sampler.stop()
-        self.settings.close()
 
 
 def _kind(status):

@@ -1,28 +1,19 @@
 """The output of training by hand: a card before it builds anything, a table when it has trained."""
 
-import sys
-
 from common.machine import memory
 
 
 def print_head(result: dict) -> None:
-    """Say what runs where.
-
-    Args:
-        result: of `common.script.by_hand`, as it is before the build.
-    """
+    """Say what runs where."""
     env = result["env"]
     where = f"{env['gpu_name']} x{env['num_gpus']}" if result["device"] == "cuda" else f"CPU, {env['cpu']}"
-    print(f"{result['model']}/{result['preset']}  {result['variant']}  {where}  torch {env['torch']}")
-    sys.stdout.flush()
+    print(f"{result['model']}/{result['preset']}  {result['variant']}  {where}  torch {env['torch']}", flush=True)
 
 
 def print_end(result: dict, training) -> None:
     """Print the table and, last, what a person should know: why it failed, or which command measures.
 
-    Args:
-        result: of `common.script.by_hand`.
-        training: `common.contract.Training`, None where the build failed.
+    training: `common.contract.Training`, None where the build failed.
     """
     for name, value, note in _rows(result, training):
         print(f"{name:10s} {value:>16s}  {note}".rstrip())

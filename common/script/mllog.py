@@ -43,11 +43,7 @@ class Log:
             self.file = open(path, "w")  # noqa: SIM115
 
     def begin(self, result: dict) -> None:
-        """Say what runs, before anything is built.
-
-        Args:
-            result: of `common.script.by_hand`: model, preset, variant, device and env.
-        """
+        """Say what runs, before anything is built."""
         env = result["env"]
         platform = f"{env['num_gpus']} x {env['gpu_name']}" if result["device"] == "cuda" else f"CPU, {env['cpu']}"
         self._event(START, "init_start")
@@ -56,11 +52,7 @@ class Log:
         self._event(POINT, "submission_platform", platform)
 
     def say(self, values: dict) -> None:
-        """Say how it trains, a line each.
-
-        Args:
-            values: MLPerf's key -> value; global_batch_size, the samples of a step on all ranks, counts samples later.
-        """
+        """Say how it trains, a line for each of MLPerf's keys; global_batch_size, of all ranks, counts samples."""
         self.samples_per_step = values.get("global_batch_size", self.samples_per_step)
         for key, value in values.items():
             self._event(POINT, key, value)
@@ -109,11 +101,7 @@ class Log:
         self._event(END, "eval_stop", at_s=self._end_s, **samples)
 
     def finish(self, result: dict) -> None:
-        """Write run_stop, at the time when training ended.
-
-        Args:
-            result: of `common.script.by_hand`: status and message.
-        """
+        """Write run_stop, at the time when training ended."""
         status = {"status": "success"}
         if result["status"] != "pass":
             status = {"status": "aborted", "reason": f"{result['status']}: {result['message']}"}

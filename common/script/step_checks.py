@@ -20,16 +20,13 @@ def compare_with_eager(training, variant, reference, device: torch.device) -> li
     A replay that ignores its input, or reads weights of the capture, would train on nonsense.
 
     Args:
-        training: `common.contract.Training` of the variant.
+        training: of the variant.
         variant: entered; it is left for eager's steps and entered again.
         reference: reference(index) makes an eager step.
         device: of the training.
 
     Returns:
         Lines for a person: why it was left out, where a GPU has no memory for eager steps beside the graphs; else none.
-
-    Raises:
-        CaptureError: the losses differ. FloatingPointError: eager's are not finite.
     """
     ours = _two_losses(training, variant.step)
     free = memory.free_bytes(device)
@@ -68,22 +65,16 @@ def as_eager(variant):
 
 
 def require_finite(losses: list[float]) -> None:
-    """Look at all losses.
-
-    Raises:
-        FloatingPointError: one is NaN or infinite.
-    """
+    """FloatingPointError where a loss is NaN or infinite."""
     for index, loss in enumerate(losses):
         if not abs(loss) < float("inf"):
             raise FloatingPointError(f"loss is {loss} at step {index}")
 
 
 def broken_promise(result: dict) -> str:
-    """Return how graphs and replays differ from those that the model's table declares for the variant, or "".
+    """Return how graphs and replays differ from those that the variant declares, or "".
 
-    Args:
-        result: of `common.script.by_hand.run`: kind, steps, graphs, replays, expected_replays, promised_graphs and
-            promised_replays (a step). A promise of None is any number from 1 up, where the kind is known.
+    A promise of None is any number from 1 up, where the kind is known.
     """
     graphs, replays, steps = result["graphs"], result["replays"], result["steps"]
     promised, wanted = result["promised_graphs"], result["promised_replays"]

@@ -25,7 +25,7 @@ from common.capture.pool import Pool
 from common.config import Run, Timing
 from common.contract import Training
 from common.training.parallel import collectives
-from common.variant import Capture, Unsupported, warm_up
+from common.variant import Capture, Unsupported
 from tests.helpers.by_hand import trained
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
@@ -86,8 +86,8 @@ class State:
 class Graphed:
     def __init__(self, state):
         self.state, self.pool = state, Pool(state.device)
-        self.capture = Capture(strategy="the sum", pools=[self.pool])
-        warm_up(state, self.capture, State.step)
+        self.capture = Capture(strategy="the sum", state=state, pools=[self.pool])
+        self.capture.warm_up(State.step)
         state.fails("capture")
         with self.capture.timed("capture_s"):
             self.graph, _ = self.pool.capture(self._reduce)

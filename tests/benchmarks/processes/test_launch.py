@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.processes import children, launch
+from benchmarks.processes import launch, supervisor
 from tests.helpers.bench_process import bench, only_run, only_variants, only_verdicts
 from tests.helpers.processes import TWO_NODES, program
 from tests.helpers.slurm_cluster import free_ports
@@ -28,8 +28,8 @@ def machine(monkeypatch):
 
 
 def arguments(**values):
-    given = {"nnodes": 1, "ngpu": 1, "launch": None, "rendezvous": None, "out": None, "host_load": 0, **values}
-    return argparse.Namespace(**given)
+    given = {"nnodes": 1, "ngpu": 1, "out": None, "host_load": 0, **values}
+    return argparse.Namespace(**dict.fromkeys(("launch", "rendezvous", "python")) | given)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_nodes_that_differ_are_named(tmp_path, monkeypatch, rank, where, value, 
         log.touch()
         return 0
 
-    monkeypatch.setattr(children, "run_logged", answer)
+    monkeypatch.setattr(supervisor, "run_logged", answer)
     asked = arguments(nnodes=2, ngpu=2, launch="env", out=str(tmp_path))
     if expected is None:
         launch.machine(asked)

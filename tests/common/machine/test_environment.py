@@ -145,8 +145,7 @@ def test_the_sampler_tells_the_median_clock_of_a_while(nvidia_smi, monkeypatch):
     t1 = seen_s[-1]
     times = [sample.time_s for sample in sampler.samples()]
     assert t0 < times[0] < seen_s[0] < times[1] < seen_s[1] < times[2] < t1
-    assert sampler.sm_mhz(t0, t1) == 1500 and sampler.sm_mhz(times[0], times[1]) == 1250
-    assert sampler.sm_mhz(t1, t1 + 1) is None and sampler.state(t1, t1 + 1) is None
+    assert sampler.state(times[0], times[1])["sm_mhz"] == 1250 and sampler.state(t1, t1 + 1) is None
     assert sampler.state(t0, t1) == {"sm_mhz": 1500, "power_w": 450.25, "throttle": ["power cap", "software thermal"]}
     called, *command = (folder / "call").read_text().split()
     assert command[0] == "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
@@ -155,11 +154,11 @@ def test_the_sampler_tells_the_median_clock_of_a_while(nvidia_smi, monkeypatch):
     wait_until(lambda: not alive(int(called)))
     # A line that is not whole is no sample.
     os.write(sampler._file.fileno(), b"3.0, 18")
-    assert sampler.sm_mhz(t0, t1) == 1500 and len(sampler.samples()) == 3
+    assert sampler.state(t0, t1)["sm_mhz"] == 1500 and len(sampler.samples()) == 3
     monkeypatch.setattr(gpu_state.shutil, "which", lambda name: None)
     without = gpu_state.GpuSampler(0)
     without.start()
-    assert without.sm_mhz(0, 1e9) is None
+    assert without.state(0, 1e9) is None
     without.stop()
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.processes import children, supervisor
+from benchmarks.processes import supervisor
 from tests.helpers.processes import processes_with, until
 
 # A child with a grandchild in a session of its own, as torchrun's workers are.
@@ -24,7 +24,7 @@ time.sleep(600)
 
 
 def logged(command, log, limit_s=60):
-    return children.run_logged(command, log, limit_s, dict(os.environ))
+    return supervisor.run_logged(command, log, limit_s, dict(os.environ))
 
 
 def test_output_and_exit_status_of_a_command(tmp_path):
@@ -60,8 +60,8 @@ time.sleep(600)
 RUN_LOGGED = """
 import os, sys
 from pathlib import Path
-from benchmarks.processes import children
-children.run_logged(sys.argv[2:], Path(sys.argv[1]), 600.0, dict(os.environ))
+from benchmarks.processes import supervisor
+supervisor.run_logged(sys.argv[2:], Path(sys.argv[1]), 600.0, dict(os.environ))
 sys.exit(8)
 """
 
