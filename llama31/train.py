@@ -234,7 +234,7 @@ class GraphedStep(GraphedPass):
 
     Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. The rate is
     constant: state.reset writes it, in place. A schedule would write it before each replay. With several ranks the
-    graph holds the norm's reduction too, and with ZeRO the gathering of the parameters. --clip host cannot be captured.
+    graph holds the norm's reduction too. --clip host cannot be captured.
     """
 
     update_is_captured = True

@@ -46,7 +46,6 @@ class Config(Timing):
     data: str = option(
         "synthetic",
         "synthetic: all utterances of one length; lengths: lengths spread as LibriSpeech's; or a folder of speech",
-        words=GENERATED,
     )
     frames: int = option(409, "frames of 30 ms in each utterance of --data synthetic")
     tokens: int = option(56, "tokens in each utterance of --data synthetic")

@@ -99,8 +99,8 @@ from rnnt.state import State, nominal_flops
 # 1. The eager step
 #
 # Shapes decide which dropout numbers are drawn and how sums are rounded, so graphs are compared with eager_padded. It
-# trains on the samples of eager. rnnt/other_variants.py has eager_sync and torch.compile. Skip @variant, which is for
-# the command line and the harness (common/contract.py, docs/reading_a_script.md), at first reading.
+# trains on the samples of eager. Skip @variant, which is for the command line and the harness (common/contract.py,
+# docs/reading_a_script.md), at first reading.
 
 
 @variant(

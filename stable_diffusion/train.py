@@ -199,7 +199,7 @@ class GraphedNetworks:
         state.end_step(index)
 
 
-# other_variants.py has the rest: eager with torch's kernels, eager with .item() calls, the whole step captured inside
+# other_variants.py has the rest: eager with torch's kernels, the whole step captured inside
 # Lightning's Trainer, three with torch.compile, and graphs of the UNet that keep no pool: each launch is given the
 # addresses of its tensors (docs/parameterized.md).
 
