@@ -14,11 +14,10 @@ The training loop without graphs. The loop is at the end of this file, its body 
 Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory, a pool, and are
 replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same (MLPerf v4.1, 11,616
 GPUs).
-Why so many? NVIDIA's mechanism puts a graph in the place of each module that other code calls. Microbatch 0 casts the
-weights to FP8 and overwrites main_grads, so its kernels differ. In a pipeline several microbatches are between their
-forward and their backward at a time, so each needs activations of its own. A model of yours without a pipeline needs
-one pair of graphs over all layers for the first microbatch, and one for the others (gpt3/pipeline has graphs over all
-layers: --graph-unit chunk).
+Why so many? As in a pipeline, for which NVIDIA's mechanism is made: a graph stands in the place of each module that
+other code calls, and several microbatches are between their forward and their backward at a time, so each has graphs of
+its own. Here, without a pipeline, fewer would do: a pair over all layers for microbatch 0, which casts the weights to
+FP8 and overwrites main_grads, and one for the others, replayed again and again (--graph-unit chunk joins layers).
 
 In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
 

@@ -29,10 +29,11 @@ filling the report: loss, gradient norm, loss scale and two counts of overflows 
     torch.cuda.set_stream(torch.cuda.Stream())          # before all else: captures cannot use the default stream
     pool, graphs = torch.cuda.graph_pool_handle(), {}
     for shape in pairs_of_buckets:                      # (frames, tokens), at most 16, the most expensive first
-        train_on(static_buffers[shape])                 # warm-up; storage[:frames] and so on: one memory for all shapes
+        train_on(static_buffers[shape])                 # warm-up; features [T, B, F]: storage[:T], one for all shapes
         graphs[shape] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[shape], pool=pool, stream=torch.cuda.current_stream()):
             train_on(static_buffers[shape])             # recorded, not run
+    state.reset()                                       # undoes the warm-up in place, since graphs hold addresses
 
 and the body of the loop is
 
@@ -66,7 +67,7 @@ Copied in      `load_batch` copies the batch to the static buffers, and the lear
 Read in time   end_step copies the report before the next replay of `graph_step` overwrites it. In `graph_networks` f,
                g, f's lengths and the parameters' gradients are read in the step that wrote them. All these kernels and
                copies run on one stream, so the GPU keeps the order of the code.
-Freed          at the end of a run `session` calls reset() of every graph and drops it, which gives the pools back.
+Freed          at the end of a run `session` calls graph.reset() and drops graphs and outputs: that frees the pools.
 
     python -m rnnt.train --preset tiny --variant graph_step
     python -m rnnt.train --preset bench_lengths --variant graph_step --steps 20
@@ -77,8 +78,7 @@ from common.contract import Training, parse, variant
 from rnnt.config import FACTS, PRESETS, Config, card, learning_rate, notes, require
 
 if __name__ == "__main__":
-    # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("rnnt", Config, PRESETS, **FACTS)
+    args = parse("rnnt", Config, PRESETS, **FACTS)  # before torch is imported: --help and mistakes are answered at once
 
 from typing import Any, NamedTuple
 
@@ -99,8 +99,7 @@ from rnnt.state import State, nominal_flops
 # 1. The eager step
 #
 # Shapes decide which dropout numbers are drawn and how sums are rounded, so graphs are compared with eager_padded. It
-# trains on the samples of eager. Skip @variant, which is for the command line and the harness (common/contract.py,
-# docs/reading_a_script.md), at first reading.
+# trains on the samples of eager. Skip @variant at first reading: it is for the harness (docs/reading_a_script.md).
 
 
 @variant(

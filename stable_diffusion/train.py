@@ -16,7 +16,8 @@ The training loop without graphs, as `eager_step` and the loop at the end of thi
 
 The `if` is no branch: every step launches the same kernels. If a gradient is not finite, the norm of all gradients is
 not finite either, and found_inf, a GPU number, becomes 1. Then AdamW's kernel stores nothing and the count of steps for
-the bias correction, a GPU number too, does not grow. `loss_scale.update()` chooses by torch.where.
+the bias correction, a GPU number too, does not grow. `loss_scale.update()` chooses by torch.where. Torch's own AdamW
+does so with fused=True, capturable=True, a tensor as lr, and found_inf from GradScaler.
 
 Captured: `training_step`, from `noisy_latents` to `update`, in one graph. The host needs no value from the GPU in it.
 Each replay draws new random numbers, because torch registers its default generator with the graph. The all-reduce is
@@ -28,14 +29,14 @@ replay in the same order. `graph_networks` captures only the UNet, for compariso
         eager_step(state, index)                 # warm-up: libraries allocate memory and choose kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        loss = training_step(state)              # recorded, not run; thread_local: other threads may call CUDA
+        training_step(state)                     # recorded, not run; thread_local: other threads may call CUDA
     state.reset()                                # undoes the warm-up in place: the graph holds addresses
     for index in range(num_steps):
         moments.copy_(staged["moments"])         # begin_step: the static inputs, which never move,
         context.copy_(staged["context"])
         lr.fill_(learning_rate(index))           # and a number on the GPU, which AdamW reads
         graph.replay()
-        losses[index].copy_(loss)                # end_step: the next replay overwrites loss
+        losses[index].copy_(report[0])           # end_step: the next replay overwrites the report, a tensor
     graph.reset()                                # gives its pool back to torch's allocator
 
 Not captured, and why:
