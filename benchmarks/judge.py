@@ -25,6 +25,8 @@ from benchmarks.files.facts import Block, Build, Course, Run, Variant
 from benchmarks.statistics import Ratio
 
 PASS, FAILED = "pass", "failed"
+# A base that is slower beside the other variants than alone by more than this was slowed by them.
+SLOWED = 1.05
 # After the blocks losses are compared further along, where rounding has grown.
 LEAST_DEVIATION_AFTER = 1e-5
 # Statuses without a fault of the variant.
@@ -152,6 +154,21 @@ class Judged:
         """Return the host's time to issue a step: the median over blocks, each at most the block's step."""
         found = [issued for block in self.blocks(name, busy) if (issued := block.issued_ms) is not None]
         return plain.median(found) if found else None
+
+    @cached_property
+    def slowed(self) -> float:
+        """How many times as long the base's fastest block takes a step as the base alone in a process; 0 if no longer.
+
+        It counts beyond `SLOWED` and beyond the control's interval, and where the base alone made the steps of a block.
+        """
+        own = self.build.variants.get(self.base)
+        blocks = self.blocks(self.base)
+        if not own or not own.alone or not blocks or len(own.alone.step_ms) < blocks[0].steps:
+            return 0.0
+        ratio = min(block.mean_ms for block in blocks) / plain.fmean(own.alone.step_ms)
+        control = self.ratio_of(self.run.control) if self.run.control in self.build.variants else None
+        least = max(SLOWED, control.high, 1 / control.low) if control else SLOWED
+        return ratio if ratio > least else 0.0
 
     def busy_ms(self, name: str) -> float | None:
         """Return the GPU's busy time in a step."""
@@ -286,7 +303,8 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
         return Found(Fault.NOT_COMPARED, f"nothing compares its training with the reference's {when} its blocks")
     if not before.is_within(_allowed_before(own, reference)):
         return Found(Fault.PARITY, f"parity: differs by {before} from step {before.step}")
-    scatter = max(_scatter(reference.after), scatter_of_losses(build))
+    anchor = build.variants.get(build.anchor, reference)
+    scatter = min(max(_scatter(reference.after), scatter_of_losses(anchor)), LARGEST_OF_ONE_BLOCK)
     allowed = max(SCATTER_FACTOR * scatter, own.tolerance or 0.0, LEAST_DEVIATION_AFTER)
     if scatter > LEAST_DEVIATION_AFTER:
         # One course is as much as one block, of which eager's own part now and then.

@@ -62,6 +62,8 @@ def publish(path: Path, results: Path) -> Path:
         if target.is_file() and target.read_bytes() == data:
             return target
         raise Refused(f"{path}: {target} is published with other content; nothing is copied")
+    if any(own.sealed for run in _runs_of(found) for build in run.builds.values() for own in build.variants.values()):
+        raise Refused(f"{path}: schema 3 holds verdicts, and few facts to judge by; measure again")
     write_text(target, data)
     target.chmod(0o444)
     return target
@@ -73,6 +75,10 @@ def folders_of(found: Run | Census) -> tuple[str, str]:
     slug = Gpus(names=tuple(gpu.name for gpu in run.host.gpus)).slug
     folder = CENSUS if isinstance(found, Census) else folder_of(run.model, run.preset, run.label)
     return f"{slug}x{run.ranks}", folder
+
+
+def _runs_of(found: Run | Census) -> list[Run]:
+    return found.runs if isinstance(found, Census) else [found]
 
 
 def why_not(found: Run | Census) -> str:
@@ -118,7 +124,7 @@ def _why_not(run: Run) -> str:
 def added(path: Path, results: Path) -> list[str]:
     """Return a line for each row that a file would add to: its times, and the hosts that the row has without it."""
     found = run_file.read_all(path)
-    own = [(path, run) for run in (found.runs if isinstance(found, Census) else [found])]
+    own = [(path, run) for run in _runs_of(found)]
     before = {(row.workload, row.variant, row.base): row for row in runs.read(results).rows}
     lines = []
     for row in runs.rows_of(own):

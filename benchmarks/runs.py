@@ -132,8 +132,8 @@ class Row:
 
     @property
     def headline(self) -> bool:
-        """True for variants that `make bench` measures by default."""
-        return self.newest.variant.headline
+        """True for variants that `make bench` measures by default, against a base that they did not slow."""
+        return self.newest.variant.headline and not self.newest.judged.slowed
 
     @property
     def control(self) -> bool:

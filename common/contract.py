@@ -53,6 +53,7 @@ class Training:
             it where they are not given: the reset copies all of it back.
         named_state: named_state() gives (name, tensor) of all that training carries from step to step.
         reset: reset() sets everything that a step reads or writes back to the seeded start, in place.
+        skip: skip(n) passes n batches over after a reset, where steps read one after another whatever their index.
         batch_class: class of the batch of a step: batches of one shape are one class.
         grad_norms: grad_norms(n) of steps 0 to n - 1.
         evaluate: mean loss over held-out batches, for --mllog; it leaves the training state as it is.
@@ -75,6 +76,7 @@ class Training:
     owned: Sequence = ()
     named_state: Any = None
     reset: Any = None
+    skip: Callable[[int], None] = lambda count: None
     batch_class: Callable[[int], int] = lambda index: 0
     grad_norms: Callable[[int], list[float]] = lambda count: []
     evaluate: Callable[[], float] | None = None
@@ -257,7 +259,7 @@ def _require_references(module, found):
     for each in found.values():
         if each.reference not in found:
             raise ValueError(f"{each.place}: reference {each.reference!r} of {each.name} is no variant")
-        if not found[each.reference].takes_index:
+        if not found[each.reference].takes_index or found[each.reference].kind != "eager":
             raise ValueError(f"{each.place}: reference {each.reference!r} of {each.name} is no step function")
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -110,7 +111,7 @@ def complete_training(training: Training, device: torch.device) -> Training:
     """Derive results, named_state and reset where the script leaves them to us."""
     if not callable(training.results):
         kept = training.results
-        training.results = lambda count: [float(kept[index]) for index in range(count)]
+        training.results = lambda count: [float(kept.get(index, math.nan)) for index in range(count)]
     if training.reset is None or training.named_state is None:
         from common.training.snapshot import Snapshot
 

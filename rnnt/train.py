@@ -378,6 +378,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,  # in place, since graphs hold addresses
+        skip=state.inputs.skip,
         batch_class=state.batch_class,
         evaluate=state.evaluate,
         finish=state.finish,

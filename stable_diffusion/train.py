@@ -222,6 +222,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.report.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,  # the seeded start, in place: graphs hold addresses
+        skip=state.inputs.skip,
         evaluate=state.evaluate,
         close=state.close,
         items=config.batch,

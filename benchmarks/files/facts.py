@@ -85,7 +85,9 @@ class Block(Struct, kw_only=True):
         step_ms: of each timed step.
         classes: of each timed step the number of its batch's class; [] where all are of one class.
         issue_ms: the host's time to issue each drained step.
+        first: number of the first step, the same for all blocks of a cycle.
         parent_s: time of the timed steps by the clock of another process; worker_s: by the worker's own.
+        whole_s: time of the whole block by the clock of another process, with what is not timed; older files lack it.
         held_bytes: memory in use before the variant was entered; older files lack it.
         growth_bytes: growth of that memory inside the steps.
         late_ms, late_change: work, and change of the state, after the block had ended.
@@ -104,8 +106,10 @@ class Block(Struct, kw_only=True):
     classes: list[Index] = field(default_factory=list)
     issue_ms: list[Ms] = field(default_factory=list)
     gpu: GpuState | None = None
+    first: Index = 0
     parent_s: Finite
     worker_s: Finite
+    whole_s: Finite | None = None
     reserved_bytes: Size | None = None
     held_bytes: Size | None = None
     growth_bytes: Size | None = None

@@ -9,6 +9,7 @@ from benchmarks.measuring.request import Settings
 
 LONG_STEP_MS = 250.0
 MOST_SHORT_STEPS = 16
+MOST_FIRST_STEP = 64
 FASTER_BASE = 1.01
 
 
@@ -44,6 +45,14 @@ def choose_base(step_ms: dict[str, list[float]]) -> str:
     usual = "eager" if "eager" in mean else next(iter(mean))
     best = min(mean, key=lambda name: mean[name])
     return best if min(step_ms[usual]) > FASTER_BASE * max(step_ms[best]) else usual
+
+
+def first_step(period: int | None, seed: str) -> int:
+    """Return the number of a cycle's first step, drawn for each cycle: whole periods of batches, 0 where none is known.
+
+    A variant that remembered the results of earlier blocks would have those of other batches.
+    """
+    return period * random.Random(f"first {seed}").randint(0, max(1, MOST_FIRST_STEP // period)) if period else 0
 
 
 def order_of_cycle(base: str, others: Sequence[str], seed: str) -> list[str]:

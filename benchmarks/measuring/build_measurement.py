@@ -125,13 +125,14 @@ class BuildMeasurement:
         others += [self.settings.control] if self.settings.control else []
         seed = f"{self.partial.facts[0]['id']} {self.request.name} {number}"
         order = block_plan.order_of_cycle(base, others, seed)
+        first = block_plan.first_step(plan.get("period"), seed)
         busy = self.settings.host_load if number % 2 else 0
         with self._timed("blocks"), busy_processes(busy):
             for place, name in enumerate(order):
                 runs = base if name == self.settings.control else name
                 self._hold(runs)
                 pace = pace or self.worker.ask(runs, {"do": "pace"})
-                command = {"do": "block", **steps, "reset": steps["resets_each"] or place == 0}
+                command = {"do": "block", **steps, "reset": steps["resets_each"] or place == 0, "first": first}
                 answer = self.worker.ask(runs, command)
                 self._add("block", name, cycle=number, place=place, busy=busy, **answer)
         took_s = time.monotonic() - start
@@ -170,7 +171,8 @@ class BuildMeasurement:
                     if variant in times:
                         times[variant].append(math.fsum(answer["step_ms"]) / len(answer["step_ms"]))
         base = block_plan.choose_base(times)
-        return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces)
+        period = self.worker.facts["period"]
+        return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces, period=period)
 
     def _hold(self, variant):
         """Have a warm worker with all variants, or with this one where each block has a process of its own."""
@@ -242,14 +244,17 @@ class BuildMeasurement:
 
     def _measure_alone(self):
         """Give each headline variant a process of its own, to see the memory that it needs there."""
-        paces, missing = self._of("plan")[-1]["paces"], self._missing_alone()
+        plan, missing = self._of("plan")[-1], self._missing_alone()
+        paces = plan["paces"]
         if not missing:
             return
         self.say(f"  memory of {_counted(missing)}, each alone in a process")
         with self._timed("alone"):
             for index, variant in enumerate(missing):
                 ms = paces.get(variant, {"ms": 100.0})["ms"]
-                command = {"do": "alone", "steps": min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))}
+                few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
+                # The base as long as in a block: what the others leave behind may slow it there.
+                command = {"do": "alone", "steps": plan["steps"]["timed"] if variant == plan["base"] else few}
                 answer = self.worker.alone(variant, command, is_last=index == len(missing) - 1)
                 if answer is not None:
                     self._add("alone", variant, **answer)

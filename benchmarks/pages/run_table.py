@@ -69,6 +69,8 @@ def suite(runs: list[Run]) -> str:
     rows = [("workload", "variant", *COLUMNS[1:6])]
     for run in runs:
         for build_name, own in judged(run).items():
+            if own.slowed:
+                continue
             graphs = {name: each for name, each in own.build.variants.items() if each.kind in ("graph", "compile")}
             headline = [name for name, each in graphs.items() if each.headline] or graphs
             for name in headline:
@@ -169,6 +171,11 @@ def _meaning(own: Judged) -> str:
     if ceiling is not None:
         said = f"A step of {own.base} takes {milliseconds(own.ms(own.base))} ms and keeps the GPU busy for "
         lines.append(f"{said}{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most.")
+    if own.slowed:
+        lines.append(
+            f"{own.base} takes {own.slowed:.2f} times as long in this run as alone in a process: another variant slows "
+            "it, or the host was slower. These ratios are no headline."
+        )
     if issue is not None:
         lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
     for name, variant in own.build.variants.items():

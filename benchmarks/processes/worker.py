@@ -78,14 +78,14 @@ class Worker:
 
         Returns:
             The last message, whose "say" is "done" or "failed". Where the worker marked the begin and the end of timed
-            steps, "parent_s" is the time between the two by the clock of this process.
+            steps, "parent_s" is the time between the two by the clock of this process, "whole_s" that of the call.
         """
         self.wait()
         assert self._channel is not None, "it has answered"
         marks: dict[str, float] = {}
         try:
+            sent_s = heard_s = time.monotonic()
             self._channel.send(command)
-            heard_s = time.monotonic()
             while True:
                 message, now_s = self._channel.receive(POLL_S), time.monotonic()
                 if message is None:
@@ -98,6 +98,7 @@ class Worker:
                 if message["say"] in ("done", "failed"):
                     if {"timed_begin", "timed_end"} <= set(marks):
                         message["parent_s"] = round(marks["timed_end"] - marks["timed_begin"], 5)
+                        message["whole_s"] = round(now_s - sent_s, 5)
                     return message
                 marks[message["say"]] = now_s
         except Closed:

@@ -53,6 +53,11 @@ class DoubleBuffered:
         self._ahead = None
         self._source.reset()
 
+    def skip(self, count: int) -> None:
+        """Pass `count` batches over, after a reset."""
+        for _ in range(count):
+            self._source.next()
+
     def _stage(self, place: int) -> int:
         """Start copying the source's next batch to staging set `place`, once the device has read what is there.
 

@@ -74,10 +74,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
+def run(variant, training, watched: Watched, steps: Steps, tell, first: int = 0) -> dict:
     """Run one block of an entered variant and return its facts, JSON-able; times in ms.
 
-    tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
+    tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps. first:
+    the number of the first step, so of its batch.
     """
     device = watched.device
     gc.collect()
@@ -85,7 +86,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
     try:
         before = watched.values()
         held = held_bytes(device)
-        index = itertools.count()
+        index = itertools.count(first)
         for number in range(steps.untimed):
             variant.step(next(index))
             if number == 0:
@@ -101,7 +102,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
     finally:
         gc.enable()
     growth_bytes = held_bytes(device) - held
-    timed = range(steps.untimed, steps.untimed + steps.timed)
+    timed = range(first + steps.untimed, first + steps.untimed + steps.timed)
     facts |= {
         "untimed_steps": steps.untimed,
         "drained_steps": steps.drained,
@@ -116,7 +117,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         "moved": watched.moved(before, after),
         "reruns": reruns,
     }
-    return facts | _afterwards(training, watched, after, steps.total, device)
+    return facts | _afterwards(training, watched, after, range(first, first + steps.total), device)
 
 
 def _timed(variant, index, count, device, tell):
@@ -201,13 +202,13 @@ def period_of(batch_class, most: int = 256) -> int | None:
     return None
 
 
-def _afterwards(training, watched, after, num_steps, device):
+def _afterwards(training, watched, after, steps, device):
     """Losses of the block's steps, and whether anything still works or changes after a pause.
 
     On the CPU `late_ms` is the processor time of the pause, on a GPU the time until the device is idle after it.
     """
     try:
-        losses = training.results(num_steps)
+        losses = training.results(steps.stop)[steps.start :]
         fault = ""
     except FloatingPointError as error:
         losses, fault = [], str(error)

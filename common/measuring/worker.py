@@ -234,13 +234,14 @@ class Worker:
         def tell(text):
             self.say({"say": text})
 
-        reset, held = command.get("reset", True), block.held_bytes(self.device)
+        reset, first, held = command.get("reset", True), command.get("first", 0), block.held_bytes(self.device)
         with self._entered(command["variant"], variant):
             if reset:
                 self.training.reset()
-            facts = block.run(variant, self.training, self.watched, steps, tell)
+                self.training.skip(first)
+            facts = block.run(variant, self.training, self.watched, steps, tell, first)
         gpu = self.sampler.state(facts["begin_s"], facts["end_s"]) if self.sampler else None
-        facts |= {"reset": reset, "held_bytes": held, "gpu": gpu}
+        facts |= {"reset": reset, "first": first, "held_bytes": held, "gpu": gpu}
         if not facts["finite"]:
             raise FloatingPointError("loss is not finite in a block")
         return facts

@@ -95,6 +95,11 @@ class Inputs:
         self._ahead = None
         self.source.reset()
 
+    def skip(self, count: int) -> None:
+        """Pass `count` batches over, after a reset."""
+        for _ in range(count):
+            self.source.next()
+
     def _next(self):
         batch = self.source.next()
         max_frames, batch_size = self._buffers.features.shape[:2]

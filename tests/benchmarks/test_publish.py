@@ -9,7 +9,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import publish
+from benchmarks import ROOT, publish
 from benchmarks.files import run_file
 from benchmarks.files.facts import Census
 from benchmarks.files.run_file import Damaged
@@ -44,6 +44,12 @@ def refused(path, results):
         publish.publish(path, results)
     assert str(caught.value).count("\n") == 0 and sorted(results.rglob("*")) == before
     return str(caught.value)
+
+
+def test_a_file_that_holds_verdicts_is_not_published(results, monkeypatch):
+    monkeypatch.setattr(publish, "is_committed", lambda source: True)
+    (path, *_) = [each for each in (ROOT / "results").rglob("*.json") if b'"schema":3' in each.read_bytes()[:200]]
+    assert "schema 3 holds verdicts" in refused(path, results)
 
 
 def without(run, name):

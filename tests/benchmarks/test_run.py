@@ -21,6 +21,8 @@ from tests.lying_model.variants import SOUND as ALL_SOUND
 SOUND = [name for name in ALL_SOUND if "room" not in name]
 # Their threads, memory or late updates would be seen in the blocks of others.
 DISTURBING = ("late_work", "late_update", "leak", "threads", "clock", "clock_sometimes", "grows_in_enter")
+# These need the blocks of three cycles.
+DISTURBING += ("grows_in_leave", "grows_untimed", "all_at_once", "works_in_leave")
 
 
 @pytest.fixture(scope="module")

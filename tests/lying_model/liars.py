@@ -219,3 +219,126 @@ class NoGraph(Graphed):
 
     def replays_of(self, index):
         return 0
+
+
+class Ahead(Graphed):
+    """Knows the losses and weights of coming steps, and only copies them: `known` maps a step's number to them."""
+
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
+        self.known: dict[int, tuple] = {}
+
+    def make(self, index):
+        self.state.begin(index)
+        self.graph.replay()
+        self.known[index] = self.state.loss.clone(), [weight.detach().clone() for weight in self.state.weights]
+
+    def copy(self, index):
+        self.graph.num_replays += 1
+        loss, weights = self.known[index]
+        with torch.no_grad():
+            self.state.loss.copy_(loss)
+            torch._foreach_copy_(self.state.weights, weights)
+        self.state.end(index)
+
+    def enter(self):
+        pass
+
+    def leave(self):
+        pass
+
+
+@variant("all_at_once", kind="graph", help="liars", graphs=1)
+class AllAtOnce(Ahead):
+    """Makes the steps of a block in its first one, which is not timed."""
+
+    longest = 0
+
+    def step(self, index):
+        self.steps += 1
+        if self.entered:
+            self.known.clear()
+            replays = self.graph.num_replays
+            for each in range(index, index + self.longest + 1):
+                self.make(each)
+            self.graph.num_replays, self.entered, self.first = replays, False, index
+        if index not in self.known:
+            self.make(index)
+            self.graph.num_replays -= 1
+        self.copy(index)
+        self.longest = max(self.longest, index - self.first)
+
+    def enter(self):
+        self.entered = True
+
+
+@variant("remembers", kind="graph", help="liars", graphs=1)
+class Remembers(Ahead):
+    """Makes each step once, and copies what it came to in every later block."""
+
+    def step(self, index):
+        if self.is_late and index in self.known:
+            self.copy(index)
+            return
+        self.steps += 1
+        self.make(index)
+        self.state.end(index)
+
+
+@variant("works_in_leave", kind="graph", help="liars", graphs=1)
+class WorksInLeave(Graphed):
+    """Puts its update off until it is left."""
+
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
+        self.put_off = []
+
+    def step(self, index):
+        super().step(index)
+        self.put_off.append(0.004)
+
+    def enter(self):
+        pass
+
+    def leave(self):
+        if self.is_late:
+            time.sleep(sum(self.put_off))
+        self.put_off.clear()
+
+
+@variant("grows_in_leave", kind="graph", help="liars", graphs=1)
+class GrowsInLeave(GrowsInEnter):
+    """Keeps memory that it takes when it is left."""
+
+    def enter(self):
+        pass
+
+    def leave(self):
+        self.kept.append(torch.ones(95 * 2**18))
+
+
+@variant("grows_untimed", kind="graph", help="liars", graphs=1)
+class GrowsUntimed(GrowsInLeave):
+    """Keeps memory that it takes in the first step of a block, which is not timed."""
+
+    def step(self, index):
+        if self.is_first:
+            self.kept.append(torch.ones(95 * 2**18))
+        self.is_first = False
+        super().step(index)
+
+    def enter(self):
+        self.is_first = True
+
+    def leave(self):
+        pass
+
+
+@variant("slower_rate", kind="graph", help="liars", graphs=1)
+class SlowerRate(FrozenRate):
+    """Trains with 0.95 of the learning rate."""
+
+    def run(self, index):
+        with torch.no_grad():
+            self.state.rate.fill_(0.475 if self.is_late else 0.5)
+        self.graph.replay()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.measuring import block_plan
 from benchmarks.measuring.block_plan import choose_base, order_of_cycle
 
 
@@ -27,3 +28,11 @@ def test_the_order_of_a_cycle_is_drawn_between_two_blocks_of_the_base():
     assert all({order[place] for order in orders} == set(others) for place in range(1, 5))
     assert len(set(map(tuple, orders))) > 15 and others == ["a", "b", "c", "control"]
     assert order_of_cycle("eager", others, "run 7") == orders[7]
+
+
+@pytest.mark.parametrize(("period", "most"), [(1, 64), (8, 64), (50, 50), (200, 200), (None, 0)])
+def test_the_first_step_of_a_cycle_is_drawn_in_whole_periods(period, most):
+    drawn = [block_plan.first_step(period, f"run {cycle}") for cycle in range(2000)]
+    assert drawn == [block_plan.first_step(period, f"run {cycle}") for cycle in range(2000)]
+    assert min(drawn) == 0 and max(drawn) == most and all(first % (period or 1) == 0 for first in drawn)
+    assert len(set(drawn)) == (most // period + 1 if period else 1)
