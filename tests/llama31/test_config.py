@@ -167,8 +167,8 @@ def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
 
 def test_a_log_takes_one_number_of_microbatches():
     logged = replace(Run(preset="tiny", variant="graph_microbatch"), mllog="-")
-    require_runnable(Arguments(config=replace(TINY, ramp="2,2"), run=logged))
+    require_runnable(Arguments(model="llama31", variants={}, config=replace(TINY, ramp="2,2"), run=logged))
     assert hyperparameters(replace(TINY, ramp="2,2"), data_ranks=4)["global_batch_size"] == 2 * 4
     assert hyperparameters(TINY, data_ranks=4)["global_batch_size"] == 3 * 4
     with pytest.raises(ValueError, match="--mllog counts the same samples in each step: leave out --ramp 1,2"):
-        require_runnable(Arguments(config=replace(TINY, ramp="1,2"), run=logged))
+        require_runnable(Arguments(model="llama31", variants={}, config=replace(TINY, ramp="1,2"), run=logged))
