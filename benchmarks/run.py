@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import sys
 import time
 from datetime import UTC, datetime
@@ -31,7 +32,7 @@ from benchmarks.files import partial, run_file
 from benchmarks.files.facts import OWN_STEP, Run
 from benchmarks.files.partial import Partial
 from benchmarks.measuring.build_measurement import BuildMeasurement
-from benchmarks.measuring.build_worker import OutOfVariants
+from benchmarks.measuring.build_worker import OutOfVariants, StartFailed
 from benchmarks.measuring.request import Settings
 from benchmarks.pages import run_table
 from benchmarks.processes import launch, locks
@@ -42,7 +43,7 @@ from common.config import checked
 from common.files import write_text
 
 ALL = "all"
-FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy)
+FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, StartFailed)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
 # A step of somebody's own gets its verdict within two minutes (benchmarks/measure.py).
@@ -151,7 +152,11 @@ def settings_of(args: Options, preset: str) -> Settings:
 
 
 def measure_run(asked: ask.Ask, args: Options, facts: Partial, log: Path) -> None:
-    """Measure all builds of a model. A variant that cannot run is a fact, not an exception."""
+    """Measure all builds of a model. A variant that cannot run is a fact, not an exception.
+
+    Raises:
+        StartFailed: a worker of a build that ran before, or one that was killed, does not start, and there are cycles.
+    """
     settings = settings_of(args, asked.preset)
     for build in asked.builds:
         if len(asked.builds) > 1:
@@ -163,9 +168,12 @@ def measure_run(asked: ask.Ask, args: Options, facts: Partial, log: Path) -> Non
         except OutOfVariants as end:
             measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
         except WorkerEnded as end:
-            # 2: the script did not take its arguments, or said that they cannot run on this machine.
-            is_refusal = end.exit_status == 2
-            measurement.leave_out_rest(*(("unsupported", end.reason) if is_refusal else (end.kind, str(end))))
+            is_of_host = facts.of("worker", build=build.name) or end.signal == signal.SIGKILL
+            if is_of_host and facts.of("cycle"):
+                raise StartFailed(
+                    f"{end}; {shown(facts.path)} stays, and the same command goes on from there"
+                ) from None
+            measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
     facts.add("end", end_utc=partial.utc())
 
 

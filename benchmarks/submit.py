@@ -12,6 +12,10 @@ describes the jobs. Exit status: 0, 1 when Slurm refuses, 2 for a mistake, 130 w
 """
 
 import argparse
+import math
+import operator
+import os
+import re
 import shlex
 import shutil
 import sys
@@ -28,6 +32,8 @@ OWNED = ["array", "chdir", "dependency", "export", "hold", "nodes", "ntasks", "n
 OWNED += ["requeue", "no-requeue", "test-only", "time", "wait", "wrap"]
 # These say where a job may run, so the job that prints the tables needs them too.
 SITE = ("account", "qos", "reservation", "partition")
+# A worker starts, and a toy has its first facts.
+LEAST_WORK_S = 30
 # Flags of benchmarks.run that are handed on.
 HANDED_ON = ("variants", "cycles", "minutes", "host_load")
 
@@ -82,6 +88,7 @@ class Plan:
         self.models = list(dict.fromkeys(map(script.find_model, words_of(args.model))))
         _require_sense(args, self.models)
         self.more = _options(args.sbatch)
+        _require_time(args.time, self.more)
         described = {model: script.describe(model, args.flags, args.preset) for model in self.models}
         self.nodes, self.ngpu = _machines(args, described)
         if self.nodes > 1 and args.host_load not in (None, "0"):
@@ -187,6 +194,28 @@ def _require_sense(args, models):
             raise Mistake(text)
 
 
+def _require_time(asked, more):
+    """Require that a job's limit leaves time to work; where Slurm alone knows the limit, progress.py says it later."""
+    flag, text = ("--time ", asked) if asked else ("SBATCH_TIMELIMIT=", os.environ.get("SBATCH_TIMELIMIT", ""))
+    # Each overrides the next.
+    places = [*more, f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", (ROOT / SCRIPTS / "bench.sbatch").read_text()]
+    early_s = next(int(found[1]) for place in places if (found := re.search(r"--signal=\S*@(\d+)", place)))
+    if _seconds(text) < early_s + LEAST_WORK_S:
+        said = (
+            f"jobs stop {early_s} s before their limit, so this leaves no time to work: take more, as in TIME=2:00:00"
+        )
+        raise Mistake(f"{flag}{text}: {said}")
+
+
+def _seconds(limit: str) -> float:
+    """The seconds of a limit as Slurm writes it; infinity for 0 and for what is not written so."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
+    days, *rest = found.groups() if found else ("0",)
+    numbers = [int(each) for each in rest if each]
+    units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
+    return 86400 * int(days or 0) + sum(map(operator.mul, numbers, units)) or math.inf
+
+
 def _machines(args, described) -> tuple[int, int]:
     """(nodes, GPUs or ranks of each). What is not given is the MLPerf submission's: as many GPUs in all as it had."""
     nodes, ngpu, preset = args.nodes, args.ngpu, args.preset
@@ -245,7 +274,8 @@ def submit(plan: Plan) -> int:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     job, collate_job = queue.submit(plan.sbatch_bench(), plan.sbatch_collate, environment)
     print(f"job {job}  {len(plan.items)} {'tasks' if len(plan.items) > 1 else 'task'}; squeue --job {job}")
-    print(f"job {collate_job}  tables, when {job} has ended, well or not")
+    tables = shown(plan.base / "logs" / f"collate-{collate_job}.out")
+    print(f"job {collate_job}  tables in {tables}, when {job} has ended, well or not")
     print(f"logs     {shown(plan.base / 'logs')}")
     return 0
 

@@ -28,6 +28,9 @@ MAX_STEPS = 1_000_000
 # What is computed from sizes stays within the range of a float.
 MAX_INTEGER = 2**53
 
+# Of training by hand.
+EXIT_STATUS = {"pass": 0, "unsupported": 3, "oom": 4}
+
 # What may set a variant apart from the other ones of its model, said only where something does. Ratios are formed
 # between variants of equal layer, arithmetic and batches; whose kernels compute a step is the variant's own choice.
 TRAITS = {
@@ -110,10 +113,11 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants))
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
-    parser.add_argument("--preset", metavar="NAME", default=next(iter(presets)), help=f"one of {', '.join(presets)}")
-    parser.add_argument("--variant", metavar="NAME", default=next(iter(variants)), help=f"one of {', '.join(variants)}")
+    for name, table in (("preset", presets), ("variant", variants)):
+        first = next(iter(table))
+        parser.add_argument(f"--{name}", metavar="NAME", default=first, help=f"one of {', '.join(table)} [{first}]")
     _add_flags(parser, Run)
-    values, overrides = parse_with_fields(parser, config_class, argv)
+    values, overrides = parse_with_fields(parser, config_class, argv, presets)
     asked_to_describe = values.pop("describe")
     try:
         run = Run(**values)
@@ -133,12 +137,20 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     return Arguments(config=config, run=run, model=model, variants=variants)
 
 
-def parse_with_fields(parser, config_class, argv=None) -> tuple[dict, dict]:
+def parse_with_fields(parser, config_class, argv=None, presets=None) -> tuple[dict, dict]:
     """(values of the parser's own flags, fields of config_class that were given) of a command line.
 
-    parser: a `Parser`, which gets a flag for each field.
+    parser: a `Parser`, which gets a flag for each field. presets: --help tells the values of the one on the command
+    line; without presets it tells the defaults of the fields.
     """
-    _add_flags(parser.add_argument_group("model"), config_class, "config_")
+    shown, title = config_class, "model"
+    if presets:
+        early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        early.add_argument("--preset", nargs="?")
+        name = early.parse_known_args(argv)[0].preset
+        name = name if name in presets else next(iter(presets))
+        shown, title = presets[name], f"model, with the values of preset {name}"
+    _add_flags(parser.add_argument_group(title), config_class, "config_", shown)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         known = ", ".join(flag_of(name.removeprefix("config_")) for name in vars(values))
@@ -148,8 +160,11 @@ def parse_with_fields(parser, config_class, argv=None) -> tuple[dict, dict]:
     return values, {name: value for name, value in overrides.items() if value is not None}
 
 
-def _add_flags(parser, owner, prefix=""):
-    """A flag for each field of a dataclass that is an `option`; with a prefix of their names, without a default."""
+def _add_flags(parser, owner, prefix="", shown=None):
+    """A flag for each field of a dataclass that is an `option`; with a prefix of their names, without a default.
+
+    shown: has the values that --help tells.
+    """
     for field in [field for field in dataclasses.fields(owner) if field.metadata]:
         kind = typing.get_type_hints(owner)[field.name]
         if kind is bool and not prefix:
@@ -157,6 +172,8 @@ def _add_flags(parser, owner, prefix=""):
             continue
         choices = field.metadata["choices"]
         among = f" ({', '.join(map(str, choices))})" if choices else ""
+        value = getattr(shown or owner, field.name)
+        among += f" [{str(value).lower() if kind is bool else value}]" if value not in ("", None) else ""
         parser.add_argument(
             flag_of(field.name),
             dest=prefix + field.name,
@@ -261,7 +278,9 @@ def require_steps(flag, value):
 
 def _listed(variants):
     width = max(map(len, variants))
-    return "\n".join(["variants:", *(f"  {name:{width}}  {each.help}" for name, each in variants.items())])
+    listed = [f"  {name:{width}}  {each.help}" for name, each in variants.items()]
+    other = ", ".join(f"{status} {name}" for name, status in EXIT_STATUS.items())
+    return "\n".join(["variants:", *listed, "", f"exit status: {other}, 1 failed, 2 mistake on the command line"])
 
 
 def require_known(what, name, table):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from common import contract
-from common.config import Arguments, mistakes_in_one_line
+from common.config import EXIT_STATUS, Arguments, mistakes_in_one_line
 from common.contract import Training, variants_of
 from common.measuring.marks import mark, section
 from common.script import by_hand
@@ -135,8 +135,8 @@ def _require_room(owned, device):
 def session(args: Arguments, build):
     """Build, make the variant, and give (run, log) to the script's loop; then exit.
 
-    The exit status is 0 where the run passed, or could not run here and says so; 1 where it failed; 2 for a mistake in
-    the arguments, which is one line on stderr. With --doctor it is the doctor's. build: as of `Model`.
+    The exit status is that of EXIT_STATUS, 1 where the run failed, and 2 for a mistake in the arguments, which is one
+    line on stderr. With --doctor it is the doctor's. build: as of `Model`.
     """
     with mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
         model = Model(args, build, device, rank, world_size)
@@ -157,7 +157,7 @@ def session(args: Arguments, build):
             status = (yield from by_hand.run(model))["status"]
     # At its end Python would look through all that was imported, which takes a second.
     gc.freeze()
-    sys.exit(0 if status in ("pass", "unsupported", "oom") else 1)
+    sys.exit(EXIT_STATUS.get(status, 1))
 
 
 @contextlib.contextmanager

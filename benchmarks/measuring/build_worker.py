@@ -13,13 +13,16 @@ from benchmarks.files.partial import Partial
 from benchmarks.measuring.request import BuildRequest, Settings
 from benchmarks.processes.worker import Worker, WorkerEnded
 
-LEAST_RESTARTS = 4
 # Facts of a worker that are those of all workers of its build, besides its configuration.
 SAME = ("flops_per_step", "items_per_step", "period")
 
 
 class OutOfVariants(RuntimeError):
     """No variant of a build is left to measure; the text says why."""
+
+
+class StartFailed(RuntimeError):
+    """No worker starts any more for a run that has cycles; the text says why."""
 
 
 class TryAgain(Exception):
@@ -49,7 +52,6 @@ class BuildWorker:
         # Started ahead, while another one works: it imports meanwhile.
         self._next: tuple[dict, Worker] | None = None
         self._killed: set[str] = set()
-        self._restarts = 0
 
     def ask(self, variant: str, command: dict, parity: bool = False) -> dict:
         """Return the worker's answer; start a worker where none runs, with `parity` the one that the build has for it.
@@ -57,7 +59,6 @@ class BuildWorker:
         Raises:
             TryAgain: the variant is left out or gets another try.
             WorkerEnded: the worker cannot build its state.
-            OutOfVariants: workers had to be started too often.
         """
         worker = self._worker or self._start(parity)
         try:
@@ -83,16 +84,27 @@ class BuildWorker:
         raise TryAgain
 
     def _start(self, parity) -> Worker:
-        # Each variant may end its worker once, and be killed once by somebody else.
-        if self._restarts > LEAST_RESTARTS + 2 * len(self.request.variants) and not self.apart:
-            raise OutOfVariants("the worker had to be started too often")
-        self._restarts += 1
         own = self.request.parity_environment if parity else None
-        self._worker = self._started(own or self.request.environment)
+        how = {"share": self._shares and not own, "parity": bool(own)}
+        worker, self.facts = self._begun(own or self.request.environment, how)
         # The facts are those of the process that the blocks run in.
-        self.facts = self._built(self._worker, {"share": self._shares and not own, "parity": bool(own)})
         self.partial.add("worker", build=self.request.name, **self.facts)
-        return self._worker
+        return worker
+
+    def _begun(self, environment, how, starts_ahead=False) -> tuple[Worker, dict]:
+        """A worker that has built its state, and what it says of it. One that ends without a word gets a second try."""
+        for tries_left in (1, 0):
+            self._worker = worker = self._started(environment)
+            if starts_ahead:
+                self.start_ahead()
+            try:
+                return worker, self._built(worker, how)
+            except WorkerEnded as end:
+                self.end()
+                if end.is_answer or not tries_left:
+                    raise
+                self.say(f"  {end}; it is started once more")
+        raise AssertionError
 
     def _started(self, environment) -> Worker:
         """A worker with this environment: the one that was started ahead, or another."""
@@ -109,7 +121,7 @@ class BuildWorker:
         start = time.monotonic()
         answer = worker.call({"do": "build", **how}, self.settings.limit_s)
         if answer.pop("say") == "failed":
-            raise WorkerEnded(answer["kind"], answer["reason"])
+            raise WorkerEnded(answer["kind"], answer["reason"], is_answer=True)
         self._require_alike(answer)
         self.partial.add("seconds", phase="build", seconds=round(time.monotonic() - start, 2))
         return answer
@@ -121,7 +133,7 @@ class BuildWorker:
         odd = next((key for key in known if own.get(key) != known[key]), None)
         if odd is not None:
             reason = f"a later worker made another model: {odd} {own.get(odd)} in the place of {known[odd]}"
-            raise WorkerEnded("error", f"{reason}; does another program use the GPU?")
+            raise WorkerEnded("error", f"{reason}; does another program use the GPU?", is_answer=True)
 
     def start_ahead(self) -> None:
         """Start a worker that will be needed: it imports while another one works, and waits to be told to build."""
@@ -133,17 +145,18 @@ class BuildWorker:
     def alone(self, variant: str, command: dict, is_last: bool) -> dict | None:
         """Return the answer of a new worker that has nothing but this variant; None where it gives none."""
         self.end()
-        worker = self._started(self.request.environment)
-        if not is_last:
-            self.start_ahead()
-        try:
-            self._built(worker, {"share": False, "parity": False})
-            answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
-            return answer if answer.pop("say") == "done" else None
-        except WorkerEnded:
-            return None
-        finally:
-            worker.end()
+        how = {"share": False, "parity": False}
+        for tries_left in (1, 0):
+            try:
+                worker, _ = self._begun(self.request.environment, how, starts_ahead=not is_last)
+                answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+                return answer if answer.pop("say") == "done" else None
+            except WorkerEnded as end:
+                if end.signal != signal.SIGKILL or not tries_left:
+                    return None
+            finally:
+                self.end()
+        return None
 
     def _make_room(self, variant, reason):
         """The variant ran by itself, and does not fit beside the others."""

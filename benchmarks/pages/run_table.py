@@ -64,9 +64,9 @@ def rates(own: Judged) -> str:
     return printable(". ".join([f"{', '.join(parts)} ({build.flops_convention})", *notes]))
 
 
-def suite(runs: list[Run]) -> str:
-    """Return one table of several models: the headline graphs of each."""
-    rows = [("workload", "variant", *COLUMNS[1:6])]
+def suite(runs: list[Run], has_dates: bool = False) -> str:
+    """Return one table of several models: the headline graphs of each, and the time at which each run was begun."""
+    rows = [("workload", "variant", *COLUMNS[1:6], *["begun (UTC)"] * has_dates)]
     for run in runs:
         for build_name, own in judged(run).items():
             if own.slowed:
@@ -77,7 +77,8 @@ def suite(runs: list[Run]) -> str:
                 ratio = own.ratio_of(name)
                 if ratio is not None:
                     title = f"{run.title} {build_name}".rstrip()
-                    rows.append((title, name, *ratio_cells(ratio), times(own.ceiling(name))))
+                    date = run.begin_utc[:16].replace("T", " ")
+                    rows.append((title, name, *ratio_cells(ratio), times(own.ceiling(name)), *[date] * has_dates))
     return "\n".join(aligned(rows, 2))
 
 

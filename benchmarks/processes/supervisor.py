@@ -1,17 +1,18 @@
 """The process between the harness and a command: it ends all that the command started, however it ends itself.
 
-    python -m benchmarks.processes.supervisor PARENT_PID [--ask] -- COMMAND...
+    python -m benchmarks.processes.supervisor PARENT_PID [--ask] [--remove FOLDER] -- COMMAND...
 
 It adopts every process that the command starts. torchrun gives each worker a session of its own, which a signal to a
 process group does not reach. It ends all of them when the command ends, when it is told to stop, or when PARENT_PID is
 gone, even by kill -9. With --ask the command gets a SIGTERM and time to end first, because only the command can reach
-the processes that it started on other machines. Exit status: the command's, 128 + n where signal n ended it, 127 where
-it cannot be started.
+the processes that it started on other machines. FOLDER is removed at last. Exit status: the command's, 128 + n where
+signal n ended it, 127 where it cannot be started.
 """
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,10 +31,13 @@ class _Stop(Exception):
     pass
 
 
-def start(command: list[str], asks: bool, **options) -> subprocess.Popen:
-    """Start a command under a supervisor, in the repository's root. asks: it gets a SIGTERM and ASK_S to end first."""
-    ask = ["--ask"] if asks else []
-    words = [sys.executable, "-m", "benchmarks.processes.supervisor", str(os.getpid()), *ask, "--", *command]
+def start(command: list[str], asks: bool, folder: Path | None = None, **options) -> subprocess.Popen:
+    """Start a command under a supervisor, in the repository's root.
+
+    asks: it gets a SIGTERM and ASK_S to end first. folder: of the command, which does not outlive it.
+    """
+    more = ["--ask"] * asks + (["--remove", str(folder)] if folder else [])
+    words = [sys.executable, "-m", "benchmarks.processes.supervisor", str(os.getpid()), *more, "--", *command]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, **options)
 
 
@@ -148,4 +152,8 @@ def _end_descendants():
 
 if __name__ == "__main__":
     own, words = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
-    sys.exit(supervise(int(own[0]), words, "--ask" in own))
+    try:
+        sys.exit(supervise(int(own[0]), words, "--ask" in own))
+    finally:
+        if "--remove" in own:
+            shutil.rmtree(own[-1], ignore_errors=True)

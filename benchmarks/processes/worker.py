@@ -7,6 +7,7 @@ GPUs under torchrun. It runs under benchmarks/processes/supervisor.py, so nothin
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -32,11 +33,22 @@ class WorkerEnded(RuntimeError):
         reason: in one line.
         exit_status: of its process, where that ended by itself.
         signal: that ended it, or None.
+        is_answer: it said so itself, and another worker would say the same.
     """
 
-    def __init__(self, kind: str, reason: str, exit_status: int | None = None, signal: int | None = None):
+    def __init__(
+        self,
+        kind: str,
+        reason: str,
+        exit_status: int | None = None,
+        signal: int | None = None,
+        is_answer: bool = False,
+    ):
         super().__init__(reason if exit_status is None else f"{reason} (exit status {exit_status})")
         self.kind, self.reason, self.exit_status, self.signal = kind, reason, exit_status, signal
+        # 2: the script did not take its arguments, or said that they cannot run on this machine.
+        self.is_refusal = exit_status == 2
+        self.is_answer = is_answer or self.is_refusal
 
 
 class Worker:
@@ -53,12 +65,19 @@ class Worker:
         # A launcher has to end what it started on other machines, so it is asked first.
         asks = command[0] != sys.executable
         self._patience_s = supervisor.TERMINATE_S + (supervisor.ASK_S if asks else 0.0)
-        self._folder, self._listener = _listening()
+        # Its supervisor removes the folder also where this process is killed, so it is there before the folder is.
+        where = os.path.abspath(os.environ.get(launch.SOCKET_DIR) or tempfile.gettempdir())
+        self._folder = Path(where, f"worker-{secrets.token_hex(4)}")
         self._log_start = log.stat().st_size if log.exists() else 0
         self._channel: Channel | None = None
-        words = [*command, "--worker", str(self._folder / "s")]
+        words, options = [*command, "--worker", str(self._folder / "s")], {"stderr": subprocess.STDOUT}
         with open(log, "ab") as file:
-            self._process = supervisor.start(words, asks, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            self._process = supervisor.start(words, asks, self._folder, stdout=file, env=environment, **options)
+        try:
+            self._listener = _listening(self._folder)
+        except Mistake:
+            supervisor.end(self._process, self._patience_s)
+            raise
 
     def wait(self) -> float:
         """Wait until it answers, and return the seconds that this took."""
@@ -135,22 +154,22 @@ class Worker:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _listening():
-    """A new folder, and a socket that listens at s in it."""
-    folder = Path(tempfile.mkdtemp(prefix="worker-", dir=os.environ.get(launch.SOCKET_DIR)))
+def _listening(folder: Path) -> socket.socket:
+    """Make a folder, and return a socket that listens at s in it."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        folder.mkdir(mode=0o700)
         listener.bind(str(folder / "s"))
         listener.listen(1)
         listener.settimeout(POLL_S)
     except OSError as error:
         listener.close()
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
         name = launch.SOCKET_DIR if os.environ.get(launch.SOCKET_DIR) else "TMPDIR"
         # The path of a socket has at most 107 bytes.
         why = error.strerror or error
         raise Mistake(f"{name}: no socket in {folder.parent} ({why}): take another folder") from None
-    return folder, listener
+    return listener
 
 
 def _last_line(log: Path, start: int) -> str:

@@ -28,11 +28,10 @@ def outcome(folder: Path, job: str) -> str | None:
 def collate(folder: Path, job: str) -> tuple[list[Run], list[str]]:
     """Print the tables of one task; return its runs, and what is wrong with it, in words."""
     found, damaged = run_file.find(folder) if folder.is_dir() else ([], [])
-    # The folder may hold runs of earlier jobs; a job of an array has an id of its own besides.
-    of_job = {"job_id", "array_job_id"}
-    found = [(path, run) for path, run in found if not run.host.slurm or job in map(run.host.slurm.get, of_job)]
+    # The folder may hold other runs; a job of an array has an id of its own besides.
+    found = [(path, run) for path, run in found if job in map(run.host.slurm.get, ("job_id", "array_job_id"))]
     for path, run in found:
-        print(f"{path}\n\n{run_table.report(run)}\n", flush=True)
+        print(f"{path}\n{run.begin_utc} to {run.end_utc}\n\n{run_table.report(run)}\n", flush=True)
     for path in sorted(folder.rglob(f"*{partial.SUFFIX}")):
         print(f"not at its end: {path}\n", flush=True)
     fault = outcome(folder, job)
@@ -53,7 +52,7 @@ def main(argv=None) -> int:
         for fault in faults:
             print(f"failed: {folder}: {fault}", flush=True)
     if len(runs) > 1:
-        print(f"\n{run_table.suite(runs)}\n")
+        print(f"\n{run_table.suite(runs, has_dates=True)}\n")
     print(f"job {args.job}: {len(args.folders) - failed} of {len(args.folders)} tasks ended well")
     return 1 if failed else 0
 

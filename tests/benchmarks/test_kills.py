@@ -1,4 +1,7 @@
-"""Fifty kills of the command or of its worker at any moment: nothing finished is lost, no process is left."""
+"""Two hundred kills of the command, its worker or the process between, at any moment of a run, starts included.
+
+Nothing finished is lost, no process is left, and no folder of a worker.
+"""
 
 import contextlib
 import json
@@ -12,37 +15,92 @@ import pytest
 from benchmarks import judge
 from benchmarks.files import partial
 from benchmarks.processes import supervisor
-from tests.helpers.bench_process import bench, only_run, start, workers
+from tests.helpers.bench_process import bench, only_run, start, wait_for, workers
 from tests.helpers.processes import until
 
 MORE = (["eager", "graph_step"], "--cycles", 3)
 # From the start of the process to some time after its usual end.
 LATEST_S = 12.0
+KILLS = 10
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(50))
-def test_after_a_kill_the_same_command_goes_on(tmp_path, number):
-    draw = random.Random(number)
-    process = start(tmp_path, *MORE)
-    time.sleep(draw.uniform(0.2, LATEST_S))
-    mine = set(supervisor.descendants(process.pid))
-    own = {pid: path for pid, path in workers().items() if pid in mine}
-    for pid in own if own and draw.random() < 0.5 else [process.pid]:
+def blocks_of_whole_cycles(folder):
+    """(cycle, place) -> times of each block that a run which goes on does not measure again."""
+    (path,) = list(folder.rglob(f"*{partial.SUFFIX}")) or [None]
+    facts = [json.loads(line) for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")] if path else []
+    whole = {fact["cycle"] for fact in facts if fact["fact"] == "cycle"}
+    return {
+        (fact["cycle"], fact["place"]): fact["step_ms"]
+        for fact in facts
+        if fact["fact"] == "block" and fact["cycle"] in whole
+    }
+
+
+def require_whole(folder, kept):
+    (judged,) = judge.judged(only_run(folder)).values()
+    assert {name: own.status for name, own in judged.verdicts.items()} == dict.fromkeys(judged.verdicts, "pass")
+    assert [block.cycle for block in judged.blocks("graph_step")] == [0, 1, 2]
+    blocks = [block for own in judged.build.variants.values() for block in own.blocks]
+    found = {(block.cycle, block.place): block.step_ms for block in blocks}
+    assert all(found[key] == step_ms for key, step_ms in kept.items())
+
+
+def kill(process, draw):
+    """Kill the command, or its worker, or the process between the two."""
+    mine = supervisor.descendants(process.pid)
+    worker = [pid for pid in workers() if pid in mine]
+    between = [pid for pid in mine if pid not in worker][:1]
+    for pid in draw.choice([[process.pid], worker or [process.pid], between or [process.pid]]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=120)
-    assert until(lambda: not set(own.values()) & set(workers().values()))
-    kept = []
-    if not list(tmp_path.rglob("*.json")):
-        lines = [line for path in tmp_path.rglob(f"*{partial.SUFFIX}") for line in path.read_bytes().splitlines()]
-        kept = [json.loads(line) for line in lines if b'"fact":"block"' in line and line.endswith(b"}")]
-        done = bench(tmp_path, *MORE)
-        assert done.returncode == 0, done.stdout + done.stderr
-    (judged,) = judge.judged(only_run(tmp_path)).values()
-    blocks, verdict = judged.blocks("graph_step"), judged.verdicts["graph_step"]
-    assert [block.cycle for block in blocks] == [0, 1, 2] and verdict.status == "pass", verdict.reason
-    # A cycle that had ended stands as it was measured.
-    ended = {fact["cycle"]: fact["step_ms"] for fact in kept if fact["variant"] == "graph_step"}
-    whole = {fact["cycle"] for fact in kept if fact["variant"] == judged.build.anchor and fact["place"] > 0}
-    assert all(block.step_ms == ended[block.cycle] for block in blocks if block.cycle in whole & ended.keys())
+    return mine
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(each, marks=pytest.mark.slow if each < 2 else pytest.mark.long) for each in range(20)]
+)
+def test_after_each_kill_the_same_command_goes_on(tmp_path, number):
+    draw, temporary = random.Random(number), tmp_path / "temporary"
+    temporary.mkdir()
+    folder, kept = tmp_path / "0", {}
+    for each in range(KILLS):
+        process = start(folder, *MORE, TMPDIR=str(temporary))
+        time.sleep(draw.uniform(0.0, LATEST_S))
+        mine = kill(process, draw)
+        assert until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in mine), 60), "a process is left"  # noqa: B023
+        assert until(lambda: not list(temporary.glob("worker-*")), 20), "a folder of a worker is left"
+        if folder.exists():
+            kept |= blocks_of_whole_cycles(folder)
+        if list(folder.rglob("*.json")) and not list(folder.rglob(f"*{partial.SUFFIX}")):
+            require_whole(folder, kept)
+            folder, kept = tmp_path / str(each + 1), {}
+    done = bench(folder, *MORE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    require_whole(folder, kept)
+
+
+def kill_workers(process, number):
+    """Kill so many workers of a command as they start."""
+    killed = set()
+    while len(killed) < number and process.poll() is None:
+        for pid in workers().keys() & set(supervisor.descendants(process.pid)) - killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_worker_that_was_killed_while_it_started(tmp_path):
+    first = start(tmp_path, *MORE)
+    kill_workers(first, 1)
+    assert "it is started once more" in wait_for(first, "cycle 1 of 3")
+    first.kill()
+    first.communicate()
+    kept = blocks_of_whole_cycles(tmp_path)
+    second = start(tmp_path, *MORE)
+    kill_workers(second, 2)
+    said, _ = second.communicate(timeout=240)
+    assert second.returncode == 1 and "the same command goes on from there" in said.splitlines()[-1], said
+    assert kept and not list(tmp_path.rglob("*.json")), "it was sealed"
+    assert bench(tmp_path, *MORE).returncode == 0
+    require_whole(tmp_path, kept)

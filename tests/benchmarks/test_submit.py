@@ -83,7 +83,8 @@ def test_one_model_is_one_job_and_one_for_the_tables(slurm, tmp_path, capsys):
     assert tables[-3:] == ["benchmarks/slurm/collate.sbatch", "42", str(out)]
     assert slurm.calls()[-1][0] == ["scontrol", "release", "42"] and (out / "logs").is_dir()
     text = capsys.readouterr().out
-    assert "job 42 " in text and "job 43 " in text and str(out) in text and text.isascii()
+    assert "job 42 " in text and f"job 43  tables in {out}/logs/collate-43.out" in text and text.isascii()
+    assert f"--output={tmp_path}/50%%j/logs/collate-%j.out" in tables
     # What is printed is what was run.
     printed = shlex.split(text.replace("\\\n", " ").partition("runs  ")[2])
     assert printed[printed.index("sbatch") + 1 : printed.index("sbatch") + len(bench)] == bench[1:]
@@ -218,6 +219,43 @@ def test_mistakes_name_the_flag_and_submit_nothing(slurm, arguments, expected, c
     said = capsys.readouterr()
     assert expected in said.err and said.err.count("\n") == 1
     assert slurm.calls("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "early_s"),
+    [
+        ("1:00", "", 120),
+        ("2", "", 120),
+        ("0:02:00", "", 120),
+        ("0-0:2:10", "", 120),
+        ("0-0:2", "", 120),
+        ("5:00", "signal=B:USR1@300", 300),
+        ("2:00:00", "", None),
+        ("3", "", None),
+        ("1", "signal=B:USR1@20", None),
+        ("1-0", "", None),
+        # No limit.
+        ("0", "", None),
+        ("UNLIMITED", "", None),
+    ],
+)
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_limit_that_leaves_no_time_to_work_is_refused(
+    slurm, tmp_path, monkeypatch, capsys, limit, more, early_s, is_inherited
+):
+    if is_inherited:
+        monkeypatch.setenv("SBATCH_TIMELIMIT", limit)
+    asked = [
+        "--out",
+        tmp_path / "out",
+        *(["--sbatch", more] if more else []),
+        *([] if is_inherited else ["--time", limit]),
+    ]
+    assert go(*asked) == (2 if early_s else 0)
+    said, flag = capsys.readouterr().err, "SBATCH_TIMELIMIT=" if is_inherited else "--time "
+    wanted = f"{flag}{limit}: jobs stop {early_s} s before their limit, so this leaves no time to work"
+    assert (wanted in said and said.count("\n") == 1) if early_s else not said
+    assert bool(slurm.calls("sbatch")) == (early_s is None)
 
 
 @pytest.mark.parametrize("out", ["/dev/null/x", "x" * 300])

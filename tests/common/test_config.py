@@ -134,6 +134,18 @@ def test_help_names_presets_variants_fields_and_choices(capsys):
         assert part in text
 
 
+@pytest.mark.parametrize("preset", ["tiny", "bench"])
+def test_help_tells_every_value_of_the_preset_and_the_exit_statuses(capsys, preset):
+    with pytest.raises(SystemExit):
+        parse(*(["--preset", preset] if preset == "bench" else []), "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"with the values of preset {preset}:" in text and "[tiny]" in text and "[eager]" in text
+    for name, value in vars(PRESETS[preset]).items():
+        said = text.rpartition(f" {config.flag_of(name)} ")[2].partition(" --")[0]
+        assert value == "" or f"[{str(value).lower() if isinstance(value, bool) else value}]" in said, name
+    assert "exit status: 0 pass, 3 unsupported, 4 oom, 1 failed, 2 mistake" in text
+
+
 def test_describe_is_one_line_of_json(capsys):
     with pytest.raises(SystemExit) as stop:
         parse("--describe")

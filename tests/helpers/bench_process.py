@@ -24,9 +24,9 @@ def bench(out, variants, *more, model=MODEL, flags=(), **environment):
     return subprocess.run(command, **options)
 
 
-def start(out, variants, *more):
+def start(out, variants, *more, **environment):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen(words(out, variants, *more), cwd=ROOT, **options)
+    return subprocess.Popen(words(out, variants, *more), cwd=ROOT, env=os.environ | environment, **options)
 
 
 def only_run(out) -> Run:

@@ -1,11 +1,13 @@
-"""benchmarks/measuring/build_worker.py: all workers of a build have one model."""
+"""benchmarks/measuring/build_worker.py: all workers of a build have one model, and each start is tried twice."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import run
 from benchmarks.files.partial import SUFFIX, Partial
-from benchmarks.measuring.build_worker import BuildWorker
+from benchmarks.measuring.build_worker import BuildWorker, StartFailed
 from benchmarks.measuring.request import BuildRequest, Settings
 from benchmarks.processes.worker import WorkerEnded
 
@@ -23,6 +25,9 @@ class Answers:
 
     def call(self, command, limit_s):
         return {"say": "done", **self.facts}
+
+    def end(self):
+        pass
 
 
 @pytest.fixture
@@ -50,6 +55,95 @@ def test_a_later_worker_with_another_model_ends_the_build(own, facts, said):
     with pytest.raises(WorkerEnded, match=said) as ended:
         own._built(Answers(**facts), {})
     assert ended.value.kind == "error"
+
+
+KILLED = WorkerEnded("error", "the worker was ended by SIGKILL", signal=signal.SIGKILL)
+SILENT = WorkerEnded("timeout", "the worker did not answer")
+REFUSED = WorkerEnded("error", "--layers 8: too many", exit_status=2)
+
+
+class Ends(Answers):
+    """A worker that ends while it starts or builds."""
+
+    def __init__(self, how, at):
+        super().__init__()
+        self.how, self.at = how, at
+
+    def wait(self):
+        return self.raised() if self.at == "wait" else 1.0
+
+    def call(self, command, limit_s):
+        return self.raised() if self.at == command["do"] else super().call(command, limit_s)
+
+    def raised(self):
+        raise self.how
+
+
+def starts(monkeypatch, *made):
+    """Let these workers be the next ones; return those that are left."""
+    left = list(made)
+    monkeypatch.setattr("benchmarks.measuring.build_worker.Worker", lambda *words: left.pop(0))
+    return left
+
+
+@pytest.mark.parametrize("how", [KILLED, SILENT, WorkerEnded("error", "broken", exit_status=1)], ids=str)
+@pytest.mark.parametrize("at", ["wait", "build"])
+def test_a_start_that_ends_without_an_answer_is_tried_twice(own, monkeypatch, how, at):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, Ends(how, at), Answers(), Ends(how, at), Ends(how, at), Answers())
+    assert own.ask("eager", {"do": "capture"})["config"] and len(left) == 3
+    own.end()
+    with pytest.raises(WorkerEnded, match=how.reason):
+        own.ask("eager", {"do": "capture"})
+    assert len(left) == 1
+    assert own.alone("eager", {"do": "alone"}, is_last=True)
+
+
+@pytest.mark.parametrize("made", [Ends(REFUSED, "wait"), Answers(period=3)], ids=["refusal", "another model"])
+def test_an_answer_is_not_asked_for_twice(own, monkeypatch, made):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, made, Answers())
+    with pytest.raises(WorkerEnded):
+        own.ask("eager", {"do": "capture"})
+    assert len(left) == 1
+
+
+def test_a_question_to_a_worker_of_its_own_is_tried_twice(own, monkeypatch):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, Ends(KILLED, "alone"), Answers(), Ends(SILENT, "alone"), Answers())
+    assert own.alone("eager", {"do": "alone"}, is_last=True) is not None
+    assert own.alone("eager", {"do": "alone"}, is_last=True) is None and len(left) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "has_run", "has_cycles", "is_sealed"),
+    [
+        (KILLED, True, True, False),
+        (KILLED, False, True, False),
+        (KILLED, True, False, True),
+        (REFUSED, True, True, False),
+        (WorkerEnded("oom", "out of memory", is_answer=True), True, True, False),
+        # Cycles of another build: this one cannot run here.
+        (REFUSED, False, True, True),
+    ],
+)
+def test_a_failed_start_seals_no_run_that_has_cycles(monkeypatch, tmp_path, how, has_run, has_cycles, is_sealed):
+    facts = Partial(tmp_path / f"a{SUFFIX}")
+    if has_run:
+        facts.add("worker", build="b", **FACTS)
+    if has_cycles:
+        facts.add("cycle", build="")
+    request = BuildRequest(name="b", fields={}, variants={"eager": {}}, command=lambda variant: [], environment={})
+    made = SimpleNamespace(measure=Ends(how, "wait").raised, leave_out_rest=lambda *why: facts.add("left_out"))
+    monkeypatch.setattr(run, "BuildMeasurement", lambda *words: made)
+    args = run.parse(["--model", "gpt3"])
+    asked = SimpleNamespace(builds=[request], preset="tiny")
+    if is_sealed:
+        run.measure_run(asked, args, facts, tmp_path / "log")
+    else:
+        with pytest.raises(StartFailed, match="the same command goes on from there"):
+            run.measure_run(asked, args, facts, tmp_path / "log")
+    assert bool(facts.of("end")) == bool(facts.of("left_out")) == is_sealed
 
 
 def test_no_worker_of_several_ranks_is_started_ahead(own, monkeypatch):

@@ -7,9 +7,10 @@ from benchmarks.slurm import collate
 from tests.helpers import made_run
 
 
-def task(root, status="0\n", **run):
+def task(root, status="0\n", slurm=(("job_id", "9"),), **run):
     """A task with a run; status: None of a task that did not come to its end."""
-    path = made_run.write(made_run.made_run(gpus=(), **run), root / "cpux1" / "gpt3-bench")
+    host = {"boot": "b", "gpus": [], "versions": {"torch": "2.13"}, "slurm": dict(slurm)}
+    path = made_run.write(made_run.made_run(host=host, **run), root / "cpux1" / "gpt3-bench")
     (root / "logs").mkdir(exist_ok=True)
     if status is not None:
         (root / "logs" / "job-9.status").write_text(status)
@@ -55,3 +56,17 @@ def test_a_damaged_run_is_named_and_the_rest_is_shown(tmp_path, capsys, other):
     text = capsys.readouterr().out
     assert f"failed: {tmp_path}: {path}: no whole JSON" in text and ("no run\n" in text) != other
     assert ("graph_layer" in text) == other
+
+
+def test_only_the_runs_of_the_job_are_shown_each_with_its_date(tmp_path, capsys):
+    others = [{}, {"job_id": "8"}, {"job_id": "7", "array_job_id": "6"}]
+    for number, slurm in enumerate([*others, {"job_id": "9"}, {"job_id": "12", "array_job_id": "9"}]):
+        date = f"2026-11-2{number}T10:15:00Z"
+        task(tmp_path, slurm=slurm.items(), id=f"2026112{number}T101500Z-a7d396c1", begin_utc=date)
+    assert collate.main(["9", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    for number in range(5):
+        is_own = number > 2
+        assert (f"2026112{number}T101500Z-a7d396c1.json\n2026-11-2{number}T10:15:00Z to 2026-11-25" in text) == is_own
+        assert (f"  2026-11-2{number} 10:15\n" in text) == is_own
+    assert max(map(len, text.partition("workload")[2].splitlines())) <= 100
