@@ -194,9 +194,8 @@ def test_sinks_take_their_part_of_the_softmax(plain, sequences):
         if is_plain:
             plain()
         out = (scores.softmax(-1) @ values).detach().float().contiguous()
-        lse = scores.detach().logsumexp(-1).transpose(-1, -2).float().contiguous()
-        own = logits.detach().float()
-        sinks.add_sinks_(out, lse, own)
+        own, without = logits.detach().float(), scores.detach().logsumexp(-1).transpose(-1, -2).float().contiguous()
+        lse = sinks.add_sinks_(out, without, own)
         torch.testing.assert_close(out, expected.detach().float())
         torch.testing.assert_close(lse, joined.detach().logsumexp(-1).transpose(-1, -2).float())
         torch.testing.assert_close(sinks.sink_gradient(grad, out, lse, own), logits.grad.float())
