@@ -62,8 +62,7 @@ if triton:
         column = tl.arange(0, block)
         own = tl.load(lse + place, mask=head < heads, other=0.0)
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
-        top = tl.maximum(own, sink)
-        both = top + tl.log(tl.exp(own - top) + tl.exp(sink - top))
+        both = tl.maximum(own, sink) + tl.log(1.0 + tl.exp(-tl.abs(own - sink)))
         tl.store(with_sink + place, both, mask=head < heads)
         inside = (head < heads)[:, None] & (column < dim)[None, :]
         target = out + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * dim + column[None, :]
