@@ -52,7 +52,7 @@ class _Flash(torch.autograd.Function):
         ctx.window = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
         out, lse, *rng = torch.ops.aten._flash_attention_forward(q, k, v, *ctx.further, False, **ctx.window)[:4]
         if sinks is not None:
-            add_sinks_(out, lse, sinks)
+            lse = add_sinks_(out, lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse, *rng, sinks)
         return out.view(-1, *out.shape[-2:])
 

@@ -41,7 +41,7 @@ def activate_backward(grad, z, bias, weights, plan):
 
 def _weight_of_row(weights, plan):
     chosen = weights.flatten().index_select(0, plan.choice_of_row.clamp(min=0))
-    return (chosen * (plan.choice_of_row >= 0))[:, None]
+    return chosen.masked_fill(plan.choice_of_row < 0, 0)[:, None]
 
 
 def _plain(z, bias, weight, plan):
@@ -50,7 +50,8 @@ def _plain(z, bias, weight, plan):
         gate, up = z.chunk(2, -1)
         return torch.nn.functional.silu(gate) * up * weight
     gate, up = (z + bias.float().index_select(0, plan.expert_of_row)).chunk(2, -1)
-    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    # Not clamp, whose backward drops NaN.
+    gate, up = torch.where(gate > LIMIT, LIMIT, gate), torch.where(up.abs() > LIMIT, up.sign() * LIMIT, up)
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1) * weight
 
 
@@ -60,7 +61,7 @@ def _plain_backward(grad, z, bias, weights, plan, grad_weights):
         out = _plain(kept, bias, weight, plan)
     grad_z, grad_weight = torch.autograd.grad(out, (kept, weight), grad.float())
     rows = plan.row_of_choice.flatten()
-    picked = grad_weight.flatten().index_select(0, rows.clamp(min=0)) * (rows >= 0)
+    picked = grad_weight.flatten().index_select(0, rows.clamp(min=0)).masked_fill(rows < 0, 0)
     return grad_z.to(z.dtype), out.detach().to(z.dtype), grad_weights.copy_(picked.view_as(grad_weights))
 
 
@@ -88,6 +89,13 @@ if triton:
         return choice, tl.load(weights + choice, mask=choice >= 0, other=0.0)
 
     @triton.jit
+    def _cut(gate, up, limit: tl.constexpr):
+        """NaN stays NaN, which a GPU's minimum drops."""
+        gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+        up = tl.minimum(up, limit, tl.PropagateNan.ALL)
+        return gate, tl.maximum(up, -limit, tl.PropagateNan.ALL) + 1.0
+
+    @triton.jit
     def _forward(
         z, bias, weights, choice_of_row, expert_of_row, out, width: tl.constexpr, is_clamped: tl.constexpr,
         alpha: tl.constexpr, limit: tl.constexpr, block: tl.constexpr,
@@ -98,8 +106,7 @@ if triton:
         gate, up = _load(z, bias, expert_of_row, row, column, inside, width, is_clamped)
         _, weight = _weight(weights, choice_of_row, row)
         if is_clamped:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
+            gate, up = _cut(gate, up, limit)
             value = gate * tl.sigmoid(alpha * gate) * up
         else:
             value = gate * tl.sigmoid(gate) * up
@@ -117,21 +124,21 @@ if triton:
         choice, weight = _weight(weights, choice_of_row, row)
         g = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
         if is_clamped:
-            cut = tl.minimum(gate, limit)
+            cut, factor = _cut(gate, up, limit)
             sigmoid = tl.sigmoid(alpha * cut)
-            factor = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
             value = cut * sigmoid
-            slope = sigmoid * (1.0 + alpha * cut * (1.0 - sigmoid)) * tl.where(gate <= limit, 1.0, 0.0)
-            slope_up = tl.where((up >= -limit) & (up <= limit), 1.0, 0.0)
+            slope = sigmoid * (1.0 + alpha * cut * (1.0 - sigmoid))
         else:
             sigmoid = tl.sigmoid(gate)
             factor = up
             value = gate * sigmoid
             slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-            slope_up = 1.0
         tl.store(grad_weights + choice, tl.sum(g * value * factor, axis=0), mask=choice >= 0)
         tl.store(out + row * width + column, (value * factor * weight).to(out.dtype.element_ty), mask=inside)
         g = g * weight
+        of_gate, of_up = g * factor * slope, g * value
+        if is_clamped:
+            of_gate, of_up = tl.where(gate > limit, 0.0, of_gate), tl.where(tl.abs(up) > limit, 0.0, of_up)
         start = grad_z + row * 2 * width + column
-        tl.store(start, (g * factor * slope).to(grad_z.dtype.element_ty), mask=inside)
-        tl.store(start + width, (g * value * slope_up).to(grad_z.dtype.element_ty), mask=inside)
+        tl.store(start, of_gate.to(grad_z.dtype.element_ty), mask=inside)
+        tl.store(start + width, of_up.to(grad_z.dtype.element_ty), mask=inside)

@@ -38,13 +38,13 @@ if triton:
         for first in range(0, vocab, block):
             column = first + tl.arange(0, block)
             values = tl.load(row + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
-            bound = tl.maximum(largest, values)
+            bound = tl.maximum(largest, values, tl.PropagateNan.ALL)
             # A lane that has seen nothing but -inf has no number yet.
-            kept = tl.where(largest > -float("inf"), total * tl.exp(largest - bound), 0.0)
-            total = kept + tl.where(values > -float("inf"), tl.exp(values - bound), 0.0)
+            kept = tl.where(largest == -float("inf"), 0.0, total * tl.exp(largest - bound))
+            total = kept + tl.where(values == -float("inf"), 0.0, tl.exp(values - bound))
             largest = bound
         top = tl.max(largest, axis=0)
-        sums = tl.where(largest > -float("inf"), total * tl.exp(largest - top), 0.0)
+        sums = tl.where(largest == -float("inf"), 0.0, total * tl.exp(largest - top))
         log_sum = top + tl.log(tl.sum(sums, axis=0))
         tl.store(losses + token, log_sum - tl.load(row + target).to(tl.float32))
         tl.debug_barrier()  # the target's logit is read before a thread overwrites it

@@ -109,6 +109,8 @@ if triton:
         expert, place = tl.arange(0, block), tl.arange(0, block_k)
         values = tl.load(logits + token * num_experts + expert, mask=expert < num_experts, other=-float("inf"))
         values = values.to(tl.float32)
+        # NaN is chosen first, as by a sort, so that it reaches the weights; a GPU's maximum drops it.
+        rank = tl.where(values != values, float("inf"), values)
         # Experts that cannot be chosen any more are marked, not set to -inf, which a logit may be.
         is_free = expert < num_experts
         chosen_value = tl.full((block_k,), -float("inf"), tl.float32)
@@ -117,8 +119,8 @@ if triton:
             if balanced:
                 best = ((token * top_k + k) % num_experts).to(tl.int32)
             else:
-                largest = tl.max(tl.where(is_free, values, -float("inf")), axis=0)
-                best = tl.min(tl.where(is_free & (values == largest), expert, num_experts - 1), axis=0)
+                largest = tl.max(tl.where(is_free, rank, -float("inf")), axis=0)
+                best = tl.min(tl.where(is_free & (rank == largest), expert, num_experts - 1), axis=0)
             value = tl.sum(tl.where(expert == best, values, 0.0), axis=0)
             is_free = is_free & (expert != best)
             chosen = tl.where(place == k, best, chosen)

@@ -9,20 +9,23 @@ from moe.kernels import in_triton, tl, triton
 
 
 def add_sinks_(out, lse, sinks):
-    """Make attention's output and log-sum-exp those of a softmax with one more logit a head, in place.
+    """Make attention's output, in place, that of a softmax with one more logit a head; returns its log-sum-exp.
 
     out [..., s, heads, d] and lse FP32 [..., heads, s]: contiguous. sinks: [heads], the logits, which have no value.
     """
     if in_triton(out):
-        _launch(False, lse.shape[-1], *out.shape[-2:], out.dtype)((_tokens(out), 1, 1), (out, lse, sinks))
-        return
+        # Not lse in place: several threads of a program load an element, and none may find it written.
+        with_sink = torch.empty_like(lse)
+        launch = _launch(False, lse.shape[-1], *out.shape[-2:], out.dtype)
+        launch((_tokens(out), 1, 1), (out, lse, sinks, with_sink))
+        return with_sink
     with_sink = torch.logaddexp(lse, sinks.float()[:, None])
     out.mul_(torch.exp(lse - with_sink).transpose(-1, -2)[..., None].to(out.dtype))
-    lse.copy_(with_sink)
+    return with_sink
 
 
 def sink_gradient(grad, out, lse, sinks):
-    """The gradient of sinks for that of the output; out and lse are those of `add_sinks_`."""
+    """The gradient of sinks for that of the output; out and lse are those that `add_sinks_` made."""
     if in_triton(out):
         partial = torch.empty(_tokens(out), out.shape[-2], dtype=torch.float32, device=out.device)
         launch = _launch(True, lse.shape[-1], *out.shape[-2:], out.dtype)
@@ -46,22 +49,21 @@ def _launch(is_backward, length, heads, dim, dtype):
 if triton:
 
     @triton.jit
-    def _place(lse, length, heads: tl.constexpr, block_heads: tl.constexpr):
+    def _place(length, heads: tl.constexpr, block_heads: tl.constexpr):
         token, head = tl.program_id(0), tl.arange(0, block_heads)
-        return head, lse + (token // length * heads + head) * length + token % length
+        return head, (token // length * heads + head) * length + token % length
 
     @triton.jit
     def _add(
-        out, lse, sinks, length: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
+        out, lse, sinks, with_sink, length: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
         block_heads: tl.constexpr, block: tl.constexpr,
     ):  # fmt: skip
-        head, place = _place(lse, length, heads, block_heads)
+        head, place = _place(length, heads, block_heads)
         column = tl.arange(0, block)
-        own = tl.load(place, mask=head < heads, other=0.0)
+        own = tl.load(lse + place, mask=head < heads, other=0.0)
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
-        top = tl.maximum(own, sink)
-        both = top + tl.log(tl.exp(own - top) + tl.exp(sink - top))
-        tl.store(place, both, mask=head < heads)
+        both = tl.maximum(own, sink) + tl.log(1.0 + tl.exp(-tl.abs(own - sink)))
+        tl.store(with_sink + place, both, mask=head < heads)
         inside = (head < heads)[:, None] & (column < dim)[None, :]
         target = out + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * dim + column[None, :]
         values = tl.load(target, mask=inside, other=0.0).to(tl.float32) * tl.exp(own - both)[:, None]
@@ -72,13 +74,13 @@ if triton:
         grad, out, lse, sinks, partial, length: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
         block_heads: tl.constexpr, block: tl.constexpr,
     ):  # fmt: skip
-        head, place = _place(lse, length, heads, block_heads)
+        head, place = _place(length, heads, block_heads)
         column = tl.arange(0, block)
         inside = (head < heads)[:, None] & (column < dim)[None, :]
         offset = (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * dim + column[None, :]
         g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
         values = tl.load(out + offset, mask=inside, other=0.0).to(tl.float32)
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
-        probability = tl.exp(sink - tl.load(place, mask=head < heads, other=0.0))
+        probability = tl.exp(sink - tl.load(lse + place, mask=head < heads, other=0.0))
         row = partial + tl.program_id(0).to(tl.int64) * heads + head
         tl.store(row, -probability * tl.sum(g * values, axis=1), mask=head < heads)

@@ -45,9 +45,11 @@ def grouped_sums(grad, offsets, expert_of_row):
     """
     num_experts, n = len(offsets), grad.shape[1]
     if not in_triton(grad):
-        row, expert = (torch.arange(count, dtype=torch.int32, device=grad.device) for count in (len(grad), num_experts))
-        defined = grad.masked_fill((row >= offsets[-1])[:, None], 0)
-        return (expert[:, None] == expert_of_row).to(grad.dtype) @ defined
+        row = torch.arange(len(grad), dtype=torch.int32, device=grad.device)
+        # The last sum is that of rows which belong to nobody.
+        expert = expert_of_row.masked_fill(row >= offsets[-1], num_experts)
+        sums = torch.zeros(num_experts + 1, n, device=grad.device).index_add_(0, expert, grad.float())
+        return sums[:-1].to(grad.dtype)
     out = torch.empty(num_experts, n, dtype=grad.dtype, device=grad.device)
     _sums_launch(n, grad.dtype)((triton.cdiv(n, SUM_COLUMNS), num_experts, 1), (grad.contiguous(), offsets, out))
     return out

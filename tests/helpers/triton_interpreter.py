@@ -9,6 +9,7 @@ A file of kernel tests marks its tests with `on_device`, puts its tensors on DEV
 import importlib.util
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,12 @@ from tests.helpers import forked
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    # A GPU's max and min drop NaN; the interpreter's keep it.
+    InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 
 def on_device(test):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from common.measuring import torch_settings
 from moe.attention import Sequences, attend
 
 TOKENS, HEADS, KV_HEADS, DIM = 64, 4, 2, 64
@@ -40,6 +41,28 @@ def test_flash_kernels_give_plain_attention(name, window, has_sinks):
     ours, plain = attended("cuda", torch.bfloat16, *case), attended("cpu", torch.float32, *case)
     for own, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(own, expected, rtol=3e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window, has_sinks", [(128, True), (128, False), (0, True)])
+def test_attention_gives_the_same_bits_five_times(window, has_sinks):
+    """At GPT-OSS's widths, eager and by replays, forward and backward, with deterministic kernels."""
+    shapes = ((4096, 64, 64), (4096, 8, 64), (4096, 8, 64), *([(64,)] if has_sinks else []))
+    inputs = [draw(*shape, seed=seed).cuda().requires_grad_() for seed, shape in enumerate(shapes)]
+    grad = draw(*shapes[0], seed=7).cuda()
+
+    def run():
+        out = attend(*inputs[:3], Sequences(4096), window, inputs[3] if has_sinks else None)
+        return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+    with torch.cuda.stream(torch.cuda.Stream()), torch_settings.deterministic_kernels():
+        first, graph = run(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = run()
+        for _ in range(5):
+            assert all(map(torch.equal, run(), first))
+            graph.replay()
+            assert all(map(torch.equal, replayed, first))
 
 
 @pytest.mark.parametrize("name", SEQUENCES)

@@ -1,5 +1,8 @@
 """Triton's kernels of the experts against the plain torch that stands beside each."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 
@@ -135,12 +138,9 @@ def test_weight_gradient_of_experts_of_any_number_of_rows(plain, adds):
     by_expert, x, grad = plan(), numbers(TOKENS * TOP_K, HIDDEN), numbers(TOKENS * TOP_K, 2 * FFN, seed=1)
     start = numbers(EXPERTS, HIDDEN, 2 * FFN, seed=2)
     ours = weight_gradient.grouped_weight_gradient_(start.clone(), x, grad, by_expert.offsets, adds)
-    expected, ends = start * adds, [0, *by_expert.offsets.tolist()]
-    for expert in range(EXPERTS):
-        own = slice(ends[expert], ends[expert + 1])
-        expected[expert] += x[own].t() @ grad[own]
+    expected = start * adds + sums_of_experts(x, grad, by_expert)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    assert ends[1] == ends[2]
+    assert by_expert.offsets[0] == by_expert.offsets[1]
 
 
 @on_device
@@ -194,9 +194,8 @@ def test_sinks_take_their_part_of_the_softmax(plain, sequences):
         if is_plain:
             plain()
         out = (scores.softmax(-1) @ values).detach().float().contiguous()
-        lse = scores.detach().logsumexp(-1).transpose(-1, -2).float().contiguous()
-        own = logits.detach().float()
-        sinks.add_sinks_(out, lse, own)
+        own, without = logits.detach().float(), scores.detach().logsumexp(-1).transpose(-1, -2).float().contiguous()
+        lse = sinks.add_sinks_(out, without, own)
         torch.testing.assert_close(out, expected.detach().float())
         torch.testing.assert_close(lse, joined.detach().logsumexp(-1).transpose(-1, -2).float())
         torch.testing.assert_close(sinks.sink_gradient(grad, out, lse, own), logits.grad.float())
@@ -212,6 +211,103 @@ def test_cross_entropy_and_its_gradient():
     torch.testing.assert_close(losses, of_torch.detach())
     of_torch.sum().mul(0.5).backward()
     torch.testing.assert_close(ours, expected.grad, rtol=1e-4, atol=1e-7)
+
+
+def sums_of_experts(x, grad, by_expert):
+    ends = [0, *by_expert.offsets.tolist()]
+    return torch.stack([x[start:end].t() @ grad[start:end] for start, end in itertools.pairwise(ends)])
+
+
+def with_sinks(out, lse, logits, grad):
+    out = out.clone()
+    lse = sinks.add_sinks_(out, lse, logits)
+    return out, lse, sinks.sink_gradient(grad, out, lse, logits)
+
+
+def cross_entropies(logits):
+    losses, grad = torch.empty(TOKENS, device=DEVICE), logits.clone()
+    cross_entropy.cross_entropy_(grad, torch.arange(TOKENS, device=DEVICE), losses, 0.5)
+    return losses, grad
+
+
+def activated(z, weights, grad, bias=None):
+    by_expert = plan(drops=5)
+    out = activation.activate(z, bias, weights, by_expert)
+    return out, *activation.activate_backward(grad, z, bias, weights, by_expert)
+
+
+def labelled(weights, grad):
+    by_expert = plan(drops=5)
+    experts = by_expert.expert_of_row.view(TOKENS, TOP_K)
+    written = labels.write(weights, experts, by_expert.choice_of_row, 3)
+    return written, *labels.read(written, 4), labels.gradient_of_weights(grad, by_expert.row_of_choice)
+
+
+def through_heads(qkv, *norms):
+    angles = numbers(TOKENS, 4, seed=5)
+    return heads.split_heads(qkv, (5, 2, 8), (angles.cos(), angles.sin()), norms or None, 1e-6)
+
+
+ROWS, WEIGHTS = TOKENS * TOP_K, (TOKENS, TOP_K)
+# Kernels and the shapes of their floating-point inputs; the rows' order has none.
+WITH_GRADIENTS = {
+    "gather": (lambda y: rows.gather(y, plan(5)), (TOKENS, HIDDEN)),
+    "combine": (lambda z, x: rows.combine(z, x, plan(5)), (ROWS, HIDDEN), (TOKENS, HIDDEN)),
+    "router": (lambda logits: tuple(routing.route(logits, TOP_K, 0.1, False)), (TOKENS, EXPERTS)),
+    "balanced router": (lambda logits: tuple(routing.route(logits, TOP_K, 0.0, True)), (TOKENS, EXPERTS)),
+    "heads": (through_heads, (TOKENS, 72)),
+    "normalised heads": (through_heads, (TOKENS, 72), (8,), (8,)),
+}
+WITHOUT = {
+    "activation": (activated, (ROWS, 2 * FFN), WEIGHTS, (ROWS, FFN)),
+    "clamped activation": (activated, (ROWS, 2 * FFN), WEIGHTS, (ROWS, FFN), (EXPERTS, 2 * FFN)),
+    "sums of rows": (
+        lambda x: (weight_gradient.grouped_sums(x, plan().offsets, plan().expert_of_row),), (ROWS, HIDDEN),
+    ),
+    "cross-entropy": (cross_entropies, (TOKENS, 5000)),
+    "labels": (labelled, WEIGHTS, (ROWS, 1)),
+    "sinks": (with_sinks, (TOKENS, 3, 4), (3, TOKENS), (3,), (TOKENS, 3, 4)),
+}  # fmt: skip
+
+
+def spoiled(shapes, number):
+    """Inputs of which one has numbers that are not finite."""
+    inputs = [numbers(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    flat, bad = inputs[number].view(-1), torch.tensor([torch.nan, torch.inf, -torch.inf])
+    flat[[0, len(flat) // 3, 2 * len(flat) // 3]] = bad.to(DEVICE)
+    return inputs
+
+
+@on_device
+@pytest.mark.parametrize("name", [*WITH_GRADIENTS, *WITHOUT])
+def test_numbers_that_are_not_finite_go_through(plain, name):
+    """In each input, as in plain torch."""
+    function, *shapes = (WITH_GRADIENTS | WITHOUT)[name]
+    if name in WITH_GRADIENTS:
+        function = functools.partial(gradients, function)
+    ours = [function(*spoiled(shapes, number)) for number in range(len(shapes))]
+    plain()
+    for number, own in enumerate(ours):
+        expected = function(*spoiled(shapes, number))
+        assert any(each.isnan().any() for each in own), number
+        if name in (
+            "clamped activation",
+            "normalised heads",
+        ):  # plain torch adds inf and -inf where these have one term
+            own, expected = ([each.where(each.isfinite(), torch.nan) for each in both] for both in (own, expected))
+        for one, other in zip(own, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@on_device
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_numbers_that_are_not_finite_go_through_the_weight_gradient(number):
+    by_expert = plan()
+    start, x, grad = spoiled([(EXPERTS, HIDDEN, FFN), (ROWS, HIDDEN), (ROWS, FFN)], number)
+    expected = start + sums_of_experts(x, grad, by_expert)
+    ours = weight_gradient.grouped_weight_gradient_(start, x, grad, by_expert.offsets, True)
+    assert ours.isnan().any()
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def test_in_the_interpreter():
