@@ -64,7 +64,7 @@ class Training:
         unit: name of the items.
         flops: floating-point operations of a step on one GPU.
         flops_convention: how they are counted.
-        flops_notes: work that is not counted.
+        flops_notes: what belongs beside a rate, such as work that is not counted; in a few words each.
         peak_flops: of the GPU in this precision, FLOP/s.
         card: lines about what runs.
         notes: lines about differences from the request.

@@ -1,6 +1,7 @@
 """Mixture of experts: what can be set, the presets, and arithmetic on them (no torch here)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
@@ -268,23 +269,31 @@ def trained_parameters(config: Config) -> int:
     return c.layers * c.lora_rank * (2 * c.hidden + 2 * q + 2 * kv) if c.lora_rank else num_parameters(c)
 
 
-def flops_per_step(config: Config) -> float:
+def logits_flops(config: Config) -> float:
+    """FLOP of a step's logits on one GPU; with --lora-rank the head has no weight gradient."""
+    c = config
+    return (4.0 if c.lora_rank else 6.0) * c.tokens * c.hidden * c.local_vocab * c.microbatches
+
+
+def flops_per_step(config: Config, lengths: Sequence[int] = ()) -> float:
     """Model FLOP of a step on one GPU by Megatron-LM's formula (num_floating_point_operations in its training.py).
 
-    The causal half of attention is counted, a window of w tokens as w - w (w - 1) / (2 s) keys a token; the experts
-    that a token chooses, not the router; the logits. Frozen matrices have no weight gradient; adapters count.
+    The causal half of attention is counted, of each document by itself, and a window of w of n tokens as
+    w - w (w - 1) / (2 n) keys a token; the experts that a token chooses, not the router; the logits. Frozen matrices
+    have no weight gradient; adapters count. lengths: of all packed documents, whose mean counts.
     """
-    c = config
+    c, lengths = config, lengths or [config.sequence]
     q, kv = c.local_heads * c.head_dim, c.local_kv_heads * c.head_dim
-    passes = 4.0 if c.lora_rank else 6.0
-    flop = passes * c.tokens * c.hidden * c.local_vocab
+    passes, flop = 4.0 if c.lora_rank else 6.0, 0.0
     flop += 6.0 * c.tokens * trained_parameters(c) if c.lora_rank else 0
     for layer in range(c.layers):
         window = c.window_of(layer)
-        keys = window - window * (window - 1) / (2 * c.sequence) if window else c.sequence / 2
+        # Pairs of a token and a key.
+        seen = [n * n / 2 if not window else min(window, n) * (n - (min(window, n) - 1) / 2) for n in lengths]
+        keys = sum(seen) / sum(lengths)
         flop += passes * c.tokens * c.hidden * (2 * q + 2 * kv) + 6.0 * c.tokens * 2 * q * keys
         flop += passes * c.rows * 3 * c.hidden * c.ffn
-    return flop * c.microbatches
+    return logits_flops(c) + flop * c.microbatches
 
 
 def activation_bytes(config: Config) -> int:
@@ -328,7 +337,13 @@ def fit(config: Config, budget_bytes: int) -> Config:
     return fit_layers(config, PRESETS, needed_bytes, budget_bytes)
 
 
-def card(config: Config) -> list[str]:
+def flops_notes(config: Config, flops: float) -> list[str]:
+    """Of a slice the logits' share, which is larger than in the whole model."""
+    is_slice = config.layers < KNOWN.get((config.hidden, config.experts), ("", 0))[1]
+    return [f"logits {100 * logits_flops(config) / flops:.0f} % of FLOP"] if is_slice else []
+
+
+def card(config: Config, flops: float) -> list[str]:
     """Lines that say what runs."""
     c = config
     name, layers = KNOWN.get((c.hidden, c.experts), ("toy widths", c.layers))
@@ -341,5 +356,5 @@ def card(config: Config) -> list[str]:
         f"experts of width {c.ffn}, {c.top_k} a token, {num_parameters(c) / 1e6:,.1f} M parameters: "
         f"{slice_of}{name}{share}",
         f"{c.microbatches} microbatches of {c.microbatch} x {c.sequence} tokens{packed} | bf16, {c.routing} routing | "
-        f"{flops_per_step(c) / 1e12:.4g} TFLOP/step",
+        f"{flops / 1e12:.4g} TFLOP/step",
     ]

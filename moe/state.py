@@ -69,6 +69,9 @@ class State:
         self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
         self.rope_table = tuple(each.to(device) for each in rope_table(config))
         self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
+        bounds = [batch["bounds"] for batch in self.batches] if config.documents else []
+        # Of all packed documents.
+        self.lengths = [length for each in bounds for length in each.diff().flatten().tolist() if length]
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
         # Without packed documents all microbatches have the same positions.
         self.rope = tuple(each.repeat(config.microbatch, 1) for each in self.rope_table)

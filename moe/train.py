@@ -397,6 +397,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     config, notes = resolve(config, device)  # as many layers as fit
     state = State(config, device)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    flops_per_step = moe_config.flops_per_step(config, state.lengths)
     return Training(
         state=state,
         config=config,
@@ -408,10 +409,11 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         close=state.close,
         items=config.tokens * config.microbatches,
         unit="tokens",
-        flops=moe_config.flops_per_step(config),
+        flops=flops_per_step,
         flops_convention=flops.CAUSAL_HALF,
+        flops_notes=moe_config.flops_notes(config, flops_per_step),
         peak_flops=flops.peak_flops(gpu, "bf16"),
-        card=moe_config.card(config),
+        card=moe_config.card(config, flops_per_step),
         notes=notes,
         hyperparameters=hyperparameters(config),
     )

@@ -286,7 +286,7 @@ class Build(Struct, kw_only=True):
 
     Attributes:
         anchor: the eager variant that has two blocks in each cycle and that the control repeats; "" without a cycle.
-        flops_notes: work of a step that is not counted.
+        flops_notes: what belongs beside a rate, such as work of a step that is not counted.
         asked_layers: layers of the preset and the flags; `config` has those that the GPU holds.
     """
 

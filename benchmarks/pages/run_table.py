@@ -91,7 +91,7 @@ def _build_report(name: str, own: Judged) -> str:
     for busy in sorted({bool(cycle.busy_processes) for cycle in build.cycles}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(own, busy)
-    rate = textwrap.fill(rates(own), WIDTH) if run.model == OWN_STEP else ""
+    rate = textwrap.fill(rates(own), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
     lines += [text for text in (_faults(own), _reruns(own), _meaning(own), rate) if text]
     return "\n".join(lines)
 

@@ -59,7 +59,7 @@ def note(row: Row) -> str:
     if row.timed and not row.control:
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
-        texts += [_control_beside(row), _spread(row), _added(row)]
+        texts += [_control_beside(row), _spread(row), _added(row), *row.newest.judged.build.flops_notes]
     texts.append("" if row.is_committed else "uncommitted source")
     return "; ".join(filter(None, texts))
 

@@ -12,7 +12,7 @@ from benchmarks.files import archive
 from benchmarks.files.archive import ArchivedHost
 from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.files.workload import Workload
-from benchmarks.pages import tables
+from benchmarks.pages import run_table, tables
 from tests.helpers.made_run import FOLDER, H200, made_run, put, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")
@@ -248,6 +248,15 @@ def test_memory_alone_and_what_a_graph_adds(tmp_path):
     assert tables.CELLS["alone GiB"](row) == "5.0" and "adds 1.0 GiB" in tables.note(row)
     put(tmp_path / "other", 0)
     assert tables.CELLS["alone GiB"](row_of(tmp_path / "other")) == ""
+
+
+def test_a_row_says_what_belongs_beside_its_rate(tmp_path):
+    run = made_run()
+    assert "FLOP" not in run_table.report(run)
+    run.builds[""].flops_notes, run.builds[""].flops_per_step = ["logits 38 % of FLOP"], 4e12
+    write(run, tmp_path / FOLDER)
+    assert "logits 38 % of FLOP" in tables.note(row_of(tmp_path))
+    assert run_table.report(run).splitlines()[-1].endswith("logits 38 % of FLOP")
 
 
 def test_uncommitted_source_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moe.config import (
@@ -9,11 +10,14 @@ from moe.config import (
     PRESETS,
     Config,
     fit,
+    flops_notes,
     flops_per_step,
     needed_bytes,
     num_parameters,
     trained_parameters,
 )
+from moe.state import packing
+from tests.helpers import contracts
 from tests.helpers.moe_case import make
 
 WHOLE_QWEN3 = replace(PRESETS["bench"], layers=48)
@@ -43,6 +47,47 @@ def test_flops_are_megatrons():
     # A window of the whole sequence is the causal half with the diagonal.
     widest = replace(PRESETS["gpt_oss"], window=4096)
     assert flops_per_step(widest) == pytest.approx(flops_per_step(replace(widest, window=0)), rel=1e-4)
+
+
+@pytest.mark.parametrize("preset, percent", [("qwen3_packed", 12.4), ("gpt_oss_lora", 6.1)])
+def test_flops_of_packed_sequences_are_those_of_their_documents(preset, percent):
+    """Megatron counts the sum of the squares of the documents' lengths, not of the sequences'."""
+    packed = PRESETS[preset]
+    lengths = [int(length) for index in range(packed.batches) for length in np.diff(packing(packed, index)) if length]
+    too_many = flops_per_step(packed) - flops_per_step(packed, lengths)
+    assert 100 * too_many / flops_per_step(packed, lengths) == pytest.approx(percent, abs=0.05)
+    full = replace(packed, window=0)
+    squares = packed.sequence**2 - sum(length**2 for length in lengths) / packed.batches
+    pairs = 6 * packed.layers * packed.heads * packed.head_dim * squares
+    assert flops_per_step(full) - flops_per_step(full, lengths) == pytest.approx(pairs)
+
+
+def test_a_build_counts_the_documents_that_it_has():
+    model = contracts.model("moe", "--preset", "tiny_packed")
+    model.build()
+    config, batches = model.training.config, model.training.state.batches
+    lengths = [int(length) for batch in batches for row in batch["bounds"] for length in np.diff(row) if length]
+    assert sum(lengths) == config.batches * config.tokens * config.microbatches
+    assert model.training.flops == flops_per_step(config, lengths) < flops_per_step(config)
+
+
+def test_a_window_ends_where_its_document_does():
+    short = replace(PRESETS["tiny_gpt_oss"], sequence=6, microbatches=1, window=3)
+    # Keys of tokens of documents of 4 and of 2 in layer 0; layer 1 counts half of the squares.
+    keys = (1 + 2 + 3 + 3) + (1 + 2) + (4 * 4 + 2 * 2) / 2
+    whole = flops_per_step(short) - 6 * 2 * short.heads * short.head_dim * (1 + 2 + 3 + 3 + 3 + 3 + 6 * 6 / 2)
+    assert flops_per_step(short, [4, 2]) == whole + 6 * 2 * short.heads * short.head_dim * keys
+
+
+@pytest.mark.parametrize("layers, preset, notes", [
+    (7, "bench", ["logits 38 % of FLOP"]),
+    (12, "gpt_oss", ["logits 26 % of FLOP"]),
+    (48, "bench", []),
+    (2, "tiny", []),
+])  # fmt: skip
+def test_a_slice_says_the_share_of_the_logits(layers, preset, notes):
+    config = replace(PRESETS[preset], layers=layers)
+    assert flops_notes(config, flops_per_step(config)) == notes
 
 
 def test_as_many_layers_are_built_as_fit():
