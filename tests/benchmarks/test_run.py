@@ -129,6 +129,17 @@ def test_what_breaks_is_left_out_and_the_rest_is_measured(tmp_path):
         assert variants[name].status != "pass" and said in variants[name].reason, (name, variants[name].reason)
 
 
+def test_threads_that_outlive_a_variant_end_that_variant_alone(tmp_path):
+    names = ["haunts", "haunts_unsupported", "haunts_later"]
+    done = bench(tmp_path, ["eager", "graph_step", *names])
+    variants = only_verdicts(tmp_path)
+    assert variants["eager"].status == variants["graph_step"].status == variants["control"].status == "pass", (
+        done.stdout
+    )
+    for name in names:
+        assert variants[name].status != "pass" and BREAKS[name] in variants[name].reason, (name, variants[name].reason)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
     done = bench(tmp_path, ["eager", "graph_room", "graph_room_too"], "--cycles", 1, "--no-control")
