@@ -104,12 +104,21 @@ def open_run(asked: ask.Ask, args: Options) -> Partial:
         with contextlib.suppress(partial.Busy):
             found = Partial(path)
             if found.facts and all(found.facts[0].get(key) == header[key] for key in header if key not in own):
+                _require_sound(found)
                 print(f"goes on with {shown(path)}, cycles so far: {len(found.of('cycle'))}")
                 return found
             found.close()
     made = Partial(asked.group / f"{header['id']}{partial.SUFFIX}")
     made.add("header", **header)
     return made
+
+
+def _require_sound(begun: Partial) -> None:
+    try:
+        partial.folded(begun.facts)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Mistake(f"{shown(begun.path)} is damaged ({said}): move it away to begin anew") from None
 
 
 def _header(asked, args) -> dict:

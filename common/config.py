@@ -25,6 +25,8 @@ from common import garbage
 
 # Each step keeps an event on the GPU and its time.
 MAX_STEPS = 1_000_000
+# They are made before the first step.
+MAX_BATCHES = 10_000
 # What is computed from sizes stays within the range of a float.
 MAX_INTEGER = 2**53
 
@@ -126,6 +128,8 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
         config = dataclasses.replace(presets[run.preset], **overrides)
         require_steps("--min-steps", config.min_steps)
         require_fields(config, ("min_steps",), lambda steps: steps >= 1, "a number from 1 up")
+        rotating = ["batches"] if hasattr(config, "batches") else []
+        require_fields(config, rotating, lambda batches: batches <= MAX_BATCHES, f"at most {MAX_BATCHES:,}")
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:

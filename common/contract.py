@@ -200,8 +200,8 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
     """Read from source which variants modules declare, by name.
 
     Raises:
-        ValueError: a variant is declared twice, an argument is no literal, a kind is unknown, or a reference is no step
-            function; the text names file and line.
+        ValueError: a variant is declared twice, an argument is no literal, a kind or parity is unknown, or a reference
+            is no step function; the text names file and line.
     """
     found: dict[str, Declared] = {}
     for module in modules:
@@ -225,6 +225,10 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
                 continue
             if literals.get("kind") not in KINDS:
                 raise ValueError(f"{place}: kind {literals.get('kind')!r} is not one of {', '.join(KINDS)}")
+            parity = literals.get("parity")
+            # Written so that NaN is refused.
+            if not (parity in (None, "bitwise") or (isinstance(parity, float) and 0 <= parity < 1)):
+                raise ValueError(f"{place}: parity {parity!r} is not 'bitwise', None, or a float from 0.0 to below 1.0")
             text = (ast.get_docstring(node) or "").split("\n")[0].rstrip(".")
             own = {"name": name, "modules": (module,), "place": place, "takes_index": _takes_index(node), "help": text}
             found[name] = Declared(**own | literals)

@@ -23,6 +23,8 @@ import contextlib
 import gc
 import itertools
 import math
+import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -44,6 +46,8 @@ from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, Variant
 
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
+# A thread that ends has so long for it.
+THREAD_S = 0.2
 
 
 def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
@@ -99,15 +103,20 @@ class Worker:
     def _answer(self, command) -> bool:
         """Do what the command says and tell how it went. Whether the worker can go on."""
         self.ranks.enter(command["do"])
+        threads = _threads()
         try:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
             changed, moved = torch_settings.changes(self.flags, torch_settings.current()), self._moved()
-            if changed or moved:
-                kind = "changed_settings" if changed else "moved_state"
-                reason = f"left torch changed: {changed}" if changed else f"moved the training state: {moved}"
-                self.say({"say": "failed", "kind": kind, "reason": reason, "fatal": True})
-                return False
+            found = {
+                "changed_settings": changed and f"left torch changed: {changed}",
+                "moved_state": moved and f"moved the training state: {moved}",
+                "error": self._outlived(command, threads),
+            }
+            for kind, reason in found.items():
+                if reason:
+                    self.say({"say": "failed", "kind": kind, "reason": reason, "fatal": True})
+                    return False
             self.say({"say": "done", **facts})
             return True
         except Closed:
@@ -119,7 +128,8 @@ class Worker:
             may_go_on = status == "unsupported" or (status == "oom" and command["do"] in ("capture", "parity"))
             # The frames hold tensors.
             error.__traceback__ = None
-        status, fatal = status or "failed", not may_go_on or self.world_size > 1
+        is_fatal = not may_go_on or self.world_size > 1 or self._outlived(command, threads)
+        status, fatal = status or "failed", bool(is_fatal)
         self.ranks.tell(status, reason)
         if not fatal:
             self.kept.pop(command.get("variant"), None)
@@ -137,6 +147,19 @@ class Worker:
         now = {name: (str(tensor.device), tensor.data_ptr()) for name, tensor in named()}
         self.places = self.places or now
         return next((name for name, place in self.places.items() if now.get(name) != place), "")
+
+    def _outlived(self, command, before) -> str:
+        """Threads that a graph left running, which would work in the blocks of others, or "".
+
+        The training may start some in its first steps, which are eager's, and others in their place at a reset.
+        """
+        if self.model.kinds.get(command.get("variant")) != "graph":
+            return ""
+        new = _threads() - before
+        for thread in new:
+            thread.join(THREAD_S)
+        count = len(_threads()) - len(before)
+        return f"left {count} threads running: {', '.join(sorted(each.name for each in new))}" if count > 0 else ""
 
     def say(self, message):
         """Send a message to the other end, from rank 0."""
@@ -383,6 +406,18 @@ class Worker:
                 close()
         if self.sampler:
             self.sampler.stop()
+
+
+def _threads() -> set:
+    """Python's threads, but for those of installed packages, which start them when they like, and those of pools."""
+    own = [each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
+    return {each for each in own if not _is_installed(getattr(each, "_target", None) or type(each).run)}
+
+
+def _is_installed(code) -> bool:
+    name = getattr(code, "__module__", None) or ""
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "-packages/" in path or name.startswith("concurrent.")
 
 
 def _kind(status):

@@ -117,6 +117,7 @@ class Windows:
         else:
             self._held_out, self._held_out_order = validation, np.arange(min(num_held_out, len(validation)))
         self._order, self.num_windows, self.num_held_out = order, len(order), len(self._held_out_order)
+        self._epoch, self._shuffled = -1, order
         if self.num_windows < world_size:
             raise ValueError(
                 f"--data: {self.name} fills {self.num_windows} windows of --sequence {training.config.sequence}, "
@@ -126,8 +127,9 @@ class Windows:
     def batch(self, index: int) -> PackedBatch:
         """This rank's window of step `index`. It does not depend on earlier calls."""
         epoch, step = divmod(index, self.num_windows // self._world_size)
-        shuffled = np.random.default_rng([self._seed, epoch]).permutation(self._order)
-        return self._training.window(shuffled[step * self._world_size + self._rank])
+        if epoch != self._epoch:
+            self._epoch, self._shuffled = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._order)
+        return self._training.window(self._shuffled[step * self._world_size + self._rank])
 
     def held_out(self, index: int) -> PackedBatch:
         """Held-out window `index`, below num_held_out. The same on every rank."""

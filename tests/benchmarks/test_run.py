@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from benchmarks.files import partial, run_file
 from benchmarks.files.facts import Reruns
 from benchmarks.processes import supervisor
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, only_verdicts, start, wait_for, workers
-from tests.helpers.made_run import put
+from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once
 from tests.helpers.processes import until
 from tests.lying_model.variants import BREAKS, LIARS
@@ -130,6 +131,17 @@ def test_what_breaks_is_left_out_and_the_rest_is_measured(tmp_path):
         assert variants[name].status != "pass" and said in variants[name].reason, (name, variants[name].reason)
 
 
+def test_threads_that_outlive_a_variant_end_that_variant_alone(tmp_path):
+    names = ["haunts", "haunts_unsupported", "haunts_later"]
+    done = bench(tmp_path, ["eager", "graph_step", *names])
+    variants = only_verdicts(tmp_path)
+    assert variants["eager"].status == variants["graph_step"].status == variants["control"].status == "pass", (
+        done.stdout
+    )
+    for name in names:
+        assert variants[name].status != "pass" and BREAKS[name] in variants[name].reason, (name, variants[name].reason)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
     done = bench(tmp_path, ["eager", "graph_room", "graph_room_too"], "--cycles", 1, "--no-control")
@@ -187,6 +199,22 @@ def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp
     assert variants["eager"].status == variants["graph_step"].status == "pass"
     blocks = only_variants(tmp_path)["graph_step"].blocks
     assert [b.cycle for b in blocks] == list(range(6)) and len({b.process for b in blocks}) == 2
+
+
+@pytest.mark.parametrize("step_ms", ["[-1.0]", "[1e999]", "[NaN]", "7", '["a"]', "{}", "null"])
+def test_a_damaged_run_that_was_begun_is_named_in_one_line(tmp_path, monkeypatch, step_ms):
+    monkeypatch.setattr(run, "_header", lambda asked, args: HEADER)
+    own = partial.Partial(tmp_path / f"run{partial.SUFFIX}")
+    own.add("header", **HEADER)
+    add_cycle(own, 0, {"eager": 10.0, "graph_step": 8.0})
+    own.close()
+    found = run.open_run(SimpleNamespace(group=tmp_path), None)
+    assert found.path == own.path
+    found.close()
+    own.path.write_text(re.sub(r'(?<="step_ms":)\[8[^]]*]', step_ms, own.path.read_text()))
+    with pytest.raises(run.Mistake, match=r"run.partial.jsonl is damaged .*: move it away to begin anew") as mistake:
+        run.open_run(SimpleNamespace(group=tmp_path), None)
+    assert "\n" not in str(mistake.value)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -42,6 +42,10 @@ def assert_one_line(answer, status, *told):
         (["rnnt.train", "--data", "/usr/.."], ["--data /usr/..: this is the whole file system"]),
         (["gpt3.train", "--min-steps", "1000001"], ["--min-steps 1000001: takes at most 1,000,000 steps"]),
         (["rnnt.train", "--steps", str(10**30)], [f"--steps {10**30}: takes at most 1,000,000 steps"]),
+        *(
+            ([f"{model}.train", "--batches=100000"], ["--batches 100000: takes at most 10,000"])
+            for model in ("gpt3", "llama2_lora", "llama31", "moe")
+        ),
         (["rnnt.train", "--min-steps", "0"], ["--min-steps 0: takes a number from 1 up"]),
         (["gpt3.train", "--hidden", "9" * 400], ["argument --hidden: '999", "...' is beyond 9,007,199,254,740,992"]),
         (["gpt3.train", "--hidden", "9" * 5000], ["argument --hidden: '999", "...' is not of type int"]),

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = (ROOT / "examples" / "minimal" / "train.py").read_text().replace("examples.minimal", "mine")
 GRAPH = '@variant("graph_step", kind="graph", help="the whole step in one graph", graphs=1, '
+PARITY = 'graphs=1, parity="bitwise"'
 STEP = "            run.step(index)\n"
 
 
@@ -55,6 +56,17 @@ def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
         (GRAPH, GRAPH + 'reference="graph_step", ', "reference 'graph_step' of graph_step is no step function"),
         ('"eager", kind', '"plain", kind', "no step is declared as @variant('eager', kind='eager')"),
         (GRAPH, GRAPH + "formerly=str(1), ", "of a variant are literals"),
+        *(
+            (PARITY, f"graphs=1, parity={text}", said)
+            for text, said in {
+                'float("nan")': "of a variant are literals",
+                "1e999": "parity inf is not 'bitwise', None, or a float",
+                "-1e-3": "parity -0.001 is not",
+                "1.0": "parity 1.0 is not",
+                "0": "parity 0 is not",
+                '"near"': "parity 'near' is not",
+            }.items()
+        ),
         (GRAPH, GRAPH + "**{}, ", "the keywords of a variant stand in its decorator, without **"),
         (
             'parse("mine", Config, presets)',

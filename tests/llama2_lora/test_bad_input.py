@@ -24,7 +24,7 @@ def said(*arguments):
     [
         (["--sequence", "1000"], "--sequence 1000: takes a multiple of 16"),
         (["--keep", "1 fc2"], "--keep 1 fc2: takes auto, all, least, or numbers of the last layers with items"),
-        (["--batches", "1000000000000"], "--batches 1000000000000 is too large"),
+        (["--batches", "1000000000000"], "--batches 1000000000000: takes at most 10,000"),
         (["--checkpoint", "/nowhere/llama"], "--checkpoint /nowhere/llama: no such folder"),
         (["--save-adapter", "/proc/adapter"], "--save-adapter /proc/adapter/adapter_model.safetensors: cannot write"),
     ],

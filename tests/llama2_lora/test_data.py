@@ -355,3 +355,13 @@ def test_other_damaged_or_missing_sources(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert told("a.parquet").endswith("needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it")
+
+
+def test_an_epoch_is_shuffled_once(corpus, tmp_path, monkeypatch):
+    """Thousands of windows are made before the first step."""
+    windows, drawn = open_windows(CONFIG, tmp_path), []
+    make = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or make(seed))
+    for index in range(2 * windows.num_windows):
+        windows.batch(index)
+    assert [epoch for _, epoch in drawn] == [0, 1]

@@ -2,13 +2,14 @@
 
 import ctypes
 import os
+import threading
 import time
 
 import torch
 
 from common.contract import variant
 from common.variant import Unsupported
-from tests.lying_model.sound import Graphed
+from tests.lying_model.sound import LATE, Graphed
 
 
 @variant("segfault", kind="graph", help="breaks", graphs=1)
@@ -67,6 +68,43 @@ class KeepsFlags(Graphed):
 class MovesState(Graphed):
     def close(self):
         self.state.weights[0].data = self.state.weights[0].data.clone()
+
+
+@variant("haunts", kind="graph", help="breaks", graphs=1)
+class Haunts(Graphed):
+    """Its thread goes on in steps of others."""
+
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
+        threading.Thread(target=self.change, daemon=True).start()
+
+    def change(self):
+        while True:
+            time.sleep(0.001)
+            with torch.no_grad():
+                self.state.weights[0].mul_(1.01)
+
+
+@variant("haunts_unsupported", kind="graph", help="breaks", graphs=1)
+class HauntsUnsupported(Haunts):
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
+        raise Unsupported("needs hardware that nobody has")
+
+
+@variant("haunts_later", kind="graph", help="breaks", graphs=1)
+class HauntsLater(Haunts):
+    """Starts its thread in a block."""
+
+    def __init__(self, state, capture):
+        Graphed.__init__(self, state, capture)
+
+    def run(self, index):
+        super().run(index)
+        if self.steps == LATE:
+            timer = threading.Timer(0.5, self.change)
+            timer.daemon = True
+            timer.start()
 
 
 @variant("unsupported", kind="graph", help="breaks", graphs=1)

@@ -1,5 +1,6 @@
 """Variants that lie: about their time, or about their work."""
 
+import _thread
 import queue
 import threading
 import time
@@ -170,7 +171,8 @@ class LateWork(Graphed):
     def __init__(self, state, capture):
         super().__init__(state, capture)
         self.jobs, self.matrix = queue.SimpleQueue(), torch.ones(256, 256)
-        threading.Thread(target=self.work, daemon=True).start()
+        # No thread that Python lists, or it would be seen before its work is.
+        _thread.start_new_thread(self.work, ())
 
     def step(self, index):
         super().step(index)
