@@ -412,7 +412,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         flops_convention=flops.CAUSAL_HALF,
         peak_flops=flops.peak_flops(gpu, "bf16"),
         card=moe_config.card(config),
-        notes=notes,
+        notes=[*notes, *state.notes],
         hyperparameters=hyperparameters(config),
     )
 

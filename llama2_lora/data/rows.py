@@ -9,6 +9,7 @@ MLPerf's .npy of such rows is a pickle and is not read.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,8 @@ from common.training.data.limits import first_line, open_regular, shown
 
 FLAG = "--data"
 FIELDS = ("input_ids", "labels", "loss_mask", "seq_start_id")
-# Rows of a parquet file that are decoded at once.
-_BATCH_ROWS = 64
+# Rows of a parquet file that are decoded at once, and the bytes that a row takes beside its numbers.
+_BATCH_ROWS, _ROW_BYTES = 64, 512
 
 
 class Source(NamedTuple):
@@ -52,7 +53,8 @@ def files(data: str, split: str) -> list[Path]:
 
 def _reader(path):
     # Missing and unreadable files are said first.
-    open_regular(path, FLAG).close()
+    with open_regular(path, FLAG):
+        pass
     if path.suffix not in _READERS:
         raise ValueError(f"{FLAG} {shown(path)}: takes {', '.join(_READERS)}, or a folder with train files")
     return _READERS[path.suffix]
@@ -127,24 +129,44 @@ def _numbers(row, name, where, kinds="iu"):
 
 def _parquet_rows(path):
     try:
-        from pyarrow import parquet
+        import pandas  # noqa: F401  # to_pandas takes it
+        from pyarrow import parquet, types
     except ImportError:
         raise ValueError(
             f"{FLAG}: {shown(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
         ) from None
     with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
         try:
-            table = parquet.ParquetFile(file)
-            about = table.metadata
-            num_bytes = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
-            if about.num_rows > limits.MAX_ROWS or num_bytes > limits.MAX_READ_BYTES:
-                raise ValueError(f"{about.num_rows:,} rows of {num_bytes:,} bytes uncompressed are too many")
-            fields = [field for field in table.schema_arrow.names if field in FIELDS]
-            for batch in table.iter_batches(_BATCH_ROWS, columns=fields):
+            most = left = _most_bytes(os.fstat(file.fileno()).st_size)
+            with limits.at_most(most):
+                table = parquet.ParquetFile(file)
+            fields = [field for field in table.schema_arrow if field.name in FIELDS]
+            for field in fields:
+                kind = getattr(field.type, "value_type", None)
+                if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+                    raise ValueError(f"{field.name} is of type {field.type}, no list of numbers")
+            # In this thread: memory that is refused in another one would end the process.
+            batches = table.iter_batches(_BATCH_ROWS, columns=[field.name for field in fields], use_threads=False)
+            while True:
+                # Sizes and counts that the file states may be wrong, so what comes out counts.
+                with limits.at_most(most):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                left -= batch.nbytes + _ROW_BYTES * batch.num_rows
+                if left < 0:
+                    raise MemoryError
                 # Lists become arrays.
                 yield from batch.to_pandas(ignore_metadata=True).to_dict("records")
+        except MemoryError:
+            raise ValueError(f"{FLAG}: {shown(path)} holds more than {most:,} bytes uncompressed") from None
         except Exception as error:  # foreign bytes can make it raise anything
             raise ValueError(f"{FLAG}: {shown(path)} cannot be read: {first_line(error)}") from None
+
+
+def _most_bytes(file_bytes):
+    """Bytes that may come out of a parquet file: tokens do not shrink to a hundredth."""
+    return min(2**26 + 100 * file_bytes, limits.MAX_READ_BYTES)
 
 
 def _json_rows(path):

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.training.data import safetensors_header
-from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, first_line, shown
+from common.training.data.limits import MAX_ROWS, first_line, shown
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
@@ -54,7 +54,7 @@ class Samples:
 
     def _entries(self, shard):
         path = self.folder / shard
-        entries = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
+        entries = safetensors_header.read(path, "--data")
         for name in NAMES:
             if name not in entries:
                 raise ValueError(f"--data: {shown(path)} has no tensor {name}")
