@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from common.text import printable
 from common.training.data import hugging_face
 from common.training.data.hugging_face import FLAG
-from common.training.data.limits import shown
 from moe.config import Config
 from moe.model import YARN
 
@@ -133,7 +133,7 @@ def _require_features(folder, described, config):
         wanted["layer_types"] = (_IN_TURNS if in_turns else "in another order", _IN_TURNS)
     for name, (value, built) in wanted.items():
         if value != built:
-            value = shown(str(value.get("quant_method", value) if isinstance(value, dict) else value))
+            value = printable(str(value.get("quant_method", value) if isinstance(value, dict) else value))
             raise ValueError(
                 f"{FLAG} {folder}: config.json has {name} {value}, --family {config.family} has {built}: take another "
                 "checkpoint or --family"

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.files import schema_3
-from benchmarks.files.facts import Census, Run, printable
+from benchmarks.files.facts import Census, Run
+from common.text import printable
 
 CENSUS = "census"
 SCHEMA = 4

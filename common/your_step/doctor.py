@@ -24,6 +24,7 @@ from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
+from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
 from common.your_step import bisect, idle, memory, pace, ranks, step_file, user_file
@@ -306,7 +307,7 @@ def main(argv=None) -> int:
 
 def _tell(found: Diagnosis, names: list[str]) -> None:
     """Print a diagnosis, write it to a file, and what programs want of it beside it."""
-    print(found.text())
+    print(lines(found.text()))
     for name in names:
         try:
             write_text(Path(name), found.text())

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.text import printable
 from common.training.data import limits
-from common.training.data.limits import first_line, open_regular, shown
+from common.training.data.limits import first_line, open_regular
 
 FLAG = "--data"
 FIELDS = ("input_ids", "labels", "loss_mask", "seq_start_id")
@@ -47,7 +48,7 @@ def files(data: str, split: str) -> list[Path]:
             if found := sorted([*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")]):
                 return found
     if split == "train":
-        raise ValueError(f"{FLAG} {shown(data)}: this folder has no train file of {', '.join(_READERS)}")
+        raise ValueError(f"{FLAG} {printable(data)}: this folder has no train file of {', '.join(_READERS)}")
     return []
 
 
@@ -56,7 +57,7 @@ def _reader(path):
     with open_regular(path, FLAG):
         pass
     if path.suffix not in _READERS:
-        raise ValueError(f"{FLAG} {shown(path)}: takes {', '.join(_READERS)}, or a folder with train files")
+        raise ValueError(f"{FLAG} {printable(path)}: takes {', '.join(_READERS)}, or a folder with train files")
     return _READERS[path.suffix]
 
 
@@ -69,16 +70,16 @@ def read(paths: list[Path], vocab: int) -> Source:
     for path in paths:
         for number, row in enumerate(_reader(path)(path)):
             if len(tokens) >= limits.MAX_ROWS:
-                raise ValueError(f"{FLAG}: {shown(path)} has more than {limits.MAX_ROWS:,} rows")
-            ids, counts, begins = _row(row, f"row {number} of {shown(path)}")
+                raise ValueError(f"{FLAG}: {printable(path)} has more than {limits.MAX_ROWS:,} rows")
+            ids, counts, begins = _row(row, f"row {number} of {printable(path)}")
             tokens.append(ids)
             counted.append(counts)
             starts.append(begins + num_tokens)
             num_tokens += len(ids)
     if not tokens:
-        raise ValueError(f"{FLAG}: {shown(paths[0])} has no rows")
+        raise ValueError(f"{FLAG}: {printable(paths[0])} has no rows")
     starts.append(np.array([num_tokens]))
-    source = Source(shown(paths[0]), *(np.concatenate(parts) for parts in (tokens, starts, counted)))
+    source = Source(printable(paths[0]), *(np.concatenate(parts) for parts in (tokens, starts, counted)))
     require_vocabulary(source.tokens, vocab, source.name)
     return source
 
@@ -133,7 +134,7 @@ def _parquet_rows(path):
         from pyarrow import parquet, types
     except ImportError:
         raise ValueError(
-            f"{FLAG}: {shown(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
+            f"{FLAG}: {printable(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
         ) from None
     with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
         try:
@@ -159,9 +160,9 @@ def _parquet_rows(path):
                 # Lists become arrays.
                 yield from batch.to_pandas(ignore_metadata=True).to_dict("records")
         except MemoryError:
-            raise ValueError(f"{FLAG}: {shown(path)} holds more than {most:,} bytes uncompressed") from None
+            raise ValueError(f"{FLAG}: {printable(path)} holds more than {most:,} bytes uncompressed") from None
         except Exception as error:  # foreign bytes can make it raise anything
-            raise ValueError(f"{FLAG}: {shown(path)} cannot be read: {first_line(error)}") from None
+            raise ValueError(f"{FLAG}: {printable(path)} cannot be read: {first_line(error)}") from None
 
 
 def _most_bytes(file_bytes):
@@ -172,7 +173,7 @@ def _most_bytes(file_bytes):
 def _json_rows(path):
     with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
         for number, line in enumerate(iter(lambda: file.readline(limits.MAX_LINE_BYTES + 1), b""), start=1):
-            where = f"line {number} of {shown(path)}"
+            where = f"line {number} of {printable(path)}"
             if len(line) > limits.MAX_LINE_BYTES:
                 raise ValueError(f"{FLAG}: {where} has more than {limits.MAX_LINE_BYTES:,} bytes")
             try:

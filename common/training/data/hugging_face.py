@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from common.text import printable
 from common.training.data import safetensors_file
-from common.training.data.limits import MAX_HEADER_BYTES, open_regular, shown
+from common.training.data.limits import MAX_HEADER_BYTES, open_regular
 
 FLAG = "--checkpoint"
 _READABLE = ("BF16", "F16", "F32")
@@ -22,9 +23,9 @@ def read_json(path) -> dict:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"{FLAG}: {shown(path)} is damaged, it is not JSON") from None
+        raise ValueError(f"{FLAG}: {printable(path)} is damaged, it is not JSON") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{FLAG}: {shown(path)} is damaged, it is not a JSON object")
+        raise ValueError(f"{FLAG}: {printable(path)} is damaged, it is not a JSON object")
     return content
 
 
@@ -66,7 +67,7 @@ def all_entries(folder: Path) -> dict[str, safetensors_file.File]:
         raise ValueError(f"{FLAG}: {index} is damaged, its weight_map does not name files")
     for name in weight_map.values():
         if Path(name).name != name:
-            raise ValueError(f"{FLAG}: {index} names {shown(name[:100])}, which is no file of its folder")
+            raise ValueError(f"{FLAG}: {index} names {printable(name[:100])}, which is no file of its folder")
     files = {name: safetensors_file.open_file(folder / name, FLAG) for name in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file].entries:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from common.text import printable
+
 # Of a file that is mapped, or read piece by piece.
 MAX_BYTES = 4 * 2**40
 # Of a file whose content is copied to memory, and of what comes out of it.
@@ -37,10 +39,12 @@ def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> Iterator[Binary
             found = os.fstat(file.fileno())
             _require_regular(found, path, flag)
             if found.st_size > max_bytes:
-                raise ValueError(f"{flag}: {shown(path)} has {found.st_size:,} bytes, at most {max_bytes:,} are read")
+                raise ValueError(
+                    f"{flag}: {printable(path)} has {found.st_size:,} bytes, at most {max_bytes:,} are read"
+                )
             yield file
     except OSError as error:
-        raise ValueError(f"{flag}: cannot read {shown(path)} ({error.strerror})") from None
+        raise ValueError(f"{flag}: cannot read {printable(path)} ({error.strerror})") from None
 
 
 @contextlib.contextmanager
@@ -59,18 +63,12 @@ def at_most(num_bytes: int) -> Iterator[None]:
 
 def _require_regular(found, path, flag):
     if stat.S_ISDIR(found.st_mode):
-        raise ValueError(f"{flag}: cannot read {shown(path)} (Is a directory)")
+        raise ValueError(f"{flag}: cannot read {printable(path)} (Is a directory)")
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{flag}: cannot read {shown(path)} (it is a pipe, a socket or a device)")
-
-
-def shown(text) -> str:
-    """A path or a name for a message: as it is where all of it can be printed, else with escapes."""
-    text = os.fspath(text)
-    return text if text.isprintable() else ascii(text)
+        raise ValueError(f"{flag}: cannot read {printable(path)} (it is a pipe, a socket or a device)")
 
 
 def first_line(error: BaseException) -> str:
     """Return an exception's message as one printable line; its type where the message is empty."""
     line = (str(error).strip().splitlines() or [""])[0][:300]
-    return shown(line) if line else type(error).__name__
+    return printable(line) if line else type(error).__name__

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
+from common.text import printable
 from common.training.data import hugging_face
 from common.training.data.hugging_face import FLAG
-from common.training.data.limits import shown
 
 
 class Llama(Protocol):
@@ -135,7 +135,7 @@ def _require_llama(folder, described, rope_scaling):
         found[name] = (rope.get(name), (value,))
     for name, (value, allowed) in found.items():
         if value not in allowed:
-            value = shown(str(value.get("quant_method", value) if isinstance(value, dict) else value))
+            value = printable(str(value.get("quant_method", value) if isinstance(value, dict) else value))
             raise ValueError(
                 f"{FLAG} {folder}: config.json has {name} {value}, only {allowed[0]} is built: take another checkpoint"
             )

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from common.training.data.limits import MAX_HEADER_BYTES, first_line, open_regular, shown
+from common.text import printable
+from common.training.data.limits import MAX_HEADER_BYTES, first_line, open_regular
 
 _ITEM_BYTES = {"F32": 4, "F16": 2}
 _LENGTH = struct.Struct("<Q")
@@ -33,7 +34,7 @@ def read(path, flag: str) -> dict[str, Entry]:
     ValueError in one line that begins with `flag`: missing, no safetensors file, truncated, a header that contradicts
     itself, or one of more than MAX_HEADER_BYTES.
     """
-    name = shown(path)
+    name = printable(path)
     try:
         with open_regular(path, flag) as file:
             start = file.read(_LENGTH.size)
@@ -63,7 +64,7 @@ def read(path, flag: str) -> dict[str, Entry]:
 
 def damaged(path, flag: str, error: Exception) -> ValueError:
     """The refusal of a file that the safetensors package cannot read, in one line."""
-    return ValueError(f"{flag}: {shown(path)} is damaged or truncated: {first_line(error)}")
+    return ValueError(f"{flag}: {printable(path)} is damaged or truncated: {first_line(error)}")
 
 
 def make(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:

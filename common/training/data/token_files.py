@@ -23,7 +23,8 @@ import numpy as np
 
 from common.config import require_folder_of_its_own
 from common.files import write_whole
-from common.training.data.limits import open_regular, shown
+from common.text import printable
+from common.training.data.limits import open_regular
 
 # A folder of text is copied once, byte by byte; a larger one belongs into Megatron's token files.
 MAX_FILES = 100_000
@@ -158,7 +159,7 @@ def text_folder(path, cache_dir) -> TokenFile:
         _write_cache(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
         if skipped:
             more = ", ..." if len(skipped) > 10 else ""
-            names = ", ".join(map(shown, skipped[:10]))
+            names = ", ".join(map(printable, skipped[:10]))
             warnings.warn(f"{path}: {len(skipped)} files are not UTF-8, skipped: {names}{more}", stacklevel=3)
     if not tokens_path.stat().st_size:
         raise ValueError(f"--data {path}: no UTF-8 text in this folder")
@@ -195,7 +196,7 @@ def _concatenate(root, paths, out, skipped):
         except OSError as error:
             if error.errno == errno.ENOSPC:  # of `out`
                 raise
-            raise ValueError(f"--data {root}: cannot read {shown(path)} ({error.strerror})") from None
+            raise ValueError(f"--data {root}: cannot read {printable(path)} ({error.strerror})") from None
         except UnicodeDecodeError:
             skipped.append(path.relative_to(root).as_posix())
             out.seek(start)
