@@ -286,7 +286,8 @@ def main(argv=None) -> int:
             torch_settings.prepare(device)
             if rank == 0:
                 print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
-            found = diagnose(words[0], device)
+            with user_file.exits_are_errors():
+                found = diagnose(words[0], device)
             if rank == 0:
                 _tell(found, words[1:])
         except torch.OutOfMemoryError as error:
@@ -294,7 +295,7 @@ def main(argv=None) -> int:
             return 1
         except ValueError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # An error of a later step of the user's file.
             place = user_file.where(error, path)
             if ":" not in place:
