@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from common.config import Parser, checked
+from common.text import printable, printed_as_text
 
 RUNS = ROOT / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
@@ -77,8 +78,9 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     try:
-        status = work()
-        sys.stdout.flush()
+        with printed_as_text():
+            status = work()
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         # As head leaves a pipe; else Python would say so once more at its end.
@@ -101,5 +103,5 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
         if stopped:
             print(stopped, file=sys.stderr)
         return 130
-    print(f"{prog}: {said}", file=sys.stderr)
+    print(f"{prog}: {printable(said)}", file=sys.stderr)
     return status

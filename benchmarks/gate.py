@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from benchmarks import command, statistics
 from benchmarks.command import Mistake
 from benchmarks.compare import found_in
-from benchmarks.files.facts import printable
 from benchmarks.runs import Row
+from common.text import printable
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class Judged:
         bases: dict[int, list[float]] = {}
         for block in self.blocks(base, busy):
             bases.setdefault(block.cycle, []).append(block.mean_ms)
-        counted = sorted(bases)[: len(bases) - without_last]
+        counted = set(sorted(bases)[: len(bases) - without_last])
         rows = [(bases[block.cycle], block.mean_ms) for block in self.blocks(name, busy) if block.cycle in counted]
         return statistics.ratio_of(rows) if rows else None
 

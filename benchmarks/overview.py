@@ -12,6 +12,7 @@ from benchmarks.compare import found_in
 from benchmarks.judge import PASS
 from benchmarks.pages import readme, tables
 from common.files import write_text
+from common.text import in_markdown
 
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")
@@ -33,7 +34,7 @@ def page_of(found: runs.Found, page: Path) -> str:
     ]
     for machine, rows in runs.of_machines(found.rows).items():
         timed = [row for row in rows if row.status == PASS]
-        parts += [f"## {machine}", tables.rows_as_markdown(timed, page)]
+        parts += [f"## {in_markdown(machine)}", tables.rows_as_markdown(timed, page)]
         left = tables.as_list(tables.not_timed(rows))
         parts += ["Without a number:", left] if left else []
         parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]

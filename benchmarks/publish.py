@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import ROOT, runs
 from benchmarks.command import parser_of
 from benchmarks.files import run_file
-from benchmarks.files.facts import Census, Run, digits, folder_of, printable
+from benchmarks.files.facts import Census, Run, digits, folder_of
 from benchmarks.files.run_file import CENSUS
 from benchmarks.judge import judged
 from benchmarks.pages import tables
@@ -22,6 +22,7 @@ from benchmarks.processes.gpus import Gpus
 from benchmarks.statistics import LEAST_CYCLES
 from common.files import write_text
 from common.machine.source import last_commits, source_hash_of_commit
+from common.text import printable
 
 # Of a census, which asks for hosts and not for narrow intervals.
 LEAST_CENSUS_CYCLES = 4

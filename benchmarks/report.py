@@ -19,6 +19,7 @@ from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, judged
 from benchmarks.pages.run_table import build_title, cells_of, milliseconds, on_a_cpu, rates
 from common.files import write_text
+from common.text import lines
 
 TEMPLATE = "report.html.j2"
 WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
@@ -28,7 +29,11 @@ NUM_TINTS = 4
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent / "pages"), autoescape=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "pages"),
+        autoescape=True,
+        finalize=lambda value: lines(value) if isinstance(value, str) else value,
+    )
     gpus = sorted({gpu.name for gpu in run.host.gpus})
     builds = judged(run)
     facts = {
@@ -124,18 +129,18 @@ def _series(own: Judged, rows: list[dict]) -> dict:
     step = 535 / max(1, len(order) - 1)
     where = {place: 60 + index * step for index, place in enumerate(order)}
     top = 1.05 * max(block.mean_ms for each in blocks.values() for block in each)
-    lines = []
+    drawn = []
     for row in rows:
         points = sorted((where[(b.cycle, b.place)], 200 - 185 * b.mean_ms / top) for b in blocks[row["name"]])
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        lines.append({"label": row["cells"]["variant"], "points": points, "text": text, "color": row["color"]})
+        drawn.append({"label": row["cells"]["variant"], "points": points, "text": text, "color": row["color"]})
     unit = 10 ** math.floor(math.log10(top))
     tick = next(unit * factor for factor in (5, 2, 1, 0.5) if unit * factor <= top / 1.5)
     marks = [{"y": 200 - 185 * n * tick / top, "text": f"{n * tick:g}"} for n in range(1, int(top / tick) + 1)]
     busy = {cycle.cycle: cycle.busy_processes for cycle in own.build.cycles if cycle.busy_processes}
     shades = [[x for (cycle, _), x in where.items() if cycle == number] for number in busy]
     return {
-        "lines": lines,
+        "lines": drawn,
         "marks": marks,
         "shades": [(min(xs) - step / 2, max(xs) - min(xs) + step) for xs in shades if xs],
         "busy": max(busy.values(), default=0),

@@ -21,12 +21,13 @@ from pathlib import Path
 from benchmarks import ask, command, judge, run, script, statistics
 from benchmarks.command import Mistake, shown
 from benchmarks.files import run_file
-from benchmarks.files.facts import Run, printable
+from benchmarks.files.facts import Run
 from benchmarks.judge import FAILED, PASS, Judged
 from benchmarks.pages import run_table
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import launch
 from common.config import flag_of
+from common.text import printable
 
 OWN = {"--variants": "a sweep compares eager with one variant, --variant", "--label": "a sweep names its folders"}
 COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most")

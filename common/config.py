@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import garbage
+from common.text import printable
 
 # Each step keeps an event on the GPU and its time.
 MAX_STEPS = 1_000_000
@@ -201,7 +202,7 @@ def mistakes_in_one_line(model, command="train"):
         sys.exit(130)
     except ValueError as error:
         # In one write: ranks share what they print to.
-        sys.stderr.write(f"python -m {model}.{command}: {error}\n")
+        sys.stderr.write(f"python -m {model}.{command}: {printable(error)}\n")
         sys.exit(2)
 
 
@@ -351,4 +352,4 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """Print the mistake as one line on stderr and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {printable(message)}\n")

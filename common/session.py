@@ -24,6 +24,7 @@ from common.config import EXIT_STATUS, Arguments, mistakes_in_one_line
 from common.contract import Training, variants_of
 from common.measuring.marks import mark, section
 from common.script import by_hand
+from common.text import printed_as_text
 from common.training.parallel import collectives
 from common.training.parallel.groups import Parallel
 from common.variant import Capture, Refused, Unsupported, complete_variant
@@ -138,7 +139,7 @@ def session(args: Arguments, build):
     The exit status is that of EXIT_STATUS, 1 where the run failed, and 2 for a mistake in the arguments, which is one
     line on stderr. With --doctor it is the doctor's. build: as of `Model`.
     """
-    with mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
+    with printed_as_text(), mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
         model = Model(args, build, device, rank, world_size)
         if args.run.worker:
             from common.measuring import worker

@@ -57,6 +57,7 @@ class State:
         require_kind(kind, config, device)
         self.plan = plan.make_plan(config) if kind == "handwritten" else None
         checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
+        self.notes = checkpoint.notes if checkpoint else []
         # Names of the groups of ranks that share a window, and of those that each have their own.
         self.context, self.data = collectives.ALONE, ""
         if config.cp > 1:

@@ -290,7 +290,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         flops_convention=CAUSAL_HALF,
         peak_flops=peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
         card=card(config, kind, on_gpu=device.type == "cuda"),
-        notes=notes,
+        notes=[*notes, *state.notes],
         hyperparameters=hyperparameters(config, data_ranks),
     )
 

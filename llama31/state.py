@@ -59,6 +59,7 @@ class State:
         self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
         self.place = self.ranks.place(rank)
         self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.notes = self.checkpoint.notes if self.checkpoint else []
         self.groups = make_groups(self.ranks, device.type)
         # Numbers of the layers of this stage.
         self.numbers = layers_of_stages(config.layers, config.pp)[self.place.stage]

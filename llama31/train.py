@@ -312,7 +312,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         flops_convention=CAUSAL_HALF,
         peak_flops=peak_flops(gpu, config.precision),
         card=card(config, device, data_ranks),
-        notes=notes,
+        notes=[*notes, *state.notes],
         hyperparameters=hyperparameters(config, data_ranks),
     )
 

@@ -8,11 +8,11 @@ projection, [outputs, inputs]; GPT-OSS stores all experts together, [experts, in
 and up taking turns.
 """
 
-import math
 from pathlib import Path
 
 import torch
 
+from common.text import printable
 from common.training.data import hugging_face
 from common.training.data.hugging_face import FLAG
 from moe.config import Config
@@ -20,10 +20,10 @@ from moe.model import YARN
 
 
 class Checkpoint:
-    """The opened folder. files: name -> file that holds it."""
+    """The opened folder. files: name -> file that holds it. notes: for people, on layers that are left out."""
 
-    def __init__(self, config: Config, files: dict):
-        self._config, self._files = config, files
+    def __init__(self, config: Config, files: dict, notes: list[str]):
+        self._config, self._files, self.notes = config, files, notes
 
     def read_into(self, name: str, layer: int | None, target: torch.Tensor) -> None:
         """Fill one of our parameters, or its master. ValueError where a file has changed since it was opened."""
@@ -93,7 +93,7 @@ def open_checkpoint(config: Config) -> Checkpoint:
         raise ValueError(f"{FLAG} {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     described = hugging_face.read_json(folder / "config.json")
     _require_features(folder, described, config)
-    _require_sizes(folder, described, config)
+    notes = hugging_face.require_sizes(folder, config, lambda: _sizes(described, config.family == "qwen3"))
     names = ["norm1", "norm2", "qkv", "proj", "router", "w1", "w2"]
     names += ["q_norm", "k_norm"] if config.family == "qwen3" else []
     names += ["qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2"] if config.family == "gpt_oss" else []
@@ -105,7 +105,7 @@ def open_checkpoint(config: Config) -> Checkpoint:
             shapes |= parts_of(config, name, layer)
     entries = hugging_face.all_entries(folder)
     hugging_face.require_tensors(folder, entries, shapes)
-    return Checkpoint(config, {name: entries[name] for name in shapes})
+    return Checkpoint(config, {name: entries[name] for name in shapes}, notes)
 
 
 def _require_features(folder, described, config):
@@ -133,7 +133,7 @@ def _require_features(folder, described, config):
         wanted["layer_types"] = (_IN_TURNS if in_turns else "in another order", _IN_TURNS)
     for name, (value, built) in wanted.items():
         if value != built:
-            value = value.get("quant_method", value) if isinstance(value, dict) else value
+            value = printable(str(value.get("quant_method", value) if isinstance(value, dict) else value))
             raise ValueError(
                 f"{FLAG} {folder}: config.json has {name} {value}, --family {config.family} has {built}: take another "
                 "checkpoint or --family"
@@ -146,33 +146,20 @@ _GPT_OSS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _LAYER_TYPES, _IN_TURNS = ("sliding_attention", "full_attention"), "in turns, sliding first"
 
 
-def _require_sizes(folder, described, config):
-    is_qwen3 = config.family == "qwen3"
+def _sizes(described, is_qwen3):
     rope = described.get("rope_parameters") or {}
-    try:
-        found = {
-            "hidden": described["hidden_size"],
-            "heads": described["num_attention_heads"],
-            "kv_heads": described["num_key_value_heads"],
-            "head_dim": described["head_dim"],
-            "experts": described["num_local_experts"] if "num_local_experts" in described else described["num_experts"],
-            "top_k": described["num_experts_per_tok"],
-            "ffn": described["moe_intermediate_size" if is_qwen3 else "intermediate_size"],
-            "vocab": described["vocab_size"],
-            "window": 0 if is_qwen3 else described["sliding_window"],
-            # In rope_parameters since transformers 5.
-            "rope_theta": rope["rope_theta"] if "rope_theta" in rope else described["rope_theta"],
-            "norm_eps": described["rms_norm_eps"],
-        }
-        num_layers = described["num_hidden_layers"]
-        differing = {name: value for name, value in found.items() if not math.isclose(value, getattr(config, name))}
-        if num_layers < config.layers:
-            differing["layers"] = num_layers
-    except KeyError as error:
-        raise ValueError(f"{FLAG} {folder}: config.json has no {error.args[0]}") from None
-    except (TypeError, OverflowError):
-        raise ValueError(f"{FLAG} {folder}: config.json has sizes that are no numbers") from None
-    if differing:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in differing.items())
-        ours = ", ".join(f"{name} {getattr(config, name)}" for name in differing)
-        raise ValueError(f"{FLAG} {folder}: does not fit {ours}: take {flags}")
+    return {
+        "hidden": described["hidden_size"],
+        "heads": described["num_attention_heads"],
+        "kv_heads": described["num_key_value_heads"],
+        "head_dim": described["head_dim"],
+        "experts": described["num_local_experts"] if "num_local_experts" in described else described["num_experts"],
+        "top_k": described["num_experts_per_tok"],
+        "ffn": described["moe_intermediate_size" if is_qwen3 else "intermediate_size"],
+        "vocab": described["vocab_size"],
+        "window": 0 if is_qwen3 else described["sliding_window"],
+        # In rope_parameters since transformers 5.
+        "rope_theta": rope["rope_theta"] if "rope_theta" in rope else described["rope_theta"],
+        "norm_eps": described["rms_norm_eps"],
+        "layers": described["num_hidden_layers"],
+    }

@@ -53,6 +53,7 @@ class State:
         self.config, self.device, self.dtype = config, device, dtype
         # Both before any weight is made: a wrong path is told at once.
         self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.notes = self.checkpoint.notes if self.checkpoint else []
         self.source = token_files.open_tokens(config.data, CACHE)
         # For as long as the state is open.
         self.opened = contextlib.ExitStack()

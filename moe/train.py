@@ -414,7 +414,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         flops_notes=moe_config.flops_notes(config, flops_per_step),
         peak_flops=flops.peak_flops(gpu, "bf16"),
         card=moe_config.card(config, flops_per_step),
-        notes=notes,
+        notes=[*notes, *state.notes],
         hyperparameters=hyperparameters(config),
     )
 

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
+from common.text import lines, printable
+
 DPI = 120
 INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"
 # A colour for each kind of variant, as on the page of a run (pages/report.html.j2).
@@ -62,6 +64,7 @@ class Page:
     MARGIN = 0.15
 
     def __init__(self, title: str, note: str, footer: str, body: float):
+        title, note, footer = map(printable, (title, note, footer))
         # Another font may be a little wider.
         room = 0.97 * (self.WIDTH - 2 * self.MARGIN)
         heads, notes, feet = wrap(title, room, 11.5, "bold"), wrap(note, room, 9), wrap(footer, room, 8)
@@ -165,7 +168,7 @@ def as_svg(page: Page) -> str:
     drawing = io.StringIO()
     page.figure.savefig(drawing, format="svg", dpi=DPI, metadata={"Date": None, "Creator": None})
     # A control character in a name would make the file unreadable.
-    svg = re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", "", drawing.getvalue())
+    svg = lines(drawing.getvalue())
     # Coordinates to 0.01 points.
     svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match.group()), svg)
     # matplotlib's styles stand in each element; only a rule with !important beats them.

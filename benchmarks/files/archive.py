@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.files.facts import printable
 from benchmarks.files.workload import Workload
+from common.text import printable
 
 # Eager's kernels a step may differ by so much from those of a row's newest run.
 SAME_KERNELS = 0.01

@@ -384,11 +384,6 @@ def folder_of(model: str, preset: str, label: str) -> str:
     return "-".join(filter(None, [model.removeprefix("common."), preset, label]))
 
 
-def printable(text: str) -> str:
-    """Return a text in which every letter can be printed, in one line of a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def digits(value: float) -> str:
     """Return a time with three digits or more."""
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -10,11 +10,14 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.files import schema_3
-from benchmarks.files.facts import Census, Run, printable
+from benchmarks.files.facts import Census, Run
+from common.text import printable
 
 CENSUS = "census"
 SCHEMA = 4
 MAX_BYTES = 32 * 2**20
+# Of all runs of a file; each is compared with every other one on a page or in a figure.
+MAX_VARIANTS = 500
 PASSED_OVER = ("archive", "figures")
 
 
@@ -79,7 +82,11 @@ def parsed(data: bytes) -> Run | Census:
         raise ValueError(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no whole JSON: {error}") from None
-    for run in found.runs if isinstance(found, Census) else [found]:
+    every = found.runs if isinstance(found, Census) else [found]
+    number = sum(len(build.variants) for run in every for build in run.builds.values())
+    if number > MAX_VARIANTS:
+        raise ValueError(f"{number:,} variants, a run file has at most {MAX_VARIANTS}")
+    for run in every:
         _require_sound(run)
     return found
 

@@ -18,6 +18,7 @@ from benchmarks.files.facts import stem
 from benchmarks.judge import PASS
 from benchmarks.pages import published, tables
 from benchmarks.runs import Row
+from common.text import in_markdown
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
@@ -81,14 +82,19 @@ def models(rows: list[Row], page: Path, argument: str = "") -> str:
         if row is None:
             graphs = [each for each in runs.on_gpus(rows) if (each.workload.model, each.kind) == (model, "graph")]
             seen = [f"no graph has a time ({tables.linked(each.status, each, page)})" for each in graphs[:1]]
-            lines.append([title, *(seen or ["not measured in blocks yet"]), *[""] * 5])
+            lines.append([in_markdown(title), *(seen or ["not measured in blocks yet"]), *[""] * 5])
             continue
-        captured = f"{row.newest.variant.help.removeprefix(SUBMITTED)} (`{row.variant}`)"
+        captured = f"{in_markdown(row.newest.variant.help.removeprefix(SUBMITTED))} ({_code(row.variant)})"
         numbers = [tables.CELLS[name](row) for name in FIGURES]
-        hosts = f"{row.hosts_text} ({row.workload.gpu.removeprefix('NVIDIA ')})"
+        hosts = f"{row.hosts_text} ({in_markdown(row.workload.gpu.removeprefix('NVIDIA '))})"
         name = tables.linked(f"{title}, {row.workload.preset}", row, page)
         lines.append([name, captured, *numbers, hosts])
     return tables.markdown(["Workload", "Captured", "graph ms", "eager ms", "gain", "at most", "hosts"], lines)
+
+
+def _code(name):
+    """A name as code, in which Markdown escapes nothing."""
+    return f"`{name}`" if re.fullmatch(r"[\w. -]+", name, re.ASCII) else in_markdown(name)
 
 
 def _decide(rows, page, argument):
@@ -135,8 +141,8 @@ def _nvidia(rows, page, argument):
         if found:
             row = min(found, key=rank)
             text = f"{tables.gain_and_interval(row)}, {row.hosts_text}" if row.ratio else row.status
-            here = f"{tables.linked(row.workload.name, row, page)} {row.variant}: {text}"
-            gpus = f"{row.workload.ranks} {row.workload.gpu.removeprefix('NVIDIA ')}"
+            here = f"{tables.linked(row.workload.name, row, page)} {in_markdown(row.variant)}: {in_markdown(text)}"
+            gpus = f"{row.workload.ranks} {in_markdown(row.workload.gpu.removeprefix('NVIDIA '))}"
             differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
         lines.append([own.title, own.mechanism, f"[{own.gain_range}]({own.source})", here, differs])
     return tables.markdown(

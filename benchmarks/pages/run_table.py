@@ -5,8 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import statistics
-from benchmarks.files.facts import OWN_STEP, Run, digits, printable
+from benchmarks.files.facts import OWN_STEP, Run, digits
 from benchmarks.judge import PASS, Judged, judged
+from common.text import printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity")
 WIDTH = 100

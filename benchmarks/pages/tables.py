@@ -6,12 +6,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 from benchmarks import runs, statistics
-from benchmarks.files.facts import digits, printable
+from benchmarks.files.facts import digits
 from benchmarks.judge import PASS, judged
 from benchmarks.pages.run_table import GIB, milliseconds
 from benchmarks.runs import Row
+from common.text import in_markdown, printable
 
 SCREEN = 100
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")
@@ -210,36 +212,31 @@ def not_timed(rows: list[Row]) -> list[str]:
 
 
 def markdown(columns: list[str], lines: list[list[str]]) -> str:
-    """A table of Markdown; columns of numbers stand to the right."""
+    """A table of cells that are Markdown; columns of numbers stand to the right."""
     marks = [" --- " if name in TEXT or name[:1].isupper() else " ---: " for name in columns]
-    rows = [[_plain(text) for text in line] for line in lines]
     return "\n".join(
-        [f"| {' | '.join(columns)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in rows)]
+        [f"| {' | '.join(columns)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(line)} |" for line in lines)]
     )
-
-
-def _plain(text):
-    """A cell that ends no column, no line and no table of a README."""
-    return text.replace("|", "\\|").replace("\n", " ").replace("<!--", "< !--")
 
 
 def rows_as_markdown(rows: list[Row], page: Path, columns=FEW) -> str:
     """Rows with links from `page` to the folders of their runs."""
     lines = []
     for row in rows:
-        texts = {name: CELLS[name](row) for name in columns}
+        texts = {name: in_markdown(CELLS[name](row)) for name in columns}
         lines.append([*(texts | {"workload": linked(row.workload.name, row, page)}).values()])
     return markdown(list(columns), lines)
 
 
 def linked(text: str, row: Row, page: Path) -> str:
     """A text with a link from `page` to the folder of a row's newest run."""
-    return f"[{text}]({Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()})"
+    path = Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()
+    return f"[{in_markdown(text)}]({quote(path)})"
 
 
 def as_list(lines: list[str]) -> str:
-    """A list of Markdown."""
-    return "\n".join(f"- {line}" for line in lines)
+    """A list of Markdown, of lines that are text."""
+    return "\n".join(f"- {in_markdown(line)}" for line in lines)
 
 
 _CSV: dict[str, Callable[[Row], object]] = {

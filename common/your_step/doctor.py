@@ -24,6 +24,7 @@ from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
 from common.measuring import torch_settings
+from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
 from common.your_step import bisect, idle, memory, pace, ranks, step_file, user_file
@@ -285,7 +286,8 @@ def main(argv=None) -> int:
             torch_settings.prepare(device)
             if rank == 0:
                 print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
-            found = diagnose(words[0], device)
+            with user_file.exits_are_errors():
+                found = diagnose(words[0], device)
             if rank == 0:
                 _tell(found, words[1:])
         except torch.OutOfMemoryError as error:
@@ -293,7 +295,7 @@ def main(argv=None) -> int:
             return 1
         except ValueError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # An error of a later step of the user's file.
             place = user_file.where(error, path)
             if ":" not in place:
@@ -306,7 +308,7 @@ def main(argv=None) -> int:
 
 def _tell(found: Diagnosis, names: list[str]) -> None:
     """Print a diagnosis, write it to a file, and what programs want of it beside it."""
-    print(found.text())
+    print(lines(found.text()))
     for name in names:
         try:
             write_text(Path(name), found.text())

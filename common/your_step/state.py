@@ -136,7 +136,7 @@ def errors_with_lines(path: Path):
         yield
     except (CaptureError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if lacks_deterministic_kernel(error):
             raise
         raise ValueError(f"{user_file.where(error, path)}: the step raised {user_file.said(error)}") from error

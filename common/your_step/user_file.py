@@ -81,7 +81,10 @@ def _checked(made, name, device):
         kind = type(batches).__name__ + (" of none" if isinstance(batches, (list, tuple)) else "")
         raise ValueError(f"{name}: the second value has to be a list of batches, at least one, not {kind}")
     for index, batch in enumerate(batches):
-        hidden = next((leaf for leaf in tree_leaves(batch) if _hides_tensors(leaf)), None)
+        try:
+            hidden = next((leaf for leaf in tree_leaves(batch) if _hides_tensors(leaf)), None)
+        except RecursionError:
+            raise ValueError(f"{name}: batch {index} contains itself: make it a nest of tensors") from None
         if hidden is not None:
             text = f"batch {index} has a {type(hidden).__name__}, whose tensors a graph's copy of the batch would miss"
             raise ValueError(f"{name}: {text}: make it a dict, a list or a tuple")
@@ -104,6 +107,21 @@ def _hides_tensors(leaf) -> bool:
     inner = list(getattr(leaf, "__dict__", {}).values())
     inner += [getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ()) if isinstance(name, str)]
     return bool(tensors_in(inner))
+
+
+@contextlib.contextmanager
+def exits_are_errors():
+    """Within it, os._exit of this thread raises as sys.exit does: a step that ends its process is told of."""
+    real, own = os._exit, (os.getpid(), threading.get_ident())
+
+    def ended(status):
+        # Children of multiprocessing end so, and the watchdog.
+        if (os.getpid(), threading.get_ident()) != own:
+            real(status)
+        raise SystemExit(f"os._exit({status})")
+
+    with mock.patch.object(os, "_exit", ended):
+        yield
 
 
 @contextlib.contextmanager

@@ -9,18 +9,20 @@ MLPerf's .npy of such rows is a pickle and is not read.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from common.text import printable
 from common.training.data import limits
-from common.training.data.limits import first_line, open_regular, shown
+from common.training.data.limits import first_line, open_regular
 
 FLAG = "--data"
 FIELDS = ("input_ids", "labels", "loss_mask", "seq_start_id")
-# Rows of a parquet file that are decoded at once.
-_BATCH_ROWS = 64
+# Rows of a parquet file that are decoded at once, and the bytes that a row takes beside its numbers.
+_BATCH_ROWS, _ROW_BYTES = 64, 512
 
 
 class Source(NamedTuple):
@@ -46,15 +48,16 @@ def files(data: str, split: str) -> list[Path]:
             if found := sorted([*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")]):
                 return found
     if split == "train":
-        raise ValueError(f"{FLAG} {shown(data)}: this folder has no train file of {', '.join(_READERS)}")
+        raise ValueError(f"{FLAG} {printable(data)}: this folder has no train file of {', '.join(_READERS)}")
     return []
 
 
 def _reader(path):
     # Missing and unreadable files are said first.
-    open_regular(path, FLAG).close()
+    with open_regular(path, FLAG):
+        pass
     if path.suffix not in _READERS:
-        raise ValueError(f"{FLAG} {shown(path)}: takes {', '.join(_READERS)}, or a folder with train files")
+        raise ValueError(f"{FLAG} {printable(path)}: takes {', '.join(_READERS)}, or a folder with train files")
     return _READERS[path.suffix]
 
 
@@ -67,16 +70,16 @@ def read(paths: list[Path], vocab: int) -> Source:
     for path in paths:
         for number, row in enumerate(_reader(path)(path)):
             if len(tokens) >= limits.MAX_ROWS:
-                raise ValueError(f"{FLAG}: {shown(path)} has more than {limits.MAX_ROWS:,} rows")
-            ids, counts, begins = _row(row, f"row {number} of {shown(path)}")
+                raise ValueError(f"{FLAG}: {printable(path)} has more than {limits.MAX_ROWS:,} rows")
+            ids, counts, begins = _row(row, f"row {number} of {printable(path)}")
             tokens.append(ids)
             counted.append(counts)
             starts.append(begins + num_tokens)
             num_tokens += len(ids)
     if not tokens:
-        raise ValueError(f"{FLAG}: {shown(paths[0])} has no rows")
+        raise ValueError(f"{FLAG}: {printable(paths[0])} has no rows")
     starts.append(np.array([num_tokens]))
-    source = Source(shown(paths[0]), *(np.concatenate(parts) for parts in (tokens, starts, counted)))
+    source = Source(printable(paths[0]), *(np.concatenate(parts) for parts in (tokens, starts, counted)))
     require_vocabulary(source.tokens, vocab, source.name)
     return source
 
@@ -127,30 +130,50 @@ def _numbers(row, name, where, kinds="iu"):
 
 def _parquet_rows(path):
     try:
-        from pyarrow import parquet
+        import pandas  # noqa: F401  # to_pandas takes it
+        from pyarrow import parquet, types
     except ImportError:
         raise ValueError(
-            f"{FLAG}: {shown(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
+            f"{FLAG}: {printable(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
         ) from None
     with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
         try:
-            table = parquet.ParquetFile(file)
-            about = table.metadata
-            num_bytes = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
-            if about.num_rows > limits.MAX_ROWS or num_bytes > limits.MAX_READ_BYTES:
-                raise ValueError(f"{about.num_rows:,} rows of {num_bytes:,} bytes uncompressed are too many")
-            fields = [field for field in table.schema_arrow.names if field in FIELDS]
-            for batch in table.iter_batches(_BATCH_ROWS, columns=fields):
+            most = left = _most_bytes(os.fstat(file.fileno()).st_size)
+            with limits.at_most(most):
+                table = parquet.ParquetFile(file)
+            fields = [field for field in table.schema_arrow if field.name in FIELDS]
+            for field in fields:
+                kind = getattr(field.type, "value_type", None)
+                if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+                    raise ValueError(f"{field.name} is of type {field.type}, no list of numbers")
+            # In this thread: memory that is refused in another one would end the process.
+            batches = table.iter_batches(_BATCH_ROWS, columns=[field.name for field in fields], use_threads=False)
+            while True:
+                # Sizes and counts that the file states may be wrong, so what comes out counts.
+                with limits.at_most(most):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                left -= batch.nbytes + _ROW_BYTES * batch.num_rows
+                if left < 0:
+                    raise MemoryError
                 # Lists become arrays.
                 yield from batch.to_pandas(ignore_metadata=True).to_dict("records")
+        except MemoryError:
+            raise ValueError(f"{FLAG}: {printable(path)} holds more than {most:,} bytes uncompressed") from None
         except Exception as error:  # foreign bytes can make it raise anything
-            raise ValueError(f"{FLAG}: {shown(path)} cannot be read: {first_line(error)}") from None
+            raise ValueError(f"{FLAG}: {printable(path)} cannot be read: {first_line(error)}") from None
+
+
+def _most_bytes(file_bytes):
+    """Bytes that may come out of a parquet file: tokens do not shrink to a hundredth."""
+    return min(2**26 + 100 * file_bytes, limits.MAX_READ_BYTES)
 
 
 def _json_rows(path):
     with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
         for number, line in enumerate(iter(lambda: file.readline(limits.MAX_LINE_BYTES + 1), b""), start=1):
-            where = f"line {number} of {shown(path)}"
+            where = f"line {number} of {printable(path)}"
             if len(line) > limits.MAX_LINE_BYTES:
                 raise ValueError(f"{FLAG}: {where} has more than {limits.MAX_LINE_BYTES:,} bytes")
             try:

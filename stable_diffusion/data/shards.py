@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from common.text import printable
 from common.training.data import safetensors_header
-from common.training.data.limits import MAX_HEADER_BYTES, MAX_ROWS, first_line, shown
+from common.training.data.limits import MAX_ROWS, first_line
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
@@ -27,10 +28,10 @@ def find(folder) -> list[str]:
     try:
         names = os.listdir(folder)
     except OSError as error:
-        raise ValueError(f"--data {shown(folder)}: cannot be read ({error.strerror})") from None
+        raise ValueError(f"--data {printable(folder)}: cannot be read ({error.strerror})") from None
     shards = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("."))
     if not shards:
-        raise ValueError(f"--data {shown(folder)}: no shards (*.safetensors) in it")
+        raise ValueError(f"--data {printable(folder)}: no shards (*.safetensors) in it")
     return shards
 
 
@@ -50,25 +51,25 @@ class Samples:
         self._ends = np.cumsum([each["moments"].shape[0] for each in entries], dtype=np.int64)
         self._start, self._stop = 0, int(self._ends[-1])
         if self._stop > MAX_ROWS:
-            raise ValueError(f"--data {shown(folder)}: {self._stop:,} samples, at most {MAX_ROWS:,} are read")
+            raise ValueError(f"--data {printable(folder)}: {self._stop:,} samples, at most {MAX_ROWS:,} are read")
 
     def _entries(self, shard):
         path = self.folder / shard
-        entries = safetensors_header.read(path, "--data", MAX_HEADER_BYTES)
+        entries = safetensors_header.read(path, "--data")
         for name in NAMES:
             if name not in entries:
-                raise ValueError(f"--data: {shown(path)} has no tensor {name}")
+                raise ValueError(f"--data: {printable(path)} has no tensor {name}")
             dtype, shape = entries[name].dtype, entries[name].shape[1:]
             known = [self.dtypes[name]] if name in self.dtypes else list(DTYPES.values())
             if DTYPES.get(dtype) not in known or shape != self.shapes[name]:
                 raise ValueError(
-                    f"--data: {shown(path)} has {name} of dtype {dtype} and shape {shape}, "
+                    f"--data: {printable(path)} has {name} of dtype {dtype} and shape {shape}, "
                     f"not {' or '.join(known)} and {self.shapes[name]}"
                 )
             self.dtypes[name] = DTYPES[dtype]
         counts = [entries[name].shape[0] for name in NAMES]
         if counts[0] != counts[1]:
-            raise ValueError(f"--data: {shown(path)} has {counts[0]:,} moments, {counts[1]:,} encodings")
+            raise ValueError(f"--data: {printable(path)} has {counts[0]:,} moments, {counts[1]:,} encodings")
         return entries
 
     def __len__(self) -> int:
@@ -90,8 +91,8 @@ class Samples:
                 arrays = {name: file.get_slice(name)[place] for name in NAMES}
         except (OSError, SafetensorError) as error:
             reason = first_line(error)
-            raise ValueError(f"--data: sample {place} of {shown(path)}: cannot be read ({reason})") from None
+            raise ValueError(f"--data: sample {place} of {printable(path)}: cannot be read ({reason})") from None
         for name, array in arrays.items():
             if not np.isfinite(array).all():
-                raise ValueError(f"--data: sample {place} of {shown(path)}: NaN or infinity in the {name}")
+                raise ValueError(f"--data: sample {place} of {printable(path)}: NaN or infinity in the {name}")
         return arrays

@@ -14,6 +14,7 @@ import torch
 
 from common.training.data import limits, token_files
 from llama2_lora.config import MAX_DOCUMENTS, Config
+from llama2_lora.data import rows
 from llama2_lora.data.windows import open_windows
 
 CONFIG = Config(
@@ -300,32 +301,44 @@ def test_limits_are_one_line_that_names_the_limit(tmp_path, monkeypatch):
     assert "has more than 3 rows" in refused(write_jsonl(path, packed_rows(4, 32)), tmp_path)
 
 
-def test_a_parquet_file_of_too_many_rows_is_refused_before_one_is_decoded(tmp_path, monkeypatch):
-    pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
-    path = tmp_path / "rows.parquet"
+@pytest.mark.parametrize("states", [2_000_000, 3], ids=["honest", "lying"])
+def test_a_parquet_file_that_holds_far_more_than_its_bytes_is_refused(tmp_path, monkeypatch, states):
+    """A file that states sizes may lie; what comes out of it counts."""
+    pyarrow = pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
+    parquet, path, number = pytest.importorskip("pyarrow.parquet"), tmp_path / "rows.parquet", 2_000_000
+    row = pyarrow.ListArray.from_arrays([0, number], pyarrow.array(np.zeros(number, np.int32)))
+    parquet.write_table(pyarrow.table({"input_ids": row}), path)
+
+    def varint(value):  # of 4 bytes; Thrift doubles what may be negative
+        return bytes((2 * value >> 7 * place) % 128 | (128 if place < 3 else 0) for place in range(4))
+
+    data = path.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    assert len(data) < 1000 and varint(number) in data[footer:]
+    path.write_bytes(data[:footer] + data[footer:].replace(varint(number), varint(states)))
+    assert parquet.ParquetFile(path).metadata.row_group(0).column(0).num_values == states
+    assert len(rows.read([path], 32000).tokens) == number
+    monkeypatch.setattr(rows, "_most_bytes", lambda file_bytes: 2**20)
+    assert refused(replace(CONFIG, data=str(path)), tmp_path).endswith("holds more than 1,048,576 bytes uncompressed")
+
+
+def test_a_parquet_file_of_many_rows_or_of_other_types_is_refused(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
+    parquet, path = pytest.importorskip("pyarrow.parquet"), tmp_path / "rows.parquet"
     config = replace(CONFIG, data=str(path))
-    rows = [{**row, "loss_mask": [1] * 32, "seq_start_id": [0]} for row in packed_rows(4, 32)]
-    write_parquet(path, rows)
+    parquet.write_table(pyarrow.table({"input_ids": [[1]] * 300_000}), path)
+    assert "bytes uncompressed" in refused(config, tmp_path)
+    parquet.write_table(pyarrow.table({"input_ids": [[[1]]]}), path)
+    assert "input_ids is of type list<element: list<element: int64>>, no list of numbers" in refused(config, tmp_path)
+    write_parquet(path, packed_rows(4, 32))
     monkeypatch.setattr(limits, "MAX_ROWS", 3)
-    said = refused(config, tmp_path)
-    assert "4 rows of " in said and said.endswith(" bytes uncompressed are too many")
+    assert "has more than 3 rows" in refused(config, tmp_path)
 
 
-def test_the_bound_of_a_parquet_file_needs_no_pyarrow_to_be_tested(tmp_path, monkeypatch):
-    """A reader that would give rows for ever, if it was asked for them."""
-    group = SimpleNamespace(total_byte_size=limits.MAX_READ_BYTES)
-    metadata = SimpleNamespace(num_rows=1, num_row_groups=2, row_group=lambda number: group)
-    asked = []
-    made = SimpleNamespace(metadata=metadata, schema_arrow=SimpleNamespace(names=[]), iter_batches=asked.append)
-    parquet = SimpleNamespace(ParquetFile=lambda file: made)
-    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1")
-    assert "1 rows of 8,589,934,592 bytes uncompressed are too many" in refused(
-        replace(CONFIG, data=str(path)), tmp_path
-    )
-    metadata.num_rows, metadata.num_row_groups = limits.MAX_ROWS + 1, 0
-    assert "are too many" in refused(replace(CONFIG, data=str(path)), tmp_path) and not asked
+def test_a_disk_that_fails_is_one_line(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
+    line = refused(replace(CONFIG, data=str(tmp_path / "rows.jsonl")), tmp_path)
+    assert line.endswith("rows.jsonl (Input/output error)")
 
 
 @pytest.mark.parametrize("name", ["train.npy", "rows.pkl", "rows.jsonl"])

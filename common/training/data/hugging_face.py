@@ -4,10 +4,13 @@ Nothing of a tensor is read here. Every mistake is a ValueError in one line that
 """
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
+from common.text import printable
 from common.training.data import safetensors_file
-from common.training.data.limits import MAX_HEADER_BYTES, open_regular, shown
+from common.training.data.limits import MAX_HEADER_BYTES, open_regular
 
 FLAG = "--checkpoint"
 _READABLE = ("BF16", "F16", "F32")
@@ -15,14 +18,37 @@ _READABLE = ("BF16", "F16", "F32")
 
 def read_json(path) -> dict:
     """Read a JSON object; ValueError where the file is missing, too large or damaged."""
+    with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
+        text = file.read(MAX_HEADER_BYTES)
     try:
-        with open_regular(path, FLAG, MAX_HEADER_BYTES) as file:
-            content = json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError(f"{FLAG}: {path} is damaged, it is not JSON") from None
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{FLAG}: {printable(path)} is damaged, it is not JSON") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{FLAG}: {path} is damaged, it is not a JSON object")
+        raise ValueError(f"{FLAG}: {printable(path)} is damaged, it is not a JSON object")
     return content
+
+
+def require_sizes(folder: Path, config, sizes: Callable[[], dict]) -> list[str]:
+    """Check sizes of config.json, by the names of our fields, against a config; return a note on layers left out.
+
+    ValueError in one line that names the flags that would fit, or what is no number. A model of more layers is taken.
+    """
+    try:
+        found = sizes()
+        layers = found.pop("layers")
+        differing = {name: value for name, value in found.items() if not math.isclose(value, getattr(config, name))}
+        if layers < config.layers:
+            differing["layers"] = layers
+    except KeyError as error:
+        raise ValueError(f"{FLAG} {folder}: config.json has no {error.args[0]}") from None
+    except (TypeError, ZeroDivisionError, OverflowError):
+        raise ValueError(f"{FLAG} {folder}: config.json has sizes that are no numbers from 1 up") from None
+    if differing:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in differing.items())
+        ours = ", ".join(f"{name} {getattr(config, name)}" for name in differing)
+        raise ValueError(f"{FLAG} {folder}: does not fit {ours}: take {flags}")
+    return [f"{FLAG}: the first {config.layers} of {layers} layers"] if layers > config.layers else []
 
 
 def all_entries(folder: Path) -> dict[str, safetensors_file.File]:
@@ -41,7 +67,7 @@ def all_entries(folder: Path) -> dict[str, safetensors_file.File]:
         raise ValueError(f"{FLAG}: {index} is damaged, its weight_map does not name files")
     for name in weight_map.values():
         if Path(name).name != name:
-            raise ValueError(f"{FLAG}: {index} names {shown(name[:100])}, which is no file of its folder")
+            raise ValueError(f"{FLAG}: {index} names {printable(name[:100])}, which is no file of its folder")
     files = {name: safetensors_file.open_file(folder / name, FLAG) for name in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file].entries:

@@ -4,13 +4,20 @@ with open_regular(path, "--data") as file:
     start = file.read(8)
 """
 
+import contextlib
 import os
+import re
+import resource
 import stat
+from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
+
+from common.text import printable
 
 # Of a file that is mapped, or read piece by piece.
 MAX_BYTES = 4 * 2**40
-# Of a file whose content is copied to memory, and of what it says that it holds uncompressed.
+# Of a file whose content is copied to memory, and of what comes out of it.
 MAX_READ_BYTES = 4 * 2**30
 MAX_ROWS = 10_000_000
 # JSON of one line, and of one header, is parsed at once and then takes up to 20 times its bytes.
@@ -18,43 +25,50 @@ MAX_LINE_BYTES = 8 * 2**20
 MAX_HEADER_BYTES = 8 * 2**20
 
 
-def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> BinaryIO:
+@contextlib.contextmanager
+def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> Iterator[BinaryIO]:
     """Open a regular file to read bytes; never waits for the other end of a pipe.
 
     ValueError in one line that begins with `flag`: missing, not readable, a folder, pipe, socket or device, or larger
-    than max_bytes.
+    than max_bytes; and for an OSError within the block, as of a damaged disk.
     """
     try:
         # Asked before it is opened: opening alone can make a device do something.
         _require_regular(os.stat(path), path, flag)
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            _require_regular(found, path, flag)
+            if found.st_size > max_bytes:
+                raise ValueError(
+                    f"{flag}: {printable(path)} has {found.st_size:,} bytes, at most {max_bytes:,} are read"
+                )
+            yield file
     except OSError as error:
-        raise ValueError(f"{flag}: cannot read {shown(path)} ({error.strerror})") from None
+        raise ValueError(f"{flag}: cannot read {printable(path)} ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """Within it this process may allocate so much more; a C library that wants more gets none, and says so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    held = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert held is not None
+    wanted = int(held[1]) * 1024 + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft), hard))
     try:
-        found = os.fstat(file.fileno())
-        _require_regular(found, path, flag)
-        if found.st_size > max_bytes:
-            raise ValueError(f"{flag}: {shown(path)} has {found.st_size:,} bytes, at most {max_bytes:,} are read")
-    except BaseException:
-        file.close()
-        raise
-    return file
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _require_regular(found, path, flag):
     if stat.S_ISDIR(found.st_mode):
-        raise ValueError(f"{flag}: cannot read {shown(path)} (Is a directory)")
+        raise ValueError(f"{flag}: cannot read {printable(path)} (Is a directory)")
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{flag}: cannot read {shown(path)} (it is a pipe, a socket or a device)")
-
-
-def shown(text) -> str:
-    """A path or a name for a message: as it is where all of it can be printed, else with escapes."""
-    text = os.fspath(text)
-    return text if text.isprintable() else ascii(text)
+        raise ValueError(f"{flag}: cannot read {printable(path)} (it is a pipe, a socket or a device)")
 
 
 def first_line(error: BaseException) -> str:
     """Return an exception's message as one printable line; its type where the message is empty."""
     line = (str(error).strip().splitlines() or [""])[0][:300]
-    return shown(line) if line else type(error).__name__
+    return printable(line) if line else type(error).__name__

@@ -7,12 +7,12 @@ Names and shapes: transformers, models/llama/modeling_llama.py (Llama 2 and 3 al
 that of rotate_half: element i of a head turns with element i + head_dim / 2.
 """
 
-import math
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from common.text import printable
 from common.training.data import hugging_face
 from common.training.data.hugging_face import FLAG
 
@@ -34,12 +34,12 @@ class Llama(Protocol):
 class Checkpoint:
     """Tensors of a folder that fits a config. Made by `open_checkpoint`; methods return new bf16 CPU tensors.
 
-    tied: the head is the embedding.
+    tied: the head is the embedding. notes: for people, on layers that are left out.
     A method raises ValueError in one line where a file has changed since it was opened.
     """
 
-    def __init__(self, config: Llama, files: dict, tied: bool):
-        self._config, self._files, self.tied = config, files, tied
+    def __init__(self, config: Llama, files: dict, tied: bool, notes: list[str]):
+        self._config, self._files, self.tied, self.notes = config, files, tied, notes
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of layer `index`.
@@ -85,7 +85,7 @@ def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> 
         raise ValueError(f"{FLAG} {folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     described = hugging_face.read_json(folder / "config.json")
     _require_llama(folder, described, rope_scaling)
-    _require_sizes(folder, described, config)
+    notes = hugging_face.require_sizes(folder, config, lambda: _sizes(described))
     entries = hugging_face.all_entries(folder)
     shapes = {"model.embed_tokens.weight": (config.vocab, config.hidden), "model.norm.weight": (config.hidden,)}
     # Files of tied models often hold the head as well; it is the same tensor.
@@ -96,7 +96,7 @@ def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> 
         for parts in _layer_shapes(config, index).values():
             shapes.update(parts)
     hugging_face.require_tensors(folder, entries, shapes)
-    return Checkpoint(config, {name: entries[name] for name in shapes}, tied)
+    return Checkpoint(config, {name: entries[name] for name in shapes}, tied, notes)
 
 
 def _layer_shapes(config, index):
@@ -135,35 +135,23 @@ def _require_llama(folder, described, rope_scaling):
         found[name] = (rope.get(name), (value,))
     for name, (value, allowed) in found.items():
         if value not in allowed:
-            value = value.get("quant_method", value) if isinstance(value, dict) else value
+            value = printable(str(value.get("quant_method", value) if isinstance(value, dict) else value))
             raise ValueError(
                 f"{FLAG} {folder}: config.json has {name} {value}, only {allowed[0]} is built: take another checkpoint"
             )
 
 
-def _require_sizes(folder, described, config):
-    try:
-        heads = described["num_attention_heads"]
-        found = {
-            "hidden": described["hidden_size"],
-            "heads": heads,
-            "kv_heads": described.get("num_key_value_heads") or heads,
-            "head_dim": described.get("head_dim") or described["hidden_size"] // heads,
-            "ffn": described["intermediate_size"],
-            "vocab": described["vocab_size"],
-            # In rope_parameters since transformers 5.
-            "rope_theta": (described | (described.get("rope_parameters") or {})).get("rope_theta", 10000.0),
-            "norm_eps": described.get("rms_norm_eps", 1e-6),
-        }
-        num_layers = described["num_hidden_layers"]
-        differing = {name: value for name, value in found.items() if not math.isclose(value, getattr(config, name))}
-        if num_layers < config.layers:
-            differing["layers"] = num_layers
-    except KeyError as error:
-        raise ValueError(f"{FLAG} {folder}: config.json has no {error.args[0]}") from None
-    except (TypeError, ZeroDivisionError):
-        raise ValueError(f"{FLAG} {folder}: config.json has sizes that are no numbers from 1 up") from None
-    if differing:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in differing.items())
-        ours = ", ".join(f"{name} {getattr(config, name)}" for name in differing)
-        raise ValueError(f"{FLAG} {folder}: does not fit {ours}: take {flags}")
+def _sizes(described):
+    heads = described["num_attention_heads"]
+    return {
+        "hidden": described["hidden_size"],
+        "heads": heads,
+        "kv_heads": described.get("num_key_value_heads") or heads,
+        "head_dim": described.get("head_dim") or described["hidden_size"] // heads,
+        "ffn": described["intermediate_size"],
+        "vocab": described["vocab_size"],
+        # In rope_parameters since transformers 5.
+        "rope_theta": (described | (described.get("rope_parameters") or {})).get("rope_theta", 10000.0),
+        "norm_eps": described.get("rms_norm_eps", 1e-6),
+        "layers": described["num_hidden_layers"],
+    }

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from common.training.data.limits import first_line, open_regular, shown
+from common.text import printable
+from common.training.data.limits import MAX_HEADER_BYTES, first_line, open_regular
 
 _ITEM_BYTES = {"F32": 4, "F16": 2}
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
 
 
@@ -28,24 +28,24 @@ class Entry(NamedTuple):
     offset: int
 
 
-def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, Entry]:
+def read(path, flag: str) -> dict[str, Entry]:
     """Read the header and check every tensor's dtype, shape and place against the size of the file.
 
     ValueError in one line that begins with `flag`: missing, no safetensors file, truncated, a header that contradicts
-    itself, or one of more than max_header_bytes.
+    itself, or one of more than MAX_HEADER_BYTES.
     """
-    name = shown(path)
+    name = printable(path)
     try:
         with open_regular(path, flag) as file:
             start = file.read(_LENGTH.size)
             if start == b"version ":
                 raise ValueError(f"{flag}: {name} is the pointer of a file in Git LFS: git lfs pull brings the file")
             length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else 0
-            if not 2 <= length <= MAX_HEADER_BYTES:
+            if not 2 <= length <= 100_000_000:  # the format's own limit
                 raise ValueError(f"{flag}: {name} is not a safetensors file")
-            if length > max_header_bytes:
+            if length > MAX_HEADER_BYTES:
                 raise ValueError(
-                    f"{flag}: {name} has a header of {length:,} bytes, at most {max_header_bytes:,} are read"
+                    f"{flag}: {name} has a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are read"
                 )
             text = file.read(length)
         with safe_open(path, "np"):  # checks all of it
@@ -64,7 +64,7 @@ def read(path, flag: str, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str,
 
 def damaged(path, flag: str, error: Exception) -> ValueError:
     """The refusal of a file that the safetensors package cannot read, in one line."""
-    return ValueError(f"{flag}: {shown(path)} is damaged or truncated: {first_line(error)}")
+    return ValueError(f"{flag}: {printable(path)} is damaged or truncated: {first_line(error)}")
 
 
 def make(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> bytes:

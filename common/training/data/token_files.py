@@ -9,6 +9,7 @@ Byte-level sources have 256 ids, and a zero byte ends each document. Only numpy 
 """
 
 import codecs
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,8 @@ import numpy as np
 
 from common.config import require_folder_of_its_own
 from common.files import write_whole
+from common.text import printable
+from common.training.data.limits import open_regular
 
 # A folder of text is copied once, byte by byte; a larger one belongs into Megatron's token files.
 MAX_FILES = 100_000
@@ -156,9 +159,8 @@ def text_folder(path, cache_dir) -> TokenFile:
         _write_cache(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
         if skipped:
             more = ", ..." if len(skipped) > 10 else ""
-            warnings.warn(
-                f"{path}: {len(skipped)} files are not UTF-8, skipped: {', '.join(skipped[:10])}{more}", stacklevel=3
-            )
+            names = ", ".join(map(printable, skipped[:10]))
+            warnings.warn(f"{path}: {len(skipped)} files are not UTF-8, skipped: {names}{more}", stacklevel=3)
     if not tokens_path.stat().st_size:
         raise ValueError(f"--data {path}: no UTF-8 text in this folder")
     return TokenFile(np.memmap(tokens_path, dtype=np.uint8, mode="r"), name)
@@ -191,8 +193,10 @@ def _concatenate(root, paths, out, skipped):
                     decoder.decode(chunk)
                     out.write(chunk)
                 decoder.decode(b"", final=True)
-        except (PermissionError, FileNotFoundError) as error:
-            raise ValueError(f"--data {root}: cannot read {path} ({error.strerror})") from None
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # of `out`
+                raise
+            raise ValueError(f"--data {root}: cannot read {printable(path)} ({error.strerror})") from None
         except UnicodeDecodeError:
             skipped.append(path.relative_to(root).as_posix())
             out.seek(start)
@@ -229,7 +233,7 @@ def megatron(prefix) -> TokenFile:
     for path in (bin_path, idx_path):
         if not path.is_file():
             raise ValueError(f"--data: {path} is missing, Megatron token files come as .bin and .idx")
-    with open(idx_path, "rb") as file:
+    with open_regular(idx_path, "--data") as file:
         header = file.read(_HEADER.size)
     if not header.startswith(_MAGIC):
         raise ValueError(f"--data: {idx_path} is not a Megatron index, it does not start with {_MAGIC!r}")

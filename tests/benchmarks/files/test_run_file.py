@@ -297,3 +297,11 @@ def test_a_damaged_file_of_schema_3_is_one_line(tmp_path, change, said):
     with pytest.raises(run_file.Damaged) as error:
         run_file.read(path)
     assert re.fullmatch(f"{re.escape(str(path))}: {said}", str(error.value)), error.value
+
+
+def test_a_file_of_thousands_of_variants_is_refused(tmp_path):
+    """Pages and figures would take minutes to set each beside the others."""
+    run = made_run(cycles=1)
+    run.builds[""].variants |= {f"graph_{number}": run.builds[""].variants["graph_layer"] for number in range(499)}
+    with pytest.raises(run_file.Damaged, match="501 variants, a run file has at most 500"):
+        run_file.read(write(run, tmp_path))

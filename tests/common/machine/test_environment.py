@@ -66,6 +66,24 @@ def test_env_keeps_the_variables_that_matter(monkeypatch):
     assert environment.describe_environment("cpu", 1)["variables"] == wanted
 
 
+@pytest.mark.parametrize(
+    "value, shown",
+    [
+        *(
+            ("/home/me/cache/", "cache"),
+            ("/a/b:/c/d", "b:d"),
+            ("x=/home/me/x.conf,y", "x=x.conf,y"),
+            ("~/a/b", "b"),
+        ),
+        *(("-O2 -I/home/me/include", "-O2 -Iinclude"), ("MIG-GPU-1/0/0", "MIG-GPU-1/0/0"), ("", ""), ("c/d", "c/d")),
+    ],
+)
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "CUDA_HOME", "NCCL_CONF_FILE", "TRITON_PTXAS_PATH"])
+def test_no_variable_names_a_folder_of_the_machine(monkeypatch, name, value, shown):
+    monkeypatch.setenv(name, value)
+    assert environment.describe_environment("cpu", 1)["variables"][name] == shown
+
+
 def test_slurm_is_described_inside_a_job_only(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")

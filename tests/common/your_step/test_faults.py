@@ -126,3 +126,19 @@ def test_a_step_that_is_right_on_copies_of_its_batches_leaves_the_fault_to_the_c
     assert "after step 0" in text and "on the same copies of its batches the step is right" in text
     # Where trainings differ for another reason, nobody can tell.
     assert "copies" not in Trial(state, changes_host=True).of(doctor.making(Twice), []).text
+
+
+@pytest.mark.parametrize("call", ["os._exit(0)", "raise SystemExit", "__import__('sys').exit(0)"])
+@pytest.mark.parametrize("place", ["    # more", "        optimizer.zero_grad()"])
+def test_a_step_that_ends_its_process_is_told(step_file, capsys, call, place):
+    with pytest.raises(SystemExit) as ended:
+        doctor.main([step_file(place, f"{place[: -len(place.strip())]}{call}")])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "my_step.py:" in said and "raised SystemExit" in said
+
+
+def test_a_batch_that_contains_itself_is_one_line(step_file):
+    with pytest.raises(ValueError, match="batch 0 contains itself") as caught:
+        StepState(step_file(new="batches = [[]]; batches[0] += [batches[0]]"), torch.device("cpu"), "p")
+    assert str(caught.value).isprintable()

@@ -175,3 +175,22 @@ def test_an_index_reads_no_file_outside_of_its_folder(folder, name):
     taken = str(folder.parent / "out.safetensors") if name.startswith("/") else name
     path.write_text(json.dumps({"weight_map": {**index["weight_map"], tensor: taken}}))
     assert "which is no file of its folder" in refused(folder)
+
+
+def test_layers_that_are_left_out_are_named(folder):
+    assert open_checkpoint(folder, CONFIG).notes == []
+    assert open_checkpoint(folder, replace(CONFIG, layers=2)).notes == ["--checkpoint: the first 2 of 3 layers"]
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "rope_theta"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_an_integer_beyond_a_float_is_refused(folder, name, digits):
+    text = json.dumps(described(CONFIG) | {name: -1}).replace("-1", "9" * digits)
+    (folder / "config.json").write_text(text)
+    assert refused(folder).endswith("sizes that are no numbers from 1 up" if digits == 400 else "is not JSON")
+
+
+def test_a_disk_that_fails_is_one_line(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/proc/self/mem")
+    assert refused(folder).endswith("config.json (Input/output error)")

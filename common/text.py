@@ -1,0 +1,53 @@
+"""Text from files and from foreign programs, on its way to people: names, labels, exceptions' messages.
+
+It may hold commands of a terminal or markup. Here it becomes what it says, for a terminal, a drawing or HTML (whose
+templates escape markup), and for Markdown.
+"""
+
+import contextlib
+import re
+import sys
+
+
+def printable(text) -> str:
+    r"""Return a text in one line of letters that can be printed; others become escapes, as \x1b."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def lines(text: str) -> str:
+    """Return a text whose lines are printable."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def in_markdown(text) -> str:
+    """Return a text in one line as Markdown, also in a table: without a link, HTML or code of its own."""
+    text = re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("&", "&amp;").replace("<", "&lt;")
+    # GitHub makes links of bare addresses.
+    return re.sub(r"(?i)(?<=:)(?=//)|(?<=www)(?=\.)", r"\\", text)
+
+
+class _Shown:
+    """A stream of a terminal that takes printable lines."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def write(self, text):
+        return self._stream.write(lines(text))
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def printed_as_text():
+    """Within it, all that this process prints is printable lines."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_Shown, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
