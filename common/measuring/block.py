@@ -96,6 +96,8 @@ def run(variant, training, watched: Watched, steps: Steps, tell, first: int = 0)
             variant.counted()
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
         reruns = variant.counted() if hasattr(variant, "counted") else None
+        if reruns is not None and not reruns.get("steps"):
+            raise ValueError("counted() tells no steps of a block that made some")
         issue_ms = [ms for _ in range(steps.drained) if (ms := issue_ms_of(variant, next(index), device)) is not None]
         synchronize(device)
         after = watched.values()

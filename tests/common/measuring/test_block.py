@@ -35,3 +35,13 @@ def test_growth_is_what_steps_leave_and_not_the_gradients_that_a_reset_had_dropp
     watched = SimpleNamespace(device=torch.device("cpu"), values=list, moved=lambda before, after: [])
     facts = block.run(training, training, watched, block.Steps(2, 4, 1), lambda text: None)
     assert facts["growth_bytes"] == leak * 6
+
+
+@pytest.mark.parametrize("told", [{}, {"steps": 0, "reruns": 0, "rerun_ms": None}], ids=str)
+def test_a_count_of_steps_that_tells_none_is_the_variants_fault(told, monkeypatch):
+    training = Training(0)
+    training.counted = lambda: told
+    watched = SimpleNamespace(device=torch.device("cpu"), values=list, moved=lambda before, after: [])
+    monkeypatch.setattr(block, "held_bytes", lambda device: 0)
+    with pytest.raises(ValueError, match="tells no steps"):
+        block.run(training, training, watched, block.Steps(2, 4, 1), lambda text: None)
