@@ -1,6 +1,7 @@
 """The state of a step that somebody hands over: its batches, what it changes, and the losses that it gave."""
 
 import contextlib
+import math
 import time
 from pathlib import Path
 
@@ -105,8 +106,8 @@ class StepState:
         return self.snapshot.tensors
 
     def read_losses(self, count: int) -> list[float]:
-        """Return the losses of the first steps."""
-        return [float(self.losses[index]) for index in range(min(count, NUM_LOSSES))]
+        """Return the losses of the first steps; NaN for a step that was not made since the reset."""
+        return [float(self.losses.get(index, math.nan)) for index in range(min(count, NUM_LOSSES))]
 
     def batch_class(self, index: int) -> int:
         """Return the number of the batch's shape."""
