@@ -120,7 +120,7 @@ def test_two_codes_of_one_name_are_told_apart_by_the_config(train):
     assert done.returncode == 1 and "failed: the other code" in done.stdout
     unknown = [(GRAPH, GRAPH + "when=lambda c: c.batch == 1, ")]
     done = train("--variant", "graph_step", "--steps", "2", replaced=unknown)
-    assert done.returncode == 0 and "unsupported: graph_step has no code for these settings" in done.stdout
+    assert done.returncode == 3 and "unsupported: graph_step has no code for these settings" in done.stdout
 
 
 def test_a_graph_that_was_promised_and_not_made_fails(train):
