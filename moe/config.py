@@ -338,7 +338,7 @@ def fit(config: Config, budget_bytes: int) -> Config:
 
 
 def flops_notes(config: Config, flops: float) -> list[str]:
-    """Of a slice the logits' share, which is larger than in the whole model."""
+    """Return the share of the logits in a slice, which is larger than in the whole model."""
     is_slice = config.layers < KNOWN.get((config.hidden, config.experts), ("", 0))[1]
     return [f"logits {100 * logits_flops(config) / flops:.0f} % of FLOP"] if is_slice else []
 

@@ -112,6 +112,12 @@ def test_less_work_outside_counts_where_most_blocks_show_it():
     assert verdict(one).fault is None and verdict(most).fault == Fault.OUTSIDE
 
 
+@pytest.mark.parametrize(("cycles", "is_accused"), [(1, False), (2, False), (3, True)])
+def test_on_a_cpu_one_or_two_blocks_show_no_work_outside(cycles, is_accused):
+    run = change(outside(made_run(gpus=(), cycles=cycles)), whole_s=0.9)
+    assert (verdict(run).fault == Fault.OUTSIDE) == is_accused
+
+
 def test_blocks_of_different_cycles_need_not_train_alike():
     run = made_run()
     for name in run.builds[""].variants:
