@@ -118,6 +118,12 @@ def test_on_a_cpu_one_or_two_blocks_show_no_work_outside(cycles, is_accused):
     assert (verdict(run).fault == Fault.OUTSIDE) == is_accused
 
 
+def test_two_of_three_blocks_on_a_cpu_show_no_work_outside():
+    run = change(outside(made_run(gpus=(), cycles=3)), cycles=[1, 2], whole_s=0.55)
+    assert verdict(run).fault is None
+    assert verdict(change(run, whole_s=0.55)).fault == Fault.OUTSIDE
+
+
 def test_blocks_of_different_cycles_need_not_train_alike():
     run = made_run()
     for name in run.builds[""].variants:
