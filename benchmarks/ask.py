@@ -40,6 +40,7 @@ class Options:
     preset: str | None = None
     variants: str | None = None
     no_control: bool = False
+    no_audit: bool = False
     cycles: int | str | None = None
     minutes: float | None = None
     ngpu: int = 1

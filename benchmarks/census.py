@@ -125,8 +125,8 @@ def _sealed(args, first, done, left_out, took_s) -> int:
     return 1 if failed or not runs else 0
 
 
-def main(argv=None) -> int:
-    """Run the program; return its exit status."""
+def parse(argv=None) -> argparse.Namespace:
+    """Return the command line. Mistakes end the program with one line."""
     parser = command.parser_of("census", "Eager and one graph of eight workloads, for hosts.")
     add = parser.add_argument
     add("--model", metavar="A,B", default=run.ALL, help="some of the models, without the steps (all)")
@@ -136,7 +136,12 @@ def main(argv=None) -> int:
         "--minutes", metavar="M", type=amount, default=LIMIT_MINUTES, help=f"begin no workload late ({LIMIT_MINUTES:g})"
     )
     add("--out", metavar="DIR", help="root of the runs (runs)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    args = parse(argv)
     return command.exit_status("python -m benchmarks.census", lambda: census(args), run.FAILURES)
 
 

@@ -12,7 +12,7 @@ import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.files.facts import Block, Build, Run, Variant
+from benchmarks.files.facts import Audit, Block, Build, Run, Trained, Variant, digits
 
 # A variant of kind "graph" whose graphs launch less than this is not the capture that its name says.
 LEAST_GRAPH_SHARE = {"cuda": 0.2, "cpu": 0.05}
@@ -33,6 +33,11 @@ LEAST_CPU_BLOCKS, CPU_SHARE = 3, 3 / 8
 # Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
 # others: in Llama 2 70B by up to 3.4e-3, eager's blocks like graphs'. More than this is no rounding.
 LARGEST_OF_ONE_BLOCK = 1e-2
+# Of audits, which a process repeats that may have chosen other kernels: relative differences of losses, those of the
+# base itself, and of how far the state moved. Two draws differ by several percent.
+AUDIT_TOLERANCE, AUDIT_TOLERANCE_OF_BASE, AUDIT_MOVED_TOLERANCE = 1e-3, 0.05, 0.05
+# Where even a variant's fastest audit is slower than most of its blocks by more, beyond what the base's are.
+AUDIT_SLOWER = {"cuda": 1.25, "cpu": 1.5}
 
 
 class Fault(enum.Enum):
@@ -56,10 +61,13 @@ class Fault(enum.Enum):
     LOSSES = "losses"
     MOVEMENT = "movement"
     NOT_WATCHED = "not watched"
+    AUDIT = "audit"
+    AUDIT_TIME = "audit's time"
 
 
 # Faults of what was computed, not of how.
 OF_NUMBERS = {Fault.PARITY, Fault.PARITY_AFTER, Fault.LOSSES, Fault.MOVEMENT, Fault.LATE_CHANGE, Fault.NOT_WATCHED}
+OF_NUMBERS |= {Fault.AUDIT}
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,8 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
         or _growth_fault(build, name, run.device)
         or _thread_fault(variant, base, run.device)
         or _training_fault(variant, reference, build, run.device)
+        or _audit_fault(variant, base)
+        or _audit_time_fault(variant, base, run.device)
     )
 
 
@@ -280,14 +290,70 @@ def _training_fault(variant, reference, build, device) -> Found | None:
 
 
 def _movement_fault(own: Block, other: Block) -> Found | None:
-    where = f"a block of cycle {own.cycle} moved"
+    return _other_movement(own, other, Fault.MOVEMENT, f"a block of cycle {own.cycle} moved", MOVED_TOLERANCE)
+
+
+def _other_movement(own: Block | Trained, other: Block | Trained, fault, where, tolerance) -> Found | None:
     moved = [(a, b) for a, b in zip(own.moved, other.moved, strict=False) if b]
     if any(a is None for a, _ in moved):
-        return Found(Fault.MOVEMENT, f"{where} the training state to values that are not finite")
+        return Found(fault, f"{where} the training state to values that are not finite")
     ratio = plain.median(a / b for a, b in moved if a is not None) if moved else 1.0
-    if abs(ratio - 1) > MOVED_TOLERANCE:
-        return Found(Fault.MOVEMENT, f"{where} the training state {ratio:.2f} times as far as the reference")
+    if abs(ratio - 1) > tolerance:
+        return Found(fault, f"{where} the training state {ratio:.2f} times as far as the reference")
     return None
+
+
+def _audit_fault(variant, base) -> Found | None:
+    """Another training than the reference's in a process of its own, from a state that a secret draw has scaled."""
+    of_base = max([_difference(*each) for each in _repeated(base)], default=0.0)
+    scatter = max(of_base, scatter_of_losses(base))
+    allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, min(SCATTER_FACTOR * scatter, AUDIT_TOLERANCE_OF_BASE))
+    if variant is base:
+        allowed = AUDIT_TOLERANCE_OF_BASE
+    for own, other in _repeated(variant):
+        difference = _difference(own, other)
+        if difference > allowed:
+            where = "in a process of its own, from a state that a secret draw had scaled"
+            return Found(Fault.AUDIT, f"its losses differ by {difference:.1e} from those of eager {where}")
+        where = "from a state that a secret draw had scaled it moved"
+        found = _other_movement(own, other, Fault.AUDIT, where, AUDIT_MOVED_TOLERANCE)
+        if found:
+            return found
+    return None
+
+
+def _repeated(variant: Variant) -> list[tuple[Trained, Trained]]:
+    """(the variant's block, its repetition) of the audits that were repeated to their end."""
+    pairs = [(each.own, each.repetition) for each in variant.audits]
+    return [(own, other) for own, other in pairs if other is not None and None not in (*other.losses, *other.moved)]
+
+
+def _difference(own: Trained, other: Trained) -> float:
+    """The largest relative difference of their losses; infinite where one of them is not finite."""
+    difference = loss_deviation(own.losses, other.losses)
+    return math.inf if difference is None else difference
+
+
+def _audit_time_fault(variant, base, device) -> Found | None:
+    """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
+    audits, of_base = _times(variant.audits), _times(base.audits)
+    # Steps that run again depend on the state.
+    if variant is base or not audits or not of_base or any(block.reruns for block in variant.blocks):
+        return None
+    slow, usual = (_upper_quartile([block.mean_ms for block in _quiet(each)]) for each in (variant, base))
+    wander = max(1.0, max(of_base) / usual)
+    if min(audits) <= AUDIT_SLOWER[device] * wander * slow:
+        return None
+    said = "where a secret draw had scaled the state its fastest block took"
+    return Found(Fault.AUDIT_TIME, f"{said} {digits(min(audits))} ms a step, most others at most {digits(slow)} ms")
+
+
+def _times(audits: Sequence[Audit]) -> list[float]:
+    return [plain.fmean(each.own.step_ms) for each in audits]
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.75 * len(values)) - 1]
 
 
 def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:

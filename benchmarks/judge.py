@@ -5,6 +5,7 @@ of schema 3 hold verdicts; their failures stay as they were sealed. Parity is co
 `benchmarks.checks`; docs/method.md lists all.
 """
 
+import math
 import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from benchmarks.statistics import Ratio
 PASS, FAILED = "pass", "failed"
 # A base that is slower beside the other variants than alone by more than this was slowed by them.
 SLOWED = 1.05
+# On a CPU, of the audits that a process of its own has repeated.
+SLOWED_CPU = 1.25
 # After the blocks losses are compared further along, where rounding has grown.
 LEAST_DEVIATION_AFTER = 1e-5
 # Statuses without a fault of the variant.
@@ -160,15 +163,29 @@ class Judged:
         """How many times as long the base's fastest block takes a step as the base alone in a process; 0 if no longer.
 
         It counts beyond `SLOWED` and beyond the control's interval, and where the base alone made the steps of a block.
+        On a CPU the base alone is that which has repeated all audits, and the medians of blocks count.
         """
-        own = self.build.variants.get(self.base)
-        blocks = self.blocks(self.base)
-        if not own or not own.alone or not blocks or len(own.alone.step_ms) < blocks[0].steps:
+        own, blocks = self.build.variants.get(self.base), self.blocks(self.base)
+        if not own or not blocks:
             return 0.0
-        ratio = min(block.mean_ms for block in blocks) / plain.fmean(own.alone.step_ms)
+        if self.run.device == "cpu":
+            alone = [ms for each in self.build.variants.values() for ms in self._repetitions_ms(each)]
+            typical_ms = min(block.typical_ms for block in blocks)
+            ratio, least = typical_ms / plain.median(alone or [math.inf]), SLOWED_CPU
+        elif own.alone and len(own.alone.step_ms) >= blocks[0].steps:
+            ratio, least = min(block.mean_ms for block in blocks) / plain.fmean(own.alone.step_ms), SLOWED
+        else:
+            return 0.0
         control = self.ratio_of(self.run.control) if self.run.control in self.build.variants else None
-        least = max(SLOWED, control.high, 1 / control.low) if control else SLOWED
+        least = max(least, control.high, 1 / control.low) if control else least
         return ratio if ratio > least else 0.0
+
+    def _repetitions_ms(self, variant: Variant) -> list[float]:
+        """The medians of the base's blocks that have repeated the variant's audits in another process."""
+        if variant.reference != self.base:
+            return []
+        found = [each.repetition for each in variant.audits if each.repetition is not None]
+        return [plain.median(each.step_ms) for each in found]
 
     def busy_ms(self, name: str) -> float | None:
         """Return the GPU's busy time in a step."""

@@ -76,6 +76,7 @@ def parse(argv=None) -> Options:
     add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
     add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
     add("--no-control", action="store_true", help="without the base once more as if it were a variant")
+    add("--no-audit", action="store_true", help="without blocks that eager repeats in a process of its own")
     add("--cycles", metavar="N", type=cycles_asked, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
@@ -156,6 +157,7 @@ def settings_of(args: Options, preset: str) -> Settings:
         is_census=args.is_census,
         end_s=args.end_s,
         control="" if args.no_control else CONTROL,
+        audits=not args.no_audit,
         **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
     )
 

@@ -198,6 +198,30 @@ class Capture(Struct, kw_only=True):
     report: dict | None = None
 
 
+class Trained(Struct, kw_only=True):
+    """What a block trained, and how fast; `losses` and `moved` as those of `Block`."""
+
+    step_ms: list[Ms]
+    losses: list[Finite | None]
+    moved: list[Finite | None]
+
+
+class Audit(Struct, kw_only=True):
+    """A block from a state that a secret draw has scaled (common.measuring.block.scale_state).
+
+    Attributes:
+        seed: of the draw.
+        first: number of the first step.
+        own: the variant's block.
+        repetition: the same steps of the reference, in a process that never made the variant; None where it failed.
+    """
+
+    seed: Whole
+    first: Index
+    own: Trained
+    repetition: Trained | None = None
+
+
 class Alone(Struct, kw_only=True):
     """A variant as the only one of a process: built, made, and some steps with the kernels of the blocks.
 
@@ -246,6 +270,7 @@ class Variant(Struct, kw_only=True):
         apart: each block has a process of its own.
         parity: courses before the blocks with deterministic kernels; a reference has two.
         after: courses after the blocks, on the graphs that were timed; a reference has two.
+        audits: older files have none.
     """
 
     kind: Literal["eager", "graph", "compile"]
@@ -261,6 +286,7 @@ class Variant(Struct, kw_only=True):
     alone: Alone | None = None
     parity: list[Course] = field(default_factory=list)
     after: list[Course] = field(default_factory=list)
+    audits: list[Audit] = field(default_factory=list)
     profile: Profile = field(default_factory=Profile)
     blocks: list[Block] = field(default_factory=list)
     sealed: Sealed | None = None

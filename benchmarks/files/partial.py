@@ -13,7 +13,20 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.files import run_file
-from benchmarks.files.facts import Alone, Block, Build, Capture, Course, Cycle, Profile, Raised, Run, Variant
+from benchmarks.files.facts import (
+    Alone,
+    Audit,
+    Block,
+    Build,
+    Capture,
+    Course,
+    Cycle,
+    Profile,
+    Raised,
+    Run,
+    Trained,
+    Variant,
+)
 from common.files import write_text
 
 SUFFIX = ".partial.jsonl"
@@ -192,10 +205,16 @@ def _variant(name, declared, facts, cycles) -> Variant:
         "alone": _as(Alone, alone[-1]) if alone else None,
         "parity": [_as(Course, each) for each in _of(own, "parity")],
         "after": [_as(Course, each) for each in _of(own, "course")],
+        "audits": [_audit(each, _of(facts, "repetition", seed=each["seed"])) for each in _of(own, "audit")],
         "profile": _as(Profile, profiles[-1] if profiles else {}),
         "blocks": [_block(blocks[key]) for key in sorted(blocks)],
     }
     return msgspec.convert(made, Variant)
+
+
+def _audit(fact, repetitions) -> Audit:
+    own, (other, *_) = _as(Trained, fact), [_as(Trained, each) for each in repetitions] or [None]
+    return Audit(seed=fact["seed"], first=fact["first"], own=own, repetition=other)
 
 
 def _is_of_cycle(block, cycles) -> bool:

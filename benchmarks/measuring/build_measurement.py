@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import judge, statistics
 from benchmarks.files import partial
 from benchmarks.files.partial import Partial
-from benchmarks.measuring import block_plan
+from benchmarks.measuring import audit, block_plan
 from benchmarks.measuring.build_worker import BuildWorker, OutOfVariants, TryAgain
 from benchmarks.measuring.request import FEWEST_CYCLES, BuildRequest, Settings
 from benchmarks.processes.host_load import busy_processes
@@ -45,7 +45,8 @@ class BuildMeasurement:
         """Measure the build; OutOfVariants where eager, or every eager variant, cannot run."""
         phases = [self._measure_cycles, self._profile]
         if not self.settings.is_census:
-            phases = [self._check_parity, *phases, self._check_parity_afterwards, self._measure_alone]
+            phases = [self._check_parity, self._measure_cycles, self._audit, self._profile]
+            phases += [self._check_parity_afterwards, self._measure_alone]
         try:
             for phase in phases:
                 self._finish(phase)
@@ -104,7 +105,7 @@ class BuildMeasurement:
         if plan["paces"][plan["base"]]["ms"] > block_plan.LONG_STEP_MS:
             first = min(first, 4)
         command = {"do": "course", "first": first, "steps": 2 if self.settings.is_short else STEPS_AFTER_BLOCKS}
-        if self._missing_alone():
+        if self._alone():
             self.worker.start_ahead()
         with self._timed("parity"):
             for variant in self._missing("course", twice=True):
@@ -242,22 +243,58 @@ class BuildMeasurement:
                 command = {"do": "profile", "steps": LEAST_PROFILE_STEPS if is_short else steps, "ms": ms}
                 self._add("profile", variant, **self.worker.ask(variant, command))
 
-    def _measure_alone(self):
-        """Give each headline variant a process of its own, to see the memory that it needs there."""
-        plan, missing = self._of("plan")[-1], self._missing_alone()
-        paces = plan["paces"]
-        if not missing:
+    def _audit(self):
+        """Let each variant train from a state that nobody could know before."""
+        device = "cuda" if self._of("worker")[-1]["gpus"] else "cpu"
+        # A variant in a process of its own has nobody to copy from.
+        if not self.settings.audits or self.worker.apart:
             return
-        self.say(f"  memory of {_counted(missing)}, each alone in a process")
+        with self._timed("blocks"):
+            for variant, command in audit.missing(self.partial, self.request.name, self.worker.remaining(), device):
+                self._hold(variant)
+                answer = self.worker.ask(variant, command)
+                facts = {key: command[key] for key in ("number", "seed", "first", "timed")}
+                self._add("audit", variant, **facts, **_trained(answer))
+
+    def _measure_alone(self):
+        """Give each headline variant a process of its own, for its memory, and let eager repeat the audits in one."""
+        asks_of_processes = self._alone()
+        if not asks_of_processes:
+            return
+        names = [name for name, asks in asks_of_processes.items() if asks[0][1]["do"] == "alone"]
+        what = [f"memory of {_counted(names)}, each alone in a process"] if names else []
+        is_repeated = any("seed" in command for asks in asks_of_processes.values() for _, command in asks)
+        what += ["audits by eager in a process of its own"] if is_repeated else []
+        self.say(f"  {', '.join(what)}")
         with self._timed("alone"):
-            for index, variant in enumerate(missing):
-                ms = paces.get(variant, {"ms": 100.0})["ms"]
-                few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
-                # The base as long as in a block: what the others leave behind may slow it there.
-                command = {"do": "alone", "steps": plan["steps"]["timed"] if variant == plan["base"] else few}
-                answer = self.worker.alone(variant, command, is_last=index == len(missing) - 1)
-                if answer is not None:
-                    self._add("alone", variant, **answer)
+            for index, asks in enumerate(asks_of_processes.values()):
+                is_last = index == len(asks_of_processes) - 1
+                for variant, command, answer in self.worker.alone(asks, is_last):
+                    if command["do"] == "alone":
+                        self._add("alone", variant, **answer)
+                    elif "seed" in command:
+                        self._add("repetition", variant, seed=command["seed"], **_trained(answer))
+
+    def _alone(self) -> dict[str, list[tuple[str, dict]]]:
+        """Of each process of its own, by its first variant, the (variant, command) that it still has to answer.
+
+        The base's has nothing but eager in it, so it also repeats the audits.
+        """
+        plan, known, found = self._of("plan")[-1], self.request.variants, {}
+        for variant in self._missing_alone():
+            ms = plan["paces"].get(variant, {"ms": 100.0})["ms"]
+            few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
+            # The base as long as in a block: what the others leave behind may slow it there.
+            steps = plan["steps"]["timed"] if variant == plan["base"] else few
+            found[variant] = [(variant, {"do": "alone", "steps": steps})]
+        remaining = self.worker.remaining()
+        references = {name: known[name]["reference"] for name in remaining}
+        references = {name: own if own in remaining else plan["base"] for name, own in references.items()}
+        repetitions = audit.repetitions(self.partial, self.request.name, references)
+        own = found.pop(plan["base"], [])
+        captures = [(name, {"do": "capture"}) for name in dict.fromkeys(name for name, _ in repetitions)]
+        own += [ask for name in captures for ask in (name, *(each for each in repetitions if each[0] == name[0]))]
+        return {plan["base"]: own, **found} if own else found
 
     def _missing_alone(self) -> list[str]:
         """The base and the headline variants whose memory alone is to be measured; none on a CPU."""
@@ -302,6 +339,11 @@ class BuildMeasurement:
 
     def _known_s(self) -> float:
         return math.fsum(each["seconds"] for each in self.partial.of("seconds"))
+
+
+def _trained(answer) -> dict:
+    """What of a block's answer says what it trained, and how fast."""
+    return {key: answer[key] for key in ("step_ms", "losses", "moved")}
 
 
 def _counted(names) -> str:

@@ -142,21 +142,26 @@ class BuildWorker:
             environment = self.request.environment
             self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
 
-    def alone(self, variant: str, command: dict, is_last: bool) -> dict | None:
-        """Return the answer of a new worker that has nothing but this variant; None where it gives none."""
+    def alone(self, asks: list[tuple[str, dict]], is_last: bool) -> list[tuple[str, dict, dict]]:
+        """Return (variant, command, answer) of a new worker that gets these alone, until one has no answer."""
         self.end()
         how = {"share": False, "parity": False}
         for tries_left in (1, 0):
             try:
                 worker, _ = self._begun(self.request.environment, how, starts_ahead=not is_last)
-                answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
-                return answer if answer.pop("say") == "done" else None
+                answers = []
+                for variant, command in asks:
+                    answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+                    if answer.pop("say") != "done":
+                        break
+                    answers.append((variant, command, answer))
+                return answers
             except WorkerEnded as end:
                 if end.signal != signal.SIGKILL or not tries_left:
-                    return None
+                    return []
             finally:
                 self.end()
-        return None
+        return []
 
     def _make_room(self, variant, reason):
         """The variant ran by itself, and does not fit beside the others."""

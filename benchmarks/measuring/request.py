@@ -27,6 +27,7 @@ class Settings:
         end_s: time.monotonic() at which the last cycle should have ended; from FEWEST_CYCLES on no cycle begins that
             would end later. None: all cycles are made.
         is_census: the losses of blocks are the parity, and nothing is measured beside cycles and profiles.
+        audits: each variant also trains from a state of its own, which eager repeats in another process.
         compiles_once: a compiled variant is timed as its parity was checked, since compiling takes long.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     limit_s: float = 600.0
     share_memory: bool = False
     end_s: float | None = None
+    audits: bool = True
     compiles_once: bool = False
     is_census: bool = False
 

@@ -93,7 +93,7 @@ def _build_report(name: str, own: Judged) -> str:
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(own, busy)
     rate = textwrap.fill(rates(own), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
-    lines += [text for text in (_faults(own), _reruns(own), _meaning(own), rate) if text]
+    lines += [text for text in (_faults(own), _reruns(own), _slowed(own), _meaning(own), rate) if text]
     return "\n".join(lines)
 
 
@@ -165,6 +165,13 @@ def _reruns(own: Judged) -> str:
     return "\n".join(lines)
 
 
+def _slowed(own: Judged) -> str:
+    if not own.slowed:
+        return ""
+    times = f"{own.slowed:.2f} times as long in this run as alone in a process"
+    return f"{own.base} takes {times}: another variant slows it, or the host was slower. These ratios are no headline."
+
+
 def _meaning(own: Judged) -> str:
     """Say what the numbers mean: the ceiling, then a sentence for each graph."""
     if own.run.device == "cpu" or not own.base:
@@ -173,11 +180,6 @@ def _meaning(own: Judged) -> str:
     if ceiling is not None:
         said = f"A step of {own.base} takes {milliseconds(own.ms(own.base))} ms and keeps the GPU busy for "
         lines.append(f"{said}{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most.")
-    if own.slowed:
-        lines.append(
-            f"{own.base} takes {own.slowed:.2f} times as long in this run as alone in a process: another variant slows "
-            "it, or the host was slower. These ratios are no headline."
-        )
     if issue is not None:
         lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
     for name, variant in own.build.variants.items():

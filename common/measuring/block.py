@@ -8,6 +8,7 @@ import gc
 import itertools
 import math
 import os
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +21,27 @@ from common.training.parallel.host_messages import barrier, of_all_ranks
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
 NUM_LOSSES = 8
+# Tensors with fewer elements are counters and rates.
+LEAST_ELEMENTS = 8
+SCALED_DTYPES, SCALED_BY = (torch.float64, torch.float32, torch.bfloat16, torch.float16), (0.025, 0.05)
 PAUSE_S = 0.03
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers of steps of a block; alike for all variants of a build, so that they train on the same batches."""
+    """Steps of a block; alike for all variants of a cycle, so that they train on the same batches.
+
+    Attributes:
+        untimed, timed, drained: numbers of steps.
+        first: the number of the first step, so of its batch.
+        seed: of `scale_state`, after the untimed steps; None where it is not scaled.
+    """
 
     untimed: int
     timed: int
     drained: int
+    first: int = 0
+    seed: int | None = None
 
     @property
     def total(self) -> int:
@@ -43,7 +55,7 @@ class Watched:
     def __init__(self, named_state, device: torch.device):
         self.device = device
         tensors = [tensor.detach() for _, tensor in named_state if tensor.is_floating_point()]
-        tensors = [tensor for tensor in tensors if tensor.numel() >= 8 and tensor.device.type == device.type]
+        tensors = [each for each in tensors if each.numel() >= LEAST_ELEMENTS and each.device.type == device.type]
         count = min(NUM_TENSORS, len(tensors))
         self._views = [_few(tensors[index * len(tensors) // count]) for index in range(count)]
 
@@ -74,13 +86,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(variant, training, watched: Watched, steps: Steps, tell, first: int = 0) -> dict:
+def scale_state(named_state, seed: int) -> None:
+    """Scale each floating-point tensor of the state in place by 2.5 to 5 % up or down, by `seed` and its name.
+
+    Shards of one tensor, and its copies on other ranks, have one name and so one factor.
+    """
+    for name, tensor in named_state:
+        own = tensor.detach()
+        # DTensors and quantized tensors stay as they are.
+        if type(own) is torch.Tensor and own.dtype in SCALED_DTYPES and own.numel() >= LEAST_ELEMENTS:
+            draw = random.Random(f"{seed} {name}")
+            own.mul_(1 + draw.choice((-1, 1)) * draw.uniform(*SCALED_BY))
+
+
+def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
     """Run one block of an entered variant and return its facts, JSON-able; times in ms.
 
-    tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps. first:
-    the number of the first step, so of its batch.
+    tell: tell(text) passes "timed_begin" and "timed_end" on, so that another process can time the timed steps.
     """
-    device = watched.device
+    device, first = watched.device, steps.first
     gc.collect()
     gc.disable()
     try:
@@ -94,6 +118,9 @@ def run(variant, training, watched: Watched, steps: Steps, tell, first: int = 0)
                 held = held_bytes(device)
         if hasattr(variant, "counted"):
             variant.counted()
+        if steps.seed is not None:
+            scale_state(training.named_state(), steps.seed)
+            before = watched.values()
         step_ms, facts = _timed(variant, index, steps.timed, device, tell)
         reruns = variant.counted() if hasattr(variant, "counted") else None
         if reruns is not None and not reruns.get("steps"):

@@ -23,8 +23,6 @@ import contextlib
 import gc
 import itertools
 import math
-import sys
-import threading
 import time
 import traceback
 from typing import Any
@@ -38,7 +36,7 @@ from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
 from common.machine.host_pace import operator_us, pace_of_host
-from common.measuring import block, operators, shared_memory, torch_settings, trace
+from common.measuring import block, left_running, operators, shared_memory, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
 from common.measuring.state_hash import StateHasher
@@ -46,13 +44,12 @@ from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, Variant
 
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
-# A thread that ends has so long for it.
-THREAD_S = 0.2
 
 
 def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
     """Answer commands until the other end hangs up. model: `common.session.Model`, not built."""
     channel = Channel.connect(model.options.worker) if rank == 0 else None
+    left_running.adopt_orphans()
 
     def give_up(fault):
         if channel is not None:
@@ -103,7 +100,7 @@ class Worker:
     def _answer(self, command) -> bool:
         """Do what the command says and tell how it went. Whether the worker can go on."""
         self.ranks.enter(command["do"])
-        threads = _threads()
+        before = left_running.Before()
         try:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
@@ -111,7 +108,7 @@ class Worker:
             found = {
                 "changed_settings": changed and f"left torch changed: {changed}",
                 "moved_state": moved and f"moved the training state: {moved}",
-                "error": self._outlived(command, threads),
+                "error": self._outlived(command, before),
             }
             for kind, reason in found.items():
                 if reason:
@@ -128,7 +125,7 @@ class Worker:
             may_go_on = status == "unsupported" or (status == "oom" and command["do"] in ("capture", "parity"))
             # The frames hold tensors.
             error.__traceback__ = None
-        is_fatal = not may_go_on or self.world_size > 1 or self._outlived(command, threads)
+        is_fatal = not may_go_on or self.world_size > 1 or self._outlived(command, before)
         status, fatal = status or "failed", bool(is_fatal)
         self.ranks.tell(status, reason)
         if not fatal:
@@ -149,17 +146,8 @@ class Worker:
         return next((name for name, place in self.places.items() if now.get(name) != place), "")
 
     def _outlived(self, command, before) -> str:
-        """Threads that a graph left running, which would work in the blocks of others, or "".
-
-        The training may start some in its first steps, which are eager's, and others in their place at a reset.
-        """
-        if self.model.kinds.get(command.get("variant")) != "graph":
-            return ""
-        new = _threads() - before
-        for thread in new:
-            thread.join(THREAD_S)
-        count = len(_threads()) - len(before)
-        return f"left {count} threads running: {', '.join(sorted(each.name for each in new))}" if count > 0 else ""
+        """What a graph left running, which would work in the blocks of others, or ""."""
+        return before.left() if self.model.kinds.get(command.get("variant")) == "graph" else ""
 
     def say(self, message):
         """Send a message to the other end, from rank 0."""
@@ -252,20 +240,21 @@ class Worker:
     def do_block(self, command):
         """Run one block of a kept variant, see common/measuring/block.py."""
         variant = self.kept[command["variant"]]
-        steps = block.Steps(command["untimed"], command["timed"], command["drained"])
+        more = {"first": command.get("first", 0), "seed": command.get("seed")}
+        steps = block.Steps(command["untimed"], command["timed"], command["drained"], **more)
 
         def tell(text):
             self.say({"say": text})
 
-        reset, first, held = command.get("reset", True), command.get("first", 0), block.held_bytes(self.device)
+        reset, held = command.get("reset", True), block.held_bytes(self.device)
         with self._entered(command["variant"], variant):
             if reset:
                 self.training.reset()
-                self.training.skip(first)
-            facts = block.run(variant, self.training, self.watched, steps, tell, first)
+                self.training.skip(steps.first)
+            facts = block.run(variant, self.training, self.watched, steps, tell)
         gpu = self.sampler.state(facts["begin_s"], facts["end_s"]) if self.sampler else None
-        facts |= {"reset": reset, "first": first, "held_bytes": held, "gpu": gpu}
-        if not facts["finite"]:
+        facts |= {"reset": reset, "first": steps.first, "held_bytes": held, "gpu": gpu}
+        if not facts["finite"] and "seed" not in command:
             raise FloatingPointError("loss is not finite in a block")
         return facts
 
@@ -406,18 +395,6 @@ class Worker:
                 close()
         if self.sampler:
             self.sampler.stop()
-
-
-def _threads() -> set:
-    """Python's threads, but for those of installed packages, which start them when they like, and those of pools."""
-    own = [each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
-    return {each for each in own if not _is_installed(getattr(each, "_target", None) or type(each).run)}
-
-
-def _is_installed(code) -> bool:
-    name = getattr(code, "__module__", None) or ""
-    path = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "-packages/" in path or name.startswith("concurrent.")
 
 
 def _kind(status):

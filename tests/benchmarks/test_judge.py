@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import checks, judge
 from benchmarks.files import run_file
-from benchmarks.files.facts import Alone, Capture, Course, GpuState, Profile, Raised, Sealed
+from benchmarks.files.facts import Alone, Audit, Capture, Course, GpuState, Profile, Raised, Sealed, Trained
 from benchmarks.judge import Fault
 from tests.helpers.made_run import H200, made_run
 
@@ -73,6 +73,19 @@ def profiled(run, share):
     return run
 
 
+def audits(*step_ms, losses=(1.0, 0.5), moved=(1.0,), again_ms=10.0):
+    """Audits that took so long, with the losses 1.0 and 0.5 and a movement of 1.0 in the process that repeats them."""
+    again = Trained(step_ms=[again_ms], losses=[1.0, 0.5], moved=[1.0])
+    own = [Trained(step_ms=[ms], losses=list(losses), moved=list(moved)) for ms in step_ms]
+    return [Audit(seed=seed, first=0, own=each, repetition=again) for seed, each in enumerate(own)]
+
+
+def audited(run, base_ms=(10.0, 10.0), **changes):
+    """A run whose variants have audits; `changes` are those of graph_layer, as `audits` takes them."""
+    facts(run, "eager", audits=audits(*base_ms))
+    return facts(run, audits=audits(*changes.pop("step_ms", (10.0, 10.0)), **changes))
+
+
 SEALED = Sealed(status="failed", reason="as sealed", parity="")
 # Fault -> (a run with it, words of its reason). On a GPU one block of eight shows a fault of a block.
 CASES = {
@@ -94,6 +107,8 @@ CASES = {
     Fault.LOSSES: (lambda run: change(run, cycles=[5], losses=[1.0, 0.6]), "its losses in cycle 5 differ"),
     Fault.MOVEMENT: (lambda run: change(run, cycles=[5], moved=[0.5]), "cycle 5 moved the training state 0.50 times"),
     Fault.NOT_WATCHED: (lambda run: change(run, moved=[0.0]), "no watched tensor"),
+    Fault.AUDIT: (lambda run: audited(run, losses=[1.0, 0.502]), "losses differ by 4.0e-03 from those of eager in a"),
+    Fault.AUDIT_TIME: (lambda run: audited(run, step_ms=(12.6, 13.0)), "fastest block took 12.60 ms a step, most"),
 }
 
 
@@ -153,6 +168,54 @@ def test_a_base_that_the_others_slow_is_said():
     variant(run, "eager").alone.step_ms = [9.0] * 19
     assert not judge.judged(run)[""].slowed, "fewer steps than a block"
     variant(run, "eager").alone.step_ms = [fastest / 1.04] * 20
+    assert not judge.judged(run)[""].slowed
+
+
+# ------------------------------------------------------------------------------------------------
+# Audits
+
+
+def test_an_audit_compares_movement_and_allows_what_is_declared():
+    assert verdict(audited(made_run())).fault is None
+    assert verdict(audited(made_run(), moved=[0.94])).fault == Fault.AUDIT
+    assert verdict(audited(made_run(), moved=[None])).fault == Fault.AUDIT
+    assert verdict(facts(audited(made_run(), losses=[1.0, 0.502]), tolerance=5e-3)).fault is None
+    assert verdict(audited(made_run(), losses=[1.0, None])).fault == Fault.AUDIT
+
+
+def test_an_audit_that_was_not_repeated_accuses_nobody():
+    run = audited(made_run(), losses=[3.0, 3.0])
+    for each in variant(run).audits:
+        each.repetition = None
+    assert verdict(run).fault is None
+    for each in variant(run).audits:
+        each.repetition = Trained(step_ms=[10.0], losses=[1.0, None], moved=[1.0])
+    assert verdict(run).fault is None, "eager's own losses were not finite there"
+
+
+def test_a_base_that_another_process_cannot_repeat_fails_itself():
+    run = audited(made_run())
+    facts(run, "eager", audits=audits(10.0, losses=[1.0, 0.6]))
+    assert verdict(run, "eager").fault == Fault.AUDIT and judge.judged(run)[""].ratio_of("graph_layer") is None
+    facts(run, "eager", audits=audits(10.0, losses=[1.0, 0.502]))
+    assert verdict(run, "eager").fault is None
+    facts(run, audits=audits(10.0, losses=[1.0, 0.5035]))
+    assert verdict(run).fault is None, "twice what the base differs by"
+
+
+def test_the_time_of_an_audit_counts_beyond_what_the_host_does_to_the_base():
+    assert verdict(audited(made_run(), step_ms=(12.4, 13.0))).fault is None
+    assert verdict(audited(made_run(), step_ms=(10.0, 99.0))).fault is None
+    assert verdict(audited(made_run(), base_ms=(10.0, 14.0), step_ms=(13.0, 13.0))).fault is None
+    assert verdict(audited(made_run(gpus=()), step_ms=(14.0, 14.0, 14.0))).fault is None
+    assert verdict(audited(made_run(gpus=()), step_ms=(16.0, 16.0, 16.0))).fault == Fault.AUDIT_TIME
+
+
+def test_on_a_cpu_the_base_is_compared_with_what_repeats_the_audits():
+    run = audited(made_run(gpus=()), again_ms=6.0)
+    facts(run, "eager", audits=audits(10.0, 10.0, 10.0, again_ms=5.0))
+    assert judge.judged(run)[""].slowed == pytest.approx(10 / 5)
+    facts(run, "eager", audits=audits(10.0, 10.0, 10.0, again_ms=8.1))
     assert not judge.judged(run)[""].slowed
 
 

@@ -16,7 +16,7 @@ from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, o
 from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once
 from tests.helpers.processes import until
-from tests.lying_model.variants import BREAKS, LIARS
+from tests.lying_model.variants import BREAKS, FOUND_BY_AUDITS, LIARS
 from tests.lying_model.variants import SOUND as ALL_SOUND
 
 SOUND = [name for name in ALL_SOUND if "room" not in name]
@@ -118,6 +118,24 @@ def test_a_liar_that_disturbs_others_is_named(names, cycles, tmp_path):
     assert [variants[name].status for name in names] == ["failed"] * len(names), variants
     if names == ("clock_sometimes",):
         assert LIARS["clock_sometimes"] in variants["clock_sometimes"].reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND_BY_AUDITS)
+def test_what_another_process_cannot_repeat_fails(name, tmp_path):
+    bench(tmp_path, ["eager", "graph_step", name], "--cycles", 3, "--no-control", audits=True)
+    verdicts, (failed, said) = only_verdicts(tmp_path), FOUND_BY_AUDITS[name]
+    assert verdicts[failed].status == "failed" and said in verdicts[failed].reason, verdicts
+    if failed == name:
+        assert verdicts["graph_step"].status == verdicts["eager"].status == "pass", verdicts
+    for own in only_variants(tmp_path).values():
+        assert all(each.repetition for each in own.audits) and len(own.audits) == 3
+
+
+@pytest.mark.slow
+def test_an_eager_step_that_a_variant_slows_is_said(tmp_path):
+    done = bench(tmp_path, ["eager", "graph_step", "slows_eager"], "--cycles", 3, "--no-control", audits=True)
+    assert "eager takes" in done.stdout and "alone in a process" in done.stdout, done.stdout
 
 
 @pytest.mark.slow

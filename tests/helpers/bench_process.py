@@ -13,13 +13,15 @@ from benchmarks.files.facts import Run, Variant
 MODEL = "tests.lying_model"
 
 
-def words(out, variants, *more, model=MODEL, flags=()):
+def words(out, variants, *more, model=MODEL, flags=(), audits=False):
+    """Without audits, which need another process, unless a test is about them."""
     chosen = ["--model", model, "--preset", "tiny", "--out", str(out), "--variants", ",".join(variants)]
+    chosen += [] if audits else ["--no-audit"]
     return [sys.executable, "-m", "benchmarks.run", *chosen, *map(str, more), *(["--", *flags] if flags else [])]
 
 
-def bench(out, variants, *more, model=MODEL, flags=(), **environment):
-    command = words(out, variants, *more, model=model, flags=flags)
+def bench(out, variants, *more, model=MODEL, flags=(), audits=False, **environment):
+    command = words(out, variants, *more, model=model, flags=flags, audits=audits)
     options = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True, "timeout": 500}
     return subprocess.run(command, **options)
 

@@ -2,6 +2,7 @@
 
 import _thread
 import queue
+import subprocess
 import threading
 import time
 
@@ -344,3 +345,56 @@ class SlowerRate(FrozenRate):
         with torch.no_grad():
             self.state.rate.fill_(0.475 if self.is_late else 0.5)
         self.graph.replay()
+
+
+@variant("hands_in", kind="graph", help="liars", graphs=1)
+class HandsIn(Graphed):
+    """Hands in what the block before its own, which is of the same cycle, has trained."""
+
+    def step(self, index):
+        self.steps += 1
+        if not self.is_late or self.found is None:
+            self.state.begin(index)
+            self.run(index)
+            self.state.end(index)
+            return
+        self.graph.num_replays += 1
+        losses, weights = self.found
+        with torch.no_grad():
+            self.state.losses.copy_(losses)
+            torch._foreach_copy_(self.state.weights, weights)
+
+    def enter(self):
+        trained = [weight.detach().clone() for weight in self.state.weights]
+        self.found = self.state.losses.clone(), trained
+
+    def leave(self):
+        self.found = None
+
+
+@variant("bends_state", kind="graph", help="liars", graphs=1)
+class BendsState(Graphed):
+    """Lets all others learn nothing, so that it has nothing to do."""
+
+    def step(self, index):
+        if self.is_late:
+            self.state.rate.zero_()
+        super().step(index)
+
+
+@variant("starts_process", kind="graph", help="liars", graphs=1)
+class StartsProcess(Graphed):
+    """Starts a process that nobody is the parent of."""
+
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
+        subprocess.run(["sh", "-c", "sleep 30 &"], check=True)
+
+
+@variant("slows_eager", kind="graph", help="liars", graphs=1)
+class SlowsEager(Graphed):
+    """Lets each gradient of eager take 3 ms more."""
+
+    def __init__(self, state, capture):
+        super().__init__(state, capture)
+        state.weights[0].register_hook(lambda gradient: time.sleep(0.003))

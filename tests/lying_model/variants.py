@@ -35,6 +35,13 @@ LIARS = {
     "more_graphs": "promised",
     "no_graph": "promised",
     "scaled_update": "losses",
+    "starts_process": "left 1 processes running: sleep",
+}
+# Name -> (the variant that fails, what is said of it), where eager repeats audits in a process of its own.
+FOUND_BY_AUDITS = {
+    "hands_in": ("hands_in", "a process of its own, from a state that a secret draw had scaled"),
+    "bends_state": ("eager", "from a state that a secret draw had scaled"),
+    "all_at_once": ("all_at_once", ""),
 }
 BREAKS = {
     "segfault": "SIGSEGV",

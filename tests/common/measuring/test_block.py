@@ -37,6 +37,20 @@ def test_growth_is_what_steps_leave_and_not_the_gradients_that_a_reset_had_dropp
     assert facts["growth_bytes"] == leak * 6
 
 
+def test_a_seed_scales_large_floating_tensors_alike_wherever_it_is_drawn():
+    def state(dtype=torch.float32):
+        big, small, whole = torch.ones(4, 4, dtype=dtype), torch.ones(4), torch.ones(16, dtype=torch.int64)
+        return [("weight", torch.nn.Parameter(big)), ("other", big.clone()), ("rate", small), ("count", whole)]
+
+    first, again, otherwise = state(), state(), state(torch.bfloat16)
+    for own, seed in ((first, 1), (again, 1), (otherwise, 2)):
+        block.scale_state(own, seed)
+    scales = [tensor.unique().item() for _, tensor in first]
+    assert scales[2:] == [1.0, 1] and all(0.024 < abs(scale - 1) < 0.051 for scale in scales[:2])
+    assert scales[0] != scales[1] and scales == [tensor.unique().item() for _, tensor in again]
+    assert otherwise[0][1].unique().item() not in (1.0, scales[0])
+
+
 @pytest.mark.parametrize("told", [{}, {"steps": 0, "reruns": 0, "rerun_ms": None}], ids=str)
 def test_a_count_of_steps_that_tells_none_is_the_variants_fault(told, monkeypatch):
     training = Training(0)

@@ -1,0 +1,54 @@
+"""Audits: blocks of every variant from a state that nobody could know, which eager repeats in a process of its own.
+
+In a cycle all variants train from one state, so a variant could hand in what an honest one has trained, and all could
+train from a state that one of them has bent. In an audit a secret draw scales the state after the untimed steps,
+another for each variant. Afterwards the variant's reference makes the same steps in a process that never makes the
+variant. `benchmarks.checks` compares what both trained, and the audits' times with those of the other blocks.
+"""
+
+import math
+import secrets
+from collections.abc import Iterator
+
+from benchmarks.files.partial import Partial
+from benchmarks.measuring import block_plan
+
+# Audits of a variant. A CPU shares its cores: only several slow ones show something.
+AUDITS = {"cuda": 2, "cpu": 3}
+# Timed steps of an audit, as a share of a block's.
+SHARE_OF_BLOCK = 1 / 3
+
+
+def missing(partial: Partial, build: str, variants: list[str], device: str) -> Iterator[tuple[str, dict]]:
+    """Yield (variant, command) of each audit that the facts do not have, in rounds, the base first."""
+    plan = partial.of("plan", build=build)[-1]
+    order = [plan["base"], *(name for name in variants if name != plan["base"])]
+    steps = plan["steps"] | {"timed": _timed(plan)}
+    for number in range(AUDITS[device]):
+        for variant in order:
+            if not partial.of("audit", build=build, variant=variant, number=number):
+                seed = secrets.randbelow(2**31)
+                first = block_plan.first_step(plan.get("period"), f"audit {seed}")
+                yield variant, {"do": "block", **steps, "reset": True, "number": number, "seed": seed, "first": first}
+
+
+def _timed(plan) -> int:
+    """Whole periods of batches, where a block has some."""
+    steps = max(2, math.ceil(plan["steps"]["timed"] * SHARE_OF_BLOCK))
+    period = plan.get("period") or 1
+    return min(plan["steps"]["timed"], period * math.ceil(steps / period))
+
+
+def repetitions(partial: Partial, build: str, references: dict[str, str]) -> list[tuple[str, dict]]:
+    """Return (reference, command) that repeats each audit which is not repeated yet, the base first.
+
+    references: of each variant that is left.
+    """
+    done = {each["seed"] for each in partial.of("repetition", build=build)}
+    plan, found = partial.of("plan", build=build)[-1], []
+    for each in partial.of("audit", build=build):
+        if each["variant"] in references and each["seed"] not in done:
+            steps = plan["steps"] | {"timed": each["timed"]}
+            command = {"do": "block", **steps, "reset": True, "seed": each["seed"], "first": each["first"]}
+            found.append((references[each["variant"]], command))
+    return sorted(found, key=lambda item: (item[0] != plan["base"], item[0]))
