@@ -27,7 +27,7 @@ from benchmarks.pages import run_table
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import launch
 from common.config import flag_of
-from common.text import printable
+from common.text import printable, without_folders
 
 OWN = {"--variants": "a sweep compares eager with one variant, --variant", "--label": "a sweep names its folders"}
 COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most")
@@ -166,7 +166,7 @@ class Sweep:
 
     def _is_asked(self, own: Run) -> bool:
         """Return whether a run is of this request; its label says which value its last flags set."""
-        asked, given = self.asked, self.args.flags
+        asked, given = self.asked, [without_folders(flag) for flag in self.args.flags]
         gpu = next((each.name for each in own.host.gpus), None)
         seen = (own.model, own.preset, own.ranks, own.flags[: len(given)], own.source.get("hash"), gpu)
         like = (asked.model, asked.preset, asked.ranks, given, asked.host["env"]["source_hash"], self.gpu)

@@ -7,6 +7,7 @@ templates escape markup), and for Markdown.
 import contextlib
 import re
 import sys
+from pathlib import PurePosixPath
 
 
 def printable(text) -> str:
@@ -15,6 +16,24 @@ def printable(text) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+_PATH = re.compile(r"""(?:(?<![\w.])|(?<=-[A-Z]))~?/[^:;,="']+""")
+_PATH_IN_PROSE = re.compile(r"""(?<![\w.)/])~?(?:/[^\s/:;,="'()\[\]]+){2,}/?""")
+
+
+def without_folders(text: str) -> str:
+    """Return a value of a flag or a variable with the last name of each absolute path in it."""
+    return _PATH.sub(_name_of, text)
+
+
+def prose_without_folders(text: str) -> str:
+    """Return a sentence with the last name of each absolute path in it; a path ends at a space."""
+    return _PATH_IN_PROSE.sub(_name_of, text)
+
+
+def _name_of(found) -> str:
+    return PurePosixPath(found[0]).name
 
 
 def lines(text: str) -> str:

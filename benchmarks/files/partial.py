@@ -28,6 +28,7 @@ from benchmarks.files.facts import (
     Variant,
 )
 from common.files import write_text
+from common.text import prose_without_folders, without_folders
 
 SUFFIX = ".partial.jsonl"
 # Facts that go into the run file under the same name.
@@ -143,6 +144,7 @@ def folded(facts: list[dict]) -> Run:
     made = {
         "schema": run_file.SCHEMA,
         **{key: header[key] for key in OF_HEADER},
+        "flags": [without_folders(flag) for flag in header["flags"]],
         "parity": header.get("parity", "courses"),
         "device": "cuda" if host["gpus"] else "cpu",
         "versions": host["versions"],
@@ -179,9 +181,9 @@ def _build(declared, facts, control) -> Build:
     }
     made = {
         "anchor": anchor,
-        "fields": declared.get("fields", {}),
+        "fields": _without_folders(declared.get("fields", {})),
         "asked_layers": declared.get("asked_layers"),
-        **{key: worker[key] for key in OF_BUILD if key in worker},
+        **{key: _without_folders(worker[key]) for key in OF_BUILD if key in worker},
         "cycles": [_as(Cycle, each | {"busy_processes": each["busy"]}) for _, each in sorted(cycles.items())],
         "variants": variants,
     }
@@ -199,7 +201,7 @@ def _variant(name, declared, facts, cycles) -> Variant:
     made = {
         **{key: declared[key] for key in OF_DECLARATION},
         "promise": declared["parity"],
-        "raised": _as(Raised, left_out[0]) if left_out else None,
+        "raised": _as(Raised, _without_folders(left_out[0])) if left_out else None,
         "apart": bool(_of(facts, "apart")),
         "capture": _as(Capture, captures[0]),
         "alone": _as(Alone, alone[-1]) if alone else None,
@@ -215,6 +217,15 @@ def _variant(name, declared, facts, cycles) -> Variant:
 def _audit(fact, repetitions) -> Audit:
     own, (other, *_) = _as(Trained, fact), [_as(Trained, each) for each in repetitions] or [None]
     return Audit(seed=fact["seed"], first=fact["first"], own=own, repetition=other)
+
+
+def _without_folders(value):
+    """A value of JSON whose sentences and fields name no folder of a machine; see `common.text`."""
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return prose_without_folders(value) if isinstance(value, str) else value
 
 
 def _is_of_cycle(block, cycles) -> bool:

@@ -10,16 +10,15 @@ import platform
 import re
 import socket
 from importlib import metadata
-from pathlib import Path
 
 from common.machine.gpu_state import driver_version
 from common.machine.host_state import read_text
 from common.machine.source import git_state, source_hash
+from common.text import without_folders
 
 _OF_GPU = ("gpu_name", "gpu_uuid", "driver", "cuda", "cudnn", "nccl")
 _VARIABLES = re.compile(r"(CUDA_|NCCL_|NVTE_|TORCH(?!ELASTIC_)|OMP_|GOMP_|KMP_|CUBLAS|TRITON|PYTORCH_.*ALLOC)")
 # Absolute, alone, in a list, or behind a flag as -I; not the / of PCI or MIG names.
-_PATH = re.compile(r"""(?:(?<![\w.])|(?<=-[A-Z]))~?/[^:;,="']+""")
 _SLURM = {
     "job_id": "SLURM_JOB_ID",
     "nodelist": "SLURM_JOB_NODELIST",
@@ -63,7 +62,7 @@ def describe_environment(device, world_size) -> dict:
 
 def _shown(name: str) -> str:
     """A variable's value; of absolute paths in it the last name: a published file names no folder of a machine."""
-    return _PATH.sub(lambda found: Path(found[0]).name, os.environ[name])
+    return without_folders(os.environ[name])
 
 
 def describe_host(device) -> dict:

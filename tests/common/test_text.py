@@ -10,7 +10,7 @@ import pytest
 from benchmarks import command, compare, overview, plot, report, runs
 from benchmarks.files import run_file
 from benchmarks.pages import run_table
-from common.text import in_markdown, lines, printable
+from common.text import in_markdown, lines, printable, prose_without_folders
 from tests.helpers.made_run import FOLDER, made_run, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +21,20 @@ def test_what_cannot_be_printed_becomes_an_escape():
     assert printable("Qwen3 \u00fc") == "Qwen3 \u00fc" and printable("a\x1b[2J\n\udcff") == r"a\x1b[2J\n\udcff"
     assert all(printable(text).isprintable() for text in HOSTILE)
     assert lines("a\nb\r\n") == "a\nb\\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        ("no file in /home/me/data/shards, make it", "no file in shards, make it"),
+        ("cannot read '/home/me/a.bin' (Errno 2)", "cannot read 'a.bin' (Errno 2)"),
+        ("--data=/scratch/me/shards/ is empty", "--data=shards is empty"),
+        ("1,024 tokens/s at 3 / 4 of /8 a/b/c", "1,024 tokens/s at 3 / 4 of /8 a/b/c"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+    ],
+)
+def test_of_a_path_in_a_sentence_its_last_name_stays(sentence, said):
+    assert prose_without_folders(sentence) == said
 
 
 @pytest.mark.parametrize(
