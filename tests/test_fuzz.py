@@ -202,6 +202,28 @@ def _of_checkpoint(name):
     return whole
 
 
+SPEECH = "speech/1/7/1-7-0000.flac"
+
+
+def _speech_file(name):
+    def whole(folder):
+        speech_files = pytest.importorskip("tests.helpers.speech_files")
+        speech_files.write_speech(folder / "speech", [(0.3, "FIRST ONE"), (0.2, "SECOND ONE")])
+        return (folder / name).read_bytes()
+
+    return whole
+
+
+def _read_speech(folder):
+    from rnnt.config import Config as Speech
+    from rnnt.speech import folder as speech_folder
+
+    speech_folder.scan.cache_clear()
+    utterances, _ = speech_folder.scan(Speech(data=str(folder / "speech")))
+    for each in utterances:
+        speech_folder.require_decodable(each.path)
+
+
 # name: (file, its whole content, reader)
 READERS = {
     "run file": ("h200x1/gpt3-bench/a.json", lambda folder: run_file.as_bytes(made_run(cycles=2)), _run),
@@ -212,6 +234,12 @@ READERS = {
     "Megatron index": ("a.idx", _index, _megatron),
     "safetensors": ("a.safetensors", _packed_tensors, _tensors),
     "config.json": ("llama/config.json", _of_checkpoint("config.json"), _checkpoint),
+    "FLAC": (SPEECH, _speech_file(SPEECH), lambda path: _read_speech(path.parents[3])),
+    "transcripts": (
+        "speech/1/7/1-7.trans.txt",
+        _speech_file("speech/1/7/1-7.trans.txt"),
+        lambda path: _read_speech(path.parents[3]),
+    ),
     "weight map": ("llama/model.safetensors.index.json", _of_checkpoint("model.safetensors.index.json"), _checkpoint),
 }
 
@@ -466,6 +494,27 @@ def _write_texts(folder, files):
             os.truncate(path, 20 * 2**30)
 
 
+RECORDINGS = ["1-7-0000", "b/c-1", "e\x1b[2J", "<b>", "x" * 200, "\udcff"]
+SOUNDS = [*CONTENTS, (16000, 1, 8000), (16000, 2, 8000), (8000, 1, 8000), (96000, 8, 10), (16000, 1, 0), (16000, 1, 9)]
+
+
+def _write_speech(folder, files):
+    """Recordings and the files of their transcripts, both of any kind."""
+    soundfile = pytest.importorskip("soundfile")
+    shutil.rmtree(folder / "texts", ignore_errors=True)
+    sounds = [(f"{name}.flac", sound) for name, sound, _ in files if isinstance(sound, str)]
+    words = [(f"{name}.trans.txt", said) for name, _, said in files]
+    _write_texts(folder, sounds + words)
+    for name, sound, _ in files:
+        path = folder / "texts" / f"{name}.flac"
+        if not isinstance(sound, str) and not os.path.lexists(path):
+            rate, channels, samples = sound
+            with open(path, "wb") as file:
+                soundfile.write(file, np.zeros((samples, channels)), rate, format="FLAC", subtype="PCM_16")
+    shutil.rmtree(folder / "speech", ignore_errors=True)
+    (folder / "texts").rename(folder / "speech")
+
+
 def _read_texts(folder):
     token_files.open_tokens(str(folder / "texts"), folder / "cache").batch(0, 1, 4)
 
@@ -485,7 +534,16 @@ VALUES = {
     "Llama": (_llama_values, _write_llama, lambda folder: _checkpoint(folder / "llama/config.json")),
     "Qwen3": (_moe_values("qwen3"), _write_moe, _read_moe("tiny")),
     "GPT-OSS": (_moe_values("gpt_oss"), _write_moe, _read_moe("tiny_gpt_oss")),
-    "text folder": (None, _write_texts, _read_texts),
+    "text folder": (st.tuples(st.sampled_from(NAMES), st.sampled_from(CONTENTS)), _write_texts, _read_texts),
+    "speech folder": (
+        st.tuples(
+            st.sampled_from(RECORDINGS),
+            st.sampled_from(SOUNDS),
+            st.sampled_from([*CONTENTS, *(f"{Path(name).name} WORDS\n" for name in RECORDINGS), "1-7-0000 a\x1b[2J"]),
+        ),
+        _write_speech,
+        _read_speech,
+    ),
 }
 RUN = "h200x1/gpt3-bench/a.json"
 
@@ -496,14 +554,13 @@ def fuzz_values(kind, folder, monkeypatch, examples):
     read = read or (lambda folder: _packed(folder / "train.jsonl"))
     if kind == "parquet":
         _parquet_columns.made = _parquet_columns()
-    if kind == "text folder":
-        files = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(CONTENTS)), max_size=4)
+    if kind.endswith("folder"):
 
         def each(files):
             write(folder, files)
             told(read, folder)
 
-        tried(examples, files, each)
+        tried(examples, st.lists(whole, max_size=4), each)
         return
     made = whole(folder)
     write(folder, made)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import soundfile
 
+from common.text import printable
 from rnnt.config import Config
 from rnnt.speech import transcripts
 
@@ -26,6 +27,8 @@ FASTEST, SLOWEST = 0.85, 1.15
 MIN_S = 0.1
 AUDIO = ".flac"
 TRANSCRIPT = ".trans.txt"
+# Of a chapter, and of all of LibriSpeech's 281,241 utterances it would be 53 MB.
+MOST_TRANSCRIPT_BYTES = 64 * 2**20
 
 
 class Utterance(NamedTuple):
@@ -58,9 +61,7 @@ def resampled(num_samples: int, scale: float) -> int:
 
 def read_header(path) -> int:
     """Samples of a FLAC file, from its header alone. Raises ValueError with the reason."""
-    # Else a pipe would be waited for.
-    if not os.path.isfile(path):
-        raise ValueError("not a regular file")
+    _require_file(path)
     try:
         found = soundfile.info(path)
     except soundfile.LibsndfileError as error:
@@ -73,12 +74,18 @@ def read_header(path) -> int:
     return found.frames
 
 
+def _require_file(path):
+    # A pipe would be waited for.
+    if not os.path.isfile(path):
+        raise ValueError("not a regular file")
+
+
 def require_decodable(path) -> None:
     """ValueError that names a FLAC file that cannot be decoded."""
     try:
         soundfile.read(path)
     except soundfile.LibsndfileError as error:
-        raise ValueError(f"--data: {path} cannot be decoded: {error.error_string}") from None
+        raise ValueError(printable(f"--data: {path} cannot be decoded: {error.error_string}")) from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -107,7 +114,7 @@ def scan(config: Config) -> tuple[list[Utterance], list[str]]:
             if len(tokens) > config.max_tokens:
                 raise ValueError(f"{len(tokens)} tokens, {config.max_tokens} fit: raise --max-tokens")
         except ValueError as error:
-            return f"{path.relative_to(folder)}: {error}"
+            return printable(f"{path.relative_to(folder)}: {error}")
         return Utterance(str(path), num_samples, text, tokens)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -120,6 +127,13 @@ def scan(config: Config) -> tuple[list[Utterance], list[str]]:
     return utterances, reasons
 
 
+def _lines(path):
+    _require_file(path)
+    if path.stat().st_size > MOST_TRANSCRIPT_BYTES:
+        raise ValueError(f"larger than {MOST_TRANSCRIPT_BYTES >> 20} MiB")
+    return path.read_text(encoding="utf-8-sig").splitlines()
+
+
 def _pairs(folder):
     """([(path, normalised transcript)] of all audio that has a transcript, reasons of the rest)."""
     recordings, texts, reasons = [], {}, []
@@ -128,14 +142,14 @@ def _pairs(folder):
             recordings.append(path)
         elif path.name.endswith(TRANSCRIPT):
             try:
-                lines = path.read_text(encoding="utf-8-sig").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                reasons.append(f"{path.relative_to(folder)}: cannot be read: {error}")
+                lines = _lines(path)
+            except (OSError, ValueError) as error:
+                reasons.append(printable(f"{path.relative_to(folder)}: cannot be read: {error}"))
                 continue
             for line in filter(str.strip, lines):
                 stem, *words = line.split(maxsplit=1)
                 texts[path.parent / stem] = transcripts.normalise("".join(words))
     pairs = [(path, texts[path.with_suffix("")]) for path in recordings if texts.get(path.with_suffix(""))]
     have_text = {path for path, _ in pairs}
-    reasons += [f"{path.relative_to(folder)}: no transcript" for path in recordings if path not in have_text]
+    reasons += [printable(f"{path.relative_to(folder)}: no transcript") for path in recordings if path not in have_text]
     return pairs, reasons
