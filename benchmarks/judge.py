@@ -177,7 +177,8 @@ class Judged:
         else:
             return 0.0
         control = self.ratio_of(self.run.control) if self.run.control in self.build.variants else None
-        least = max(least, control.high, 1 / control.low) if control else least
+        if control is not None:
+            least = max(least, control.high, 1 / control.low if control.low > 0 else math.inf)
         return ratio if ratio > least else 0.0
 
     def _repetitions_ms(self, variant: Variant) -> list[float]:

@@ -17,6 +17,9 @@ from common.your_step.parts import tensors_in
 from common.your_step.step_file import split
 
 FIRST_STEP_LIMIT_S = 60.0
+# Variables of torchrun, and what torch says where they or a process group are not there.
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NO_RANKS = ("process group has not been initialized", "environment variable RANK expected")
 STARTS_NO_STEP = "no step has ended within 60 s: build smaller shapes or fewer layers"
 
 
@@ -65,9 +68,18 @@ def where(error: BaseException, path: Path) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Return an error's type and first line."""
+    """Return an error's type and first line, and what helps where that is known."""
     first = (str(error).strip() or "nothing").splitlines()[0][:200]
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first}{_remedy(error, first)}"
+
+
+def _remedy(error, text) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return ": PYTHON=/path/of/python runs the step in your own interpreter"
+    needs_ranks = isinstance(error, KeyError) and error.args[:1] and error.args[0] in OF_RANKS
+    if "RANK" not in os.environ and (needs_ranks or any(words in text for words in NO_RANKS)):
+        return ": the step needs ranks, NGPU=2 starts two"
+    return ""
 
 
 def _checked(made, name, device):
