@@ -294,7 +294,9 @@ class EagerSteps:
             names = {type(each).__name__ for each in self.state.optimizers}
             what = type(scheduled[0]).__name__ if scheduled else "the step"
             evidence = f"{what} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
-            yield Finding("learning rate", WRONG, self.source.at(self.source.made(*names)), evidence)
+            line = None if scheduled else self.source.sets_item("lr")
+            kind = "rate by hand" if line else "learning rate"
+            yield Finding(kind, WRONG, self.source.at(line or self.source.made(*names)), evidence + self._changing())
 
     def _batches(self):
         number = len(set(self.state.classes))

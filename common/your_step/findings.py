@@ -19,6 +19,8 @@ REMEDIES = {
     "optimizer": "AdamW(..., fused=True, capturable=True), or leave the optimizer eager: graph_fwd_bwd",
     "learning rate": "leave optimizer and schedule eager, graph_fwd_bwd; or make lr a tensor, "
     "lr=torch.tensor(1e-3, device=device), and call schedule.step() outside of the step: it fills the tensor",
+    "rate by hand": "hand over a schedule of torch.optim.lr_scheduler in its place, whose step() graph_fwd_bwd leaves "
+    "eager",
     "loss scaler": "use bfloat16, which needs no scaler, or a fused optimizer, which takes found_inf on the GPU",
     "control flow": "compute both branches and choose with torch.where, or capture a graph for each branch",
     "shapes of batches": "pad to a few lengths; each shape needs a graph and its memory",

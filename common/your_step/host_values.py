@@ -4,9 +4,12 @@ Looked at are the attributes of the modules and of other objects that were hande
 its closure, its own attributes, and the globals of its file.
 """
 
+import contextlib
+import functools
 import random
 import sys
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -18,25 +21,41 @@ _MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}
 
 def look(step, owned: list) -> tuple[dict, dict]:
     """Return (name -> plain value, name -> tensor) of what the step can reach."""
-    values: dict = {}
-    tensors: dict = {}
-    for name, each in _roots(step):
-        _visit(name, each, values, tensors, depth=2)
-    for index, module in enumerate(each for each in owned if isinstance(each, torch.nn.Module)):
-        for path, part in module.named_modules():
-            for key, value in vars(part).items():
-                if key not in _MODULE_OWN:
-                    _visit(f"{path or f'model {index}'}.{key}", value, values, tensors, depth=1)
-            # Buffers are handed over; which tensor is one may change.
-            tensors |= {f"{path}.{key}".lstrip("."): value for key, value in part.named_buffers(recurse=False)}
-    return values, tensors
+    found = _find(step, owned)
+    return found.values, found.tensors
+
+
+class Moving:
+    """Plain values on the host that a step changes, such as a count of steps in a dict, to be put back.
+
+    Made before a step. `keep` after it remembers which have changed, and the values that `put_back` sets again.
+    """
+
+    def __init__(self, step, owned: list):
+        self._step, self._owned = step, owned
+        self._before = _find(step, owned).values
+        self._kept: list[tuple[Callable, object]] = []
+
+    def keep(self) -> list[str]:
+        """Remember the values that have changed since this was made, and return their names."""
+        found, before = _find(self._step, self._owned), self._before
+        names = [name for name in found.puts if name in before and before[name] != found.values[name]]
+        self._kept = [(found.puts[name], found.values[name]) for name in names]
+        return names
+
+    def put_back(self) -> None:
+        """Set them to their values at `keep`."""
+        for put, value in self._kept:
+            # A list may be shorter now.
+            with contextlib.suppress(LookupError, AttributeError):
+                put(value)
 
 
 def not_handed_over(step, owned: list):
     """Yield (words, tensor) of the modules and optimizers that the step reaches and that were not handed over."""
     known = {id(part) for each in owned if isinstance(each, torch.nn.Module) for part in each.modules()}
     known |= {id(each) for each in owned}
-    for name, each in _roots(step):
+    for name, each, _ in _roots(step):
         if isinstance(each, torch.nn.Module) and id(each) not in known:
             for path, tensor in [*each.named_parameters(), *each.named_buffers()]:
                 yield f"{name}.{path}", tensor
@@ -54,23 +73,40 @@ def random_states() -> dict:
     return states
 
 
+def _find(step, owned) -> "_Found":
+    found = _Found()
+    for name, each, put in _roots(step):
+        found.visit(name, each, put, depth=2)
+    for index, module in enumerate(each for each in owned if isinstance(each, torch.nn.Module)):
+        for path, part in module.named_modules():
+            for key, value in vars(part).items():
+                if key not in _MODULE_OWN:
+                    found.visit(f"{path or f'model {index}'}.{key}", value, functools.partial(setattr, part, key), 1)
+            # Buffers are handed over; which tensor is one may change.
+            found.tensors |= {f"{path}.{key}".lstrip("."): value for key, value in part.named_buffers(recurse=False)}
+    return found
+
+
 def _roots(step):
+    """Yield (name, value, function that sets it) of the step's closure, globals and own attributes."""
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
     if code is not None:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
-                yield name, cell.cell_contents
+                yield name, cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
             except ValueError:
                 continue  # not bound yet
-        names = _names_in(code)
-        for name, value in function.__globals__.items():
+        names, scope = _names_in(code), function.__globals__
+        for name, value in scope.items():
             if name in names:
-                yield name, value
-        yield from ((f"step.{name}", value) for name, value in vars(function).items())
+                yield name, value, functools.partial(scope.__setitem__, name)
+        for name, value in vars(function).items():
+            yield f"step.{name}", value, functools.partial(setattr, function, name)
     holder = getattr(step, "__self__", None) if code is not None else step
     if holder is not None and not isinstance(holder, torch.nn.Module):
-        yield from ((f"self.{name}", value) for name, value in vars(holder).items())
+        for name, value in vars(holder).items():
+            yield f"self.{name}", value, functools.partial(setattr, holder, name)
 
 
 def _names_in(code):
@@ -82,21 +118,33 @@ def _names_in(code):
     return names
 
 
-def _visit(name, each, values, tensors, depth):
-    if isinstance(each, torch.Tensor):
-        if not isinstance(each, torch.nn.Parameter):
-            tensors[name] = each
-    elif isinstance(each, _PLAIN):
-        values[name] = each
-    elif isinstance(each, (list, tuple, set, dict, deque)) and type(each).__module__ in ("builtins", "collections"):
-        values[f"len({name})"] = len(each)
-        if depth and len(each) <= MOST_ITEMS and not isinstance(each, set):
-            items = each.items() if isinstance(each, dict) else enumerate(each)
-            for key, value in list(items):
-                _visit(f"{name}[{key!r}]", value, values, tensors, depth - 1)
-    elif depth and _is_users(each):
-        for key, value in list(vars(each).items()):
-            _visit(f"{name}.{key}", value, values, tensors, depth - 1)
+class _Found:
+    """Values by name, tensors by name, and the functions that set those values that can be set."""
+
+    def __init__(self):
+        self.values: dict = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.puts: dict[str, Callable] = {}
+
+    def visit(self, name, each, put, depth):
+        """Add a value and what it holds, `depth` steps down."""
+        if isinstance(each, torch.Tensor):
+            if not isinstance(each, torch.nn.Parameter):
+                self.tensors[name] = each
+        elif isinstance(each, _PLAIN):
+            self.values[name] = each
+            if put is not None:
+                self.puts[name] = put
+        elif isinstance(each, (list, tuple, set, dict, deque)) and type(each).__module__ in ("builtins", "collections"):
+            self.values[f"len({name})"] = len(each)
+            if depth and len(each) <= MOST_ITEMS and not isinstance(each, set):
+                items = each.items() if isinstance(each, dict) else enumerate(each)
+                for key, value in list(items):
+                    own = None if isinstance(each, tuple) else functools.partial(each.__setitem__, key)
+                    self.visit(f"{name}[{key!r}]", value, own, depth - 1)
+        elif depth and _is_users(each):
+            for key, value in list(vars(each).items()):
+                self.visit(f"{name}.{key}", value, functools.partial(setattr, each, key), depth - 1)
 
 
 def _is_users(each):

@@ -32,6 +32,13 @@ class Source:
                 found.append((not is_in_init, len(around), line))
         return max(found)[2] if found else None
 
+    def sets_item(self, key: str) -> int | None:
+        """Return the last line that sets an item of this constant name, as in group["lr"] = 0.1."""
+        targets = [each for node in self._nodes if isinstance(node, ast.Assign) for each in node.targets]
+        targets += [node.target for node in self._nodes if isinstance(node, ast.AugAssign)]
+        items = [each for each in targets if isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Constant)]
+        return max((each.lineno for each in items if each.slice.value == key), default=None)
+
     def branches(self, name: str) -> list[int]:
         """Return the lines of branches and loops whose condition reads the last part of a name."""
         kinds = (ast.If, ast.IfExp, ast.While)

@@ -11,7 +11,7 @@ from common import variant as variants
 from common.capture.pool import CaptureError
 from common.measuring import marks
 from common.training.snapshot import Snapshot
-from common.your_step import step_file, user_file
+from common.your_step import host_values, step_file, user_file
 from common.your_step.parts import signature_of, tensors_in
 
 # Optimizers make their state in their first step. All variants train from the state after these.
@@ -47,7 +47,7 @@ class StepState:
             self.losses: dict[int, torch.Tensor | float] = {}
             has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
             for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
-                start = time.monotonic()
+                moving, start = host_values.Moving(self.step, self.owned), time.monotonic()
                 self.train(index)
                 variants.synchronize()
             # Seconds of the last of these steps.
@@ -55,6 +55,9 @@ class StepState:
         # Before the snapshot, so that a start that is broken already is told from a step that breaks.
         self.warm_losses = [float(loss) for loss in self.losses.values()]
         self.snapshot = Snapshot(self.owned, device)
+        # Counts and rates in dicts, closures and objects, which no object of torch holds.
+        self.moving = moving
+        self.moving.keep()
         self.layers = _layers(self.modules)
         signatures = [signature_of(batch) for batch in self.batches]
         known = list(dict.fromkeys(signatures))
@@ -99,6 +102,7 @@ class StepState:
     def reset(self) -> None:
         """Put everything back to the state after the first steps."""
         self.snapshot.restore()
+        self.moving.put_back()
         self.losses.clear()
 
     def named_state(self) -> list[tuple[str, torch.Tensor]]:

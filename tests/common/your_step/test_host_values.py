@@ -1,0 +1,55 @@
+"""common/your_step/host_values.py: counts and rates on the host that a step moves are put back."""
+
+import torch
+
+from common.your_step.host_values import Moving
+
+seen = 0
+
+
+class Trainer:
+    def __init__(self):
+        self.count, self.rates, self.log = 0, {"lr": [0.1]}, []
+
+    def step(self, batch):
+        self.count += 1
+        self.rates["lr"][0] *= 0.5
+        self.log.append(batch)
+
+
+def closed_over():
+    total, counts, fixed = 0, {"it": 0}, 7
+
+    def step(batch):
+        nonlocal total
+        global seen
+        total, seen = total + fixed, seen + 1
+        counts["it"] += 1
+        model.calls += 1
+        return total, seen, counts["it"], model.calls
+
+    model = torch.nn.Linear(2, 2)
+    model.calls = 0
+    return step, model
+
+
+def test_what_a_step_moves_is_named_and_put_back_wherever_it_is():
+    step, model = closed_over()
+    step(None)
+    moving = Moving(step, [model])
+    kept = step(None)
+    assert sorted(moving.keep()) == ["counts['it']", "model 0.calls", "seen", "total"]
+    assert step(None) != kept
+    for _ in range(2):
+        moving.put_back()
+        assert step(None) == tuple(a + b for a, b in zip(kept, (7, 1, 1, 1), strict=True))
+
+
+def test_the_state_of_the_object_whose_method_is_the_step_is_put_back():
+    trainer = Trainer()
+    moving = Moving(trainer.step, [])
+    trainer.step(None)
+    assert sorted(moving.keep()) == ["self.count", "self.rates['lr'][0]"]
+    trainer.step(None)
+    moving.put_back()
+    assert (trainer.count, trainer.rates) == (1, {"lr": [0.05]})
