@@ -36,8 +36,9 @@ class Source:
         """Return the last line that sets an item of this constant name, as in group["lr"] = 0.1."""
         targets = [each for node in self._nodes if isinstance(node, ast.Assign) for each in node.targets]
         targets += [node.target for node in self._nodes if isinstance(node, ast.AugAssign)]
-        items = [each for each in targets if isinstance(each, ast.Subscript) and isinstance(each.slice, ast.Constant)]
-        return max((each.lineno for each in items if each.slice.value == key), default=None)
+        items = [(each.lineno, each.slice) for each in targets if isinstance(each, ast.Subscript)]
+        lines = [line for line, item in items if isinstance(item, ast.Constant) and item.value == key]
+        return max(lines, default=None)
 
     def branches(self, name: str) -> list[int]:
         """Return the lines of branches and loops whose condition reads the last part of a name."""
