@@ -167,7 +167,7 @@ def _parquet_rows(path):
 
 def _most_bytes(file_bytes):
     """Bytes that may come out of a parquet file: tokens do not shrink to a hundredth."""
-    return min(2**26 + 100 * file_bytes, limits.MAX_READ_BYTES)
+    return min(2**25 + 100 * file_bytes, limits.MAX_READ_BYTES)
 
 
 def _json_rows(path):
