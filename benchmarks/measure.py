@@ -42,6 +42,7 @@ WHAT = {
     "graph_fwd_bwd": "capture forward and backward, and leave the optimizer eager",
     "graph_modules": "capture the modules that its row names, forward and backward",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
+    "mine": "keep the capture that your file makes",
 }
 VARIANTS = ("eager", *WHAT)
 PROG = "python -m benchmarks.measure"
@@ -50,6 +51,8 @@ DOCTOR_LIMIT_S = 300
 CYCLES_END_S = 108.0
 # A graph of the whole step leaves nothing that a graph of a part would remove.
 WHOLE = "graph_step,reduce_overhead"
+# Measured where the file hands one over.
+MINE = "mine"
 HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
@@ -182,11 +185,12 @@ def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
     return STATUS_OF[word], text
 
 
-def doctor(asked: Options) -> tuple[int, str, bool]:
+def doctor(asked: Options) -> tuple[int, str, dict]:
     """Print what stands against a graph of the step.
 
     Returns:
-        The doctor's exit status, its text, and whether a graph of the whole step trains as eager does.
+        The doctor's exit status, its text, and what it found: "whole_is_right" and "has_mine", see
+        `common.your_step.doctor.Diagnosis`; {} where it has no answer.
     """
     launched = launch.parse(asked)
     python = launched.python
@@ -202,18 +206,30 @@ def doctor(asked: Options) -> tuple[int, str, bool]:
             done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, stderr=errors, text=True)
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
-            return 0, "", False
+            return 0, "", {}
         print(flush=True)
         mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG)]
         if mistakes:
             print(mistakes[0], file=sys.stderr)
-            return MISTAKE, "", False
+            return MISTAKE, "", {}
         told = text.with_suffix(".json")
         if not told.is_file():
-            return done.returncode, "", False
+            return done.returncode, "", {}
         found = json.loads(told.read_text())
         # Of several ranks each returns 0.
-        return done.returncode or found["status"], text.read_text(), found["whole_is_right"]
+        return done.returncode or found["status"], text.read_text(), found
+
+
+def _usual(args, asked: Options, seen: dict) -> Options:
+    """The request with the variants that are measured where none are named."""
+    is_whole = seen.get("whole_is_right") and gpus.find_gpus().names
+    if is_whole:
+        print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
+    if not is_whole and not seen.get("has_mine"):
+        return asked
+    names = WHOLE.split(",") if is_whole else [name for name in WHAT if name != MINE]
+    args.variants = ",".join([*names, *([MINE] if seen.get("has_mine") else [])])
+    return request(args)
 
 
 def _check_root(asked: Options) -> None:
@@ -251,7 +267,7 @@ def measure(args: argparse.Namespace) -> int:
     is_left_out = args.quick and not args.doctor
     if not args.doctor:
         _check_root(asked)
-    found, said, whole_is_right = (0, "", False) if is_left_out else doctor(asked)
+    found, said, seen = (0, "", {}) if is_left_out else doctor(asked)
     if args.doctor and found < 0:
         print(
             f"{PROG}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
@@ -263,10 +279,8 @@ def measure(args: argparse.Namespace) -> int:
     if found not in (0, WRONG, NO_CAPTURE):
         ended = f" (ended by {signal.Signals(-found).name})" if found < 0 else ""
         print(f"The doctor itself failed{ended} and is left out.")
-    if not args.variants and whole_is_right and gpus.find_gpus().names:
-        print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
-        args.variants = WHOLE
-        asked = request(args)
+    if not args.variants and not args.quick:
+        asked = _usual(args, asked, seen)
     if args.cycles is None and args.minutes is None and not args.host_load:
         asked.end_s = begin_s + CYCLES_END_S
     ((measured, path),), _ = run.measured(asked)

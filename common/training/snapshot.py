@@ -45,10 +45,14 @@ class Snapshot:
                 parameter.grad = gradient
                 if gradient is not None and kept is not None:
                     gradient.copy_(kept)
-        for put_back in self._numbers:
-            put_back()
+        self.put_numbers_back()
         for set_state, state in self._random:
             set_state(state)
+
+    def put_numbers_back(self) -> None:
+        """Put back what optimizers, schedules and other objects hold on the host."""
+        for put_back in self._numbers:
+            put_back()
 
     def _add(self, name, each):
         if isinstance(each, torch.Tensor):

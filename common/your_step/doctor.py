@@ -27,10 +27,10 @@ from common.measuring import torch_settings
 from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
-from common.your_step import bisect, idle, memory, pace, ranks, step_file, user_file
+from common.your_step import bisect, idle, memory, pace, parity, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
-from common.your_step.findings import NOTE, STOPS, WRONG, Finding, ordered
-from common.your_step.graphs import GraphedForwardBackward, GraphedStep
+from common.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
+from common.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
 from common.your_step.parts import has_several_ranks, is_inside
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
@@ -41,6 +41,8 @@ __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
 # Steps of a diagnosis, roughly.
 NUM_STEPS_IN_ALL = 70
+# Of a capture that trains otherwise: the batch that it may have kept, and how many eager steps its maker made first.
+MOST_BATCHES_TRIED, MOST_STEPS_BEFORE_CAPTURE = 8, 12
 # Of these a note remains where the whole step of a user trains as eager does.
 _HARMLESS = ("not handed over", "thread")
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
@@ -74,6 +76,8 @@ def making(kind):
 
 WHOLE = Graph("graph of the whole step", making(GraphedStep))
 UP_TO_OPTIMIZER = Graph("graph up to the optimizer", making(GraphedForwardBackward), _OF_OPTIMIZER)
+# What stands against our captures need not stand against the user's own.
+MINE = Graph("your capture", making(Mine), tuple(REMEDIES))
 
 
 @dataclass
@@ -88,6 +92,7 @@ class Diagnosis:
         pace: whether the step is bound by its launches; "" on a CPU.
         memory: the graph's predicted memory beside the free one; "" on a CPU.
         whole_is_right: a graph of the whole step trains as eager does.
+        has_mine: the file hands over a capture of its own.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -98,6 +103,7 @@ class Diagnosis:
     pace: str = ""
     memory: str = ""
     whole_is_right: bool = False
+    has_mine: bool = False
 
     @property
     def status(self) -> int:
@@ -144,7 +150,12 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     if minutes > 1 and os.environ.get("RANK", "0") == "0":
         takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
         print(f"{takes}: about {minutes:.0f} minutes", flush=True)
-    return diagnosed(state, [WHOLE, UP_TO_OPTIMIZER])
+    found = diagnosed(state, [WHOLE, UP_TO_OPTIMIZER])
+    if state.make_mine is not None:
+        own = of_mine(state)
+        found.has_mine, found.outcomes[MINE.title] = True, own.text
+        found.findings = ordered([*found.findings, *([own.finding] if own.finding else [])])
+    return found
 
 
 def prepare(device: torch.device) -> None:
@@ -207,6 +218,50 @@ def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
         # Two eager trainings say how much is noise.
         found = outcomes(is_exact=False)
     return found
+
+
+def of_mine(state: StepState) -> Outcome:
+    """Return how the user's own capture goes; where it trains otherwise, the cause if it is a known one."""
+    (own,) = _tried(state, False, [], [MINE])
+    if own.is_equal:
+        return own
+    evidence = own.text
+    if own.finding is not None and own.finding.level == WRONG:
+        with torch_settings.deterministic_kernels():
+            cause = _cause_of_mine(state)
+        evidence = f"{cause}; {own.finding.evidence}" if cause else own.finding.evidence
+    level = own.finding.level if own.finding is not None else STOPS
+    said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
+    return replace(own, text=said, finding=Finding("your capture", level, str(state.path), evidence))
+
+
+def _cause_of_mine(state: StepState) -> str:
+    """Train eagerly as a capture does that makes a known mistake: one that gives the same numbers is the cause."""
+    mine, names = parity.course(state, MINE.make(state).step), [name for name, _ in state.snapshot.tensors]
+
+    def is_like(make_step):
+        return parity.difference(mine, mine, parity.course(state, make_step), names) is None
+
+    def frozen(values):
+        def step(index):
+            state.snapshot.put_numbers_back()
+            state.moving.put_back(values)
+            state.train(index)
+
+        return step
+
+    for number in range(min(len(state.batches), MOST_BATCHES_TRIED)):
+        if is_like(lambda index, number=number: state.keep_loss(index, state.step(state.batch(number)))):
+            return f"it trains on batch {number} whatever batch it is given: copy each into the tensors that it reads"
+    state.reset()
+    after_steps = [state.moving.now()]
+    for index in range(MOST_STEPS_BEFORE_CAPTURE):
+        state.train(index)
+        after_steps.append(state.moving.now())
+    words = f" ({', '.join(state.moving.names[:3])})" if state.moving.names else ""
+    if any(is_like(frozen(values)) for values in after_steps):
+        return f"it goes on with the numbers on the host of its capture{words}"
+    return ""
 
 
 class _OneHotAsOnGpu(TorchFunctionMode):
@@ -312,7 +367,7 @@ def _tell(found: Diagnosis, names: list[str]) -> None:
     for name in names:
         try:
             write_text(Path(name), found.text())
-            told = {"status": found.status, "whole_is_right": found.whole_is_right}
+            told = {key: getattr(found, key) for key in ("status", "whole_is_right", "has_mine")}
             write_text(Path(f"{name}.json"), json.dumps(told))
         except OSError as error:
             raise ValueError(f"{name}: {error.strerror}") from None

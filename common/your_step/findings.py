@@ -45,6 +45,7 @@ REMEDIES = {
     "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
     "not handed over": "hand over every object that training changes",
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",
+    "your capture": "see docs/your_step.md, a capture of your own",
     "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
     "not finite": "look at that batch, at the learning rate and at the precision: the step fails without a graph, too",
     "memory": "smaller batches or fewer shapes, or graphs of parts: graph_fwd_bwd, graph_modules",

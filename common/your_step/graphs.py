@@ -12,7 +12,7 @@ from common.training.snapshot import storage_id
 from common.variant import Capture, Compiled, Unsupported
 from common.your_step.compiled import deadline
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
-from common.your_step.state import StepState
+from common.your_step.state import StepState, errors_with_lines
 
 
 @variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
@@ -97,6 +97,22 @@ class GraphedForwardBackward(GraphedStep):
                 parameter.grad = gradient
 
         return graph, static, loss, [give_gradients, *self._noted.calls]
+
+
+@variant("mine", kind="graph", help="the capture that the file itself makes")
+class Mine:
+    """The step that build's mine() captures and returns. Its graphs are its own, so none are counted."""
+
+    def __init__(self, state: StepState, capture: Capture):
+        if state.make_mine is None:
+            raise Unsupported('build hands over no capture of its own: {"eager": step, "mine": make_mine} has one')
+        self.state, self.mine = state, state.captured_mine()
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        with errors_with_lines(self.state.path, "mine"):
+            loss = self.mine(self.state.batch(index))
+        self.state.keep_loss(index, loss)
 
 
 class _Noted(TorchDispatchMode):

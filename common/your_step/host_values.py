@@ -35,17 +35,22 @@ class Moving:
         self._step, self._owned = step, owned
         self._before = _find(step, owned).values
         self._kept: list[tuple[Callable, object]] = []
+        self.names: list[str] = []
 
-    def keep(self) -> list[str]:
-        """Remember the values that have changed since this was made, and return their names."""
+    def keep(self) -> None:
+        """Remember the values that have changed since this was made, and their names."""
         found, before = _find(self._step, self._owned), self._before
-        names = [name for name in found.puts if name in before and before[name] != found.values[name]]
-        self._kept = [(found.puts[name], found.values[name]) for name in names]
-        return names
+        self.names = [name for name in found.puts if name in before and before[name] != found.values[name]]
+        self._kept = self.now()
 
-    def put_back(self) -> None:
-        """Set them to their values at `keep`."""
-        for put, value in self._kept:
+    def now(self) -> list[tuple[Callable, object]]:
+        """Return the functions that set these values, and the values as they are now."""
+        found = _find(self._step, self._owned)
+        return [(found.puts[name], found.values[name]) for name in self.names if name in found.puts]
+
+    def put_back(self, values: list[tuple[Callable, object]] | None = None) -> None:
+        """Set them to their values at `keep`, or to those that `now` gave."""
+        for put, value in self._kept if values is None else values:
             # A list may be shorter now.
             with contextlib.suppress(LookupError, AttributeError):
                 put(value)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ class StepState:
         with user_file.watchdog(prog):
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
+            self.make_mine = handed.make_mine
             self.modules = [each for each in self.owned if isinstance(each, torch.nn.Module)]
             self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
             self.losses: dict[int, torch.Tensor | float] = {}
@@ -84,6 +86,22 @@ class StepState:
         self.train(index)
         for hook in hooks:
             hook.remove()
+
+    def captured_mine(self) -> Callable:
+        """Let the file capture its step, and return mine(batch) -> loss. The state is put back.
+
+        Raises:
+            ValueError: the capture raises, or gives no step.
+        """
+        assert self.make_mine is not None, "asked where the file hands over a capture"
+        self.reset()
+        with errors_with_lines(self.path, "mine"):
+            mine = self.make_mine()
+        if not callable(mine):
+            raise ValueError(f"{self.path.name}: mine() returned a {type(mine).__name__}; it has to return a step")
+        variants.synchronize()
+        self.reset()
+        return mine
 
     def keep_loss(self, index: int, loss) -> None:
         """Remember the loss of a step, a tensor of one element or a number, without waiting for the device."""
@@ -135,7 +153,7 @@ def _layers(modules):
 
 
 @contextlib.contextmanager
-def errors_with_lines(path: Path):
+def errors_with_lines(path: Path, what: str = "the step"):
     """Within it, what a user's step raises is a ValueError with the line of the file, but for captures and memory."""
     try:
         yield
@@ -144,7 +162,7 @@ def errors_with_lines(path: Path):
     except (Exception, SystemExit) as error:
         if lacks_deterministic_kernel(error):
             raise
-        raise ValueError(f"{user_file.where(error, path)}: the step raised {user_file.said(error)}") from error
+        raise ValueError(f"{user_file.where(error, path)}: {what} raised {user_file.said(error)}") from error
 
 
 def lacks_deterministic_kernel(error: BaseException) -> bool:

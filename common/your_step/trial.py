@@ -168,7 +168,9 @@ class Trial:
                 eager = self._outputs_after(step, state.train, kept)
                 variant = make(state)
                 try:
-                    graph = [] if len(variant.graphs) > 1 else self._outputs_after(step, variant.step, kept)
+                    # Those of a capture of the user's own are not known.
+                    is_one = len(getattr(variant, "graphs", ())) == 1
+                    graph = self._outputs_after(step, variant.step, kept) if is_one else []
                 finally:
                     variant.close()
             except (CaptureError, torch.OutOfMemoryError):

@@ -25,11 +25,15 @@ STARTS_NO_STEP = "no step has ended within 60 s: build smaller shapes or fewer l
 
 @dataclass
 class Handed:
-    """The values that build(device) returned: step(batch) -> loss, batches, and the objects that training changes."""
+    """The values that build(device) returned: step(batch) -> loss, batches, and the objects that training changes.
+
+    make_mine: captures the step and returns what replays it, mine(batch) -> loss; None where none was handed over.
+    """
 
     step: Callable
     batches: list
     owned: list
+    make_mine: Callable | None = None
 
 
 def load(text: str, device: torch.device) -> Handed:
@@ -87,6 +91,15 @@ def _checked(made, name, device):
         kind = type(made).__name__ + (f" of {len(made)}" if isinstance(made, (tuple, list)) else "")
         raise ValueError(f"{name} returned a {kind}; it has to return step, batches, [what training changes]")
     step, batches, owned = made
+    make_mine = None
+    if isinstance(step, dict):
+        if "eager" not in step or not step.keys() <= {"eager", "mine"}:
+            keys = ", ".join(map(repr, step)) or "nothing"
+            raise ValueError(f'{name}: the dict in the step\'s place has {keys}; it takes "eager" and "mine"')
+        step, make_mine = step["eager"], step.get("mine")
+        if make_mine is not None and not callable(make_mine):
+            kind = type(make_mine).__name__
+            raise ValueError(f'{name}: "mine" is a {kind}, it has to be a function that captures and returns a step')
     if not callable(step):
         raise ValueError(f"{name}: the first value is a {type(step).__name__}, it has to be a function step(batch)")
     if not isinstance(batches, (list, tuple)) or not batches:
@@ -109,7 +122,7 @@ def _checked(made, name, device):
                 if parameter.device.type != device.type:
                     text = f"parameter {parameter_name} lies on {parameter.device}, the step is to run on {device}"
                     raise ValueError(f"{name}: {text}: build the model with .to(device)")
-    return Handed(step, list(batches), owned)
+    return Handed(step, list(batches), owned, make_mine)
 
 
 def _hides_tensors(leaf) -> bool:

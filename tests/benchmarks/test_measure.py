@@ -114,14 +114,17 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "whole", "timed"),
+    ("names", "whole", "mine", "timed"),
     [
-        (("NVIDIA H100",), True, ["graph_step", "reduce_overhead"]),
-        (("NVIDIA H100",), False, None),
-        ((), True, None),
+        (("NVIDIA H100",), True, False, ["graph_step", "reduce_overhead"]),
+        (("NVIDIA H100",), True, True, ["graph_step", "reduce_overhead", "mine"]),
+        (("NVIDIA H100",), False, False, None),
+        (("NVIDIA H100",), False, True, [*list(measure.WHAT)[:-1], "mine"]),
+        ((), True, False, None),
+        ((), True, True, [*list(measure.WHAT)[:-1], "mine"]),
     ],
 )
-def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, timed):
+def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, mine, timed):
     class Asked(Exception):
         pass
 
@@ -129,7 +132,7 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
         raise Asked(asked.variants)
 
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "said", whole))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "said", {"whole_is_right": whole, "has_mine": mine}))
     monkeypatch.setattr(measure.gpus, "find_gpus", lambda: Gpus(names))
     monkeypatch.setattr(measure.run, "measured", ask)
     with pytest.raises(Asked) as asked:
@@ -145,7 +148,7 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
 def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypatch, words, is_limited):
     seen = []
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", False))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", {}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
     assert measure.main(["--step", str(tmp_path / "my_step.py"), *words]) == 1
     assert (getattr(seen[0], "end_s", None) is not None) == is_limited
@@ -183,7 +186,7 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
     tmp_path, monkeypatch, capsys, found, said
 ):
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (found, "", False))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (found, "", {}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: ([(made_run(ms={"graph_layer": 8.0}), tmp_path)], False))
 
     def full(*_, **__):
@@ -198,7 +201,7 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
 
 def test_a_doctor_that_is_killed_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_step.py").write_text(STEP)
-    monkeypatch.setattr(measure, "doctor", lambda asked: (-9, "", False))
+    monkeypatch.setattr(measure, "doctor", lambda asked: (-9, "", {}))
     assert measure.main(["--step", str(tmp_path / "my_step.py"), "--doctor"]) == 1
     said = capsys.readouterr().err
     assert "the doctor was ended by SIGKILL" in said and said.count("\n") == 1
@@ -282,8 +285,8 @@ def test_a_model_is_for_the_doctor_alone(words, said, capsys):
 @pytest.mark.parametrize(
     ("errors", "found"),
     [
-        ("torchrun's own words", (6, "a finding", False)),
-        (f"{measure.PROG}: no build\n" * 2 + "torchrun", (measure.MISTAKE, "", False)),
+        ("torchrun's own words", (6, "a finding", {"status": 6, "whole_is_right": False})),
+        (f"{measure.PROG}: no build\n" * 2 + "torchrun", (measure.MISTAKE, "", {})),
     ],
 )
 def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, monkeypatch, capsys, errors, found):

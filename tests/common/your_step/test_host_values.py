@@ -38,7 +38,8 @@ def test_what_a_step_moves_is_named_and_put_back_wherever_it_is():
     step(None)
     moving = Moving(step, [model])
     kept = step(None)
-    assert sorted(moving.keep()) == ["counts['it']", "model 0.calls", "seen", "total"]
+    moving.keep()
+    assert sorted(moving.names) == ["counts['it']", "model 0.calls", "seen", "total"]
     assert step(None) != kept
     for _ in range(2):
         moving.put_back()
@@ -49,7 +50,8 @@ def test_the_state_of_the_object_whose_method_is_the_step_is_put_back():
     trainer = Trainer()
     moving = Moving(trainer.step, [])
     trainer.step(None)
-    assert sorted(moving.keep()) == ["self.count", "self.rates['lr'][0]"]
+    moving.keep()
+    assert sorted(moving.names) == ["self.count", "self.rates['lr'][0]"]
     trainer.step(None)
     moving.put_back()
     assert (trainer.count, trainer.rates) == (1, {"lr": [0.05]})
