@@ -44,7 +44,8 @@ def title_of(lines: Sequence[Headline]) -> str:
     own = [hosts for line in lines for hosts in (one.hosts for one in line.gpus) if len(hosts) > 1]
     if not own:
         low, high = lines[0].gain
-        return f"{lines[0].name}: a graph gains {_percent(high)}, the time for which the host made the GPU wait"
+        name = lines[0].name if len(lines[0].name) <= LONGEST else f"{lines[0].name[: LONGEST - 3]}..."
+        return f"{name}: a graph gains {_percent(high)}, the time for which the host made the GPU wait"
     graph, eager = (max(_spread(hosts, name) for hosts in own) for name in ("ms", "base_ms"))
     text = f"Between hosts with the same GPU a graph's step differs by up to {_percent(graph)}, an eager step by up to "
     return f"{text}{_percent(eager)}: a graph gains what the host makes the GPU wait"

@@ -21,7 +21,7 @@ NAMES = {
     "": {"one_graph": "graph_step", "full_step": "graph_step", "graph_te": "graph_layer_te"},
     "gpt3": {"graph": "graph_layer"},
     "llama2_lora": {"graph": "graph_layer"},
-    "llama31": {"graph": "graph_fwd_bwd"},
+    "llama31": {"graph": "graph_fwd_bwd", "chunk": "graph_microbatch", "layer": "graph_layer"},
     "rnnt": {"graph": "graph_networks", "full": "graph_step"},
     "stable_diffusion": {"graph": "graph_step", "lightning_graph": "graph_step_lightning"},
 }

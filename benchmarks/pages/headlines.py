@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks import ROOT, runs
+from benchmarks import runs
 from benchmarks.files.archive import SAME_KERNELS
 from benchmarks.files.facts import OWN_STEP, Run, stem
 from benchmarks.files.workload import Workload
@@ -106,7 +106,7 @@ def of(found: runs.Found) -> list[Headline]:
         key = _key(row.workload)
         if key is not None and row.kind == "graph" and row.hosts and not row.control:
             grouped[key].append(row)
-    lines = [_of_rows(key, rows) for key, rows in grouped.items()]
+    lines = [_of_rows(key, rows, found.root.parent) for key, rows in grouped.items()]
     lines += _of_archive(found, set(grouped))
     return sorted(lines, key=lambda line: (-line.gain[1], line.name))
 
@@ -140,7 +140,7 @@ def _names(key: Key) -> tuple[str, str, str]:
     return title, own.headlines.get(preset, ""), own.submitted or "" if title == own.title else ""
 
 
-def _of_rows(key: Key, rows: list[Row]) -> Headline:
+def _of_rows(key: Key, rows: list[Row], root: Path) -> Headline:
     """The graph with most hosts, of several the one with the largest gain."""
     by_variant: dict[str, list[Row]] = defaultdict(list)
     newest = max(rows, key=lambda row: row.newest.run.begin_utc)
@@ -157,7 +157,7 @@ def _of_rows(key: Key, rows: list[Row]) -> Headline:
 
     variant = max(made, key=rank)
     folder = Path("examples", "steps") if key[0] == OWN_STEP else Path(key[0])
-    return Headline(*_names(key), variant, ROOT / folder / "README.md", made[variant])
+    return Headline(*_names(key), variant, root / folder / "README.md", made[variant])
 
 
 def _gpus(rows: list[Row]) -> tuple[OnGpu, ...]:

@@ -8,6 +8,8 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
     <!-- table: model gpt3 -->  all rows of a model on GPUs
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
+    <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
+    <!-- table: scopes -->      Megatron's scopes beside the variants here
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
     <!-- end -->
 """
@@ -23,7 +25,7 @@ from urllib.parse import quote
 from benchmarks import ROOT, runs, statistics
 from benchmarks.files.facts import OWN_STEP, Run, stem
 from benchmarks.judge import PASS
-from benchmarks.pages import headlines, published, tables
+from benchmarks.pages import headlines, published, rules, scopes, tables
 from benchmarks.pages.headlines import Headline
 from benchmarks.pages.run_table import GIB
 from benchmarks.runs import Found, Range, Row
@@ -83,12 +85,6 @@ def changed(found: Found, root: Path = ROOT) -> dict[Path, str]:
     return {path: text for path, text in new.items() if text != path.read_text()}
 
 
-def two(over: Range, unit: str = "") -> str:
-    """A range with two decimals, as in 1.62 to 2.86x; one number where both ends read the same."""
-    low, high = (f"{value:,.2f}" for value in over)
-    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
-
-
 def front(found: Found, page: Path, argument: str = "") -> str:
     """Graph and eager of each workload over all hosts, the largest gain first."""
     lines = []
@@ -97,7 +93,8 @@ def front(found: Found, page: Path, argument: str = "") -> str:
         name += f" ({line.submitted})" if line.submitted else ""
         name += f", {in_markdown(line.more)}" if line.more else ""
         graph_ms = ", ".join(f"{own.ms:,.2f} ({own.gpu})" for own in line.gpus)
-        lines.append([name, graph_ms, two(line.base_ms), two(line.gain, "x"), line.hosts_text])
+        texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), line.hosts_text]
+        lines.append([name, *map(in_markdown, texts)])
     names = ["Workload, as submitted in MLPerf", "graph ms", "eager ms over hosts", "gain over hosts", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
 
@@ -122,7 +119,7 @@ def _answers(found, page, argument):
 def _gain_of(line: Headline) -> str:
     hosts = runs.NUMBER_WORDS.get(len(line.hosts), f"{len(line.hosts)} hosts")
     name = line.words + "," * (line.words != line.name)
-    return f"{in_markdown(name)} {two(line.gain, 'x')} ({hosts})"
+    return f"{in_markdown(name)} {tables.two(line.gain, 'x')} ({hosts})"
 
 
 def _kernel_us(found: Found) -> Range | None:
@@ -149,9 +146,9 @@ def _needs(found, page, argument):
     texts = []
     for gpu, own in sorted(needs.items()):
         sizes = [f"{in_markdown(name)} {size / GIB:.1f}" for size, name in sorted(own)]
-        texts.append(f"{gpu} {', '.join(sizes)}")
-    memory = f"Memory (peak that torch reserves, the graph alone in a process, GiB): {'; '.join(texts)}."
-    minutes = [minutes_of(run) for _, run in found.runs if _is_bench(run)]
+        texts.append(f"on {in_markdown(gpu)} {', '.join(sizes)}")
+    memory = f"Memory (GiB that torch reserves at most, the graph alone in a process): {'; '.join(texts)}."
+    minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory if texts else ""]))
 
@@ -164,9 +161,12 @@ def _with_gb(own: headlines.OnGpu) -> str:
 
 
 def minutes_of(run: Run) -> float:
-    """Minutes from the begin of a run to its end."""
-    begin, end = (datetime.fromisoformat(text) for text in (run.begin_utc, run.end_utc))
-    return (end - begin).total_seconds() / 60
+    """Minutes from the begin of a run to its end; 0 where these are no dates."""
+    try:
+        begin, end = (datetime.fromisoformat(text) for text in (run.begin_utc, run.end_utc))
+        return (end - begin).total_seconds() / 60
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def _is_bench(run: Run) -> bool:
@@ -178,9 +178,10 @@ def _is_bench(run: Run) -> bool:
 def _versions(found: Found) -> str:
     on_gpus = [run for _, run in found.runs if run.device == "cuda"]
     names = {"torch": "torch", "transformer_engine": "Transformer Engine", "python": "Python"}
-    texts = [(title, sorted({str(run.versions.get(name)) for run in on_gpus})) for name, title in names.items()]
-    texts.append(("driver", sorted({str(run.host.driver) for run in on_gpus})))
-    return ", ".join(f"{title} {' and '.join(map(in_markdown, each))}" for title, each in texts)
+    seen = {title: {run.versions.get(name) for run in on_gpus} for name, title in names.items()}
+    seen["driver"] = {run.host.driver for run in on_gpus}
+    known = {title: sorted({str(one) for one in each if one}) for title, each in seen.items()}
+    return ", ".join(f"{title} {' and '.join(map(in_markdown, each))}" for title, each in known.items() if each)
 
 
 def _trust(found, page, argument):
@@ -208,7 +209,7 @@ def _controls(found):
         return "**Controls.** None has been measured yet."
     values = [ratio.ratio for ratio in ratios]
     holds = sum(ratio.low <= 1 <= ratio.high for ratio in ratios)
-    text = f"**Controls.** Eager against itself: {two((min(values), max(values)), 'x')}; {holds} of {len(ratios)} intervals "
+    text = f"**Controls.** Eager against itself: {tables.two((min(values), max(values)), 'x')}; {holds} of {len(ratios)} intervals "
     return f"{text}(95 %) contain 1."
 
 
@@ -218,7 +219,7 @@ def _failed(found, page):
     if not failed:
         return "**What failed.** Nothing on a GPU."
     where = len({point.run.id for point in failed})
-    link = _relative(ROOT / "results" / "overview.md", page)
+    link = _relative(found.root / "overview.md", page)
     text = f"**What failed.** {runs.counted(len(failed), 'measurement')} in {runs.counted(where, 'run')}: wrong losses, "
     return f"{text}crashes, no memory. Each stands in [all rows]({link})."
 
@@ -233,7 +234,7 @@ def _decide(found, page, argument):
             ceiling = row.median("ceiling")
             if low <= ceiling < high:
                 link = tables.linked(row.workload.name, row, page)
-                seen.append(f"{link} {ceiling:.2f}: {two(row.gain_range, 'x')}, {row.hosts_text}")
+                seen.append(f"{link} {ceiling:.2f}: {tables.two(row.gain_range, 'x')}, {row.hosts_text}")
         lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
     return tables.markdown(["Step / busy", "What to do", "Measured here"], lines)
 
@@ -266,7 +267,7 @@ def _nvidia(found, page, argument):
         if not same:
             continue
         row = min(same, key=rank)
-        text = f"{two(row.gain_range, 'x')}, {row.hosts_text.partition(',')[0]}" if row.gain_range else row.status
+        text = f"{tables.two(row.gain_range, 'x')}, {row.hosts_text.partition(',')[0]}" if row.gain_range else row.status
         gpus = f"{row.workload.ranks} {in_markdown(headlines.short(row.workload.gpu))}"
         differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
         lines.append([own.title, f"[{own.gain_range}]({own.source})", tables.linked(text, row, page), differs])
@@ -323,5 +324,7 @@ _TABLES: dict[str, Callable[[Found, Path, str], str]] = {
     "trust": _trust,
     "model": _model,
     "decide": _decide,
+    "rules": rules.markdown,
+    "scopes": scopes.markdown,
     "nvidia": _nvidia,
 }
