@@ -24,20 +24,20 @@ OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture
 
 def page_of(found: runs.Found, page: Path) -> str:
     """The text of overview.md."""
-    hosts, machines = len({run.host.boot for _, run in found.runs}), runs.of_machines(found.rows)
+    hosts = len({run.host.boot for _, run in found.runs})
+    machines = runs.of_machines(found.rows)
     names = ["Best rows", *machines, "Step / busy as a ceiling", *(["Left out"] if found.faults else [])]
     parts = [
         "# All runs",
-        f"{len(found.runs)} runs on {runs.counted(hosts, 'host')}. [How they were made](../docs/method.md). All fields: "
-        "[overview.csv](overview.csv).",
+        f"{runs.counted(len(found.runs), 'run')} on {runs.counted(hosts, 'host')}. "
+        "[How they were made](../docs/method.md). All fields: [overview.csv](overview.csv).",
         "\n".join(f"- [{in_markdown(name)}](#{_anchor(name)})" for name in names),
         "## Best rows",
         "The graph of each workload with the most hosts. Times are mean steps. Of several hosts: the median of the "
         "graph, and the fastest and slowest host of eager and of the gain.",
         readme.front(found, page),
-        "*Archived* hosts were measured [before blocks](archive/README.md). They count where eager makes the same "
-        "kernels. The two H100 hosts of Muon, and of nanoGPT, ran two versions of the file, with the same kernels; "
-        "the slower host of both ran other work on its second GPU ([corrections](corrections.md)).",
+        "*Archived* hosts were measured [before blocks](archive/README.md), and have no intervals. Archived hosts and "
+        "earlier files of a step count where eager makes the same kernels.",
         "In the tables below a gain is base ms / ms: of one host with its 95 % interval in those minutes, of several "
         "the range. *At most* is the base's step / the busy time of the uncaptured step. `control` is the base "
         "measured once more. Workloads with the largest gain come first.",

@@ -6,7 +6,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks import runs
 from benchmarks.figures import style
-from benchmarks.figures.style import BAND, FAINT, INK, KINDS, MARKS, SMALL, NotDrawn, Page
+from benchmarks.figures.style import BAND, INK, KINDS, MARKS, SMALL, NotDrawn, Page
 from benchmarks.files.facts import OWN_STEP, Run
 from benchmarks.pages import headlines, published
 from benchmarks.pages.headlines import Headline
@@ -43,7 +43,7 @@ def title_of(lines: Sequence[Headline]) -> str:
     """Say by how much steps differ between hosts with the same GPU, of graphs and of eager."""
     own = [hosts for line in lines for hosts in (one.hosts for one in line.gpus) if len(hosts) > 1]
     if not own:
-        low, high = lines[0].gain
+        high = lines[0].gain[1]
         name = lines[0].name if len(lines[0].name) <= LONGEST else f"{lines[0].name[: LONGEST - 3]}..."
         return f"{name}: a graph gains {_percent(high)}, the time for which the host made the GPU wait"
     graph, eager = (max(_spread(hosts, name) for hosts in own) for name in ("ms", "base_ms"))

@@ -182,8 +182,8 @@ def _num_hosts(rows: list[Row]) -> int:
 
 
 def _same_kernels(row: Row, newest: Row) -> bool:
-    counts = [one.newest.judged.build.variants[one.base].profile.kernels for one in (row, newest)]
-    return None not in counts and abs(counts[0] / counts[1] - 1) <= SAME_KERNELS
+    own, other = (one.newest.judged.build.variants[one.base].profile.kernels for one in (row, newest))
+    return own is not None and other is not None and abs(own - other) <= SAME_KERNELS * other
 
 
 def _of_archive(found: runs.Found, known: set[Key]) -> list[Headline]:

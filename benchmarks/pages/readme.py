@@ -10,6 +10,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
     <!-- table: scopes -->      Megatron's scopes beside the variants here
+    <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
     <!-- end -->
 """
@@ -111,7 +112,9 @@ def _answers(found, page, argument):
     texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, own[band]))}." for band in BANDS if own[band]]
     low, high = _kernel_us(found) or (0.0, 0.0)
     if high:
-        text = f"- **2,000 small kernels?** Where the GPU waited, an eager kernel took the host {low:.0f} to {high:.0f} us"
+        text = (
+            f"- **2,000 small kernels?** Where the GPU waited, an eager kernel took the host {low:.0f} to {high:.0f} us"
+        )
         texts.append(f"{text}: {2 * low:.0f} ms a step or more.")
     return "\n".join(texts)
 
@@ -140,13 +143,14 @@ def _needs(found, page, argument):
         return NOTHING
     needs: dict[str, list[tuple[int, str]]] = {}
     for line in sorted(lines, key=lambda line: line.gpus[0].run is None):
-        sized = [own for own in line.gpus if own.reserved_bytes]
-        if sized and line.name not in [name for each in needs.values() for _, name in each]:
-            needs.setdefault(_with_gb(sized[0]), []).append((sized[0].reserved_bytes, line.name))
+        is_new = line.name not in [name for each in needs.values() for _, name in each]
+        sized = [(own.reserved_bytes, own) for own in line.gpus if own.reserved_bytes] if is_new else []
+        for size, gpu in sized[:1]:
+            needs.setdefault(_with_gb(gpu), []).append((size, line.name))
     texts = []
-    for gpu, own in sorted(needs.items()):
-        sizes = [f"{in_markdown(name)} {size / GIB:.1f}" for size, name in sorted(own)]
-        texts.append(f"on {in_markdown(gpu)} {', '.join(sizes)}")
+    for title, each in sorted(needs.items()):
+        sizes = [f"{in_markdown(name)} {size / GIB:.1f}" for size, name in sorted(each)]
+        texts.append(f"on {in_markdown(title)} {', '.join(sizes)}")
     memory = f"Memory (GiB that torch reserves at most, the graph alone in a process): {'; '.join(texts)}."
     minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
@@ -209,8 +213,8 @@ def _controls(found):
         return "**Controls.** None has been measured yet."
     values = [ratio.ratio for ratio in ratios]
     holds = sum(ratio.low <= 1 <= ratio.high for ratio in ratios)
-    text = f"**Controls.** Eager against itself: {tables.two((min(values), max(values)), 'x')}; {holds} of {len(ratios)} intervals "
-    return f"{text}(95 %) contain 1."
+    text = f"**Controls.** Eager against itself: {tables.two((min(values), max(values)), 'x')}; "
+    return f"{text}{holds} of {len(ratios)} intervals (95 %) contain 1."
 
 
 def _failed(found, page):
@@ -220,19 +224,20 @@ def _failed(found, page):
         return "**What failed.** Nothing on a GPU."
     where = len({point.run.id for point in failed})
     link = _relative(found.root / "overview.md", page)
-    text = f"**What failed.** {runs.counted(len(failed), 'measurement')} in {runs.counted(where, 'run')}: wrong losses, "
+    text = (
+        f"**What failed.** {runs.counted(len(failed), 'measurement')} in {runs.counted(where, 'run')}: wrong losses, "
+    )
     return f"{text}crashes, no memory. Each stands in [all rows]({link})."
 
 
 def _decide(found, page, argument):
     """By step / busy of eager: what to do, and the workloads with such a step on one of their GPUs."""
-    rows = [row for row in runs.best_measured(runs.on_gpus(found.rows)) if row.median("ceiling")]
     lines = []
     for low, high, name, advice in CEILINGS:
         seen = []
-        for row in rows:
+        for row in runs.best_measured(runs.on_gpus(found.rows)):
             ceiling = row.median("ceiling")
-            if low <= ceiling < high:
+            if ceiling and low <= ceiling < high and row.gain_range:
                 link = tables.linked(row.workload.name, row, page)
                 seen.append(f"{link} {ceiling:.2f}: {tables.two(row.gain_range, 'x')}, {row.hosts_text}")
         lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
@@ -246,6 +251,31 @@ def _model(found, page, argument):
         return "Not measured in blocks on a GPU yet."
     left = tables.as_list(tables.not_timed(own))
     return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
+
+
+def _lengths(found, page, argument):
+    """RNN-T with changing lengths: padding to buckets and the graph of each pair of buckets, on each host."""
+    padded: dict[str, runs.HostMeans] = {}
+    graphs: dict[str, runs.HostMeans] = {}
+    for row in runs.on_gpus(found.rows):
+        if (row.workload.model, row.workload.preset, row.workload.label) == ("rnnt", "bench_lengths", ""):
+            own = {"eager_padded": padded, "graph_step": graphs}.get(row.variant, {})
+            own.update({host.host: host for host in row.hosts})
+    for where, hosts in found.archived.items():
+        if (where.model, where.preset, where.label, where.ranks) == ("rnnt", "bench_lengths", "", 1):
+            for host in hosts:
+                for name, means in (("eager_padded", padded), ("graph_step", graphs)):
+                    if {"eager", name} <= host.ms.keys():
+                        means.setdefault(host.boot, runs.HostMeans(host.boot, host.ms["eager"], host.ms[name], True))
+    lines = []
+    for host in sorted(padded.keys() & graphs.keys()):
+        one, other = padded[host], graphs[host]
+        name = f"{in_markdown(host[:6])}{' (archived)' if other.is_archived else ''}"
+        costs, gain = f"{100 * (one.ms / one.base_ms - 1):.1f} %", one.ms / other.ms
+        times = [f"{ms:.2f}" for ms in (one.base_ms, one.ms, other.ms)]
+        lines.append([name, *times, costs, f"{gain:.2f}x", f"{other.ratio:.2f}x"])
+    names = ["Host", "eager ms", "padded ms", "graph ms", "padding costs", "the graph gains", "gain over eager"]
+    return tables.markdown(names, lines) if lines else NOTHING
 
 
 def _nvidia(found, page, argument):
@@ -267,7 +297,8 @@ def _nvidia(found, page, argument):
         if not same:
             continue
         row = min(same, key=rank)
-        text = f"{tables.two(row.gain_range, 'x')}, {row.hosts_text.partition(',')[0]}" if row.gain_range else row.status
+        hosts = row.hosts_text.partition(",")[0]
+        text = f"{tables.two(row.gain_range, 'x')}, {hosts}" if row.gain_range else row.status
         gpus = f"{row.workload.ranks} {in_markdown(headlines.short(row.workload.gpu))}"
         differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
         lines.append([own.title, f"[{own.gain_range}]({own.source})", tables.linked(text, row, page), differs])
@@ -326,5 +357,6 @@ _TABLES: dict[str, Callable[[Found, Path, str], str]] = {
     "decide": _decide,
     "rules": rules.markdown,
     "scopes": scopes.markdown,
+    "lengths": _lengths,
     "nvidia": _nvidia,
 }

@@ -116,7 +116,8 @@ def _variation(marks: Sequence[Reached], page: Path) -> str:
         most, point = max(own, key=lambda each: each[0])
         middle = plain.median(value for value, _ in own)
         link = tables.linked_file(point.run.title, point.path, page)
-        texts.append(f"{name}: {100 * middle:.1f} % in the median, {100 * most:.1f} % at most ({link}, {len(own)} cases)")
+        text = f"{name}: {100 * middle:.1f} % in the median, {100 * most:.1f} % at most"
+        texts.append(f"{text} ({link}, {len(own)} cases)")
     return ". ".join(texts) + "."
 
 

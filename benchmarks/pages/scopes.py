@@ -34,7 +34,10 @@ SCOPES = (
     Scope("local", "whole layers", "dense layers", "embedding, loss, optimizer", "llama2_lora", "graph_layer"),
     Scope(CHUNK, "one microbatch", "a chunk of the model", "optimizer", "llama31", "graph_microbatch"),
     Scope("full_iteration", "all microbatches", "forward, backward", "optimizer", "llama31", "graph_fwd_bwd"),
-    Scope("full_iteration, optimizer_cuda_graph", "the step", "also the optimizer", "the batch's copy", "llama31", "graph_step"),
+    Scope(
+        *("full_iteration, optimizer_cuda_graph", "the step", "also the optimizer", "the batch's copy"),
+        *("llama31", "graph_step"),
+    ),
 )
 
 

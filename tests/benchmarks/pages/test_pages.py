@@ -270,3 +270,10 @@ def test_the_overview_begins_with_its_contents_and_the_best_rows(found):
     assert contents < best < text.index("\n## NVIDIA H100")
     for name in re.findall(r"(?m)^## (.*)", text):
         assert f"- [{name}](#" in text[:best]
+
+
+def test_changing_lengths_show_what_padding_costs_and_the_graph_gains(tmp_path):
+    names = ("eager", "eager_padded", "graph_step")
+    ms = {"eager": 10.0, "eager_padded": 11.0, "graph_step": 10.0}
+    put(tmp_path, 0, model="rnnt", preset="bench_lengths", names=names, ms=ms)
+    assert table("lengths", tmp_path).splitlines()[2] == "| b | 10.00 | 11.00 | 10.00 | 10.0 % | 1.10x | 1.00x |"
