@@ -17,7 +17,7 @@ from common.your_step.findings import STOPS, WRONG
 
 README = (ROOT / "README.md").read_text()
 (SNIPPET,) = re.findall(r"```python\n(def graphed.*?)```", README, re.DOTALL)
-(STEP,) = re.findall(r"```python\n(import torch\ndef build.*?)```", README, re.DOTALL)
+(STEP,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
 CAPTURE = re.compile(r"with (torch\.cuda\.graph\(.*?\)):\n +loss = step\(static\).*\n")
 
 
@@ -279,10 +279,20 @@ def test_what_the_snippet_cannot_see(graphed, device):
     assert "cannot see a Python number that changes" in README
 
 
-def test_the_step_to_measure_has_twelve_lines_and_a_graph_of_it_trains_as_eager_does(device, tmp_path):
+def test_the_step_to_measure_has_twelve_lines_and_trains(device):
+    assert len([line for line in STEP.splitlines() if line]) == 12
+    names = {}
+    exec(compile(STEP, "my_step.py", "exec"), names)
+    torch.manual_seed(0)
+    step, batches, changed = names["build"](torch.device(device))
+    losses = [float(step(batch)) for batch in batches * 4]
+    assert losses[-1] < losses[0] and len(changed) == 2
+
+
+@pytest.mark.slow
+def test_a_graph_of_the_step_to_measure_trains_as_eager_does(device, tmp_path):
     path = tmp_path / "my_step.py"
     path.write_text(STEP)
-    assert len(STEP.splitlines()) == 12
     found = doctor.diagnose(f"{path}:build", torch.device(device))
     assert not {finding.level for finding in found.findings} & {STOPS, WRONG}, found.text()
     assert found.outcomes[doctor.UP_TO_OPTIMIZER.title] == "trains as eager does"

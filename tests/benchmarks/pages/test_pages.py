@@ -277,3 +277,9 @@ def test_changing_lengths_show_what_padding_costs_and_the_graph_gains(tmp_path):
     ms = {"eager": 10.0, "eager_padded": 11.0, "graph_step": 10.0}
     put(tmp_path, 0, model="rnnt", preset="bench_lengths", names=names, ms=ms)
     assert table("lengths", tmp_path).splitlines()[2] == "| b | 10.00 | 11.00 | 10.00 | 10.0 % | 1.10x | 1.00x |"
+
+
+def test_constraints_name_the_versions_that_were_measured(found):
+    text = (ROOT / "constraints.txt").read_text()
+    for version in {run.versions["torch"] for _, run in found.runs}:
+        assert f"torch {version}" in text
