@@ -285,7 +285,7 @@ def test_the_step_to_measure_has_twelve_lines_and_trains(device):
     exec(compile(STEP, "my_step.py", "exec"), names)
     torch.manual_seed(0)
     step, batches, changed = names["build"](torch.device(device))
-    losses = [float(step(batch)) for batch in batches * 4]
+    losses = [step(batch).item() for batch in batches * 4]
     assert losses[-1] < losses[0] and len(changed) == 2
 
 
