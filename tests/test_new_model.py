@@ -86,7 +86,7 @@ def test_it_is_in_the_tables_and_pages(checkout, found):
     assert "my_model/bench" in screen and "graph_step" in screen
     pages = {path.relative_to(checkout).as_posix(): text for path, text in overview.wanted(found, checkout).items()}
     assert set(pages) == {"results/overview.md", "results/overview.csv", "my_model/README.md"}
-    assert "| [my\\_model](" in pages["results/overview.md"]
+    assert "| [my_model](../my_model/README.md) |" in pages["results/overview.md"]
     assert "h200x1/my_model-bench) | graph_step |" in pages["my_model/README.md"]
 
 

@@ -80,8 +80,10 @@ def _hosts(records, folders) -> dict[Workload, list[ArchivedHost]]:
             times[_name(record)].append(plain.fmean(record["steps"]["gpu_ms"]))
         peaks: dict[str, int] = {}
         for record in own:
-            peak = (record.get("memory") or {}).get("peak_reserved_bytes") or 0
-            peaks[_name(record)] = max(peak, peaks.get(_name(record), 0))
+            memory = record.get("memory")
+            peak = memory.get("peak_reserved_bytes") if isinstance(memory, dict) else None
+            if isinstance(peak, int) and peak > peaks.get(_name(record), 0):
+                peaks[_name(record)] = peak
         if "eager" in kernels:
             ms = {name: plain.fmean(each) for name, each in times.items()}
             found[where].append(ArchivedHost(boot, kernels, ms, peaks, folders[where]))
