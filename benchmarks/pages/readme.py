@@ -112,10 +112,8 @@ def _answers(found, page, argument):
     texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, own[band]))}." for band in BANDS if own[band]]
     low, high = _kernel_us(found) or (0.0, 0.0)
     if high:
-        text = (
-            f"- **2,000 small kernels?** Where the GPU waited, an eager kernel took the host {low:.0f} to {high:.0f} us"
-        )
-        texts.append(f"{text}: {2 * low:.0f} ms a step or more.")
+        text = f"- **2,000 small kernels?** Capture them: where the GPU waited, a kernel took the host {low:.0f} to "
+        texts.append(f"{text}{high:.0f} us, so {2 * low:.0f} ms a step or more.")
     return "\n".join(texts)
 
 
@@ -150,8 +148,8 @@ def _needs(found, page, argument):
     texts = []
     for title, each in sorted(needs.items()):
         sizes = [f"{in_markdown(name)} {size / GIB:.1f}" for size, name in sorted(each)]
-        texts.append(f"on {in_markdown(title)} {', '.join(sizes)}")
-    memory = f"Memory (GiB that torch reserves at most, the graph alone in a process): {'; '.join(texts)}."
+        texts.append(f"on {in_markdown(title)}: {', '.join(sizes)}")
+    memory = f"Memory, in GiB that torch reserves at most, the graph alone in a process, {'; '.join(texts)}."
     minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory if texts else ""]))
@@ -182,8 +180,8 @@ def _is_bench(run: Run) -> bool:
 def _versions(found: Found) -> str:
     on_gpus = [run for _, run in found.runs if run.device == "cuda"]
     names = {"torch": "torch", "transformer_engine": "Transformer Engine", "python": "Python"}
-    seen = {title: {run.versions.get(name) for run in on_gpus} for name, title in names.items()}
-    seen["driver"] = {run.host.driver for run in on_gpus}
+    seen = {title: [run.versions.get(name) for run in on_gpus] for name, title in names.items()}
+    seen["driver"] = [run.host.driver for run in on_gpus]
     known = {title: sorted({str(one) for one in each if one}) for title, each in seen.items()}
     return ", ".join(f"{title} {' and '.join(map(in_markdown, each))}" for title, each in known.items() if each)
 
@@ -197,8 +195,7 @@ def _hosts_text(found):
     own = {run.host.boot for _, run in found.runs if run.device == "cuda"}
     more = {host.boot for hosts in found.archived.values() for host in hosts} - own
     text = f"**Hosts.** {runs.counted(len(found.runs), 'run')} on {runs.counted(len(own), 'host')}"
-    text += f"; {runs.counted(len(more), 'archived host')} from before, without intervals." if more else "."
-    return text
+    return f"{text}. {runs.counted(len(more), 'archived host')}: measured before, no intervals." if more else f"{text}."
 
 
 def _controls(found):
@@ -302,7 +299,7 @@ def _nvidia(found, page, argument):
         gpus = f"{row.workload.ranks} {in_markdown(headlines.short(row.workload.gpu))}"
         differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
         lines.append([own.title, f"[{own.gain_range}]({own.source})", tables.linked(text, row, page), differs])
-    names = ["Workload", "NVIDIA's gain", "Ours, same scope", "What differs"]
+    names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
     return tables.markdown(names, lines) if lines else NOTHING
 
 

@@ -146,7 +146,7 @@ def test_the_answers_say_on_how_many_hosts(tmp_path):
 def test_the_time_for_a_kernel_is_that_of_steps_that_waited(tmp_path):
     put(tmp_path, 0, ms=MS, issue=(9.0, 7.0), kernels=200)
     put(tmp_path, 1, ms=MS, issue=(9.0, 9.9), kernels=100, boot="c")
-    assert "an eager kernel took the host 50 to 50 us: 100 ms a step or more." in table("answers", tmp_path)
+    assert "a kernel took the host 50 to 50 us, so 100 ms a step or more." in table("answers", tmp_path)
 
 
 def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp_path):
@@ -163,7 +163,7 @@ def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     write(run, tmp_path / "h100x1/gpt3-bench")
     text = table("needs", tmp_path)
     assert "took 3.5 to 3.5 minutes a model. Measured with torch 2.13. " in text
-    assert text.endswith("on H100 80GB GPT-3 175B 3.0.")
+    assert text.endswith("on H100 80GB: GPT-3 175B 3.0.")
     run.end_utc = "a day"
     assert readme.minutes_of(run) == 0
 
